@@ -1,0 +1,1 @@
+"""What every Quire service needs and none owns: settings, logs, health, servers, errors."""

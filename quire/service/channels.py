@@ -1,0 +1,41 @@
+"""gRPC options, set on purpose: message limits, keepalive that notices a dead peer in seconds."""
+
+from typing import Any
+
+_Options = list[tuple[str, Any]]
+
+PUBLIC_MESSAGE_BYTES = 16 * 2**20
+INTERNAL_MESSAGE_BYTES = 64 * 2**20
+
+
+def channel_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
+    """Options of a client's channel."""
+    return [
+        *_limits(max_message_bytes),
+        ("grpc.keepalive_time_ms", 20_000),
+        # What bounds the detection of a hung peer; grpc.keepalive_timeout_ms does not.
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+
+
+def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
+    """Options of a server. Quiet calls may be pinged every five seconds."""
+    return [
+        *_limits(max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        # The key that servers read; its shorter namesake leaves quiet calls to die of pings.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+def _limits(max_message_bytes: int) -> _Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+    ]

@@ -1,0 +1,74 @@
+"""Errors as gRPC statuses with `google.rpc` details: the field, the reason, what to do."""
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "quire"
+
+
+@dataclass(eq=False)
+class RequestError(Exception):
+    """A request that ends with a status. Raised anywhere, turned into the status at the rim."""
+
+    code: grpc.StatusCode
+    message: str
+    details: tuple[Message, ...] = field(default=())
+
+    def __str__(self) -> str:
+        return self.message
+
+    def packed_details(self) -> list[any_pb2.Any]:
+        packed = []
+        for detail in self.details:
+            packed.append(any_pb2.Any())
+            packed[-1].Pack(detail)
+        return packed
+
+
+def invalid(field_name: str, reason: str, description: str) -> RequestError:
+    """INVALID_ARGUMENT: `field_name` as in the request's proto, `reason` in UPPER_SNAKE_CASE."""
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field=field_name, description=description, reason=reason
+    )
+    return RequestError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"{field_name}: {description}",
+        (
+            error_details_pb2.BadRequest(field_violations=[violation]),
+            error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN),
+        ),
+    )
+
+
+def failed(code: grpc.StatusCode, reason: str, message: str) -> RequestError:
+    """Any other status, with its reason in UPPER_SNAKE_CASE."""
+    return RequestError(code, message, (error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN),))
+
+
+def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> RequestError:
+    """UNAVAILABLE, with the time after which a retry makes sense."""
+    delay = duration_pb2.Duration(nanos=int(retry_after_s % 1 * 1e9), seconds=int(retry_after_s))
+    return RequestError(
+        grpc.StatusCode.UNAVAILABLE,
+        message,
+        (
+            error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN),
+            error_details_pb2.RetryInfo(retry_delay=delay),
+        ),
+    )
+
+
+async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:  # type: ignore[type-arg]
+    """Ends a call with the error's status and details."""
+    status = status_pb2.Status(
+        code=error.code.value[0], message=error.message, details=error.packed_details()
+    )
+    rich = rpc_status.to_status(status)
+    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    raise AssertionError("abort returned")

@@ -1,0 +1,52 @@
+"""Health as named checks, served by `grpc.health.v1`.
+
+`""` answers for the process: it is alive and configured. `ready` answers for the service: every
+check holds. Each gRPC service's own name answers like `ready`.
+"""
+
+from collections.abc import Iterable
+
+from grpc_health.v1 import health, health_pb2
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+READY = "ready"
+
+
+class Health:
+    """Named checks, all failing at first, and the health servicer that tells of them."""
+
+    def __init__(self, checks: Iterable[str], services: Iterable[str] = ()) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._failing = dict.fromkeys(checks, "not checked yet")
+        self._names = (READY, *services)
+
+    @property
+    def ready(self) -> bool:
+        return not self._failing
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """Failing checks and why they fail."""
+        return dict(self._failing)
+
+    async def start(self) -> None:
+        await self.servicer.set("", _SERVING)
+        await self._publish()
+
+    async def passed(self, check: str) -> None:
+        self._failing.pop(check, None)
+        await self._publish()
+
+    async def failed(self, check: str, why: str) -> None:
+        self._failing[check] = why
+        await self._publish()
+
+    async def stopping(self) -> None:
+        """From here on nothing is serving, whatever the checks say."""
+        await self.servicer.enter_graceful_shutdown()
+
+    async def _publish(self) -> None:
+        status = _SERVING if self.ready else _NOT_SERVING
+        for name in self._names:
+            await self.servicer.set(name, status)
