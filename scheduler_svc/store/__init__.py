@@ -1,0 +1,4 @@
+"""What the scheduler keeps in Redis: the pools' blocks, the token journal and the request records.
+
+`types`, `errors` and `hashing` are pure; only `connection` imports the Redis client.
+"""
