@@ -1,0 +1,1 @@
+"""The gateway: text, tokens and limits. It knows no blocks, no workers, no tensors."""

@@ -1,0 +1,100 @@
+"""Token ids to text, as they come: whole characters only, nothing that later tokens may change."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has at most four bytes, a token at least one. So four tokens hold the beginning of
+# any unfinished character; decoding from there on differs from the whole only in what was sent.
+_CONTEXT_TOKENS = 4
+_WINDOW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What detokenizers of one tokenizer share."""
+
+    tokenizer: Tokenizer
+    # All ids that have a token; a model's embedding may have rows beyond them.
+    known_ids: frozenset[int]
+    # Those without the special tokens.
+    plain_ids: frozenset[int]
+    # The tokens <0x00> to <0xFF> of vocabularies with byte fallback.
+    byte_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
+        known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
+        added = tokenizer.get_added_tokens_decoder().items()
+        bytes_ = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return cls(
+            tokenizer,
+            known_ids=known,
+            plain_ids=known - {id_ for id_, token in added if token.special},
+            byte_ids=frozenset(id_ for id_ in bytes_ if id_ is not None),
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+
+class Detokenizer:
+    """The text of one choice.
+
+    The deltas of `push` and `flush`, joined, are what decoding all pushed ids at once gives after
+    `context`. Each id is decoded a bounded number of times, however long the choice is.
+
+    Held back are an unfinished character of a byte-level vocabulary, and a run of byte tokens:
+    decoders read a run as a whole, and one bad byte spoils all of it.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._visible = vocabulary.plain_ids if skip_special_tokens else vocabulary.known_ids
+        # window[0, sent characters) has been sent; the rest is to come.
+        self._window = self._closed(context)
+        self._sent = len(vocabulary.decode(self._window))
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now and was not before."""
+        new = [id_ for id_ in token_ids if id_ in self._visible]
+        self._window += new
+        if not new or new[-1] in self._vocabulary.byte_ids:
+            return ""
+        text = self._vocabulary.decode(self._window)
+        certain = len(text) - text.endswith(_REPLACEMENT)
+        delta = text[self._sent : certain]
+        self._sent = max(self._sent, certain)
+        self._slide(len(text) - self._sent)
+        return delta
+
+    def flush(self) -> str:
+        """What was held back, at the end of the choice; unfinished characters become U+FFFD."""
+        text = self._vocabulary.decode(self._window)
+        delta = text[self._sent :]
+        self._sent = len(text)
+        return delta
+
+    def _slide(self, num_held: int) -> None:
+        if len(self._window) > _WINDOW_TOKENS:
+            self._window = self._window[-_CONTEXT_TOKENS:]
+            self._sent = len(self._vocabulary.decode(self._window)) - num_held
+
+    def _closed(self, context: Sequence[int]) -> list[int]:
+        """The end of a context, without invisible tokens and without a last run of byte tokens."""
+        tail: list[int] = []
+        for id_ in reversed(context):
+            if id_ not in self._visible or (not tail and id_ in self._vocabulary.byte_ids):
+                continue
+            tail.append(id_)
+            if len(tail) == _CONTEXT_TOKENS:
+                break
+        return tail[::-1]

@@ -1,0 +1,103 @@
+import gateway_tokenizers
+import pytest
+from gateway_svc.detokenizer import Detokenizer, Vocabulary
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+VOCABULARIES = {
+    "byte_level": Vocabulary.of(gateway_tokenizers.byte_level()),
+    "byte_fallback": Vocabulary.of(gateway_tokenizers.byte_fallback()),
+    "metaspace": Vocabulary.of(gateway_tokenizers.metaspace()),
+}
+MOST_IDS = 420
+every_vocabulary = pytest.mark.parametrize("name", VOCABULARIES)
+# Ids up to beyond every vocabulary, in batches as deltas come.
+batches = st.lists(st.lists(st.integers(0, MOST_IDS), max_size=4), max_size=30)
+
+
+def written(detokenizer: Detokenizer, batches: list[list[int]]) -> str:
+    return "".join(map(detokenizer.push, batches)) + detokenizer.flush()
+
+
+@every_vocabulary
+@given(batches=batches, skip=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_joined_deltas_are_the_decoding_of_all(
+    name: str, batches: list[list[int]], skip: bool
+) -> None:
+    vocabulary = VOCABULARIES[name]
+    ids = [id_ for batch in batches for id_ in batch]
+    whole = vocabulary.tokenizer.decode(ids, skip_special_tokens=skip)
+    assert written(Detokenizer(vocabulary, skip), batches) == whole
+
+
+@every_vocabulary
+@given(text=st.text(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_deltas_of_a_text_never_split_a_character(name: str, text: str) -> None:
+    vocabulary = VOCABULARIES[name]
+    ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+    whole = vocabulary.tokenizer.decode(ids)
+    detokenizer = Detokenizer(vocabulary)
+    sent = ""
+    for id_ in ids:
+        sent += detokenizer.push([id_])
+        assert whole.startswith(sent)
+    assert sent + detokenizer.flush() == whole
+
+
+@every_vocabulary
+@given(text=st.text("ab cdé日!🙂", min_size=1, max_size=30), cut=st.integers(0, 30))
+@settings(max_examples=300, deadline=None)
+def test_a_context_keeps_the_space_between_prompt_and_text(name: str, text: str, cut: int) -> None:
+    vocabulary = VOCABULARIES[name]
+    ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+    # A prompt ends with a whole character.
+    while cut and (cut > len(ids) or ids[cut - 1] in vocabulary.byte_ids):
+        cut -= 1
+    prompt = vocabulary.decode(ids[:cut])
+    if prompt.endswith("\N{REPLACEMENT CHARACTER}"):
+        return
+    text_after = written(Detokenizer(vocabulary, context=ids[:cut]), [[id_] for id_ in ids[cut:]])
+    assert prompt + text_after == vocabulary.decode(ids)
+
+
+def test_unfinished_characters_end_as_the_replacement_character() -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    smile = vocabulary.tokenizer.encode("日").ids
+    byte_ids = [vocabulary.tokenizer.token_to_id(byte) for byte in "æĹ"]
+    assert smile
+    detokenizer = Detokenizer(vocabulary)
+    assert detokenizer.push(byte_ids[:1]) == ""
+    assert detokenizer.push(byte_ids[1:]) == ""
+    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+@every_vocabulary
+def test_a_token_is_decoded_a_bounded_number_of_times(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = VOCABULARIES[name]
+    decoded = 0
+    decode = Vocabulary.decode
+
+    def counting(self: Vocabulary, token_ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(token_ids)
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(Vocabulary, "decode", counting)
+    broken = vocabulary.tokenizer.token_to_id("<0xFF>" if vocabulary.byte_ids else "ÿ")
+    letter = vocabulary.tokenizer.token_to_id("a")
+    for pattern in ([letter], [broken], [letter, broken]):
+        decoded = 0
+        ids = pattern * (3000 // len(pattern))
+        written(Detokenizer(vocabulary), [[id_] for id_ in ids])
+        assert decoded < 20 * len(ids)
+
+
+def test_ids_without_a_token_have_no_text() -> None:
+    tokenizer: Tokenizer = VOCABULARIES["byte_level"].tokenizer
+    assert tokenizer.id_to_token(MOST_IDS) is None
+    assert written(Detokenizer(VOCABULARIES["byte_level"]), [[MOST_IDS]]) == ""
