@@ -41,6 +41,10 @@ class HashChain:
         """One per full block, in order."""
         return tuple(self._hashes)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._hashes) * self._block_size + len(self._open)
+
     def extend(self, token_ids: Iterable[int]) -> None:
         """Adds the tokens that follow those already there."""
         self._open.extend(token_ids)

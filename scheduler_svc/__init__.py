@@ -1,0 +1,1 @@
+"""The scheduler: decides who runs, on which worker, with which blocks."""

@@ -1,0 +1,83 @@
+"""Folds what sequences have produced into their records in Redis, off the path of the steps."""
+
+import asyncio
+
+import structlog
+
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.requests import Ending, OutputRun, RequestKey, RequestState
+from scheduler_svc.store.store import Store
+
+log = structlog.get_logger()
+
+RETRY_S = 0.2
+
+
+class Recorder:
+    """Ends the records of sequences that have left, in batches, in the order they left."""
+
+    def __init__(self, store: Store, finished_ttl_s: int) -> None:
+        self._store = store
+        self._finished_ttl_s = finished_ttl_s
+        self._left: list[Sequence] = []
+        self._pending = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    def left(self, sequence: Sequence) -> None:
+        self._left.append(sequence)
+        self._pending.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            try:
+                await self.flush()
+            except StoreUnavailable as error:
+                log.warning("records wait for Redis", error=str(error))
+                self._pending.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def fold(self, sequences: list[Sequence]) -> None:
+        """Brings the records of running sequences up to what is journaled."""
+        await self.flush()
+        async with self._writing:
+            await self._fold(sequences)
+
+    async def flush(self) -> None:
+        """Writes what there is. Repeating it after a failure is harmless."""
+        async with self._writing:
+            batch = list(self._left)
+            if not batch:
+                return
+            await self._fold(batch)
+            endings = [Ending(key_of(sequence), _state(sequence)) for sequence in batch]
+            await self._store.finish(endings, self._finished_ttl_s)
+            del self._left[: len(batch)]
+
+    async def _fold(self, sequences: list[Sequence]) -> None:
+        behind = [other for other in sequences if other.num_folded < other.num_journaled]
+        if behind:
+            reach = [other.num_journaled for other in behind]
+            await self._store.fold([_run(other) for other in behind])
+            for sequence, num_folded in zip(behind, reach, strict=True):
+                sequence.num_folded = num_folded
+
+
+def key_of(sequence: Sequence) -> RequestKey:
+    return RequestKey(sequence.principal, sequence.request_id)
+
+
+def _run(sequence: Sequence) -> OutputRun:
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    token_ids = output[sequence.num_folded : sequence.num_journaled]
+    return OutputRun(key_of(sequence), sequence.num_folded, tuple(token_ids))
+
+
+def _state(sequence: Sequence) -> RequestState:
+    if sequence.error is None:
+        return RequestState.FINISHED
+    if sequence.error.code.name == "CANCELLED":
+        return RequestState.CANCELLED
+    return RequestState.FAILED

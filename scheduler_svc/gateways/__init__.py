@@ -1,0 +1,1 @@
+"""Gateways: the `Connect` streams, where messages become sequences and tokens become frames."""

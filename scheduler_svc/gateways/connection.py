@@ -1,0 +1,105 @@
+"""One gateway's stream: everything that is to be said to it gathers into the next frame."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from grpc import StatusCode
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError, failed
+from scheduler_svc.core.sequence import End, EndReason, Sequence
+
+# A gateway that has not read this many tokens is cut off: it cannot be slowed down otherwise.
+MAX_PENDING_TOKENS = 1_000_000
+
+_TOO_SLOW = failed(
+    StatusCode.RESOURCE_EXHAUSTED, "TOO_SLOW", "the gateway does not read its frames"
+)
+_REASONS = {
+    EndReason.STOP_TOKEN: scheduler_pb2.END_REASON_STOP_TOKEN,
+    EndReason.LENGTH: scheduler_pb2.END_REASON_LENGTH,
+    EndReason.STOP_STRING: scheduler_pb2.END_REASON_STOP_STRING,
+}
+
+
+class GatewayConnection:
+    """The frames to one gateway, and the sequences that are attached to it."""
+
+    def __init__(self, epoch: int) -> None:
+        self.attached: dict[int, Sequence] = {}
+        self._epoch = epoch
+        self._frame = scheduler_pb2.ConnectResponse(epoch=epoch)
+        self._pending = asyncio.Event()
+        self._closed = False
+        self._error: RequestError | None = None
+
+    async def frames(self) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        """Frames as they fill, until the connection is closed.
+
+        Raises the error it was closed with, RESOURCE_EXHAUSTED if a frame grew beyond its bound.
+        """
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            frame, self._frame = self._frame, scheduler_pb2.ConnectResponse(epoch=self._epoch)
+            if len(frame.deltas.token_ids) > MAX_PENDING_TOKENS:
+                raise _TOO_SLOW
+            yield frame
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                return
+
+    def close(self, error: RequestError | None = None) -> None:
+        """Ends the stream behind what has been said so far."""
+        self._closed, self._error = True, error
+        self._pending.set()
+
+    def say_hello(self, hello: scheduler_pb2.SchedulerHello) -> None:
+        self._frame.hello.CopyFrom(hello)
+        self._pending.set()
+
+    def accept(self, sequence: Sequence, opaque: bytes) -> None:
+        self.attached[sequence.attachment] = sequence
+        self._frame.acceptances.add(attachment=sequence.attachment, opaque=opaque)
+        self._pending.set()
+
+    def reject(self, attachment: int, error: RequestError) -> None:
+        self._frame.failures.add(
+            attachment=attachment,
+            code=error.code.value[0],
+            message=error.message,
+            details=error.packed_details(),
+        )
+        self._pending.set()
+
+    def answer_cancellation(self, tag: int, found: bool) -> None:
+        self._frame.cancellation_results.add(tag=tag, found=found)
+        self._pending.set()
+
+    # What sequences say to their subscriber
+
+    def deliver(self, sequence: Sequence, first_index: int, token_ids: list[int]) -> None:
+        deltas = self._frame.deltas
+        deltas.attachments.append(sequence.attachment)
+        deltas.choices.append(sequence.choice)
+        deltas.first_indices.append(first_index)
+        deltas.token_ids.extend(token_ids)
+        deltas.num_tokens.append(len(token_ids))
+        self._pending.set()
+
+    def ended(self, sequence: Sequence, end: End) -> None:
+        self.attached.pop(sequence.attachment, None)
+        self._frame.choice_ends.add(
+            attachment=sequence.attachment,
+            choice=sequence.choice,
+            reason=_REASONS[end.reason],
+            stop_token_id=end.stop_token_id,
+            num_tokens=end.num_output_tokens,
+            num_cached_prompt_tokens=sequence.num_cached_prompt_tokens,
+        )
+        self._pending.set()
+
+    def failed(self, sequence: Sequence, error: RequestError) -> None:
+        self.attached.pop(sequence.attachment, None)
+        self.reject(sequence.attachment, error)

@@ -1,0 +1,55 @@
+"""`SchedulerService`: one stream per gateway."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+from grpc import StatusCode
+
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service.errors import RequestError, abort, failed, unavailable
+from scheduler_svc.gateways.connection import GatewayConnection
+from scheduler_svc.gateways.desk import Desk
+
+log = structlog.get_logger()
+
+_Context = grpc.aio.ServicerContext[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]
+_Frames = AsyncIterator[scheduler_pb2.ConnectRequest]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Frames in, frames out. Without a desk, while Redis is not there yet, it turns all away."""
+
+    def __init__(self) -> None:
+        self.desk: Desk | None = None
+
+    async def Connect(  # noqa: N802
+        self, request_iterator: _Frames, context: _Context
+    ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        desk = self.desk
+        if desk is None:
+            await abort(context, unavailable("STARTING", "the scheduler is not ready yet"))
+        connection = desk.connect()
+        reader = asyncio.create_task(_read(request_iterator, desk, connection))
+        try:
+            async for frame in connection.frames():
+                yield frame
+        except RequestError as error:
+            await abort(context, error)
+        finally:
+            reader.cancel()
+            desk.disconnect(connection)
+
+
+async def _read(frames: _Frames, desk: Desk, connection: GatewayConnection) -> None:
+    """Applies frames until there are no more; then, or at an error, the stream ends."""
+    try:
+        async for frame in frames:
+            await desk.apply(frame, connection)
+        connection.close()
+    except RequestError as error:
+        connection.close(error)
+    except Exception:
+        log.exception("a gateway's frame failed")
+        connection.close(failed(StatusCode.INTERNAL, "INTERNAL", "the frame failed"))

@@ -1,0 +1,53 @@
+"""A gateway's submission as a sequence and as its record."""
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError, invalid
+from scheduler_svc.core.sequence import Params, Sequence, Subscriber
+from scheduler_svc.store.requests import RequestKey, RequestRecord
+
+
+def sequence_of(
+    submission: scheduler_pb2.Submission, sequence_id: int, subscriber: Subscriber
+) -> Sequence:
+    params = submission.params
+    return Sequence(
+        sequence_id=sequence_id,
+        principal=submission.principal,
+        request_id=submission.request_id,
+        params=Params(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            max_tokens=params.max_tokens,
+            stop_token_ids=frozenset(params.stop_token_ids),
+        ),
+        token_ids=list(submission.prompt_token_ids),
+        num_prompt_tokens=len(submission.prompt_token_ids),
+        subscriber=subscriber,
+        attachment=submission.attachment,
+        cache_salt=submission.cache_salt,
+    )
+
+
+def record_of(submission: scheduler_pb2.Submission, sequence_id: int) -> RequestRecord:
+    return RequestRecord(
+        key=RequestKey(submission.principal, submission.request_id),
+        digest=submission.digest,
+        prompt_token_ids=tuple(submission.prompt_token_ids),
+        params=submission.params.SerializeToString(),
+        sequence_id=sequence_id,
+        deadline_ms=submission.deadline_ms if submission.HasField("deadline_ms") else None,
+        opaque=submission.opaque,
+    )
+
+
+def malformed(submission: scheduler_pb2.Submission) -> RequestError | None:
+    """What a gateway must not send; it has told its client before."""
+    if not submission.prompt_token_ids:
+        return invalid("prompt", "PROMPT_EMPTY", "has no tokens")
+    if submission.params.max_tokens < 1:
+        return invalid("sampling_params.max_tokens", "OUT_OF_RANGE", "must be at least 1")
+    if submission.HasField("n") and submission.n != 1:
+        return invalid("n", "OUT_OF_RANGE", f"must be 1, is {submission.n}")
+    return None

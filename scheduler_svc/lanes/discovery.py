@@ -1,0 +1,168 @@
+"""Finds workers by name and keeps a lane to each."""
+
+import asyncio
+
+import structlog
+
+from quire.service.protocol import PROTOCOL_VERSION
+from scheduler_svc.core.policy import Limits, blocks_for
+from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.engine import Engine, ServedModel
+from scheduler_svc.lanes.lane import Lane
+from scheduler_svc.lanes.names import resolve
+from scheduler_svc.lanes.stream import LaneLost, Worker, WorkerStream
+from scheduler_svc.store.errors import PoolFault, StoreUnavailable, WrongStep
+from scheduler_svc.store.store import Store
+
+log = structlog.get_logger()
+
+LOOKUP_INTERVAL_S = 1.0
+RETRY_S = 0.5
+
+
+class WorkerRefused(Exception):
+    """A worker that does not fit the others or the settings; names both values."""
+
+
+class Discovery:
+    """Looks the names up every second and tries each new address until a worker answers there.
+
+    A worker is its incarnation, not its address: an address that leads to a worker whose lane is
+    open is an alias, and tried again later. An address that no longer resolves is dropped when
+    its lane ends, not before.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        store: Store,
+        engine: Engine,
+        recorder: Recorder,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        watermark: float,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self._names = names
+        self._store = store
+        self._engine = engine
+        self._recorder = recorder
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._watermark = watermark
+        self._enable_prefix_caching = enable_prefix_caching
+        self._present: set[str] = set()
+
+    async def run(self) -> None:
+        """Looks up and keeps lanes, for ever. An unexpected error of any lane ends it."""
+        keepers: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._present = await resolve(self._names)
+                keepers = {a: keeper for a, keeper in keepers.items() if not keeper.done()}
+                for address in self._present - keepers.keys():
+                    keepers[address] = group.create_task(self._keep(address))
+                await asyncio.sleep(LOOKUP_INTERVAL_S)
+
+    async def _keep(self, address: str) -> None:
+        """Opens the address's lane, and opens it again, while the address is present."""
+        said = ""
+        while address in self._present:
+            try:
+                await self._serve(address)
+                said = ""
+            except (LaneLost, WorkerRefused, PoolFault, WrongStep, StoreUnavailable) as error:
+                # Said once, not at every try.
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("no lane", address=address, why=said)
+            await asyncio.sleep(RETRY_S)
+
+    async def _serve(self, address: str) -> None:
+        """One lane's life, from the worker's hello to the end of its stream."""
+        leadership = self._store.leadership
+        live = list(self._engine.lanes)
+        stream = await WorkerStream.open(address, leadership.epoch, leadership.holder, live)
+        try:
+            if stream.worker.incarnation not in self._engine.lanes:
+                await self._run_lane(address, stream)
+        finally:
+            await stream.close()
+
+    async def _run_lane(self, address: str, stream: WorkerStream) -> None:
+        worker = stream.worker
+        limits = self._limits(worker)
+        self._agree(worker, limits)
+        pool = self._store.pool(worker.incarnation, worker.num_blocks, self._enable_prefix_caching)
+        first_step = await pool.open(worker.last_finished_step)
+        lane = Lane(
+            stream=stream,
+            pool=pool,
+            epoch=self._store.leadership.epoch,
+            first_step=first_step,
+            num_free_blocks=worker.num_blocks - 1,
+            limits=limits,
+            on_left=self._engine.left,
+            on_room=self._engine.room,
+            on_given_back=self._engine.give_back,
+            fold=self._recorder.fold,
+        )
+        log.info(
+            "worker joined",
+            address=address,
+            incarnation=f"{worker.incarnation:016x}",
+            num_blocks=worker.num_blocks,
+        )
+        self._engine.add(lane)
+        why = "drained"
+        try:
+            stream.start(lane.drain, lane.wake)
+            await lane.run()
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            raise
+        finally:
+            self._engine.remove(lane, why)
+            log.info("worker left", address=address, why=why)
+            await pool.drop()
+
+    def _limits(self, worker: Worker) -> Limits:
+        return Limits(
+            block_size=worker.block_size,
+            max_num_batched_tokens=min(self._max_num_batched_tokens, worker.max_num_batched_tokens),
+            max_num_seqs=min(self._max_num_seqs, worker.max_num_seqs),
+            watermark=int(self._watermark * worker.num_blocks),
+        )
+
+    def _agree(self, worker: Worker, limits: Limits) -> None:
+        """Refuses a worker that cannot serve what the others do; the first sets the model."""
+        _same("protocol version", PROTOCOL_VERSION, worker.protocol_version)
+        usable = worker.num_blocks - 1 - limits.watermark
+        needed = blocks_for(worker.max_model_len, worker.block_size)
+        if usable < needed:
+            raise WorkerRefused(
+                f"its pool has {usable} usable blocks above the watermark; "
+                f"one sequence of max_model_len needs {needed}"
+            )
+        if limits.max_num_seqs > limits.max_num_batched_tokens:
+            raise WorkerRefused(
+                f"max_num_seqs {limits.max_num_seqs} exceeds "
+                f"max_num_batched_tokens {limits.max_num_batched_tokens}"
+            )
+        model = ServedModel(
+            worker.model_fingerprint,
+            worker.block_size,
+            worker.max_model_len,
+            worker.kv_cache_dtype,
+        )
+        served = self._engine.model or model
+        _same("model fingerprint", served.fingerprint.hex(), model.fingerprint.hex())
+        _same("block size", served.block_size, model.block_size)
+        _same("max_model_len", served.max_model_len, model.max_model_len)
+        _same("kv_cache_dtype", served.kv_cache_dtype, model.kv_cache_dtype)
+        self._engine.model = served
+
+
+def _same(what: str, served: object, offered: object) -> None:
+    if served != offered:
+        raise WorkerRefused(f"{what}: served is {served}, the worker has {offered}")

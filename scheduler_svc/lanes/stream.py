@@ -1,0 +1,135 @@
+"""One `Execute` stream: plans down, results and heartbeats up."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.protocol import PROTOCOL_VERSION
+
+_Call = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
+
+
+class LaneLost(Exception):
+    """The worker's stream is gone; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a worker said of itself."""
+
+    incarnation: int
+    protocol_version: int
+    model_fingerprint: bytes
+    block_size: int
+    num_blocks: int
+    kv_cache_dtype: str
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    last_finished_step: int
+    draining: bool
+
+
+class WorkerStream:
+    """An open `Execute` call. Results come in the order of the plans."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: _Call, worker: Worker) -> None:
+        self.worker = worker
+        # Why the stream has ended, if it has.
+        self.lost: LaneLost | None = None
+        self._channel = channel
+        self._call = call
+        self._results: asyncio.Queue[worker_pb2.StepResult | LaneLost] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, address: str, epoch: int, holder: bytes, live: list[int]) -> "WorkerStream":
+        """Opens the stream and reads the worker's hello. LaneLost if there is none."""
+        channel = grpc.aio.insecure_channel(
+            address, options=channel_options(INTERNAL_MESSAGE_BYTES)
+        )
+        try:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+            await call.write(
+                worker_pb2.ExecuteRequest(
+                    open=worker_pb2.OpenLane(
+                        epoch=epoch,
+                        holder=holder,
+                        protocol_version=PROTOCOL_VERSION,
+                        live_incarnations=live,
+                    )
+                )
+            )
+            first = await call.read()
+            if not isinstance(first, worker_pb2.ExecuteResponse) or not first.HasField("hello"):
+                raise LaneLost(f"no hello: {await call.code()} {await call.details()}")
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            await channel.close()
+            raise LaneLost(_why(error)) from error
+        except BaseException:
+            await channel.close()
+            raise
+        return cls(channel, call, _worker(first.hello))
+
+    def start(self, on_draining: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        """Reads the stream from here on."""
+        self._reader = asyncio.create_task(self._read(on_draining, on_lost))
+
+    async def send(self, plan: worker_pb2.BatchPlan) -> None:
+        try:
+            await self._call.write(worker_pb2.ExecuteRequest(plan=plan))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise LaneLost(_why(error)) from error
+
+    async def result(self) -> worker_pb2.StepResult:
+        """The next plan's result. LaneLost if the stream ends before it."""
+        result = await self._results.get()
+        if isinstance(result, LaneLost):
+            raise result
+        return result
+
+    async def close(self) -> None:
+        self._call.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close()
+
+    async def _read(self, on_draining: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        try:
+            async for response in self._call:
+                if response.HasField("result"):
+                    self._results.put_nowait(response.result)
+                elif response.HasField("heartbeat") and response.heartbeat.draining:
+                    on_draining()
+            self.lost = LaneLost("the worker ended the stream")
+        except grpc.aio.AioRpcError as error:
+            self.lost = LaneLost(_why(error))
+        self._results.put_nowait(self.lost)
+        on_lost()
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)
+
+
+def _worker(hello: worker_pb2.Hello) -> Worker:
+    return Worker(
+        incarnation=hello.incarnation,
+        protocol_version=hello.protocol_version,
+        model_fingerprint=hello.model_fingerprint,
+        block_size=hello.block_size,
+        num_blocks=hello.num_blocks,
+        kv_cache_dtype=hello.kv_cache_dtype,
+        max_num_seqs=hello.max_num_seqs,
+        max_model_len=hello.max_model_len,
+        max_num_batched_tokens=hello.max_num_batched_tokens,
+        last_finished_step=hello.last_finished_step,
+        draining=hello.draining,
+    )

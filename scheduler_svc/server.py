@@ -1,0 +1,142 @@
+"""The scheduler's life: start up, serve, drain, stop."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+import structlog
+
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.errors import unavailable
+from quire.service.health import Health
+from quire.service.lifecycle import Signals, start_server
+from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.engine import Engine
+from scheduler_svc.gateways.desk import Desk
+from scheduler_svc.gateways.servicer import SchedulerServicer
+from scheduler_svc.lanes.discovery import Discovery
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.store import Store
+
+log = structlog.get_logger()
+
+_SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+_REDIS, _WORKER = "redis", "worker"
+REDIS_RETRY_S = 1.0
+CHECK_INTERVAL_S = 0.1
+STOP_GRACE_S = 1.0
+
+_Result = TypeVar("_Result")
+
+
+class Scheduler:
+    """The service. `serve` returns after a drain; an unexpected error ends it."""
+
+    def __init__(self, settings: SchedulerSettings, signals: Signals) -> None:
+        self._settings = settings
+        self._signals = signals
+        self._health = Health([_REDIS, _WORKER], [_SERVICE])
+        self._servicer = SchedulerServicer()
+        self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
+
+    async def serve(self) -> None:
+        settings = self._settings
+        await start_server(
+            self._server, settings.listen, [_SERVICE], self._health, settings.address_file
+        )
+        try:
+            store = await self._unless_drained(self._connect())
+            if store is not None:
+                await self._lead(store)
+        finally:
+            await self._health.stopping()
+            await self._server.stop(grace=STOP_GRACE_S)
+
+    async def _connect(self) -> Store:
+        """Connects to Redis as soon as it is there and lets us in."""
+        said = ""
+        while True:
+            try:
+                store = await Store.connect(self._settings.redis_url)
+                await store.sweep(keep=())
+            except StoreUnavailable as error:
+                # Said once, not at every try.
+                if str(error) != said:
+                    said = str(error)
+                    log.error("no Redis", why=said)
+                await self._health.failed(_REDIS, said)
+                await asyncio.sleep(REDIS_RETRY_S)
+            else:
+                log.info("leading", epoch=store.leadership.epoch)
+                return store
+
+    async def _lead(self, store: Store) -> None:
+        """Serves with Redis until the first signal, then lets requests end."""
+        recorder = Recorder(store, self._settings.finished_ttl_s)
+        engine = Engine(recorder)
+        self._servicer.desk = desk = Desk(engine, store, recorder)
+        work = asyncio.create_task(self._work(store, engine, recorder, desk))
+        try:
+            await self._unless_drained(asyncio.shield(work))
+            if not work.done():
+                desk.drain()
+                await self._signals.drain_within(engine.until_idle, self._settings.drain_grace_s)
+                engine.end_all(unavailable("STOPPING", "the scheduler is stopping"))
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            desk.close()
+            await recorder.flush()
+            await store.close()
+
+    async def _unless_drained(self, work: Awaitable[_Result]) -> _Result | None:
+        """The work's result; None, and the work is cancelled, if the first signal comes before."""
+        task = asyncio.ensure_future(work)
+        drain = asyncio.create_task(self._signals.drain.wait())
+        try:
+            await asyncio.wait({task, drain}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            drain.cancel()
+
+    async def _work(self, store: Store, engine: Engine, recorder: Recorder, desk: Desk) -> None:
+        settings = self._settings
+        discovery = Discovery(
+            settings.worker_addresses,
+            store,
+            engine,
+            recorder,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            watermark=settings.watermark,
+            enable_prefix_caching=settings.enable_prefix_caching,
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.run())
+            group.create_task(recorder.run())
+            group.create_task(discovery.run())
+            group.create_task(self._watch_redis(store))
+            group.create_task(self._watch_workers(engine, desk))
+
+    async def _watch_redis(self, store: Store) -> None:
+        while True:
+            try:
+                await store.ping()
+                await self._health.passed(_REDIS)
+            except StoreUnavailable as error:
+                await self._health.failed(_REDIS, str(error))
+            await asyncio.sleep(REDIS_RETRY_S)
+
+    async def _watch_workers(self, engine: Engine, desk: Desk) -> None:
+        while True:
+            if engine.lanes:
+                await self._health.passed(_WORKER)
+            else:
+                await self._health.failed(_WORKER, "no worker has joined")
+            desk.announce()
+            await asyncio.sleep(CHECK_INTERVAL_S)

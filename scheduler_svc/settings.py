@@ -1,0 +1,54 @@
+"""The scheduler's settings."""
+
+import re
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from quire.service.settings import ServiceSettings
+
+_ADDRESS = re.compile(r"unix:.+|(\[[0-9a-fA-F:]+\]|[^\s:]+):\d{1,5}")
+
+
+class SchedulerSettings(ServiceSettings):
+    """The scheduler: decides who runs, on which worker, with which blocks."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="QUIRE_SCHEDULER_", cli_prog_name="quire-scheduler"
+    )
+
+    listen: str = Field(
+        "127.0.0.1:50052", description="host:port (port 0: a free one) or unix:/path."
+    )
+    redis_url: str = Field(
+        description="redis://[:password@]host:port/db, rediss://... or unix:///path/redis.sock."
+    )
+    workers: str = Field(
+        description="Workers, separated by commas: host:port or unix:/path. A host name stands "
+        "for every address it resolves to, and is looked up every second."
+    )
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="Most tokens in one step of one worker; longer prompts are chunked."
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Most sequences in one step of one worker.")
+    watermark: float = Field(
+        0.01, ge=0, lt=1, description="Share of a pool's blocks that new requests leave free."
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Reuse the blocks of equal prompt prefixes."
+    )
+    finished_ttl_s: int = Field(
+        600, ge=1, description="Seconds that the record of a finished request stays in Redis."
+    )
+
+    @field_validator("workers")
+    @classmethod
+    def _has_addresses(cls, value: str) -> str:
+        for part in value.split(","):
+            if not _ADDRESS.fullmatch(part.strip()):
+                raise ValueError(f"{part.strip()!r} is neither host:port nor unix:/path")
+        return value
+
+    @property
+    def worker_addresses(self) -> tuple[str, ...]:
+        return tuple(part.strip() for part in self.workers.split(","))
