@@ -18,6 +18,7 @@ from worker_svc.settings import WorkerSettings
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- settings: made by scripts/settings_table.py -->\n"
 END = "<!-- end of settings -->\n"
+_GIB = 2**30
 SERVICES: tuple[type[ServiceSettings], ...] = (GatewaySettings, SchedulerSettings, WorkerSettings)
 
 
@@ -63,6 +64,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True)
+    if isinstance(default, int) and default >= _GIB and default % _GIB == 0:
+        return f"`{default // _GIB}GiB`"
     return "none" if default is None else f"`{default}`"
 
 
