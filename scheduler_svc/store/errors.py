@@ -22,3 +22,7 @@ class PoolFault(StoreError):
 
     The call changed nothing; the lane is to be reopened.
     """
+
+
+class RequestFault(StoreError):
+    """Output that does not continue a live record. The call changed nothing."""

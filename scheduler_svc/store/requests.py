@@ -1,7 +1,10 @@
 """Request records: what a scheduler needs to go on with a request that it has accepted."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+from scheduler_svc.store.packing import pack_u32s, unpack_u32s
 
 
 class RequestState(StrEnum):
@@ -56,3 +59,32 @@ class StoredRequest:
     record: RequestRecord
     state: RequestState
     output_token_ids: tuple[int, ...]  # as far as they are folded
+
+
+def pack_record(record: RequestRecord) -> list[bytes | str | int]:
+    """The fields of a record, in the order of record.lua."""
+    return [
+        record.key.principal,
+        record.key.request_id,
+        record.digest,
+        pack_u32s(record.prompt_token_ids),
+        record.params,
+        record.sequence_id,
+        "" if record.deadline_ms is None else record.deadline_ms,
+        record.opaque,
+    ]
+
+
+def unpack_request(fields: Mapping[bytes, bytes], output: bytes) -> StoredRequest:
+    """A record from its hash and its output."""
+    deadline_ms = fields[b"deadline_ms"]
+    record = RequestRecord(
+        key=RequestKey(fields[b"principal"].decode(), fields[b"request_id"].decode()),
+        digest=fields[b"digest"],
+        prompt_token_ids=unpack_u32s(fields[b"prompt_token_ids"]),
+        params=fields[b"params"],
+        sequence_id=int(fields[b"sequence_id"]),
+        deadline_ms=int(deadline_ms) if deadline_ms else None,
+        opaque=fields[b"opaque"],
+    )
+    return StoredRequest(record, RequestState(fields[b"state"].decode()), unpack_u32s(output))

@@ -1,9 +1,13 @@
 """The scheduler's door to Redis."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+from scheduler_svc.store import scripts
+from scheduler_svc.store.connection import Argument, Connection
+from scheduler_svc.store.keys import LEADERSHIP, POOLS, request_keys
+from scheduler_svc.store.leadership import Leadership
+from scheduler_svc.store.packing import pack_u32s
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.requests import (
     Ending,
@@ -11,64 +15,101 @@ from scheduler_svc.store.requests import (
     RequestKey,
     RequestRecord,
     StoredRequest,
+    pack_record,
+    unpack_request,
 )
+from scheduler_svc.store.scripts import Script
 
-
-@dataclass(frozen=True, slots=True)
-class Leadership:
-    """The right to write: a fencing number and its holder's random id."""
-
-    epoch: int
-    holder: bytes  # 16 bytes
+_TIMEOUT_S = 5.0
 
 
 class Store:
-    """Everything the scheduler keeps in Redis. Every method raises StoreUnavailable."""
+    """Everything the scheduler keeps in Redis.
 
-    leadership: Leadership
+    Every method raises StoreUnavailable; every writing one StaleEpoch once another leader is up.
+    """
+
+    def __init__(self, connection: Connection, leadership: Leadership) -> None:
+        self._connection = connection
+        self.leadership = leadership
 
     @classmethod
     async def connect(cls, url: str) -> Self:
-        """`unix:///path`, `redis://` or `rediss://`. Raises the epoch: older leaders are fenced."""
-        raise NotImplementedError
+        """Connects and takes the leadership. `unix:///path`, `redis://` or `rediss://`; ValueError
+        for anything else."""
+        connection = Connection.to(url, _TIMEOUT_S)
+        try:
+            return cls(connection, await Leadership.take(connection))
+        except BaseException:
+            await connection.close()
+            raise
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        await self._connection.close()
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> None:
+        await self._connection.execute("PING")
 
     async def raise_epoch(self) -> Leadership:
-        """Takes the leadership anew. Pools are to be opened again."""
-        raise NotImplementedError
+        """Takes the leadership anew. Pools got before are stale; get and open them again."""
+        self.leadership = await Leadership.take(self._connection)
+        return self.leadership
 
     def pool(self, incarnation: int, num_blocks: int, enable_prefix_caching: bool = True) -> Pool:
         """The pool of a worker's life, under the present leadership; open it before use."""
-        raise NotImplementedError
+        return Pool(
+            self._connection, self.leadership, incarnation, num_blocks, enable_prefix_caching
+        )
 
     async def pools(self) -> frozenset[int]:
         """Incarnations of all pools that were opened and not dropped."""
-        raise NotImplementedError
+        return frozenset(
+            int(member) for member in await self._connection.execute("SMEMBERS", POOLS)
+        )
 
     async def sweep(self, keep: Collection[int]) -> frozenset[int]:
         """Drops all pools but those to keep; returns the dropped ones."""
-        raise NotImplementedError
+        lost = await self.pools() - frozenset(keep)
+        for incarnation in lost:
+            await self.pool(incarnation, num_blocks=0).drop()
+        return lost
 
     async def record(self, records: Sequence[RequestRecord]) -> list[bool]:
         """Writes live records; False, and no effect, where the id is live already."""
-        raise NotImplementedError
+        fields = [field for record in records for field in pack_record(record)]
+        answers = await self._run(scripts.RECORD, [record.key for record in records], *fields)
+        return [bool(answer) for answer in answers or ()]
 
     async def fold(self, runs: Sequence[OutputRun]) -> None:
-        """Adds output tokens to live records. A repeated run has no effect; PoolFault for a gap,
-        for tokens that contradict the stored ones and for an unknown request; nothing changes."""
-        raise NotImplementedError
+        """Adds output tokens to live records; what is there already has no effect.
+
+        RequestFault for a gap, for tokens that contradict the stored ones and for a request that
+        is not live; then nothing has changed.
+        """
+        packed = [x for run in runs for x in (run.first_index, pack_u32s(run.token_ids))]
+        await self._run(scripts.FOLD, [run.key for run in runs], *packed)
 
     async def finish(self, endings: Sequence[Ending], ttl_s: int = 600) -> None:
-        """Ends live records, which then live on for `ttl_s`. The first ending stands."""
-        raise NotImplementedError
+        """Ends live records, which then live on for `ttl_s` seconds. The first ending stands."""
+        states = [ending.state.value for ending in endings]
+        await self._run(scripts.FINISH, [ending.key for ending in endings], ttl_s, *states)
 
     async def discard(self, keys: Sequence[RequestKey]) -> None:
-        """Deletes records of requests that were never accepted."""
-        raise NotImplementedError
+        """Deletes live records that this leader wrote but whose requests it did not accept."""
+        await self._run(scripts.DISCARD, keys)
 
     async def load(self, key: RequestKey) -> StoredRequest | None:
         """The record of a request, live or finished; None if there is none."""
-        raise NotImplementedError
+        record, output = request_keys(key.principal, key.request_id)
+        fields, tokens = await self._connection.snapshot(("HGETALL", record), ("GET", output))
+        return unpack_request(fields, tokens or b"") if fields else None
+
+    async def _run(self, script: Script, requests: Sequence[RequestKey], *args: Argument) -> Any:
+        """Runs a script over the records of requests; without any there is nothing to do."""
+        if not requests:
+            return None
+        keys = [key for r in requests for key in request_keys(r.principal, r.request_id)]
+        leader = self.leadership
+        return await self._connection.run(
+            script, (LEADERSHIP, *keys), (leader.epoch, leader.holder, *args)
+        )

@@ -1,0 +1,77 @@
+"""Conservation: free + held = total, always (DESIGN's rule 10, as code)."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from scheduler_svc.store.errors import PoolFault
+from scheduler_svc.store.packing import unpack_u32s
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAudit:
+    """Everything a pool says of its blocks at one moment."""
+
+    num_blocks: int  # the null block included
+    step: int
+    free_order: tuple[int, ...]  # front first, blocks never used included
+    references: Mapping[int, int]  # of held blocks
+    hashes: Mapping[int, bytes]  # of hashed blocks, held or free
+    index: Mapping[bytes, tuple[int, ...]]  # blocks in order of publication
+    next_indices: Mapping[int, int]  # the next journal index, by sequence id
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free_order)
+
+    @property
+    def num_held(self) -> int:
+        return len(self.references)
+
+    @classmethod
+    def read(
+        cls,
+        state: Mapping[bytes, bytes],
+        free: Sequence[bytes],
+        references: bytes,
+        hashes: Mapping[bytes, bytes],
+        index: Mapping[bytes, bytes],
+        sequences: Mapping[bytes, bytes],
+    ) -> Self:
+        """From the pool's keys as Redis gives them. PoolFault if there is no pool."""
+        if b"num_blocks" not in state:
+            raise PoolFault("the pool is not there")
+        scores = [
+            (int(block), float(score)) for block, score in zip(free[::2], free[1::2], strict=True)
+        ]
+        num_blocks, fresh = int(state[b"num_blocks"]), int(state[b"fresh"])
+        counts = struct.unpack(f">{len(references) // 4}I", references)
+        return cls(
+            num_blocks=num_blocks,
+            step=int(state[b"step"]),
+            free_order=(
+                *(block for block, score in scores if score < 0),
+                *range(fresh, num_blocks),
+                *(block for block, score in scores if score > 0),
+            ),
+            references={block: count for block, count in enumerate(counts) if count},
+            hashes={int(block): block_hash for block, block_hash in hashes.items()},
+            index={block_hash: unpack_u32s(blocks) for block_hash, blocks in index.items()},
+            next_indices={
+                int.from_bytes(sequence, "little"): int.from_bytes(following, "little")
+                for sequence, following in sequences.items()
+            },
+        )
+
+    def check(self) -> None:
+        """PoolFault if blocks are lost, doubled or invented, or if index and hashes disagree."""
+        blocks = sorted([*self.free_order, *self.references])
+        if blocks != list(range(1, self.num_blocks)):
+            raise PoolFault(
+                f"{self.num_free} free and {self.num_held} held blocks are not "
+                f"the {self.num_blocks - 1} blocks of the pool"
+            )
+        entries = sorted((b, h) for h, entry in self.index.items() for b in entry)
+        if entries != sorted(self.hashes.items()):
+            raise PoolFault("the prefix index does not say what the blocks say")

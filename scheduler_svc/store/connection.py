@@ -1,0 +1,110 @@
+"""One connection to Redis, safe against cancelled callers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from scheduler_svc.store.errors import (
+    PoolFault,
+    RequestFault,
+    StaleEpoch,
+    StoreError,
+    StoreUnavailable,
+    WrongStep,
+)
+from scheduler_svc.store.scripts import Script
+
+Argument = bytes | str | int
+T = TypeVar("T")
+
+_SCRIPT_ERRORS: dict[str, type[StoreError]] = {
+    "STALE_EPOCH": StaleEpoch,
+    "WRONG_STEP": WrongStep,
+    "POOL_FAULT": PoolFault,
+    "REQUEST_FAULT": RequestFault,
+}
+
+
+class Connection:
+    """Calls run one after the other. A caller that is cancelled leaves its call to finish by
+    itself: a reply read half-way would be taken for the next call's.
+
+    After a lost connection a call is tried once more; every script is written to be repeated.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    @classmethod
+    def to(cls, url: str, timeout_s: float) -> Self:
+        """ValueError for a URL that is none. Connects with the first call."""
+        redis = Redis.from_url(
+            url,
+            single_connection_client=True,
+            protocol=2,
+            retry=Retry(NoBackoff(), 1),
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+        )
+        return cls(redis)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Runs a script; its reply, or its error as an exception."""
+
+        async def evaluate() -> Any:
+            try:
+                return await self._redis.evalsha(script.digest, len(keys), *keys, *args)
+            except NoScriptError:  # Redis was restarted, or has never seen it
+                return await self._redis.eval(script.body, len(keys), *keys, *args)
+
+        return await self._shielded(evaluate)
+
+    async def execute(self, command: str, *args: Argument) -> Any:
+        """Runs one command; its reply as the client reads it."""
+        execute: Callable[..., Awaitable[Any]] = self._redis.execute_command
+        return await self._shielded(lambda: execute(command, *args))
+
+    async def snapshot(self, *commands: Sequence[Argument]) -> list[Any]:
+        """Runs several commands with no other's in between; their replies."""
+
+        async def transact() -> list[Any]:
+            pipeline: Pipeline = self._redis.pipeline(transaction=True)
+            for command in commands:
+                pipeline.execute_command(*command)
+            return await pipeline.execute()
+
+        return await self._shielded(transact)
+
+    async def _shielded(self, call: Callable[[], Awaitable[T]]) -> T:
+        task = asyncio.ensure_future(_translated(call))
+        # Reads the outcome of a call whose caller has gone, so that nothing complains of it.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+
+async def _translated(call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await call()
+    except (RedisConnectionError, RedisTimeoutError, AuthenticationError, OSError) as error:
+        raise StoreUnavailable(f"Redis: {error}") from error
+    except ResponseError as error:
+        code, _, message = str(error).partition(" ")
+        raise _SCRIPT_ERRORS.get(code, StoreError)(message or code) from error
+    except RedisError as error:
+        raise StoreError(str(error)) from error

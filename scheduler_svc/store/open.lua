@@ -1,0 +1,60 @@
+-- open: takes a pool over for a leader; creates it if it is not there.
+-- USES blocks.lua
+--
+-- Sequences are forgotten, and hashes published for steps that the worker did not finish are
+-- removed. Held blocks are then freed by reclaim, call by call; until that is done the pool
+-- takes no commit.
+--
+-- KEYS
+--   1 state        hash, see commit.lua
+--   2 free
+--   3 references
+--   4 hashes
+--   5 index
+--   6 sequences
+--   7 published
+-- ARGV
+--   1 epoch
+--   2 holder
+--   3 last_finished_step   the worker's
+--   4 num_blocks           the null block included
+-- RETURN the step to start above. Errors: STALE_EPOCH, POOL_FAULT.
+--
+-- Atomic, because a commit of the former leader that came in between would hand out blocks under
+-- the new leader's eyes.
+
+local SEQUENCES, PUBLISHED = unpack(KEYS, 6, 7)
+local epoch, last_finished_step = tonumber(ARGV[1]), tonumber(ARGV[3])
+
+local state = redis.call('HMGET', STATE, 'epoch', 'holder', 'step', 'num_blocks', 'fresh',
+  'forgotten')
+local stored_epoch, stored_step = tonumber(state[1] or 0), tonumber(state[3] or 0)
+if epoch < stored_epoch or (epoch == stored_epoch and ARGV[2] ~= state[2]) then
+  return redis.error_reply('STALE_EPOCH the pool is held at epoch ' .. state[1])
+end
+if state[4] and state[4] ~= ARGV[4] then
+  return redis.error_reply(
+    'POOL_FAULT the pool has ' .. state[4] .. ' blocks, the worker ' .. ARGV[4])
+end
+
+if last_finished_step < tonumber(state[6] or 0) then
+  -- Publications that came after it are no longer remembered one by one.
+  redis.call('DEL', HASHES, INDEX)
+else
+  for _, remembered in ipairs(redis.call('LRANGE', PUBLISHED, 0, -1)) do
+    if struct.unpack('<I8', remembered) > last_finished_step then
+      unpublish(u32s(string.sub(remembered, 9)))
+    end
+  end
+end
+
+-- Above both sides' steps; a call of before that arrives late finds no reply to this number.
+local step = math.max(stored_step, last_finished_step) + 1
+if not state[1] then
+  redis.call('HSET', STATE, 'num_blocks', ARGV[4], 'fresh', 1, 'front', 0, 'back', 0)
+end
+redis.call('DEL', SEQUENCES, PUBLISHED)
+redis.call('HDEL', STATE, 'reply', 'forgotten')
+redis.call('HSET', STATE, 'epoch', ARGV[1], 'holder', ARGV[2], 'step', step, 'unreclaimed',
+  state[5] or 1)
+return step

@@ -1,0 +1,88 @@
+"""The Lua scripts: one file each, declared here with the names that its header gives."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha1
+from importlib.resources import files
+from typing import Final
+
+_BLOCKS: Final = ("state", "free", "references", "hashes", "index")
+_USES: Final = "-- USES "
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script's name and what it is called with. A last name in `...` repeats."""
+
+    name: str
+    keys: tuple[str, ...]
+    args: tuple[str, ...]
+
+    @cached_property
+    def header(self) -> str:
+        """The comment that the file opens with."""
+        lines = self._read(f"{self.name}.lua").splitlines()
+        end = next(i for i, line in enumerate(lines) if not line.startswith("--"))
+        return "\n".join(lines[:end])
+
+    @cached_property
+    def body(self) -> str:
+        """What Redis runs: the libraries that the header names, then the file."""
+        used = [x.removeprefix(_USES) for x in self.header.splitlines() if x.startswith(_USES)]
+        return "\n".join(self._read(name) for name in (*used, f"{self.name}.lua"))
+
+    @cached_property
+    def digest(self) -> str:
+        return sha1(self.body.encode(), usedforsecurity=False).hexdigest()
+
+    def _read(self, name: str) -> str:
+        return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+MATCH: Final = Script("match", _BLOCKS, ("query_lengths", "query_hashes"))
+COMMIT: Final = Script(
+    "commit",
+    (*_BLOCKS, "sequences", "published", "journal"),
+    (
+        "epoch",
+        "holder",
+        "step",
+        "withdrawn_blocks",
+        "published_blocks",
+        "published_hashes",
+        "run_sequences",
+        "run_first_indices",
+        "run_next_indices",
+        "run_token_ids",
+        "departed_sequences",
+        "departed_num_blocks",
+        "departed_blocks",
+        "appended_sequences",
+        "appended_num_blocks",
+        "admitted_sequences",
+        "admitted_next_indices",
+        "admitted_num_hits",
+        "admitted_hit_hashes",
+        "admitted_num_new_blocks",
+        "admitted_num_fills",
+        "admitted_fill_hashes",
+    ),
+)
+OPEN: Final = Script(
+    "open",
+    (*_BLOCKS, "sequences", "published"),
+    ("epoch", "holder", "last_finished_step", "num_blocks"),
+)
+RECLAIM: Final = Script("reclaim", _BLOCKS, ("epoch", "holder", "num_blocks"))
+TRIM: Final = Script("trim", ("state", "journal"), ("epoch", "holder", "first_step"))
+DROP: Final = Script("drop", ("state", "rest..."), ("epoch", "holder"))
+RAISE_EPOCH: Final = Script("raise_epoch", ("leadership",), ("holder",))
+RECORD: Final = Script("record", ("leadership", "records..."), ("epoch", "holder", "fields..."))
+FOLD: Final = Script("fold", ("leadership", "records..."), ("epoch", "holder", "runs..."))
+FINISH: Final = Script(
+    "finish", ("leadership", "records..."), ("epoch", "holder", "ttl_s", "states...")
+)
+DISCARD: Final = Script("discard", ("leadership", "records..."), ("epoch", "holder"))
+SCRIPTS: Final = (
+    MATCH, COMMIT, OPEN, RECLAIM, TRIM, DROP, RAISE_EPOCH, RECORD, FOLD, FINISH, DISCARD,
+)  # fmt: skip

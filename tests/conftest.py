@@ -1,0 +1,51 @@
+"""A real Redis for every test that wants one, and a look at what each leaves behind."""
+
+import tempfile
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import redis
+
+from quire.launcher.redis import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """One private server for all tests of the session."""
+    # Not pytest's own directory: its path may be too long for a socket.
+    directory = tempfile.TemporaryDirectory(prefix="quire-")
+    with directory as path, EmbeddedRedis(Path(path)) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    """Looks at the server behind the back of what is tested."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def lasting_keys() -> list[str]:
+    """Patterns of keys that may outlive the test without a time to live; a test adds its own.
+    The leadership and the list of pools outlive everybody."""
+    return ["quire:{leadership}:*", "quire:{pools}:*"]
+
+
+@pytest.fixture
+def redis_url(
+    redis_server: EmbeddedRedis, redis_client: redis.Redis, lasting_keys: list[str]
+) -> Iterator[str]:
+    """The URL of an empty Redis. The test fails if it leaves a key that lives for ever."""
+    redis_client.flushall()
+    yield redis_server.url
+    leaked = [
+        key.decode()
+        for key in sorted(redis_client.scan_iter())
+        if redis_client.ttl(key) == -1
+        and not any(fnmatchcase(key.decode(), pattern) for pattern in lasting_keys)
+    ]
+    redis_client.flushall()
+    assert not leaked, f"keys that live for ever: {leaked}"
