@@ -1,0 +1,145 @@
+"""The API call by call, for programs without an event loop (or with one that is not ours)."""
+
+import queue
+from collections.abc import Generator, Sequence
+from typing import Self, TypeAlias, Unpack
+
+import grpc
+
+from quire.errors import clear_errors
+from quire.outputs import Model, RequestDelta, RequestOutput
+from quire.prompts import Conversation, Prompt
+from quire.requests import RequestOptions, fill_request, request_output, tokenize_request
+from quire.sampling import SamplingParams
+from quire.targets import client_options
+from quire.v1 import inference_pb2, model_pb2, tokenizer_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from quire.v1.model_pb2_grpc import ModelServiceStub
+from quire.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+
+# The class cannot be subscripted when it runs.
+_Call: TypeAlias = "grpc.Future[inference_pb2.GenerateResponse]"
+
+
+class Client:
+    """One channel to a server at `host:port` or `unix:/path`. Safe to share between threads.
+
+    Every call raises QuireError where the server, or the way to it, fails. `timeout_s` is the
+    call's deadline: the server stops working on it, too.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._channel = grpc.insecure_channel(target, options=client_options(target))
+        self._inference = InferenceServiceStub(self._channel)
+        self._tokenizer = TokenizerServiceStub(self._channel)
+        self._models = ModelServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        return self.generate_all([prompt], [sampling_params], timeout_s=timeout_s, **options)[0]
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        """All prompts at once, outputs in their order. The first to fail cancels the others."""
+        requests = [
+            fill_request(inference_pb2.GenerateRequest(), prompt, params, options)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
+        calls = [self._inference.Generate.future(r, timeout=timeout_s) for r in requests]
+        try:
+            with clear_errors(self.target):
+                _raise_first_error(calls)
+                return [request_output(r, c.result()) for r, c in zip(requests, calls, strict=True)]
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def stream_generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generator[RequestDelta, None, None]:
+        """The output as it is written. Closing the generator cancels the request."""
+        request = fill_request(
+            inference_pb2.StreamGenerateRequest(), prompt, sampling_params, options
+        )
+        call = self._inference.StreamGenerate(request, timeout=timeout_s)
+        try:
+            with clear_errors(self.target):
+                for message in call:
+                    yield RequestDelta.from_proto(message)
+        finally:
+            call.cancel()
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
+        """Ends a request by its id; the call that waits for it fails with CANCELLED."""
+        request = inference_pb2.CancelGenerateRequest(request_id=request_id)
+        with clear_errors(self.target):
+            self._inference.CancelGenerate(request, timeout=timeout_s)
+
+    def tokenize(
+        self,
+        prompt: str | Conversation,
+        *,
+        add_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """The token ids of a text, or of a conversation as the chat template renders it."""
+        request = tokenize_request(prompt, add_special_tokens, model)
+        with clear_errors(self.target):
+            return list(self._tokenizer.Tokenize(request, timeout=timeout_s).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        request = tokenizer_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        with clear_errors(self.target):
+            return self._tokenizer.Detokenize(request, timeout=timeout_s).text
+
+    def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
+        with clear_errors(self.target):
+            response = self._models.ListModels(model_pb2.ListModelsRequest(), timeout=timeout_s)
+        return [Model.from_proto(model) for model in response.models]
+
+    def close(self) -> None:
+        """Ends the channel, and with it every call in progress."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _raise_first_error(calls: Sequence[_Call]) -> None:
+    """Waits for all calls, or for the first that fails, whichever place it has in the sequence."""
+    ended: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    for call in calls:
+        call.add_done_callback(ended.put)
+    for _ in calls:
+        ended.get().result()

@@ -1,0 +1,154 @@
+"""The main job, shown: a private stack, some texts streamed from it, its numbers in a table."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from quire.async_client import AsyncClient
+from quire.launcher.errors import LaunchError
+from quire.launcher.stack import LocalStack
+from quire.outputs import Usage
+from quire.sampling import SamplingParams
+
+DEMO_MODEL = "demo/model"
+_MAX_TOKENS = 96
+_COLUMNS = ("prompt tokens", "of them cached", "tokens", "time to first token", "tokens/s")
+
+_FIRST_PROMPT = "Return a list of"
+_PROMPTS = (
+    "Open the file",
+    "Raised when",
+    "This class",
+    "Convert a",
+    "If the argument",
+    "Wait until",
+)
+_LONG_PROMPT = (
+    "Read the records of a file and return them as a list of tuples. The file may be given by its "
+    "name or as an open object; if it is a name, the file is opened in text mode and closed when "
+    "the last record has been read. Each line holds one record, and its fields are separated by "
+    "the given character. Empty lines and lines that begin with a hash sign are skipped. If a line "
+    "has fewer fields than the first one, the missing fields are filled with the default value; if "
+    "it has more of them, a ValueError is raised and the message gives the number of the line. The "
+    "optional argument"
+)
+
+
+@dataclass
+class Shown:
+    """One prompt and what has come of it so far."""
+
+    label: str
+    prompt: str
+    text: str = ""
+    usage: Usage | None = None
+    first_text_s: float | None = None
+    duration_s: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+
+def run_demo(model: str, num_workers: int = 2, verbose: bool = False) -> None:
+    """Prints the whole demonstration. LaunchError or QuireError if some of it fails."""
+    if model == DEMO_MODEL and not Path(model).is_dir():
+        raise LaunchError(f"no folder {model} here: run it in the repository, or name a model")
+    console = Console(highlight=False)
+    console.print(f"Starting Redis, a scheduler, {num_workers} workers and a gateway ...")
+    started = time.monotonic()
+    with LocalStack(model, num_workers=num_workers, verbose=verbose) as stack:
+        took_s = time.monotonic() - started
+        console.print(f"Serving {model} on {stack.address} after {took_s:.1f} s.\n")
+        asyncio.run(_show_all(stack.address, console))
+        console.print("Stopping ...")
+    console.print("Stopped.")
+
+
+async def _show_all(address: str, console: Console) -> None:
+    async with AsyncClient(address) as client:
+        first = await _show_one(client, console)
+        several = await _show_several(client, console)
+        repeated = await _show_repeated(client, console)
+    console.print(_summary([first, *several, *repeated]))
+
+
+async def _show_one(client: AsyncClient, console: Console) -> Shown:
+    console.rule("One prompt, as it streams", align="left")
+    shown = Shown("alone", _FIRST_PROMPT)
+    console.print(shown.prompt, style="bold", end="")
+    async for text in _ask(client, shown, seed=1):
+        console.print(Text(text), end="", soft_wrap=True)
+    console.print("\n")
+    return shown
+
+
+async def _show_several(client: AsyncClient, console: Console) -> list[Shown]:
+    console.rule(f"{len(_PROMPTS)} prompts at once", align="left")
+    several = [Shown(f"together {i}", prompt) for i, prompt in enumerate(_PROMPTS, start=1)]
+
+    async def follow(shown: Shown, seed: int) -> None:
+        async for _ in _ask(client, shown, seed):
+            live.update(_side_by_side(several))
+
+    with Live(console=console, refresh_per_second=12) as live:
+        await asyncio.gather(*(follow(shown, seed) for seed, shown in enumerate(several, start=2)))
+    console.print()
+    return several
+
+
+async def _show_repeated(client: AsyncClient, console: Console) -> list[Shown]:
+    console.rule("One long prompt, twice: the second time its prefix is cached", align="left")
+    repeated = [Shown("long", _LONG_PROMPT), Shown("long, repeated", _LONG_PROMPT)]
+    for shown in repeated:
+        shown.started = time.monotonic()
+        async for _ in _ask(client, shown, seed=20):
+            pass
+        console.print(f"[bold]... {_LONG_PROMPT[-21:]}[/bold]{escape(shown.text)}\n")
+    return repeated
+
+
+async def _ask(client: AsyncClient, shown: Shown, seed: int) -> AsyncIterator[str]:
+    """Streams the prompt's continuation into `shown`, and out."""
+    params = SamplingParams(temperature=0.8, max_tokens=_MAX_TOKENS, seed=seed)
+    async for delta in client.stream_generate(shown.prompt, params):
+        elapsed_s = time.monotonic() - shown.started
+        if delta.text and shown.first_text_s is None:
+            shown.first_text_s = elapsed_s
+        shown.text += delta.text
+        shown.duration_s = elapsed_s
+        shown.usage = delta.usage or shown.usage
+        yield delta.text
+
+
+def _side_by_side(several: Sequence[Shown]) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 1, 0))
+    for shown in several:
+        table.add_row(Text.assemble((shown.prompt, "bold"), shown.text))
+    return table
+
+
+def _summary(rows: Sequence[Shown]) -> Table:
+    table = Table("request", *_COLUMNS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for shown in rows:
+        table.add_row(shown.label, *_figures(shown))
+    return table
+
+
+def _figures(shown: Shown) -> list[str]:
+    usage = shown.usage or Usage(0, 0, 0)
+    first_ms = "-" if shown.first_text_s is None else f"{shown.first_text_s * 1000:.0f} ms"
+    return [
+        str(usage.prompt_tokens),
+        str(usage.cached_prompt_tokens),
+        str(usage.completion_tokens),
+        first_ms,
+        f"{usage.completion_tokens / shown.duration_s:.0f}",
+    ]

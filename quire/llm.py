@@ -1,0 +1,121 @@
+"""Offline inference in a few lines: a model in a private local stack, or on a running server."""
+
+import weakref
+from collections.abc import Generator, Sequence
+from typing import Self
+
+from quire.client import Client
+from quire.launcher.stack import LocalStack
+from quire.outputs import RequestDelta, RequestOutput
+from quire.prompts import Conversation, Prompt, is_one_prompt
+from quire.requests import RequestOptions
+from quire.sampling import SamplingParams
+
+
+class LLM:
+    """A model to ask.
+
+    `LLM("path/or/id")` starts a stack of its own and stops it on `close`, at the end of the
+    context, when the object is collected, or when Python exits. `LLM(target="host:port")` talks to
+    a running server, where `model` may name one of several served models.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        target: str | None = None,
+        num_workers: int = 1,
+        revision: str | None = None,
+        verbose: bool = False,
+        **worker_settings: str | int | float | bool,
+    ) -> None:
+        """`worker_settings` are settings of the worker by their names: `block_size=32`,
+        `dtype="bfloat16"`, `max_model_len=4096`.
+
+        ValueError unless there is a model or a target. LaunchError if the stack does not start.
+        """
+        if (model is None) and (target is None):
+            raise ValueError("LLM needs a model to start or the target of a running server")
+        if target is not None and worker_settings:
+            raise ValueError(f"a running server has its settings: {', '.join(worker_settings)}")
+        self._options: RequestOptions = {"model": model} if target is not None else {}
+        stack = None
+        if target is None:
+            stack = LocalStack(
+                str(model),
+                num_workers=num_workers,
+                revision=revision,
+                settings={f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in worker_settings.items()},
+                verbose=verbose,
+            ).start()
+            target = stack.address
+        self.client = Client(target)
+        # Runs once: by `close`, when nobody refers to this object any more, or at exit.
+        self._finalizer = weakref.finalize(self, _close, self.client, stack)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
+        """Continues all prompts at once; outputs come in the order of the prompts.
+
+        A prompt is a text or a list of token ids. `sampling_params` is one for all or one for
+        each. The first prompt that fails raises its QuireError and cancels the others.
+        ValueError unless there are as many sampling parameters as prompts.
+        """
+        each = [prompts] if is_one_prompt(prompts) else list(prompts)
+        return self.client.generate_all(
+            each, _for_each(sampling_params, len(each)), timeout_s=timeout_s, **self._options
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, a list of {"role": ..., "content": ...}, or several."""
+        return self.generate(messages, sampling_params, timeout_s=timeout_s)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[RequestDelta, None, None]:
+        """One prompt's output as it is written. Closing the generator cancels the request."""
+        return self.client.stream_generate(
+            prompt, sampling_params, timeout_s=timeout_s, **self._options
+        )
+
+    def close(self) -> None:
+        """Ends the calls in progress and stops the private stack."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _close(client: Client, stack: LocalStack | None) -> None:
+    client.close()
+    if stack is not None:
+        stack.stop()
+
+
+def _for_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams | None] | None, count: int
+) -> Sequence[SamplingParams | None]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    if len(sampling_params) != count:
+        raise ValueError(f"{len(sampling_params)} sampling parameters for {count} prompts")
+    return sampling_params

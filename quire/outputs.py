@@ -1,0 +1,145 @@
+"""What comes back: outputs of requests, named as vLLM's users know them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.v1 import inference_pb2, model_pb2
+
+FinishReason = Literal["stop", "length"]
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    # Of the prompt's tokens, those found in the prefix cache.
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+    @classmethod
+    def from_proto(cls, usage: inference_pb2.Usage) -> "Usage":
+        return cls(usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    # All sampled tokens, a final stop token included.
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    # The stop string or the stop token's id that ended it, where finish_reason is "stop".
+    stop_reason: str | int | None
+
+    @classmethod
+    def from_proto(cls, choice: inference_pb2.Choice) -> "CompletionOutput":
+        return cls(
+            index=choice.index,
+            text=choice.text,
+            token_ids=list(choice.token_ids),
+            finish_reason=_FINISH_REASONS.get(choice.finish_reason),
+            stop_reason=_stop_reason(choice),
+        )
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its completions."""
+
+    request_id: str
+    model: str
+    # The prompt as the caller gave it: one of the two, or neither for a conversation.
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    outputs: list[CompletionOutput]
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What a stream adds to one completion."""
+
+    index: int
+    text: str
+    # Position of token_ids[0] within the completion.
+    first_token_index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+    @classmethod
+    def from_proto(cls, delta: inference_pb2.ChoiceDelta) -> "CompletionDelta":
+        return cls(
+            index=delta.index,
+            text=delta.text,
+            first_token_index=delta.first_token_index,
+            token_ids=list(delta.token_ids),
+            finish_reason=_FINISH_REASONS.get(delta.finish_reason),
+            stop_reason=_stop_reason(delta),
+        )
+
+
+@dataclass(frozen=True)
+class RequestDelta:
+    """One message of a stream. The first one says that the request is accepted and adds nothing."""
+
+    request_id: str
+    model: str
+    outputs: list[CompletionDelta]
+    # In the last message only.
+    usage: Usage | None
+
+    @property
+    def text(self) -> str:
+        """What this message adds to the first completion."""
+        return "".join(output.text for output in self.outputs if output.index == 0)
+
+    @classmethod
+    def from_proto(cls, message: inference_pb2.StreamGenerateResponse) -> "RequestDelta":
+        return cls(
+            request_id=message.request_id,
+            model=message.model,
+            outputs=[CompletionDelta.from_proto(delta) for delta in message.deltas],
+            usage=Usage.from_proto(message.usage) if message.HasField("usage") else None,
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that a server serves."""
+
+    name: str
+    # The longest sequence, prompt and output together, in tokens.
+    max_model_len: int
+    # Token ids are below this.
+    vocab_size: int
+    eos_token_ids: list[int]
+    has_chat_template: bool
+
+    @classmethod
+    def from_proto(cls, model: model_pb2.Model) -> "Model":
+        return cls(
+            name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=list(model.eos_token_ids),
+            has_chat_template=model.has_chat_template,
+        )
+
+
+def _stop_reason(ended: inference_pb2.Choice | inference_pb2.ChoiceDelta) -> str | int | None:
+    match ended.WhichOneof("stopped_by"):
+        case "stop_string":
+            return ended.stop_string
+        case "stop_token_id":
+            return ended.stop_token_id
+        case _:
+            return None

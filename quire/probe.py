@@ -1,0 +1,22 @@
+"""Asks a server for its health."""
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.errors import clear_errors
+from quire.targets import client_options
+
+
+def is_serving(target: str, service: str = "ready", timeout_s: float = 5.0) -> bool:
+    """What `grpc.health.v1` says of a service: "" is the process, "ready" all it depends on.
+
+    QuireError if nobody answers, or if the service is unknown (NOT_FOUND).
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    with (
+        clear_errors(target),
+        grpc.insecure_channel(target, options=client_options(target)) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        response = stub.Check(request, timeout=timeout_s)  # type: ignore[attr-defined]
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,141 @@
+"""A real gRPC server whose answers follow the prompt's words."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from google.rpc import status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from quire.service.errors import RequestError, invalid, unavailable
+from quire.v1 import inference_pb2, model_pb2, tokenizer_pb2
+from quire.v1.inference_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+from quire.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
+from quire.v1.tokenizer_pb2_grpc import (
+    TokenizerServiceServicer,
+    add_TokenizerServiceServicer_to_server,
+)
+
+MAX_CALLS = 16
+
+
+class ScriptedInference(InferenceServiceServicer):
+    """`bad` is refused, `busy` is sent away, `hang` ends only with its call, `meet N` answers when
+    N such calls are there at once; anything else is answered in capital letters."""
+
+    def __init__(self) -> None:
+        self.requests: list = []
+        self.hanging = threading.Event()
+        self.released = threading.Event()
+        self.cancelled_ids: list[str] = []
+        self._barriers: dict[int, threading.Barrier] = {}
+        self._lock = threading.Lock()
+
+    def Generate(self, request, context):  # noqa: N802
+        self._follow(request, context)
+        choice = inference_pb2.Choice(
+            text=request.text.upper(),
+            token_ids=[1, 2],
+            finish_reason=inference_pb2.FINISH_REASON_STOP,
+            stop_token_id=2,
+        )
+        return inference_pb2.GenerateResponse(
+            request_id=request.request_id or "r1",
+            model="scripted",
+            choices=[choice],
+            usage=_usage(),
+        )
+
+    def StreamGenerate(self, request, context) -> Iterator:  # noqa: N802
+        yield inference_pb2.StreamGenerateResponse(request_id="r1", model="scripted")
+        self._follow(request, context)
+        for index, word in enumerate(request.text.upper().split()):
+            delta = inference_pb2.ChoiceDelta(text=word, token_ids=[index], first_token_index=index)
+            yield inference_pb2.StreamGenerateResponse(request_id="r1", deltas=[delta])
+        end = inference_pb2.ChoiceDelta(
+            finish_reason=inference_pb2.FINISH_REASON_STOP, stop_string="END"
+        )
+        yield inference_pb2.StreamGenerateResponse(request_id="r1", deltas=[end], usage=_usage())
+
+    def CancelGenerate(self, request, context):  # noqa: N802
+        self.cancelled_ids.append(request.request_id)
+        return inference_pb2.CancelGenerateResponse()
+
+    def _follow(self, request, context) -> None:
+        self.requests.append(request)
+        match request.text.split():
+            case ["bad"]:
+                description = "must not be negative (got -1.0)"
+                _abort(context, invalid("sampling_params.temperature", "NEGATIVE", description))
+            case ["busy"]:
+                _abort(context, unavailable("NO_WORKER", "no worker is attached", 2.5))
+            case ["meet", number]:
+                self._barrier(int(number)).wait()
+            case ["hang"]:
+                context.add_callback(self.released.set)
+                self.hanging.set()
+                self.released.wait()
+
+    def _barrier(self, number: int) -> threading.Barrier:
+        with self._lock:
+            return self._barriers.setdefault(number, threading.Barrier(number))
+
+
+class ScriptedTokenizer(TokenizerServiceServicer):
+    def Tokenize(self, request, context):  # noqa: N802
+        text = request.text or "".join(m.content for m in request.conversation.messages)
+        special = [0] if not request.HasField("add_special_tokens") else []
+        return tokenizer_pb2.TokenizeResponse(token_ids=[*special, *text.encode()])
+
+    def Detokenize(self, request, context):  # noqa: N802
+        return tokenizer_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
+
+class ScriptedModels(ModelServiceServicer):
+    def ListModels(self, request, context):  # noqa: N802
+        model = model_pb2.Model(
+            name="scripted", max_model_len=64, vocab_size=256, eos_token_ids=[2]
+        )
+        return model_pb2.ListModelsResponse(models=[model])
+
+    def GetModel(self, request, context):  # noqa: N802
+        raise NotImplementedError
+
+
+class ScriptedServer:
+    """The whole public API on a free port of loopback."""
+
+    def __init__(self) -> None:
+        self.inference = ScriptedInference()
+        self.health = health.HealthServicer()
+        self.health.set("ready", health_pb2.HealthCheckResponse.SERVING)
+        self._server = grpc.server(ThreadPoolExecutor(MAX_CALLS))
+        add_InferenceServiceServicer_to_server(self.inference, self._server)
+        add_TokenizerServiceServicer_to_server(ScriptedTokenizer(), self._server)
+        add_ModelServiceServicer_to_server(ScriptedModels(), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def not_ready(self) -> None:
+        self.health.set("ready", health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def stop(self) -> None:
+        self.inference.released.set()
+        self._server.stop(None).wait()
+
+
+def _usage() -> inference_pb2.Usage:
+    return inference_pb2.Usage(prompt_tokens=3, cached_prompt_tokens=1, completion_tokens=2)
+
+
+def _abort(context, error: RequestError) -> None:
+    status = status_pb2.Status(
+        code=error.code.value[0], message=error.message, details=error.packed_details()
+    )
+    context.abort_with_status(rpc_status.to_status(status))

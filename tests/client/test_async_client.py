@@ -1,0 +1,62 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+from scripted_server import MAX_CALLS, ScriptedServer
+
+from quire import AsyncClient, QuireError, Usage
+
+
+@pytest_asyncio.fixture
+async def async_client(server: ScriptedServer) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server.target) as client:
+        yield client
+
+
+async def test_calls_run_at_the_same_time(async_client):
+    prompt = f"meet {MAX_CALLS}"
+    outputs = await asyncio.gather(*(async_client.generate(prompt) for _ in range(MAX_CALLS)))
+    assert {output.outputs[0].text for output in outputs} == {prompt.upper()}
+
+
+async def test_a_stream_gives_text_and_usage(async_client):
+    deltas = [delta async for delta in async_client.stream_generate("one two")]
+    assert "".join(delta.text for delta in deltas) == "ONETWO"
+    assert deltas[-1].usage == Usage(3, 1, 2)
+
+
+async def test_closing_a_stream_cancels_the_call(async_client, server):
+    stream = async_client.stream_generate("hang")
+    await anext(stream)
+    assert await asyncio.to_thread(server.inference.hanging.wait, 10)
+    await stream.aclose()
+    assert await asyncio.to_thread(server.inference.released.wait, 10)
+
+
+async def test_cancelling_the_task_cancels_the_call(async_client, server):
+    task = asyncio.create_task(async_client.generate("hang"))
+    assert await asyncio.to_thread(server.inference.hanging.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(server.inference.released.wait, 10)
+
+
+async def test_errors_carry_their_details(async_client):
+    with pytest.raises(QuireError) as caught:
+        await async_client.generate("bad")
+    assert caught.value.field == "sampling_params.temperature"
+    with pytest.raises(QuireError) as caught:
+        async for _ in async_client.stream_generate("hang", timeout_s=0.2):
+            pass
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_cancel_tokenize_detokenize_and_models(async_client, server):
+    await async_client.cancel("r7")
+    assert server.inference.cancelled_ids == ["r7"]
+    assert await async_client.tokenize("ab") == [0, 97, 98]
+    assert await async_client.detokenize([97, 98]) == "ab"
+    assert [model.name for model in await async_client.list_models()] == ["scripted"]

@@ -1,0 +1,69 @@
+import pytest
+
+from quire import LLM, QuireError, SamplingParams
+
+
+@pytest.fixture
+def llm(server):
+    with LLM(target=server.target) as llm:
+        yield llm
+
+
+def test_several_prompts_of_both_kinds(llm):
+    outputs = llm.generate(["one", [1, 2], "two"])
+    assert [output.prompt for output in outputs] == ["one", None, "two"]
+    assert outputs[1].prompt_token_ids == [1, 2]
+
+
+@pytest.mark.parametrize("prompt", ["one", [1, 2]])
+def test_a_single_prompt_gives_a_list_of_one(llm, prompt):
+    assert len(llm.generate(prompt)) == 1
+
+
+def test_no_prompts_no_outputs(llm):
+    assert llm.generate([]) == []
+
+
+def test_parameters_for_all_or_for_each(llm, server):
+    llm.generate(["a", "b"], SamplingParams(seed=5))
+    assert [r.sampling_params.seed for r in server.inference.requests] == [5, 5]
+    llm.generate(["a", "b"], [SamplingParams(seed=1), SamplingParams(seed=2)])
+    seeds = {r.text: r.sampling_params.seed for r in server.inference.requests[2:]}
+    assert seeds == {"a": 1, "b": 2}
+
+
+def test_as_many_parameters_as_prompts(llm):
+    with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_chat_takes_one_conversation_or_several(llm, server):
+    conversation = [{"role": "user", "content": "Hi"}]
+    assert len(llm.chat(conversation)) == 1
+    assert len(llm.chat([conversation, conversation])) == 2
+    assert all(len(r.conversation.messages) == 1 for r in server.inference.requests)
+
+
+def test_stream(llm):
+    assert [delta.text for delta in llm.stream("a b")] == ["", "A", "B", ""]
+
+
+def test_a_failing_prompt_raises(llm):
+    with pytest.raises(QuireError, match="temperature"):
+        llm.generate(["one", "bad"])
+
+
+def test_the_model_of_a_running_server_is_named_in_requests(server):
+    with LLM("other", target=server.target) as llm:
+        llm.generate("one")
+    assert server.inference.requests[0].model == "other"
+
+
+def test_needs_a_model_or_a_target():
+    with pytest.raises(ValueError, match="a model to start or the target"):
+        LLM()
+
+
+def test_a_running_server_cannot_be_configured(server):
+    with pytest.raises(ValueError, match="block_size"):
+        LLM(target=server.target, block_size=32)
