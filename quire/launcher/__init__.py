@@ -1,0 +1,1 @@
+"""Runs Redis and the services as child processes on this machine."""
