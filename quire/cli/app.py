@@ -1,0 +1,43 @@
+"""What all commands share: the application, the server they talk to, how they fail."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from quire.errors import QuireError
+from quire.launcher.errors import LaunchError
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="quire",
+    help="Serves language models, and asks the models that are served.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[
+    str,
+    typer.Option(envvar="QUIRE_TARGET", help="The server: host:port or unix:/path."),
+]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="The served model, where there are several.")
+]
+Timeout = Annotated[
+    float | None, typer.Option("--timeout", min=0, help="Seconds after which the call ends.")
+]
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A failure is one clear message and exit status 1; an interrupt is status 130."""
+    try:
+        yield
+    except (QuireError, LaunchError, ValueError, OSError) as error:
+        typer.echo(f"quire: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(_INTERRUPTED) from interrupt

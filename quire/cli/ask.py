@@ -1,0 +1,86 @@
+"""Commands that ask a running server: generate, tokenize, models."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quire.cli.app import ModelName, Target, Timeout, one_line_errors
+from quire.client import Client
+from quire.prompts import Prompt
+from quire.sampling import SamplingParams
+from quire.targets import DEFAULT_TARGET
+
+
+@one_line_errors()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    target: Target = DEFAULT_TARGET,
+    model: ModelName = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Probability mass considered.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Tokens considered; 0: all.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to write.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal texts.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
+    ] = None,
+    stream: Annotated[bool, typer.Option(help="Print the text as it is written.")] = True,
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
+    timeout: Timeout = None,
+) -> None:
+    """Prints the continuation of a prompt."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop=stop,
+    )
+    asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+    with Client(target) as client:
+        if stream:
+            for delta in client.stream_generate(asked, params, model=model, timeout_s=timeout):
+                typer.echo(delta.text, nl=False)
+            typer.echo()
+        else:
+            output = client.generate(asked, params, model=model, timeout_s=timeout)
+            typer.echo(output.outputs[0].text)
+
+
+@one_line_errors()
+def tokenize(
+    text: Annotated[str, typer.Argument(help="The text to tokenize.")],
+    target: Target = DEFAULT_TARGET,
+    model: ModelName = None,
+    special_tokens: Annotated[
+        bool, typer.Option(help="Add the tokens that the model's tokenizer puts around a text.")
+    ] = True,
+    timeout: Timeout = None,
+) -> None:
+    """Prints the token ids of a text."""
+    with Client(target) as client:
+        token_ids = client.tokenize(
+            text, add_special_tokens=special_tokens, model=model, timeout_s=timeout
+        )
+    typer.echo(" ".join(map(str, token_ids)))
+
+
+@one_line_errors()
+def models(target: Target = DEFAULT_TARGET, timeout: Timeout = None) -> None:
+    """Lists the models that are served."""
+    with Client(target) as client:
+        served = client.list_models(timeout_s=timeout)
+    table = Table("model", "longest sequence", "vocabulary", "chat template")
+    for model in served:
+        table.add_row(
+            model.name,
+            str(model.max_model_len),
+            str(model.vocab_size),
+            "yes" if model.has_chat_template else "no",
+        )
+    Console().print(table)

@@ -1,0 +1,102 @@
+"""Commands that run a stack on this machine: serve, demo."""
+
+import signal
+import time
+from typing import Annotated
+
+import typer
+
+from quire.cli.app import one_line_errors
+from quire.demo import DEMO_MODEL, run_demo
+from quire.launcher.stack import LocalStack
+from quire.targets import DEFAULT_TARGET
+
+_CHECK_EVERY_S = 0.5
+
+
+@one_line_errors()
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder in Hugging Face format, or a hub id.")],
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
+    listen: Annotated[
+        str, typer.Option(envvar="QUIRE_GATEWAY_LISTEN", help="Where the API is served.")
+    ] = DEFAULT_TARGET,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="QUIRE_SCHEDULER_REDIS_URL", help="A Redis to use; one of its own if absent."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; as MODEL if absent.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a block of the cache.")] = None,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(help="Memory of each worker's cache, such as 4GiB.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences that run at once on one worker.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
+) -> None:
+    """Serves MODEL until interrupted. Every other setting of a service is its QUIRE_* variable."""
+    worker = {
+        "DTYPE": dtype,
+        "DEVICE": device,
+        "BLOCK_SIZE": block_size,
+        "KV_CACHE_MEMORY": kv_cache_memory,
+        "MAX_MODEL_LEN": max_model_len,
+        "MAX_NUM_SEQS": max_num_seqs,
+    }
+    stack = LocalStack(
+        model,
+        num_workers=workers,
+        gateway_listen=listen,
+        redis_url=redis_url,
+        served_model_name=served_model_name,
+        revision=revision,
+        settings={f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
+        verbose=verbose,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    typer.echo(f"Starting {model} ...", err=True)
+    with stack:
+        typer.echo(_welcome(model, stack.address))
+        _serve_until_interrupted(stack)
+
+
+@one_line_errors()
+def demo(
+    model: Annotated[str, typer.Argument(help="The model to show.")] = DEMO_MODEL,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
+) -> None:
+    """Starts a private stack, streams some texts from it, shows its numbers, stops it."""
+    run_demo(model, num_workers=workers, verbose=verbose)
+
+
+def _serve_until_interrupted(stack: LocalStack) -> None:
+    """The first signal ends the wait, so that the stack drains; the next one kills it."""
+    try:
+        while True:
+            stack.check()
+            time.sleep(_CHECK_EVERY_S)
+    except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stack.kill())
+        typer.echo("Draining; interrupt again to stop at once.", err=True)
+
+
+def _welcome(model: str, address: str) -> str:
+    target = "" if address == DEFAULT_TARGET else f" --target {address}"
+    return (
+        f"Quire serves {model} on {address}. Try, in another terminal:\n"
+        f'  quire generate{target} "Returns the"\n'
+        "Ctrl-C drains and stops."
+    )
