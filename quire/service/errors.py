@@ -24,11 +24,16 @@ class RequestError(Exception):
         return self.message
 
     def packed_details(self) -> list[any_pb2.Any]:
-        packed = []
-        for detail in self.details:
-            packed.append(any_pb2.Any())
-            packed[-1].Pack(detail)
-        return packed
+        return [_packed(detail) for detail in self.details]
+
+
+def _packed(detail: Message) -> any_pb2.Any:
+    """Details that another service packed are passed on as they are."""
+    if isinstance(detail, any_pb2.Any):
+        return detail
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
 
 
 def invalid(field_name: str, reason: str, description: str) -> RequestError:

@@ -1,9 +1,10 @@
 import gateway_tokenizers
 import pytest
-from gateway_svc.detokenizer import Detokenizer, Vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+
+from gateway_svc.detokenizer import Detokenizer, Vocabulary
 
 VOCABULARIES = {
     "byte_level": Vocabulary.of(gateway_tokenizers.byte_level()),

@@ -1,7 +1,8 @@
 import pytest
-from gateway_svc.stops import Passed, StopFinder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from gateway_svc.stops import Passed, StopFinder
 
 
 def naive(text: str, stops: list[str]) -> Passed:

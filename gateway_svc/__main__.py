@@ -1,0 +1,24 @@
+"""`python -m gateway_svc`."""
+
+import asyncio
+import sys
+
+import structlog
+
+from gateway_svc.server import serve
+from gateway_svc.settings import GatewaySettings
+from quire.service.logs import configure_logging
+
+
+def main() -> None:
+    settings = GatewaySettings.load()
+    configure_logging("gateway", settings.log_level, settings.log_format)
+    try:
+        asyncio.run(serve(settings))
+    except OSError as error:
+        structlog.get_logger().error("cannot start", reason=str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

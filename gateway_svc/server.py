@@ -1,0 +1,126 @@
+"""A gateway's life: start up, serve, drain, stop."""
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import structlog
+
+from gateway_svc import model_files
+from gateway_svc.inference_servicer import InferenceServicer
+from gateway_svc.model_files import ModelFilesError
+from gateway_svc.model_servicer import ModelServicer
+from gateway_svc.rpc import Calls
+from gateway_svc.scheduler_link import SchedulerLink
+from gateway_svc.served_model import Model, ServedModel
+from gateway_svc.settings import GatewaySettings
+from gateway_svc.tokenizer_servicer import TokenizerServicer
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, server_options
+from quire.service.errors import unavailable
+from quire.service.health import Health
+from quire.service.lifecycle import Signals, start_server
+from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+
+log = structlog.get_logger()
+
+SERVICES = ("quire.v1.InferenceService", "quire.v1.TokenizerService", "quire.v1.ModelService")
+_TOKENIZER = "tokenizer"
+_SCHEDULER = "scheduler"
+
+
+class Gateway:
+    """The parts of one gateway, wired."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.health = Health((_TOKENIZER, _SCHEDULER), SERVICES)
+        self.calls = Calls()
+        self.channel = grpc.aio.insecure_channel(
+            settings.scheduler, options=channel_options(INTERNAL_MESSAGE_BYTES)
+        )
+        self.link = SchedulerLink(self.channel, settings.max_queued_tokens, self._scheduler_is)
+        self.served = ServedModel(settings.served_model_name or settings.model)
+        self.server = grpc.aio.server(options=server_options())
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._add_servicers()
+
+    async def start(self) -> str:
+        """Binds, then loads the model and connects; returns the bound address."""
+        settings = self._settings
+        address = await start_server(
+            self.server, settings.listen, SERVICES, self.health, settings.address_file
+        )
+        self._tasks = [
+            asyncio.create_task(self._load_model()),
+            asyncio.create_task(self.link.run()),
+        ]
+        return address
+
+    async def drain(self) -> None:
+        """Takes no new calls and waits for those that run, as long as it is let."""
+        await self.health.stopping()
+        self._tasks.append(asyncio.create_task(self.server.stop(self._settings.drain_grace_s + 5)))
+        await self.calls.none_live()
+
+    async def stop(self) -> None:
+        """Ends the calls that still run with UNAVAILABLE, then everything else."""
+        self.link.requests.close(unavailable("STOPPING", "the gateway is stopping"))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.calls.none_live(), timeout=1)
+        await self.server.stop(None)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.channel.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _add_servicers(self) -> None:
+        parts = (self.served, self.link, self.calls)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(*parts), self.server
+        )
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
+            TokenizerServicer(*parts), self.server
+        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(*parts), self.server)
+
+    async def _load_model(self) -> None:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        try:
+            model = await loop.run_in_executor(
+                self._threads, self._read_model, settings.model, settings.revision
+            )
+        except ModelFilesError as error:
+            log.error("the model cannot be served", reason=str(error))
+            await self.health.failed(_TOKENIZER, str(error))
+            return
+        self.served.loaded(model)
+        log.info("model loaded", model=model.name, vocab_size=model.files.vocab_size)
+        await self.health.passed(_TOKENIZER)
+
+    def _read_model(self, model: str, revision: str | None) -> Model:
+        return Model.of(self.served.name, model_files.load(model, revision), self._threads)
+
+    async def _scheduler_is(self, why_not: str | None) -> None:
+        if why_not is None:
+            await self.health.passed(_SCHEDULER)
+        else:
+            await self.health.failed(_SCHEDULER, why_not)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Until a signal says otherwise. OSError if the address cannot be bound."""
+    signals = Signals()
+    signals.install()
+    gateway = Gateway(settings)
+    try:
+        await gateway.start()
+        await signals.drain.wait()
+        log.info("draining", live_calls=gateway.calls.num_live)
+        await signals.drain_within(gateway.drain, settings.drain_grace_s)
+    finally:
+        await gateway.stop()
+    log.info("stopped")

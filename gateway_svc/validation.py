@@ -1,0 +1,181 @@
+"""What a request must be. Pure: request in, resolved parameters or the field at fault out.
+
+Fields are named as in the proto; `prompt` stands for the oneof.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError, invalid
+from quire.v1 import inference_pb2
+
+GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerateRequest
+
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 256
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What of a model bounds its requests."""
+
+    vocab_size: int
+    # Prompt and output together, in tokens.
+    max_model_len: int
+    # The most characters that one token stands for.
+    longest_token: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
+    """Everything that can be known before the prompt is tokenized."""
+    if request.HasField("request_id"):
+        check_request_id(request.request_id)
+    _check_sampling(request.sampling_params, limits.vocab_size)
+    _check_prompt(request, limits)
+
+
+def check_request_id(request_id: str) -> None:
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS:
+        raise invalid(
+            "request_id",
+            "REQUEST_ID_LENGTH",
+            f"has {len(request_id)} characters; 1 to {MAX_REQUEST_ID_CHARACTERS} are allowed",
+        )
+
+
+def check_conversation(
+    field: str, conversation: inference_pb2.Conversation, limits: ModelLimits
+) -> None:
+    if not limits.has_chat_template:
+        raise invalid(
+            field, "NO_CHAT_TEMPLATE", "is a conversation; the model has no chat template"
+        )
+    if not conversation.messages:
+        raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
+    check_text(field, "".join(message.content for message in conversation.messages), limits)
+
+
+def check_text(field: str, text: str, limits: ModelLimits) -> None:
+    """Refuses what cannot fit however it is tokenized, for tokenizing it would cost seconds."""
+    most = limits.max_model_len * limits.longest_token
+    if len(text) > most:
+        raise invalid(
+            field,
+            "PROMPT_TOO_LONG",
+            f"has {len(text)} characters; the model's {limits.max_model_len} tokens "
+            f"hold at most {most}",
+        )
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids or max(token_ids) < vocab_size:
+        return
+    at, id_ = next((at, id_) for at, id_ in enumerate(token_ids) if id_ >= vocab_size)
+    raise invalid(
+        f"{field}[{at}]",
+        "TOKEN_ID_OUTSIDE_VOCABULARY",
+        f"is {id_}; token ids are 0 to {vocab_size - 1}",
+    )
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """A prompt has a token, and leaves room for one."""
+    if num_tokens < 1:
+        raise invalid("prompt", "EMPTY_PROMPT", "has 0 tokens; at least 1 is needed")
+    if num_tokens >= max_model_len:
+        raise invalid(
+            "prompt",
+            "PROMPT_TOO_LONG",
+            f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, "
+            f"for the model's {max_model_len} hold at least 1 of output",
+        )
+
+
+def template_refusal(field: str, reason: str) -> RequestError:
+    return invalid(field, "CHAT_TEMPLATE_REFUSES", f"does not suit the chat template: {reason}")
+
+
+def resolve(
+    params: inference_pb2.SamplingParams,
+    request_id: str,
+    num_prompt_tokens: int,
+    limits: ModelLimits,
+) -> scheduler_pb2.ResolvedParams:
+    """Every default filled in, of checked parameters; max_tokens is cut to what the context has."""
+    room = limits.max_model_len - num_prompt_tokens
+    eos_token_ids = () if params.ignore_eos else limits.eos_token_ids
+    return scheduler_pb2.ResolvedParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        seed=params.seed if params.HasField("seed") else _seed(request_id),
+        max_tokens=min(params.max_tokens, room) if params.HasField("max_tokens") else room,
+        stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
+    )
+
+
+def _seed(request_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big")
+
+
+def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
+    match request.WhichOneof("prompt"):
+        case None:
+            raise invalid("prompt", "NO_PROMPT", "is missing; text, token_ids or conversation")
+        case "text":
+            if not request.text:
+                raise invalid("prompt", "EMPTY_PROMPT", "has 0 characters; at least 1 is needed")
+            check_text("prompt", request.text, limits)
+        case "token_ids":
+            check_prompt_length(len(request.token_ids.ids), limits.max_model_len)
+            check_token_ids("prompt.token_ids", request.token_ids.ids, limits.vocab_size)
+        case "conversation":
+            check_conversation("prompt.conversation", request.conversation, limits)
+
+
+def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise _sampling("temperature", params.temperature, "0 or more, and finite")
+    if params.HasField("top_p") and not 0 < params.top_p <= 1:
+        raise _sampling("top_p", params.top_p, "above 0 and at most 1")
+    if params.HasField("max_tokens") and params.max_tokens < 1:
+        raise _sampling("max_tokens", params.max_tokens, "at least 1")
+    _check_stops(params.stop)
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _too_many("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise _too_many("stop", len(stops), MAX_STOP_STRINGS)
+    for at, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise invalid(
+                f"sampling_params.stop[{at}]",
+                "STOP_STRING_LENGTH",
+                f"has {len(stop)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed",
+            )
+
+
+def _sampling(name: str, value: float, allowed: str) -> RequestError:
+    return invalid(
+        f"sampling_params.{name}",
+        f"{name.upper()}_OUT_OF_RANGE",
+        f"is {value:g}; must be {allowed}",
+    )
+
+
+def _too_many(name: str, count: int, most: int) -> RequestError:
+    return invalid(
+        f"sampling_params.{name}",
+        f"TOO_MANY_{name.upper()}",
+        f"has {count} entries; at most {most} are allowed",
+    )

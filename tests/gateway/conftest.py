@@ -1,0 +1,101 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import gateway_tokenizers
+import grpc
+import pytest
+from fake_scheduler import FakeScheduler
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway_svc.server import Gateway
+from gateway_svc.settings import GatewaySettings
+from quire.service.channels import channel_options
+from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{% if message.role not in ["system", "user", "assistant"] %}
+{{ raise_exception("no role " ~ message.role) }}
+{% endif %}
+<|{{ message.role }}|>{{ message.content }}
+{% endfor %}
+{% if add_generation_prompt %}
+<|assistant|>
+{% endif %}
+"""
+
+
+@dataclass
+class Stack:
+    """A gateway, the scheduler behind it, and a client in front of it."""
+
+    gateway: Gateway
+    scheduler: FakeScheduler
+    scheduler_port: int
+    address: str
+    channel: grpc.aio.Channel
+
+    def __post_init__(self) -> None:
+        self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+        self.models = model_pb2_grpc.ModelServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def becomes(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        async for answer in self.health.Watch(health_pb2.HealthCheckRequest(service="ready")):
+            if answer.status == status:
+                return
+
+    def encode(self, text: str) -> list[int]:
+        model = self.gateway.served.named(None)
+        return list(model.files.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def is_idle(self) -> bool:
+        return self.gateway.link.requests.is_idle and not self.gateway.calls.num_live
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = gateway_tokenizers.byte_level()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    eos = tokenizer.token_to_id(gateway_tokenizers.EOS)
+    config = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
+    names = {"bos_token": {"content": gateway_tokenizers.BOS}, "eos_token": gateway_tokenizers.EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def settings_for(model_folder: Path) -> Callable[..., GatewaySettings]:
+    def build(**changes: object) -> GatewaySettings:
+        values = {
+            "listen": "127.0.0.1:0",
+            "model": str(model_folder),
+            "served_model_name": "tiny",
+            "drain_grace_s": 0.0,
+        }
+        return GatewaySettings(**{**values, **changes})
+
+    return build
+
+
+@pytest.fixture
+async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[Stack]:
+    scheduler = FakeScheduler()
+    port = await scheduler.start()
+    gateway = Gateway(settings_for(scheduler=f"127.0.0.1:{port}", max_queued_tokens=20_000))
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stack = Stack(gateway, scheduler, port, address, channel)
+        await asyncio.wait_for(stack.becomes(health_pb2.HealthCheckResponse.SERVING), 10)
+        yield stack
+        await asyncio.wait_for(gateway.calls.none_live(), 5)
+        assert stack.is_idle()
+    await gateway.stop()
+    await scheduler.stop()

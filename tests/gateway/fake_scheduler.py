@@ -1,0 +1,117 @@
+"""A scheduler that does what a test says, behind a real gRPC server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+
+from quire.internal.v1 import scheduler_pb2 as pb
+from quire.internal.v1 import scheduler_pb2_grpc
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+
+MAX_MODEL_LEN = 64
+
+
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """One gateway at a time. What it says waits in queues, by kind."""
+
+    def __init__(self) -> None:
+        self.hello = pb.SchedulerHello(
+            protocol_version=1, holder=b"me", ready=True, max_model_len=MAX_MODEL_LEN
+        )
+        self.epoch = 7
+        self.connected = asyncio.Event()
+        self.submissions = asyncio.Queue[pb.Submission]()
+        self.finishes = asyncio.Queue[pb.Finish]()
+        self.cancellations = asyncio.Queue[pb.Cancellation]()
+        self.num_frames = 0
+        self._frames = asyncio.Queue[pb.ConnectResponse | None]()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, port: int = 0) -> int:
+        self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+        return bound
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+
+    async def Connect(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any
+    ) -> AsyncIterator[pb.ConnectResponse]:
+        self._frames = asyncio.Queue()
+        first = await anext(aiter(request_iterator))
+        assert first.hello.protocol_version == 1
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            yield pb.ConnectResponse(epoch=self.epoch, hello=self.hello)
+            self.connected.set()
+            while (frame := await self._frames.get()) is not None:
+                yield frame
+        finally:
+            self.connected.clear()
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[pb.ConnectRequest]) -> None:
+        async for frame in requests:
+            self.num_frames += 1
+            for submission in frame.submissions:
+                self.submissions.put_nowait(submission)
+            for finish in frame.finishes:
+                self.finishes.put_nowait(finish)
+            for cancellation in frame.cancellations:
+                self.cancellations.put_nowait(cancellation)
+
+    def drop_stream(self) -> None:
+        self._frames.put_nowait(None)
+
+    def say(self, **parts: Any) -> None:
+        self._frames.put_nowait(pb.ConnectResponse(**{"epoch": self.epoch, **parts}))
+
+    def accept(self, submission: pb.Submission) -> None:
+        self.say(acceptances=[pb.Acceptance(attachment=submission.attachment)])
+
+    def write(self, submission: pb.Submission, first: int, token_ids: Sequence[int]) -> None:
+        self.say(deltas=deltas([submission], [first], [token_ids]))
+
+    def end(
+        self,
+        submission: pb.Submission,
+        num_tokens: int,
+        reason: pb.EndReason.ValueType = pb.END_REASON_LENGTH,
+        **parts: Any,
+    ) -> None:
+        end = pb.ChoiceEnd(
+            attachment=submission.attachment, reason=reason, num_tokens=num_tokens, **parts
+        )
+        self.say(choice_ends=[end])
+
+    def fail(self, submission: pb.Submission, code: grpc.StatusCode, **parts: Any) -> None:
+        failure = pb.RequestFailure(
+            attachment=submission.attachment, code=code.value[0], message="no", **parts
+        )
+        self.say(failures=[failure])
+
+    async def serve_one(self, token_ids: Sequence[int]) -> pb.Submission:
+        """Takes the next request and answers it whole."""
+        submission = await self.submissions.get()
+        self.accept(submission)
+        self.write(submission, 0, token_ids)
+        self.end(submission, len(token_ids))
+        return submission
+
+
+def deltas(
+    submissions: Sequence[pb.Submission], first: Sequence[int], token_ids: Sequence[Sequence[int]]
+) -> pb.TokenDeltas:
+    return pb.TokenDeltas(
+        attachments=[submission.attachment for submission in submissions],
+        choices=[0] * len(submissions),
+        first_indices=first,
+        token_ids=[id_ for ids in token_ids for id_ in ids],
+        num_tokens=[len(ids) for ids in token_ids],
+    )

@@ -1,0 +1,190 @@
+import asyncio
+import hashlib
+
+import grpc
+import pytest
+from conftest import Stack
+from fake_scheduler import MAX_MODEL_LEN, deltas
+from gateway_tokenizers import EOS
+
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import inference_pb2 as pb
+
+
+def request(**parts: object) -> pb.StreamGenerateRequest:
+    return pb.StreamGenerateRequest(**{"text": "The quick", **parts})
+
+
+async def test_a_stream_from_acceptance_to_usage(stack: Stack) -> None:
+    ids = stack.encode("brown fox")
+    call = stack.inference.StreamGenerate(request(request_id="r1"))
+    submission = await stack.scheduler.submissions.get()
+    assert list(submission.prompt_token_ids) == stack.encode("The quick")
+    params = submission.params
+    room = MAX_MODEL_LEN - len(submission.prompt_token_ids)
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (1, 0, 1, room)
+    assert params.seed == int.from_bytes(hashlib.sha256(b"r1").digest()[:8], "big")
+    assert list(params.stop_token_ids) == stack.encode(EOS)
+    assert not submission.HasField("deadline_ms")
+
+    stack.scheduler.accept(submission)
+    stream = aiter(call)
+    assert await anext(stream) == pb.StreamGenerateResponse(request_id="r1", model="tiny")
+    stack.scheduler.write(submission, 0, ids[:2])
+    first = await anext(stream)
+    stack.scheduler.write(submission, 2, ids[2:])
+    stack.scheduler.end(submission, len(ids), num_cached_prompt_tokens=1)
+    rest = [response async for response in stream]
+    parts = [first.deltas[0], *(response.deltas[0] for response in rest)]
+    assert "".join(part.text for part in parts) == "brown fox"
+    assert [id_ for part in parts for id_ in part.token_ids] == ids
+    assert parts[1].first_token_index == 2
+    assert [part.finish_reason for part in parts][-1] == pb.FINISH_REASON_LENGTH
+    assert not first.HasField("usage")
+    assert rest[-1].usage == pb.Usage(
+        prompt_tokens=len(submission.prompt_token_ids),
+        cached_prompt_tokens=1,
+        completion_tokens=len(ids),
+    )
+
+
+async def test_generate_answers_once(stack: Stack) -> None:
+    ids = stack.encode("brown" + EOS)
+    call = stack.inference.Generate(pb.GenerateRequest(text="The"))
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    stack.scheduler.write(submission, 0, ids)
+    stack.scheduler.end(
+        submission, len(ids), scheduler_pb2.END_REASON_STOP_TOKEN, stop_token_id=ids[-1]
+    )
+    response = await call
+    assert len(response.request_id) == 32
+    assert response.choices[0].text == "brown"
+    assert list(response.choices[0].token_ids) == ids
+    assert response.choices[0].finish_reason == pb.FINISH_REASON_STOP
+    assert response.choices[0].stop_token_id == ids[-1]
+    assert response.usage.completion_tokens == len(ids)
+
+
+async def test_a_stop_token_of_the_request_has_no_text(stack: Stack) -> None:
+    ids = stack.encode("ab!")
+    params = pb.SamplingParams(stop_token_ids=ids[-1:], ignore_eos=True)
+    call = stack.inference.Generate(pb.GenerateRequest(text="The", sampling_params=params))
+    submission = await stack.scheduler.submissions.get()
+    assert list(submission.params.stop_token_ids) == ids[-1:]
+    stack.scheduler.write(submission, 0, ids)
+    stack.scheduler.end(
+        submission, len(ids), scheduler_pb2.END_REASON_STOP_TOKEN, stop_token_id=ids[-1]
+    )
+    assert (await call).choices[0].text == "ab"
+
+
+async def test_a_stop_string_ends_the_choice_and_never_leaks(stack: Stack) -> None:
+    ids = stack.encode("Größe STOP more text")
+    params = pb.SamplingParams(stop=["STOP", "zzz"])
+    call = stack.inference.StreamGenerate(request(sampling_params=params))
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    for index, id_ in enumerate(ids):
+        stack.scheduler.write(submission, index, [id_])
+    finish = await stack.scheduler.finishes.get()
+    model = stack.gateway.served.named(None)
+    kept = model.vocabulary.decode(ids[: finish.num_tokens])
+    assert "STOP" in kept
+    assert "STOP" not in model.vocabulary.decode(ids[: finish.num_tokens - 1])
+    stack.scheduler.end(submission, finish.num_tokens, scheduler_pb2.END_REASON_STOP_STRING)
+    responses = [response async for response in call]
+    parts = [delta for response in responses for delta in response.deltas]
+    assert "".join(part.text for part in parts) == "Größe "
+    assert [id_ for part in parts for id_ in part.token_ids] == ids[: finish.num_tokens]
+    assert parts[-1].finish_reason == pb.FINISH_REASON_STOP
+    assert parts[-1].stop_string == "STOP"
+    assert responses[-1].usage.completion_tokens == finish.num_tokens
+
+
+async def test_a_stop_string_in_the_last_tokens_wins_over_length(stack: Stack) -> None:
+    ids = stack.encode("ab STOP")
+    params = pb.SamplingParams(stop=["STOP"])
+    call = stack.inference.Generate(pb.GenerateRequest(text="x", sampling_params=params))
+    await stack.scheduler.serve_one(ids)
+    choice = (await call).choices[0]
+    assert (choice.text, choice.stop_string) == ("ab ", "STOP")
+
+
+async def test_the_beginning_of_a_stop_string_comes_out_at_the_end(stack: Stack) -> None:
+    params = pb.SamplingParams(stop=["STOP"])
+    call = stack.inference.Generate(pb.GenerateRequest(text="x", sampling_params=params))
+    await stack.scheduler.serve_one(stack.encode("ab STO"))
+    choice = (await call).choices[0]
+    assert (choice.text, choice.finish_reason) == ("ab STO", pb.FINISH_REASON_LENGTH)
+
+
+async def test_characters_of_several_tokens_are_never_split(stack: Stack) -> None:
+    text = "🦊🐢 日本語 𐍈"
+    ids = stack.encode(text)
+    assert len(ids) > len(text)
+    call = stack.inference.StreamGenerate(request())
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    for index, id_ in enumerate(ids):
+        stack.scheduler.write(submission, index, [id_])
+    stack.scheduler.end(submission, len(ids))
+    written = ""
+    async for response in call:
+        for delta in response.deltas:
+            written += delta.text
+            assert text.startswith(written)
+    assert written == text
+
+
+async def test_tokens_told_twice_are_dropped_and_a_gap_is_a_fault(stack: Stack) -> None:
+    ids = stack.encode("abcdef")
+    call = stack.inference.StreamGenerate(request())
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.write(submission, 0, ids[:2])
+    stack.scheduler.write(submission, 1, ids[1:3])
+    written = ""
+    while written != "abc":
+        written += (await call.read()).deltas[0].text
+    stack.scheduler.write(submission, 4, ids[4:])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "internal error"
+    assert (await stack.scheduler.cancellations.get()).attachment == submission.attachment
+
+
+async def test_sixty_four_requests_share_frames(stack: Stack) -> None:
+    ids = stack.encode("The quick brown fox")
+    calls = [stack.inference.Generate(pb.GenerateRequest(text="x")) for _ in range(64)]
+    pending = [asyncio.ensure_future(call) for call in calls]
+    submissions = [await stack.scheduler.submissions.get() for _ in calls]
+    assert stack.scheduler.num_frames <= len(calls)
+    for index, id_ in enumerate(ids):
+        stack.scheduler.say(deltas=deltas(submissions, [index] * 64, [[id_]] * 64))
+    for submission in submissions:
+        stack.scheduler.end(submission, len(ids))
+    for response in await asyncio.gather(*pending):
+        assert response.choices[0].text == "The quick brown fox"
+
+
+async def test_a_conversation_is_rendered_as_the_template_says(stack: Stack) -> None:
+    messages = [pb.Message(role="user", content="hi"), pb.Message(role="assistant", content="yo")]
+    conversation = pb.Conversation(messages=messages)
+    call = stack.inference.Generate(pb.GenerateRequest(conversation=conversation))
+    submission = await stack.scheduler.serve_one(stack.encode("ab"))
+    rendered = "<s><|user|>hi\n<|assistant|>yo\n<|assistant|>\n"
+    assert list(submission.prompt_token_ids) == stack.encode(rendered)
+    assert (await call).choices[0].text == "ab"
+
+
+async def test_salt_and_digest_travel(stack: Stack) -> None:
+    async def submit(**parts: object) -> scheduler_pb2.Submission:
+        call = stack.inference.Generate(pb.GenerateRequest(text="x", request_id="a", **parts))
+        submission = await stack.scheduler.serve_one([3])
+        await call
+        return submission
+
+    first, again, other = await submit(), await submit(), await submit(cache_salt="s")
+    assert first.digest == again.digest != other.digest
+    assert (first.cache_salt, other.cache_salt) == (b"", b"s")
