@@ -43,6 +43,11 @@ class Scheduler:
         self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
 
+    @property
+    def leading(self) -> bool:
+        """Gateways are let in."""
+        return self._servicer.desk is not None
+
     async def serve(self) -> None:
         settings = self._settings
         await start_server(

@@ -101,12 +101,14 @@ class WorkerStream:
 
     async def _read(self, on_draining: Callable[[], None], on_lost: Callable[[], None]) -> None:
         try:
-            async for response in self._call:
+            # read(), not iteration: the two do not mix on one call, and the hello was read.
+            while isinstance(response := await self._call.read(), worker_pb2.ExecuteResponse):
                 if response.HasField("result"):
                     self._results.put_nowait(response.result)
                 elif response.HasField("heartbeat") and response.heartbeat.draining:
                     on_draining()
-            self.lost = LaneLost("the worker ended the stream")
+            code, details = await self._call.code(), await self._call.details()
+            self.lost = LaneLost(f"the worker ended the stream: {code.name} {details}")
         except grpc.aio.AioRpcError as error:
             self.lost = LaneLost(_why(error))
         self._results.put_nowait(self.lost)

@@ -1,0 +1,284 @@
+"""The whole scheduler between ledger workers and a gateway."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from ledger_worker import LedgerWorker, token_at
+from scheduler_stack import expected, running_stack, until
+
+from quire.internal.v1 import scheduler_pb2
+
+
+@pytest.fixture
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Unix socket paths are limited to 107 bytes.
+    return tmp_path_factory.mktemp("s")
+
+
+def prompt(length: int, tag: int = 0) -> list[int]:
+    return [tag * 100 + index % 97 for index in range(length)]
+
+
+async def test_a_request_gets_its_tokens_in_order_and_its_end(redis_url, sockets):
+    worker = LedgerWorker(incarnation=1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        attachment = await gateway.submit(prompt(10), max_tokens=5, seed=3)
+        [heard] = await gateway.over(attachment)
+        assert heard.accepted
+        assert heard.token_ids == expected(3, 5)
+        assert heard.end.reason == scheduler_pb2.END_REASON_LENGTH
+        assert heard.end.num_tokens == 5
+
+
+async def test_many_requests_of_mixed_length_are_chunked_share_prefixes_and_all_end(
+    redis_url, sockets
+):
+    worker = LedgerWorker(incarnation=1, num_blocks=40)
+    rng = random.Random(0)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        wanted = {}
+        for seed in range(40):
+            length = rng.choice([1, 3, 4, 5, 8, 16, 31, 40, 48])
+            attachment = await gateway.submit(
+                prompt(length), max_tokens=rng.randint(1, 12), seed=seed
+            )
+            wanted[attachment] = seed
+        await gateway.over()
+        for attachment, seed in wanted.items():
+            heard = gateway.heard[attachment]
+            assert heard.token_ids == expected(seed, heard.end.num_tokens)
+        assert any(one.end.num_cached_prompt_tokens for one in gateway.heard.values())
+        assert worker.ledger.max_rows > 2
+
+
+async def test_a_stop_token_ends_a_choice_and_is_its_last_token(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        stop = token_at(5, 3)
+        attachment = await gateway.submit(prompt(6), max_tokens=20, seed=5, stop_token_ids=(stop,))
+        [heard] = await gateway.over(attachment)
+        assert heard.token_ids == expected(5, 4)
+        assert heard.end.reason == scheduler_pb2.END_REASON_STOP_TOKEN
+        assert heard.end.stop_token_id == stop
+
+
+async def test_a_repeated_prompt_hits_the_cache(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        for cached in (0, 20):
+            attachment = await gateway.submit(prompt(22), max_tokens=3)
+            [heard] = await gateway.over(attachment)
+            assert heard.end.num_cached_prompt_tokens == cached
+
+
+async def test_a_prompt_continued_with_its_output_hits_both(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        [first] = await gateway.over(await gateway.submit(prompt(10), max_tokens=20, seed=2))
+        second = await gateway.submit(prompt(10) + first.token_ids, max_tokens=1)
+        [heard] = await gateway.over(second)
+        # 30 tokens, the last of which was never computed: 7 full blocks of 4.
+        assert heard.end.num_cached_prompt_tokens == 28
+
+
+async def test_a_cancelled_request_frees_its_blocks_and_says_so(redis_url, sockets):
+    worker = LedgerWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        attachment = await gateway.submit(prompt(10), max_tokens=50)
+        await until(lambda: bool(gateway.heard[attachment].token_ids), "the first token")
+        key = scheduler_pb2.RequestKey(request_id=f"request-{attachment}")
+        await gateway.send(
+            cancellations=[
+                scheduler_pb2.Cancellation(request=key, tag=7),
+                scheduler_pb2.Cancellation(
+                    request=scheduler_pb2.RequestKey(request_id="nobody"), tag=8
+                ),
+            ]
+        )
+        [heard] = await gateway.over(attachment)
+        assert heard.failure.code == 1
+        await until(lambda: gateway.cancelled == {7: True, 8: False}, "both answers")
+        await until(lambda: not worker.ledger.rows, "the row's release")
+
+
+async def test_a_stop_string_found_by_the_gateway_ends_the_choice(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        attachment = await gateway.submit(prompt(10), max_tokens=50)
+        await until(lambda: len(gateway.heard[attachment].token_ids) >= 2, "two tokens")
+        await gateway.send(
+            finishes=[scheduler_pb2.Finish(attachment=attachment, choice=0, num_tokens=2)]
+        )
+        [heard] = await gateway.over(attachment)
+        assert heard.end.reason == scheduler_pb2.END_REASON_STOP_STRING
+        assert heard.end.num_tokens == 2
+
+
+async def test_a_lost_gateway_ends_its_requests_waiting_ones_too(redis_url, sockets):
+    worker = LedgerWorker(1, max_num_seqs=2)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        lost, other = await stack.gateway(), await stack.gateway()
+        for seed in range(5):
+            await lost.submit(prompt(8, seed), max_tokens=50, seed=seed, request_id=f"l{seed}")
+        await until(lambda: len(worker.ledger.rows) == 2, "two running requests")
+        attachment = await other.submit(prompt(8, 9), max_tokens=3, seed=9, request_id="other")
+        await lost.close()
+        [heard] = await other.over(attachment)
+        assert heard.token_ids == expected(9, 3)
+        await until(lambda: not worker.ledger.rows, "the release of all rows")
+
+
+async def test_a_live_request_id_is_refused_and_a_finished_one_is_free_again(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        first = await gateway.submit(prompt(8), max_tokens=40, request_id="same")
+        second = await gateway.submit(prompt(8), max_tokens=1, request_id="same")
+        refused, _ = await gateway.over(second, first)
+        assert refused.failure.code == 6
+        assert not refused.accepted
+        [third] = await gateway.over(
+            await gateway.submit(prompt(8), max_tokens=2, request_id="same")
+        )
+        assert third.end is not None
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        await until(lambda: gateway.hello.max_model_len == 64, "the model's length")
+        long, fits = await gateway.submit(prompt(64)), await gateway.submit(prompt(63))
+        refused, heard = await gateway.over(long, fits)
+        assert refused.failure.code == 3
+        assert "64" in refused.failure.message
+        assert "63" in refused.failure.message
+        assert heard.end.num_tokens == 1
+
+
+async def test_requests_wait_for_the_first_worker(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {}, names=("late",)) as stack:
+        gateway = await stack.gateway()
+        assert not gateway.hello.ready
+        attachments = [await gateway.submit(prompt(8), seed=1), await gateway.submit(prompt(80))]
+        await until(lambda: all(one.accepted for one in gateway.heard.values()), "acceptance")
+        await stack.start_worker("late", LedgerWorker(1))
+        heard, refused = await gateway.over(*attachments)
+        assert heard.token_ids == expected(1, 4)
+        assert refused.failure.code == 3
+        await until(lambda: gateway.hello.ready, "a ready scheduler")
+
+
+async def test_two_workers_share_the_queue(redis_url, sockets):
+    workers = {name: LedgerWorker(index + 1, max_num_seqs=2) for index, name in enumerate("ab")}
+    async with running_stack(redis_url, sockets, workers) as stack:
+        gateway = await stack.gateway()
+        for seed in range(12):
+            await gateway.submit(prompt(8, seed), max_tokens=8, seed=seed)
+        for seed, heard in enumerate(await gateway.over()):
+            assert heard.token_ids == expected(seed, 8)
+        assert all(worker.ledger.num_prefilled_tokens for worker in workers.values())
+
+
+async def test_a_repeated_prompt_goes_where_its_blocks_are(redis_url, sockets):
+    workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
+    async with running_stack(redis_url, sockets, workers) as stack:
+        gateway = await stack.gateway()
+        for tag in (1, 2):
+            await gateway.over(await gateway.submit(prompt(40, tag), max_tokens=1))
+        for tag in (2, 1, 2):
+            [heard] = await gateway.over(await gateway.submit(prompt(40, tag), max_tokens=1))
+            assert heard.end.num_cached_prompt_tokens == 36
+
+
+async def test_a_lost_worker_ends_what_it_ran_and_nothing_else(redis_url, sockets):
+    workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
+    async with running_stack(redis_url, sockets, workers) as stack:
+        gateway = await stack.gateway()
+        for worker in workers.values():
+            worker.gate.clear()
+        for seed in range(2):
+            await gateway.submit(prompt(8, seed), max_tokens=8, seed=seed)
+        await until(
+            lambda: all(worker.num_received_plans for worker in workers.values()),
+            "a plan on both workers",
+        )
+        workers["b"].gate.set()
+        await stack.stop_worker("a")
+        heard = await gateway.over()
+        assert [one.failure.code for one in heard if one.failure] == [14]
+        assert [one.end.num_tokens for one in heard if one.end] == [8]
+        # It comes back as another incarnation and is used again.
+        await stack.start_worker("a", LedgerWorker(3))
+        await stack.ready(2)
+        for seed in range(8):
+            await gateway.submit(prompt(8, seed), max_tokens=8, seed=seed)
+        assert all(one.end for one in (await gateway.over())[2:])
+
+
+async def test_a_failed_row_fails_alone_and_its_blocks_are_not_hit(redis_url, sockets):
+    worker = LedgerWorker(1)
+    worker.failing_seeds.add(13)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        bad = await gateway.submit(prompt(20, 1), seed=13)
+        good = await gateway.submit(prompt(20, 2), seed=2)
+        failed, heard = await gateway.over(bad, good)
+        assert failed.failure.code == 13
+        assert "not finite" in failed.failure.message
+        assert heard.token_ids == expected(2, 4)
+        [again] = await gateway.over(await gateway.submit(prompt(20, 1), seed=3))
+        assert again.end.num_cached_prompt_tokens == 0
+
+
+async def test_two_names_of_one_worker_are_one_lane(redis_url, sockets):
+    worker = LedgerWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}, names=("a", "alias")) as stack:
+        await stack.start_worker("alias", worker)
+        gateway = await stack.gateway()
+        for _ in range(3):
+            await gateway.over(await gateway.submit(prompt(30), max_tokens=20))
+        assert worker.num_streams == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LedgerWorker(2, fingerprint=b"other"),
+        LedgerWorker(2, block_size=8),
+        LedgerWorker(2, max_model_len=32),
+        LedgerWorker(2, num_blocks=10),
+    ],
+    ids=["fingerprint", "block size", "length", "too small a pool"],
+)
+async def test_a_worker_that_does_not_fit_is_refused(redis_url, sockets, other):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}, names=("a", "b")) as stack:
+        await stack.start_worker("b", other)
+        await until(lambda: other.num_streams > 0, "the refused worker's hello")
+        gateway = await stack.gateway()
+        for seed in range(6):
+            await gateway.submit(prompt(20, seed), seed=seed)
+        assert all(heard.end for heard in await gateway.over())
+        assert other.ledger.num_plans == 0
+
+
+async def test_a_drain_lets_requests_end_and_takes_no_new_ones(redis_url, sockets):
+    worker = LedgerWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        await until(lambda: gateway.hello.ready, "a ready scheduler")
+        worker.gate.clear()
+        running = await gateway.submit(prompt(8), max_tokens=8)
+        await until(lambda: gateway.heard[running].accepted, "acceptance")
+        stack.signals.drain.set()
+        await until(lambda: not gateway.hello.ready, "the news of the drain")
+        late = await gateway.submit(prompt(8))
+        [refused] = await gateway.over(late)
+        assert refused.failure.code == 14
+        worker.gate.set()
+        [heard] = await gateway.over(running)
+        assert heard.token_ids == expected(1, 8)
+        await asyncio.wait_for(stack.serving, 5)
