@@ -5,34 +5,40 @@
 ARG BASE_IMAGE=python:3.11-slim
 ARG BUILD_IMAGE=python:3.11-slim
 
+# What to install, as lists: a pyproject.toml that asks for the same installs nothing anew.
+FROM ${BUILD_IMAGE} AS requirements
+WORKDIR /requirements
+COPY pyproject.toml scripts/requirements.py ./
+RUN for name in build-system gateway scheduler worker; do \
+  python3 requirements.py $name > $name.txt || exit 1; done
+
 FROM ${BUILD_IMAGE} AS build
 # pip's own variables; empty ones are ignored.
 ARG PIP_INDEX_URL=
 ARG PIP_EXTRA_INDEX_URL=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /opt/quire
 WORKDIR /src
-COPY pyproject.toml scripts/requirements.py ./
 
 # The distribution itself, without its dependencies, in /app. Its environment has the path of the
 # final ones, which scripts name in their first line.
 FROM build AS app
-RUN python3 -m venv /opt/quire \
-  && python3 requirements.py build-system > requirements.txt \
-  && /opt/quire/bin/pip install --quiet wheel -r requirements.txt
+COPY --from=requirements /requirements/build-system.txt .
+RUN /opt/quire/bin/pip install --quiet wheel -r build-system.txt
 COPY . .
 RUN /opt/quire/bin/pip install --quiet --no-deps --no-build-isolation --target /app .
 
 # What every image has: the interpreter, a user without rights, the paths.
 FROM ${BASE_IMAGE} AS base
 RUN useradd --uid 10001 --create-home quire
-ENV PATH=/app/bin:/opt/quire/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/app/bin:/opt/quire/bin:$PATH \
+  PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /home/quire
 STOPSIGNAL SIGTERM
 
 FROM build AS gateway-dependencies
-RUN python3 requirements.py gateway > requirements.txt \
-  && python3 -m venv /opt/quire \
-  && /opt/quire/bin/pip install --quiet -r requirements.txt \
+COPY --from=requirements /requirements/gateway.txt .
+RUN /opt/quire/bin/pip install --quiet -r gateway.txt \
   && /opt/quire/bin/pip uninstall --quiet --yes pip setuptools
 
 FROM base AS gateway
@@ -42,13 +48,12 @@ USER quire
 ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051
 EXPOSE 50051
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50051"]
+  CMD ["quire", "health", "--target", "127.0.0.1:50051", "--service", ""]
 ENTRYPOINT ["python", "-m", "gateway_svc"]
 
 FROM build AS scheduler-dependencies
-RUN python3 requirements.py scheduler > requirements.txt \
-  && python3 -m venv /opt/quire \
-  && /opt/quire/bin/pip install --quiet -r requirements.txt \
+COPY --from=requirements /requirements/scheduler.txt .
+RUN /opt/quire/bin/pip install --quiet -r scheduler.txt \
   && /opt/quire/bin/pip uninstall --quiet --yes pip setuptools
 
 FROM base AS scheduler
@@ -58,17 +63,16 @@ USER quire
 ENV QUIRE_SCHEDULER_LISTEN=0.0.0.0:50052
 EXPOSE 50052
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50052"]
+  CMD ["quire", "health", "--target", "127.0.0.1:50052", "--service", ""]
 ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
 FROM build AS worker-dependencies
 ARG TORCH=torch
 # PyTorch's CPU builds; empty takes torch from the ordinary index.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN python3 requirements.py worker > requirements.txt \
-  && python3 -m venv /opt/quire \
-  && /opt/quire/bin/pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
-  && /opt/quire/bin/pip install --quiet -r requirements.txt \
+RUN /opt/quire/bin/pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+COPY --from=requirements /requirements/worker.txt .
+RUN /opt/quire/bin/pip install --quiet -r worker.txt \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
 FROM base AS worker
@@ -78,5 +82,5 @@ USER quire
 ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50053"]
+  CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]

@@ -29,7 +29,7 @@ help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STUBS) ## Starts a private stack on this machine, streams some texts, stops it.
-	$(BIN)/python -m demo
+	$(BIN)/quire demo
 
 test: $(STUBS) ## Runs the tests (minutes).
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
