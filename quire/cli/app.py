@@ -19,6 +19,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def number(value: str) -> float:
+    """Parses an option; unlike the parser that it replaces, it shows the value it refuses."""
+    try:
+        return float(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"{value!r} is not a number") from error
+
+
+def integer(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"{value!r} is not an integer") from error
+
+
 Target = Annotated[
     str,
     typer.Option(envvar="QUIRE_TARGET", help="The server: host:port or unix:/path."),
@@ -27,7 +43,8 @@ ModelName = Annotated[
     str | None, typer.Option("--model", help="The served model, where there are several.")
 ]
 Timeout = Annotated[
-    float | None, typer.Option("--timeout", min=0, help="Seconds after which the call ends.")
+    float | None,
+    typer.Option("--timeout", parser=number, help="Seconds after which the call ends."),
 ]
 
 

@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.app import ModelName, Target, Timeout, one_line_errors
+from quire.cli.app import ModelName, Target, Timeout, integer, number, one_line_errors
 from quire.client import Client
 from quire.prompts import Prompt
 from quire.sampling import SamplingParams
@@ -19,12 +19,20 @@ def generate(
     target: Target = DEFAULT_TARGET,
     model: ModelName = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token.")
+        float | None, typer.Option(parser=number, help="0 takes the most likely token.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Probability mass considered.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Tokens considered; 0: all.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to write.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal texts.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(parser=number, help="Probability mass considered.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(parser=integer, help="Tokens considered; 0: all.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(parser=integer, help="Most tokens to write.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(parser=integer, help="Equal seeds give equal texts.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
     ] = None,

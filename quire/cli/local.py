@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.app import one_line_errors
+from quire.cli.app import integer, one_line_errors
 from quire.demo import DEMO_MODEL, run_demo
 from quire.launcher.stack import LocalStack
 from quire.targets import DEFAULT_TARGET
@@ -17,7 +17,7 @@ _CHECK_EVERY_S = 0.5
 @one_line_errors()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder in Hugging Face format, or a hub id.")],
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
+    workers: Annotated[int, typer.Option(parser=integer, help="Worker processes.")] = 1,
     listen: Annotated[
         str, typer.Option(envvar="QUIRE_GATEWAY_LISTEN", help="Where the API is served.")
     ] = DEFAULT_TARGET,
@@ -35,13 +35,17 @@ def serve(
         str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a block of the cache.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(parser=integer, help="Tokens in a block of the cache.")
+    ] = None,
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Memory of each worker's cache, such as 4GiB.")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(parser=integer, help="Longest sequence in tokens.")
+    ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences that run at once on one worker.")
+        int | None, typer.Option(parser=integer, help="Sequences that run at once on one worker.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
 ) -> None:
@@ -74,7 +78,7 @@ def serve(
 @one_line_errors()
 def demo(
     model: Annotated[str, typer.Argument(help="The model to show.")] = DEMO_MODEL,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
+    workers: Annotated[int, typer.Option(parser=integer, help="Worker processes.")] = 2,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
 ) -> None:
     """Starts a private stack, streams some texts from it, shows its numbers, stops it."""

@@ -89,7 +89,8 @@ class ScriptedInference(InferenceServiceServicer):
 class ScriptedTokenizer(TokenizerServiceServicer):
     def Tokenize(self, request, context):  # noqa: N802
         text = request.text or "".join(m.content for m in request.conversation.messages)
-        special = [0] if not request.HasField("add_special_tokens") else []
+        plain = request.HasField("add_special_tokens") and not request.add_special_tokens
+        special = [] if plain else [0]
         return tokenizer_pb2.TokenizeResponse(token_ids=[*special, *text.encode()])
 
     def Detokenize(self, request, context):  # noqa: N802

@@ -1,0 +1,112 @@
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import app
+
+
+@pytest.fixture
+def quire(server):
+    """Runs the command against the scripted server."""
+
+    def run(*arguments: str, **environment: str):
+        return CliRunner(env={"QUIRE_TARGET": server.target, **environment}).invoke(app, arguments)
+
+    return run
+
+
+def test_generate_streams_the_text(quire, server):
+    result = quire(
+        *("generate", "a b", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"),
+        *("--max-tokens", "7", "--seed", "3", "--stop", "x", "--stop", "y", "--model", "m"),
+    )
+    assert (result.exit_code, result.stdout) == (0, "AB\n")
+    [request] = server.inference.requests
+    params = request.sampling_params
+    assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.5, 4, 7, 3)
+    assert params.top_p == pytest.approx(0.9)
+    assert list(params.stop) == ["x", "y"]
+    assert request.model == "m"
+
+
+def test_what_no_option_says_is_left_to_the_server(quire, server):
+    assert quire("generate", "a").exit_code == 0
+    [request] = server.inference.requests
+    assert request.sampling_params.ListFields() == []
+
+
+def test_generate_at_once_and_as_a_message(quire, server):
+    assert quire("generate", "a b", "--no-stream").stdout == "A B\n"
+    assert quire("generate", "Hi", "--chat").exit_code == 0
+    [message] = server.inference.requests[-1].conversation.messages
+    assert (message.role, message.content) == ("user", "Hi")
+
+
+def test_an_error_is_one_clear_line_and_status_1(quire):
+    result = quire("generate", "bad")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "quire: INVALID_ARGUMENT: sampling_params.temperature: must not be negative (got -1.0)\n"
+    )
+
+
+def test_an_absent_server_is_named(quire):
+    result = quire("generate", "a", "--target", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "no server answers at 127.0.0.1:1" in result.stderr
+
+
+def test_a_number_that_cannot_be_sent_is_shown(quire):
+    result = quire("generate", "a", "--top-k", "-1")
+    assert result.exit_code == 1
+    assert "top_k: must be from 0 to 4294967295 (got -1)" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-k", "--timeout"])
+def test_a_word_where_a_number_belongs_is_shown(quire, option):
+    result = quire("generate", "a", option, "hot")
+    assert result.exit_code == 2
+    assert "'hot'" in result.stderr
+
+
+def test_tokenize(quire):
+    assert quire("tokenize", "ab").stdout == "0 97 98\n"
+    assert quire("tokenize", "ab", "--no-special-tokens").stdout == "97 98\n"
+
+
+def test_models(quire):
+    result = quire("models")
+    assert result.exit_code == 0
+    assert "scripted" in result.stdout
+    assert "64" in result.stdout
+
+
+def test_health_is_the_exit_status(quire, server):
+    assert quire("health").exit_code == 0
+    assert quire("health", "--service", "").exit_code == 0
+    server.not_ready()
+    result = quire("health", "--service", "ready")
+    assert result.exit_code == 1
+    assert "not serving" in result.stderr
+    assert quire("health", "--service", "nobody").exit_code == 1
+    assert quire("health", "--target", "127.0.0.1:1").exit_code == 1
+
+
+def test_an_interrupt_cancels_the_call(server):
+    command = [sys.executable, "-m", "quire", "generate", "hang", "--target", server.target]
+    process = subprocess.Popen(command)
+    assert server.inference.hanging.wait(30)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert server.inference.released.wait(10)
+
+
+def test_demo_says_where_its_model_should_be(quire, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = quire("demo")
+    assert result.exit_code == 1
+    assert "demo/model" in result.stderr
