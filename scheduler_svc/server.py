@@ -120,6 +120,7 @@ class Scheduler:
             max_num_seqs=settings.max_num_seqs,
             watermark=settings.watermark,
             enable_prefix_caching=settings.enable_prefix_caching,
+            check_every_step=settings.check_every_step,
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.run())

@@ -37,6 +37,10 @@ class SchedulerSettings(ServiceSettings):
     enable_prefix_caching: bool = Field(
         True, description="Reuse the blocks of equal prompt prefixes."
     )
+    check_every_step: bool = Field(
+        False,
+        description="Compare each pool with its lane after every step, not only when idle; slow.",
+    )
     finished_ttl_s: int = Field(
         600, ge=1, description="Seconds that the record of a finished request stays in Redis."
     )

@@ -42,6 +42,7 @@ class Discovery:
         max_num_seqs: int,
         watermark: float,
         enable_prefix_caching: bool,
+        check_every_step: bool,
     ) -> None:
         self._names = names
         self._store = store
@@ -51,6 +52,7 @@ class Discovery:
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark
         self._enable_prefix_caching = enable_prefix_caching
+        self._check_every_step = check_every_step
         self._present: set[str] = set()
 
     async def run(self) -> None:
@@ -106,6 +108,7 @@ class Discovery:
             on_room=self._engine.room,
             on_given_back=self._engine.give_back,
             fold=self._recorder.fold,
+            check_every_step=self._check_every_step,
         )
         log.info(
             "worker joined",

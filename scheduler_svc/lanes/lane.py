@@ -2,6 +2,7 @@
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,7 +24,7 @@ from scheduler_svc.core.policy import (
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lanes.plan import build_plan
 from scheduler_svc.lanes.stream import LaneLost, WorkerStream
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import PoolFault, StoreUnavailable
 from scheduler_svc.store.hashing import num_matchable_blocks
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.types import (
@@ -42,6 +43,7 @@ log = structlog.get_logger()
 # Journal entries are folded into the request records once in so many steps.
 FOLD_EVERY_STEPS = 64
 REDIS_RETRY_S = 0.2
+IDLE_CHECK_S = 5.0
 
 _Reply = TypeVar("_Reply")
 
@@ -76,6 +78,7 @@ class Lane:
         on_room: Callable[[], None],
         on_given_back: Callable[[list[Sequence]], None],
         fold: Callable[[list[Sequence]], Awaitable[None]],
+        check_every_step: bool,
     ) -> None:
         self.worker = stream.worker
         self.limits = limits
@@ -92,6 +95,8 @@ class Lane:
         self._on_room = on_room
         self._on_given_back = on_given_back
         self._fold = fold
+        self._check_every_step = check_every_step
+        self._checked_step = first_step
         self._wake = asyncio.Event()
         self._pool_call = asyncio.Lock()
 
@@ -144,7 +149,27 @@ class Lane:
             if not await self._turn() and not self._wake.is_set():
                 if self.draining and not self.rows:
                     return
-                await self._wake.wait()
+                await self._rest()
+
+    async def _rest(self) -> None:
+        """Waits for something to do; a lane that rests for long enough checks itself once."""
+        try:
+            await asyncio.wait_for(self._wake.wait(), IDLE_CHECK_S)
+        except TimeoutError:
+            if self._checked_step != self._step:
+                await self.check_integrity()
+
+    async def check_integrity(self) -> None:
+        """PoolFault unless the pool's references are exactly the block tables of the rows."""
+        audit = await self._ask(self._pool.audit)
+        tables = Counter(block for row in self.rows.values() for block in row.block_ids)
+        if audit.references != tables or audit.num_free != self.num_free_blocks:
+            raise PoolFault(
+                f"after step {self._step} the pool holds {audit.num_held} blocks and has "
+                f"{audit.num_free} free; the lane's tables hold {len(tables)}, "
+                f"its count says {self.num_free_blocks} free"
+            )
+        self._checked_step = self._step
 
     async def _turn(self) -> bool:
         """Decides, commits, delivers, sends one plan and takes its result. False: nothing to do."""
@@ -159,6 +184,8 @@ class Lane:
         await self._stream.send(self._apply(step, reply))
         await self._fold_journal()
         self._take(await self._stream.result())
+        if self._check_every_step:
+            await self.check_integrity()
         return True
 
     async def _decide(self) -> _Step | None:

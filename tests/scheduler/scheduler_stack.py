@@ -170,6 +170,7 @@ async def running_stack(
                 "redis_url": redis_url,
                 "workers": ",".join(f"unix:{directory}/{name}.sock" for name in names),
                 "drain_grace_s": 5,
+                "check_every_step": True,
                 **settings,
             }
         ),
