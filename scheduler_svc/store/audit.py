@@ -61,6 +61,7 @@ class PoolAudit:
             next_indices={
                 int.from_bytes(sequence, "little"): int.from_bytes(following, "little")
                 for sequence, following in sequences.items()
+                if sequence  # the empty one is no sequence, see open.lua
             },
         )
 

@@ -11,7 +11,7 @@
 --   3 references   bit field: u32 per block
 --   4 hashes       hash: block number -> its hash
 --   5 index        hash: block hash -> packed u32 block numbers, in order of publication
---   6 sequences    hash: sequence id -> next journal index, packed u32
+--   6 sequences    hash: sequence id -> next journal index, packed u32; '' -> see open.lua
 --   7 published    list: packed u64 step, u32 block numbers; the last calls that published
 --   8 journal      stream: one entry per step with tokens
 -- ARGV (arrays are packed; ids are opaque 8 bytes, hashes 32 bytes, numbers little-endian u32)

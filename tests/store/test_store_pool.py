@@ -1,0 +1,323 @@
+"""Worked cases of one pool, in literals. Blocks have 16 tokens."""
+
+import asyncio
+
+import pytest
+
+from scheduler_svc.store.errors import PoolFault, StaleEpoch, WrongStep
+from scheduler_svc.store.hashing import HashChain, num_matchable_blocks, root_hash
+from scheduler_svc.store.journal import JournalEntry
+from scheduler_svc.store.pool import Pool
+from scheduler_svc.store.store import Store
+from scheduler_svc.store.types import (
+    Admission,
+    Append,
+    Commit,
+    CommitReply,
+    Departure,
+    PrefixMatch,
+    Publication,
+    TokenRun,
+)
+
+SHARED = list(range(48))
+HASH = bytes(32)
+OTHER_HASH = bytes(31) + b"\x01"
+
+
+def chain(tokens: list[int]) -> tuple[bytes, ...]:
+    hashes = HashChain(root_hash(b"model"), block_size=16)
+    hashes.extend(tokens)
+    return hashes.hashes
+
+
+def admission(sequence_id: int, tokens: list[int], num_hits: int = 0) -> Admission:
+    hashes = chain(tokens)
+    num_new = -(-len(tokens) // 16) - num_hits
+    return Admission(sequence_id, 0, hashes[:num_hits], num_new, hashes[num_hits:])
+
+
+async def query(pool: Pool, tokens: list[int]) -> PrefixMatch:
+    [found] = await pool.match([chain(tokens)[: num_matchable_blocks(len(tokens), 16)]])
+    return found
+
+
+async def test_two_prompts_share_a_prefix_and_give_it_back(pool: Pool) -> None:
+    first, second = SHARED + [100] * 7, SHARED + [200] * 5
+    reply = await pool.commit(Commit(2, admissions=(admission(1, first),)))
+    assert reply == CommitReply(6, (), ((1, 2, 3, 4),))
+    assert await query(pool, second) == PrefixMatch(num_hits=3, num_free_hits=0)
+    reply = await pool.commit(Commit(3, admissions=(admission(2, second, num_hits=3),)))
+    assert reply == CommitReply(5, (), ((1, 2, 3, 5),))
+    assert (await pool.audit()).references == {1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
+    await pool.commit(Commit(4, departures=(Departure(1, (1, 2, 3, 4)),)))
+    await pool.commit(Commit(5, departures=(Departure(2, (1, 2, 3, 5)),)))
+    assert (await pool.audit()).free_order == (5, 4, 6, 7, 8, 9, 10, 3, 2, 1)
+    assert await query(pool, first) == PrefixMatch(num_hits=3, num_free_hits=3)
+
+
+async def test_a_prompt_of_whole_blocks_keeps_one_to_compute(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(admission(1, SHARED),)))
+    assert await query(pool, SHARED) == PrefixMatch(num_hits=2, num_free_hits=0)
+    reply = await pool.commit(Commit(3, admissions=(admission(2, SHARED, num_hits=2),)))
+    assert reply.admitted == ((1, 2, 4),)
+    # Block 4 has the content of block 3: both stand in the index, the first one is hit.
+    assert (await pool.audit()).index[chain(SHARED)[2]] == (3, 4)
+    reply = await pool.commit(Commit(4, admissions=(admission(3, [*SHARED, 7], num_hits=3),)))
+    assert reply.admitted == ((1, 2, 3, 5),)
+
+
+async def test_an_admission_hits_what_an_earlier_one_of_the_plan_fills(pool: Pool) -> None:
+    admissions = (admission(1, [*SHARED, 1]), admission(2, [*SHARED, 2], num_hits=3))
+    reply = await pool.commit(Commit(2, admissions=admissions))
+    assert reply == CommitReply(5, (), ((1, 2, 3, 4), (1, 2, 3, 5)))
+
+
+async def test_an_admission_that_does_not_fit_is_left_out_alone(pool: Pool) -> None:
+    admissions = (Admission(1, 0, (), 8), Admission(2, 0, (), 3), Admission(3, 0, (), 2))
+    reply = await pool.commit(Commit(2, admissions=admissions))
+    assert reply == CommitReply(0, (), ((1, 2, 3, 4, 5, 6, 7, 8), None, (9, 10)))
+    assert set((await pool.audit()).next_indices) == {1, 3}
+
+
+async def test_hits_on_free_blocks_count_as_needed(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
+    await pool.commit(Commit(3, departures=(Departure(1, (1, 2, 3, 4)),)))
+    hits = chain(SHARED)
+    reply = await pool.commit(Commit(4, admissions=(Admission(2, 0, hits, 8),)))
+    assert reply == CommitReply(10, (), (None,))
+    reply = await pool.commit(Commit(5, admissions=(Admission(2, 0, hits, 7),)))
+    assert reply == CommitReply(0, (), ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10),))
+
+
+async def test_an_admission_whose_hits_are_evicted_in_the_plan_is_left_out(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
+    await pool.commit(Commit(3, departures=(Departure(1, (1, 2, 3, 4)),)))
+    admissions = (Admission(2, 0, (), 8), admission(3, [*SHARED, 2], num_hits=3))
+    reply = await pool.commit(Commit(4, admissions=admissions))
+    # Of the prefix the last block goes first.
+    assert reply == CommitReply(2, (), ((4, 5, 6, 7, 8, 9, 10, 3), None))
+    assert await query(pool, [*SHARED, 2]) == PrefixMatch(num_hits=2, num_free_hits=2)
+
+
+async def test_appends_precede_admissions(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1),)))
+    commit = Commit(3, appends=(Append(1, 2),), admissions=(Admission(2, 0, (), 1),))
+    assert await pool.commit(commit) == CommitReply(6, ((2, 3),), ((4,),))
+
+
+async def test_released_blocks_are_there_for_the_same_plan(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 9), Admission(2, 0, (), 1))))
+    departure = Departure(1, tuple(range(1, 10)))
+    reply = await pool.commit(Commit(3, departures=(departure,), appends=(Append(2, 9),)))
+    assert reply == CommitReply(0, (tuple(range(1, 10)),), ())
+
+
+async def test_a_repeated_commit_gets_the_stored_reply(pool: Pool) -> None:
+    commit = Commit(2, admissions=(admission(1, SHARED), Admission(2, 0, (), 99)))
+    reply = await pool.commit(commit)
+    before = await pool.audit()
+    assert await pool.commit(commit) == reply == CommitReply(7, (), ((1, 2, 3), None))
+    assert await pool.audit() == before
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 2**40])
+async def test_any_other_step_is_refused(pool: Pool, step: int) -> None:
+    with pytest.raises(WrongStep):
+        await pool.commit(Commit(step))
+
+
+RUNNING = Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 5, (), 1)))
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [
+        Commit(3, appends=(Append(1, 1), Append(2, 5))),
+        Commit(3, appends=(Append(3, 1),)),
+        Commit(3, runs=(TokenRun(1, 0, (7,)), TokenRun(2, 6, (7,)))),
+        Commit(3, runs=(TokenRun(2, 4, (7, 7)),)),
+        Commit(3, runs=(TokenRun(1, 0, (7,)), TokenRun(1, 0, (7,)))),
+        Commit(3, runs=(TokenRun(9, 0, (7,)),)),
+        Commit(3, departures=(Departure(9, ()),)),
+        Commit(3, departures=(Departure(1, (1, 2, 3, 4)), Departure(1, ()))),
+        Commit(3, departures=(Departure(1, (1, 2, 3, 6)),)),
+        Commit(3, departures=(Departure(1, (1, 1)),)),
+        Commit(3, departures=(Departure(1, (0,)),)),
+        Commit(3, departures=(Departure(1, (11,)),)),
+        Commit(3, departures=(Departure(1, (1, 2, 3, 4)),), appends=(Append(1, 1),)),
+        Commit(3, publications=(Publication(6, HASH),)),
+        Commit(3, publications=(Publication(1, HASH),)),
+        Commit(3, publications=(Publication(4, HASH), Publication(4, OTHER_HASH))),
+        Commit(3, admissions=(Admission(1, 0, (), 1),)),
+        Commit(3, admissions=(Admission(3, 0, (), 1), Admission(3, 0, (), 1))),
+    ],
+)
+async def test_a_faulty_commit_changes_nothing(pool: Pool, commit: Commit) -> None:
+    await pool.commit(RUNNING)
+    before = await pool.audit()
+    # The good parts of a faulty commit are not done either.
+    good = Commit(
+        commit.step,
+        withdrawals=(2,),
+        publications=(Publication(5, HASH), *commit.publications),
+        runs=commit.runs or (TokenRun(1, 0, (7,)),),
+        departures=commit.departures,
+        appends=commit.appends or (Append(2, 1),),
+        admissions=commit.admissions or (Admission(4, 0, (), 1),),
+    )
+    with pytest.raises(PoolFault):
+        await pool.commit(good)
+    assert await pool.audit() == before
+    assert await pool.journal() == []
+    await pool.commit(Commit(3))
+
+
+async def test_a_block_is_published_once_its_tokens_are_known(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1),)))
+    assert (await pool.match([[HASH]])) == [PrefixMatch(0, 0)]
+    publish = (Publication(1, HASH),)
+    await pool.commit(Commit(3, publications=publish))
+    await pool.commit(Commit(4, publications=publish))  # has no further effect
+    assert (await pool.audit()).index == {HASH: (1,)}
+
+
+async def test_a_departing_sequence_publishes_first(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 2),)))
+    commit = Commit(3, publications=(Publication(1, HASH),), departures=(Departure(1, (1, 2)),))
+    await pool.commit(commit)
+    assert (await pool.audit()).free_order == (2, 3, 4, 5, 6, 7, 8, 9, 10, 1)
+    assert await pool.match([[HASH]]) == [PrefixMatch(1, 1)]
+
+
+async def test_withdrawing_one_of_equal_hashes_keeps_the_other(pool: Pool) -> None:
+    twins = (Admission(1, 0, (), 1, (HASH,)), Admission(2, 0, (), 1, (HASH,)))
+    await pool.commit(Commit(2, admissions=twins))
+    await pool.commit(Commit(3, withdrawals=(1,)))
+    assert (await pool.audit()).index == {HASH: (2,)}
+    await pool.commit(Commit(4, withdrawals=(1, 2), departures=(Departure(2, (2,)),)))
+    audit = await pool.audit()
+    assert audit.index == {}
+    assert audit.free_order[0] == 2
+    # Withdrawn and published anew in one call: the new hash stands.
+    await pool.commit(Commit(5, publications=(Publication(1, HASH),)))
+    anew = Commit(6, withdrawals=(1,), publications=(Publication(1, OTHER_HASH),))
+    await pool.commit(anew)
+    assert (await pool.audit()).hashes == {1: OTHER_HASH}
+
+
+async def test_tokens_are_journaled_step_by_step(pool: Pool) -> None:
+    await pool.commit(RUNNING)
+    big_id = 2**64 - 1
+    runs = (TokenRun(1, 0, (7, 2**32 - 1)), TokenRun(2, 5, (8,)))
+    await pool.commit(Commit(3, runs=runs, admissions=(Admission(big_id, 3, (), 1),)))
+    await pool.commit(Commit(4))
+    last = (TokenRun(big_id, 3, (1,)), TokenRun(big_id, 4, (2,)))
+    await pool.commit(Commit(5, runs=last, departures=(Departure(2, (5,)),)))
+    assert await pool.journal() == [JournalEntry(3, runs), JournalEntry(5, last)]
+    assert (await pool.audit()).next_indices == {1: 2, big_id: 5}
+    await pool.trim_journal(through_step=3)
+    assert await pool.journal() == [JournalEntry(5, last)]
+
+
+async def test_reopening_frees_held_blocks_from_the_highest_down(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 0, (), 2))))
+    await pool.commit(Commit(3, runs=(TokenRun(1, 0, (9,)),)))
+    assert await pool.open(last_finished_step=3) == 4
+    audit = await pool.audit()
+    assert audit.free_order == (4, 5, 6, 7, 8, 9, 10, 3, 2, 1)
+    assert audit.next_indices == {}
+    assert await query(pool, [*SHARED, 1]) == PrefixMatch(num_hits=3, num_free_hits=3)
+    assert len(await pool.journal()) == 1  # until somebody has folded it
+    with pytest.raises(WrongStep):
+        await pool.commit(Commit(4))
+    await pool.commit(Commit(5))
+    assert await pool.open(last_finished_step=70) == 71
+
+
+async def test_reopening_forgets_hashes_of_steps_that_did_not_finish(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1, (HASH,)),)))
+    await pool.commit(Commit(3, admissions=(Admission(2, 0, (), 1, (OTHER_HASH,)),)))
+    await pool.open(last_finished_step=2)
+    assert await pool.match([[HASH], [OTHER_HASH]]) == [PrefixMatch(1, 1), PrefixMatch(0, 0)]
+
+
+async def test_a_former_leader_is_refused(store: Store, pool: Pool, redis_url: str) -> None:
+    successor = await Store.connect(redis_url)
+    assert successor.leadership.epoch > store.leadership.epoch
+    await pool.commit(Commit(2))  # the pool is still the former leader's
+    theirs = successor.pool(pool.incarnation, pool.num_blocks)
+    step = await theirs.open(last_finished_step=2)
+    for refused in (pool.commit(Commit(step + 1)), pool.open(2), pool.trim_journal(2), pool.drop()):
+        with pytest.raises(StaleEpoch):
+            await refused
+    await theirs.commit(Commit(step + 1))
+    await theirs.drop()
+    await successor.close()
+
+
+async def test_a_new_epoch_of_the_same_store_opens_the_pool_anew(store: Store, pool: Pool) -> None:
+    await store.raise_epoch()
+    again = store.pool(pool.incarnation, pool.num_blocks)
+    with pytest.raises(StaleEpoch):
+        await again.commit(Commit(2))
+    await again.open(0)
+    with pytest.raises(StaleEpoch):
+        await pool.commit(Commit(3))
+
+
+async def test_a_pool_has_one_size(store: Store, pool: Pool) -> None:
+    with pytest.raises(PoolFault, match="11 blocks, the worker 12"):
+        await store.pool(pool.incarnation, 12).open(0)
+
+
+async def test_a_pool_that_is_not_there_is_a_fault(store: Store) -> None:
+    with pytest.raises(PoolFault, match="not there"):
+        await store.pool(1, 11).commit(Commit(1))
+    with pytest.raises(PoolFault, match="not there"):
+        await store.pool(1, 11).audit()
+
+
+async def test_without_prefix_caching_hashes_are_ignored(store: Store) -> None:
+    pool = store.pool(2, 11, enable_prefix_caching=False)
+    await pool.open(0)
+    reply = await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
+    assert reply.admitted == ((1, 2, 3, 4),)
+    await pool.commit(Commit(3, publications=(Publication(4, HASH),)))
+    assert await query(pool, [*SHARED, 1]) == PrefixMatch(0, 0)
+    assert (await pool.audit()).hashes == {}
+    await pool.drop()
+
+
+async def test_more_blocks_than_lua_unpacks_at_once(store: Store) -> None:
+    pool = store.pool(3, num_blocks=20_001)
+    await pool.open(0)
+    hashes = tuple(i.to_bytes(32, "big") for i in range(9000))
+    reply = await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 10_000, hashes),)))
+    assert reply == CommitReply(10_000, (), (tuple(range(1, 10_001)),))
+    assert await pool.match([hashes]) == [PrefixMatch(9000, 0)]
+    sharer = Admission(2, 0, hashes, 1000)
+    await pool.commit(Commit(3, departures=(Departure(1, tuple(range(1, 10_001))),)))
+    reply = await pool.commit(Commit(4, admissions=(sharer,)))
+    assert reply.admitted[0] is not None
+    assert reply.admitted[0][:9000] == tuple(range(1, 9001))
+    await pool.open(last_finished_step=4)
+    audit = await pool.audit()
+    assert audit.num_free == 20_000
+    assert audit.free_order[-9000:] == tuple(range(9000, 0, -1))
+    evict = await pool.commit(Commit(6, admissions=(Admission(3, 0, (), 20_000),)))
+    assert evict.num_free_blocks == 0
+    assert (await pool.audit()).index == {}
+    await pool.drop()
+
+
+async def test_a_cancelled_caller_does_not_disturb_the_next(pool: Pool) -> None:
+    commit = asyncio.ensure_future(pool.commit(Commit(2, admissions=(Admission(1, 0, (), 3),))))
+    await asyncio.sleep(0)  # the call has begun
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    # The connection answers in order, and the step was taken.
+    assert await pool.match([[HASH]]) == [PrefixMatch(0, 0)]
+    again = await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 3),)))
+    assert again == CommitReply(7, (), ((1, 2, 3),))
