@@ -11,7 +11,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -94,3 +98,34 @@ async def test_the_scheduler_serves_without_torch(tmp_path: Path) -> None:
         pass
     assert _loaded(tmp_path) & (HEAVY | {"tokenizers", "gateway_svc"}) == set()
     assert "scheduler_svc" in _loaded(tmp_path)
+
+
+async def test_a_generic_client_needs_only_the_address(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    flags = ["--model", str(tokenizer_folder), "--scheduler", f"unix:{tmp_path / 'nobody'}"]
+    async with _started("gateway_svc", tmp_path, *flags):
+        service = "quire.v1.TokenizerService"
+        services, answer = await asyncio.to_thread(
+            _call_by_reflection, f"unix:{tmp_path / 'socket'}", service, "Tokenize"
+        )
+    assert {"quire.v1.InferenceService", "quire.v1.ModelService", service} <= set(services)
+    assert answer == {"tokenIds": [2, 2]}
+
+
+def _call_by_reflection(
+    target: str, service: str, method: str
+) -> tuple[tuple[str, ...], dict[str, object]]:
+    """The server's services, and a method's answer to a text; no stub is looked at."""
+    with grpc.insecure_channel(target) as channel:
+        reflection = ProtoReflectionDescriptorDatabase(channel)
+        pool = descriptor_pool.DescriptorPool(reflection)
+        described = pool.FindServiceByName(service).methods_by_name[method]
+        request = message_factory.GetMessageClass(described.input_type)()
+        call = channel.unary_unary(
+            f"/{service}/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=message_factory.GetMessageClass(described.output_type).FromString,
+        )
+        answer = call(json_format.ParseDict({"text": "hello hello"}, request), timeout=30)
+        return tuple(reflection.get_services()), json_format.MessageToDict(answer)
