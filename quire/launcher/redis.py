@@ -66,7 +66,6 @@ class EmbeddedRedis:
         if process is not None:
             process.kill()
             process.wait()
-            self.socket_path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self.start()

@@ -1,0 +1,104 @@
+"""Leadership, the list of pools, and a Redis that is restarted or away."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from quire.launcher.redis import EmbeddedRedis
+from scheduler_svc.store.errors import PoolFault, StoreUnavailable
+from scheduler_svc.store.store import Store
+from scheduler_svc.store.types import Admission, Commit, CommitReply
+
+
+@pytest.fixture
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    """A server that the test may stop."""
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    yield server.start()
+    server.stop()
+
+
+async def test_each_leader_has_a_higher_epoch_and_another_holder(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    first = store.leadership
+    seconds, _ = redis_client.time()
+    assert abs(first.epoch - seconds * 1000) < 60_000
+    redis_client.hset("quire:{leadership}:epoch", "epoch", first.epoch + 10**9)
+    second = await store.raise_epoch()
+    assert second.epoch == first.epoch + 10**9 + 1
+    assert second.holder != first.holder
+    assert len(second.holder) == 16
+
+
+async def test_sweeping_drops_the_pools_of_lost_workers(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    for incarnation in (1, 2, 2**64 - 1):
+        await store.pool(incarnation, 11).open(0)
+    assert await store.pools() == {1, 2, 2**64 - 1}
+    assert await store.sweep(keep=[2]) == {1, 2**64 - 1}
+    assert await store.pools() == {2}
+    assert {key.split(b"}")[0] for key in redis_client.keys("quire:{pool:*")} == {
+        b"quire:{pool:0000000000000002"
+    }
+    await store.sweep(keep=[])
+    assert redis_client.keys("quire:{pool:*") == []
+
+
+async def test_scripts_are_loaded_again_after_redis_forgot_them(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    pool = store.pool(1, 11)
+    step = await pool.open(0)
+    redis_client.script_flush()
+    reply = await pool.commit(Commit(step + 1, admissions=(Admission(1, 0, (), 1),)))
+    assert reply == CommitReply(9, (), ((1,),))
+    await pool.drop()
+
+
+async def test_a_dropped_connection_is_made_again(store: Store, redis_client: redis.Redis) -> None:
+    pool = store.pool(1, 11)
+    step = await pool.open(0)
+    redis_client.client_kill_filter(_type="normal", skipme=True)
+    assert await pool.commit(Commit(step + 1)) == CommitReply(10, (), ())
+    await pool.drop()
+
+
+async def test_redis_away_is_unavailable_until_it_is_back(own_redis: EmbeddedRedis) -> None:
+    store = await Store.connect(own_redis.url)
+    pool = store.pool(1, 11)
+    step = await pool.open(0)
+    own_redis.stop()
+    with pytest.raises(StoreUnavailable):
+        await store.ping()
+    with pytest.raises(StoreUnavailable):
+        await pool.commit(Commit(step + 1))
+    own_redis.start()
+    await store.ping()
+    with pytest.raises(PoolFault, match="not there"):  # it kept nothing
+        await pool.commit(Commit(step + 1))
+    await store.close()
+
+
+async def test_no_redis_or_a_wrong_password_is_unavailable(
+    own_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    with pytest.raises(StoreUnavailable):
+        await Store.connect(f"unix://{tmp_path / 'nobody.sock'}")
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.config_set("requirepass", "right")
+    with pytest.raises(StoreUnavailable, match=r"(?i)password|auth"):
+        await Store.connect(own_redis.url.replace("unix://", "unix://:wrong@"))
+    with pytest.raises(StoreUnavailable, match=r"(?i)auth"):
+        await Store.connect(own_redis.url)
+    store = await Store.connect(own_redis.url.replace("unix://", "unix://:right@"))
+    await store.ping()
+    await store.close()
+
+
+async def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="scheme"):
+        await Store.connect("localhost:6379")
