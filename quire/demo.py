@@ -20,7 +20,7 @@ from quire.sampling import SamplingParams
 
 DEMO_MODEL = "demo/model"
 _MAX_TOKENS = 96
-_COLUMNS = ("prompt tokens", "of them cached", "tokens", "time to first token", "tokens/s")
+_COLUMNS = ("prompt", "cached", "tokens", "first token", "tokens/s")
 
 _FIRST_PROMPT = "Return a list of"
 _PROMPTS = (
@@ -98,13 +98,12 @@ async def _show_several(client: AsyncClient, console: Console) -> list[Shown]:
 
     with Live(console=console, refresh_per_second=12) as live:
         await asyncio.gather(*(follow(shown, seed) for seed, shown in enumerate(several, start=2)))
-    console.print()
     return several
 
 
 async def _show_repeated(client: AsyncClient, console: Console) -> list[Shown]:
     console.rule("One long prompt, twice: the second time its prefix is cached", align="left")
-    repeated = [Shown("long", _LONG_PROMPT), Shown("long, repeated", _LONG_PROMPT)]
+    repeated = [Shown("long", _LONG_PROMPT), Shown("long again", _LONG_PROMPT)]
     for shown in repeated:
         shown.started = time.monotonic()
         async for _ in _ask(client, shown, seed=20):
@@ -134,7 +133,11 @@ def _side_by_side(several: Sequence[Shown]) -> RenderableType:
 
 
 def _summary(rows: Sequence[Shown]) -> Table:
-    table = Table("request", *_COLUMNS)
+    table = Table(
+        "request",
+        *_COLUMNS,
+        caption="prompt: its tokens; cached: those found in the prefix cache",
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for shown in rows:

@@ -5,8 +5,8 @@ import sys
 import threading
 
 import pytest
+from process_waiting import is_alive, wait_until
 from stand_ins import StandIns
-from waiting import is_alive, wait_until
 
 from quire.launcher.errors import LaunchError
 from quire.launcher.processes import ProcessGroup

@@ -1,0 +1,101 @@
+"""The real thing: Redis, scheduler, workers and gateway as processes on this machine."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from process_waiting import is_alive, wait_until
+from tiny_models import VOCAB_SIZE, llama, save_model
+from tiny_tokenizer import save_tokenizer
+
+from quire import LLM, LaunchError, LocalStack, QuireError, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = save_model(llama(), tmp_path_factory.mktemp("llama"))
+    save_tokenizer(folder, VOCAB_SIZE)
+    return str(folder)
+
+
+@pytest.fixture
+def short_tmp(tmp_path_factory, monkeypatch) -> Path:
+    """An empty directory for temporary files."""
+    path = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    return path
+
+
+def test_an_llm_of_its_own_lives_as_long_as_somebody_holds_it(model, short_tmp):
+    params = SamplingParams(max_tokens=8, seed=3)
+    llm = LLM(model, num_workers=2, block_size=8)
+    [directory] = short_tmp.iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+    outputs = llm.generate(["t1 t2 t3", [4, 5, 6]], params)
+    assert [output.usage.completion_tokens for output in outputs] == [8, 8]
+    assert llm.generate("t1 t2 t3", params)[0].outputs == outputs[0].outputs
+    text = "".join(delta.text for delta in llm.stream("t1 t2 t3", params))
+    assert text == outputs[0].outputs[0].text
+    with pytest.raises(QuireError, match="temperature") as caught:
+        llm.generate("t1", SamplingParams(temperature=-1.0))
+    assert caught.value.field == "sampling_params.temperature"
+
+    del llm, caught
+    gc.collect()
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_a_setting_that_a_service_refuses_is_told_with_its_value(model, short_tmp):
+    with pytest.raises(LaunchError, match=r"worker-0 ended with status 2(.|\n)*sixteen"):
+        LLM(model, block_size="sixteen")
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_a_stack_has_at_least_one_worker(model):
+    with pytest.raises(ValueError, match=r"num_workers: .* \(got 0\)"):
+        LocalStack(model, num_workers=0)
+
+
+def test_a_stack_that_does_not_run_has_no_address(model):
+    with pytest.raises(LaunchError, match="not running"):
+        _ = LocalStack(model).address
+
+
+def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
+    command = [sys.executable, "-m", "quire", "serve", model, "--listen", "127.0.0.1:0"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert server.stdout is not None
+    welcome = server.stdout.readline()
+    target = welcome.split(" on ")[1].split()[0].rstrip(".")
+    with LLM(target=target) as llm:
+        assert llm.generate("t1", SamplingParams(max_tokens=4))[0].usage.completion_tokens == 4
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0
+    server.stdout.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_service_outlives_a_parent_that_is_killed(model, tmp_path):
+    script = """
+import sys, time
+from quire import LocalStack
+stack = LocalStack(sys.argv[1]).start()
+print(*stack.pids, flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", script, model]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 3
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "the services' ends")
