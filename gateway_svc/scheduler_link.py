@@ -50,8 +50,13 @@ class SchedulerLink:
     async def run(self) -> None:
         """Stays connected until cancelled."""
         backoff_s = _FIRST_BACKOFF_S
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             why = await self._connect()
+            if task.cancelling():
+                # gRPC swallows a cancellation that comes together with the end of the call.
+                return
             if self._hello is not None:
                 backoff_s = _FIRST_BACKOFF_S
             self._hello = None

@@ -61,8 +61,13 @@ class Gateway:
     async def drain(self) -> None:
         """Takes no new calls and waits for those that run, as long as it is let."""
         await self.health.stopping()
-        self._tasks.append(asyncio.create_task(self.server.stop(self._settings.drain_grace_s + 5)))
-        await self.calls.none_live()
+        # Refuses calls from here on. Health watches hold it up, so it is not waited for.
+        closing = asyncio.create_task(self.server.stop(self._settings.drain_grace_s))
+        try:
+            await self.calls.none_live()
+        finally:
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
 
     async def stop(self) -> None:
         """Ends the calls that still run with UNAVAILABLE, then everything else."""

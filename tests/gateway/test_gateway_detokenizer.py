@@ -23,7 +23,7 @@ def written(detokenizer: Detokenizer, batches: list[list[int]]) -> str:
 
 @every_vocabulary
 @given(batches=batches, skip=st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_joined_deltas_are_the_decoding_of_all(
     name: str, batches: list[list[int]], skip: bool
 ) -> None:
@@ -35,7 +35,7 @@ def test_joined_deltas_are_the_decoding_of_all(
 
 @every_vocabulary
 @given(text=st.text(max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_deltas_of_a_text_never_split_a_character(name: str, text: str) -> None:
     vocabulary = VOCABULARIES[name]
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
@@ -50,7 +50,7 @@ def test_deltas_of_a_text_never_split_a_character(name: str, text: str) -> None:
 
 @every_vocabulary
 @given(text=st.text("ab cdé日!🙂", min_size=1, max_size=30), cut=st.integers(0, 30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_context_keeps_the_space_between_prompt_and_text(name: str, text: str, cut: int) -> None:
     vocabulary = VOCABULARIES[name]
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids

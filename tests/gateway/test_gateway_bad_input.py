@@ -1,0 +1,133 @@
+import math
+
+import grpc
+import pytest
+from conftest import Stack
+from fake_scheduler import MAX_MODEL_LEN
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import model_pb2, tokenizer_pb2
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def sampling(**params: object) -> dict[str, object]:
+    return {"text": "ok", "sampling_params": pb.SamplingParams(**params)}
+
+
+def tokens(*ids: int) -> dict[str, object]:
+    return {"token_ids": pb.TokenIds(ids=ids)}
+
+
+def conversation(*roles: str) -> dict[str, object]:
+    messages = [pb.Message(role=role, content="x") for role in roles]
+    return {"conversation": pb.Conversation(messages=messages)}
+
+
+BAD = {
+    "no prompt": ({}, "prompt"),
+    "empty text": ({"text": ""}, "prompt"),
+    "empty token ids": (tokens(), "prompt"),
+    "text too long": ({"text": "a " * MAX_MODEL_LEN}, "prompt"),
+    "text that cannot fit": ({"text": "a" * 2**20}, "prompt"),
+    "token ids too long": (tokens(*[1] * MAX_MODEL_LEN), "prompt"),
+    "token id outside": (tokens(1, 2, 3, 100_000), "prompt.token_ids[3]"),
+    "no messages": (conversation(), "prompt.conversation"),
+    "refused role": (conversation("wizard"), "prompt.conversation"),
+    "empty request id": ({"text": "a", "request_id": ""}, "request_id"),
+    "long request id": ({"text": "a", "request_id": "a" * 129}, "request_id"),
+    "negative temperature": (sampling(temperature=-0.5), "sampling_params.temperature"),
+    "temperature nan": (sampling(temperature=math.nan), "sampling_params.temperature"),
+    "temperature inf": (sampling(temperature=math.inf), "sampling_params.temperature"),
+    "top_p 0": (sampling(top_p=0), "sampling_params.top_p"),
+    "top_p above 1": (sampling(top_p=1.5), "sampling_params.top_p"),
+    "top_p nan": (sampling(top_p=math.nan), "sampling_params.top_p"),
+    "max_tokens 0": (sampling(max_tokens=0), "sampling_params.max_tokens"),
+    "empty stop": (sampling(stop=["a", ""]), "sampling_params.stop[1]"),
+    "long stop": (sampling(stop=["a" * 257]), "sampling_params.stop[0]"),
+    "many stops": (sampling(stop=["a"] * 17), "sampling_params.stop"),
+    "many stop ids": (sampling(stop_token_ids=[1] * 257), "sampling_params.stop_token_ids"),
+    "stop id outside": (sampling(stop_token_ids=[100_000]), "sampling_params.stop_token_ids[0]"),
+}
+
+
+def field_of(error: grpc.aio.AioRpcError) -> str:
+    status = rpc_status.from_call(error)
+    request = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(request) for detail in status.details)
+    return str(request.field_violations[0].field)
+
+
+async def the_next_request_works(stack: Stack) -> None:
+    call = stack.inference.Generate(pb.GenerateRequest(text="The"))
+    await stack.scheduler.serve_one(stack.encode("fox"))
+    assert (await call).choices[0].text == "fox"
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_input_names_its_field(stack: Stack, name: str) -> None:
+    parts, field = BAD[name]
+    for call in (
+        stack.inference.Generate(pb.GenerateRequest(**parts)),
+        stack.inference.StreamGenerate(pb.StreamGenerateRequest(**parts)).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is INVALID
+        assert field_of(caught.value) == field
+        assert str(caught.value.details()).startswith(f"{field}: ")
+    assert stack.scheduler.submissions.empty()
+    await the_next_request_works(stack)
+
+
+async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
+    for call, field in (
+        (stack.inference.Generate(pb.GenerateRequest(text="a", model="other")), "model"),
+        (stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(model="other")), "model"),
+        (stack.models.GetModel(model_pb2.GetModelRequest(name="other")), "name"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert field_of(caught.value) == field
+        assert "'tiny'" in str(caught.value.details())
+    await the_next_request_works(stack)
+
+
+async def test_twenty_megabytes_of_text(stack: Stack) -> None:
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(stack.address, options=options) as channel:
+        generate = channel.unary_unary(
+            "/quire.v1.InferenceService/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(pb.GenerateRequest(text="a" * 20 * 2**20))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await the_next_request_works(stack)
+
+
+async def test_control_characters_are_text(stack: Stack) -> None:
+    call = stack.inference.Generate(pb.GenerateRequest(text="a\0b\x1b\n"))
+    submission = await stack.scheduler.serve_one(stack.encode("fox"))
+    assert list(submission.prompt_token_ids) == stack.encode("a\0b\x1b\n")
+    await call
+
+
+async def test_a_conversation_needs_a_chat_template(stack: Stack, monkeypatch) -> None:
+    files = stack.gateway.served.named(None).files
+    monkeypatch.setitem(files.__dict__, "chat_template", None)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(pb.GenerateRequest(**conversation("user")))
+    assert field_of(caught.value) == "prompt.conversation"
+
+
+async def test_max_tokens_is_cut_to_what_the_context_has_left(stack: Stack) -> None:
+    params = pb.SamplingParams(max_tokens=10**6, temperature=0, seed=0)
+    call = stack.inference.Generate(pb.GenerateRequest(text="ab", sampling_params=params))
+    submission = await stack.scheduler.serve_one([5])
+    await call
+    assert submission.params.max_tokens == MAX_MODEL_LEN - len(submission.prompt_token_ids)
+    assert (submission.params.temperature, submission.params.seed) == (0, 0)

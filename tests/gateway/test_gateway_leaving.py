@@ -1,0 +1,217 @@
+import asyncio
+
+import grpc
+import pytest
+from conftest import Stack
+from fake_scheduler import MAX_MODEL_LEN
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2
+from grpc_status import rpc_status
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.channels import channel_options
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import inference_pb2_grpc
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+REQUEST = pb.StreamGenerateRequest(text="The quick", request_id="mine")
+
+
+async def cancelled(stack: Stack, submission: scheduler_pb2.Submission) -> None:
+    cancellation = await asyncio.wait_for(stack.scheduler.cancellations.get(), 5)
+    assert cancellation.attachment == submission.attachment
+    assert not cancellation.HasField("tag")
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+async def test_a_client_that_cancels(stack: Stack, accepted: bool) -> None:
+    call = stack.inference.StreamGenerate(REQUEST)
+    submission = await stack.scheduler.submissions.get()
+    if accepted:
+        stack.scheduler.accept(submission)
+        await call.read()
+    call.cancel()
+    await cancelled(stack, submission)
+
+
+async def test_a_client_that_disconnects(stack: Stack) -> None:
+    channel = grpc.aio.insecure_channel(stack.address, options=channel_options())
+    call = inference_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(REQUEST)
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    await call.read()
+    await channel.close()
+    await cancelled(stack, submission)
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+async def test_a_deadline_that_passes(stack: Stack, accepted: bool) -> None:
+    call = stack.inference.StreamGenerate(REQUEST, timeout=0.3)
+    submission = await stack.scheduler.submissions.get()
+    assert submission.HasField("deadline_ms")
+    if accepted:
+        stack.scheduler.accept(submission)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await cancelled(stack, submission)
+
+
+async def test_cancel_by_id(stack: Stack) -> None:
+    call = stack.inference.StreamGenerate(REQUEST)
+    submission = await stack.scheduler.submissions.get()
+    cancel = asyncio.ensure_future(
+        stack.inference.CancelGenerate(pb.CancelGenerateRequest(request_id="mine"))
+    )
+    cancellation = await stack.scheduler.cancellations.get()
+    assert cancellation.request.request_id == "mine"
+    result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=True)
+    stack.scheduler.say(cancellation_results=[result])
+    stack.scheduler.fail(submission, grpc.StatusCode.CANCELLED)
+    assert await cancel == pb.CancelGenerateResponse()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_cancel_of_an_unknown_id(stack: Stack) -> None:
+    cancel = asyncio.ensure_future(
+        stack.inference.CancelGenerate(pb.CancelGenerateRequest(request_id="nobody"))
+    )
+    tag = (await stack.scheduler.cancellations.get()).tag
+    stack.scheduler.say(cancellation_results=[scheduler_pb2.CancellationResult(tag=tag)])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cancel
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_failures_pass_through_with_their_details(stack: Stack) -> None:
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason="REQUEST_EXISTS", domain="quire"))
+    call = stack.inference.StreamGenerate(REQUEST)
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.fail(submission, grpc.StatusCode.ALREADY_EXISTS, details=[detail])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    status = rpc_status.from_call(caught.value)
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert (status.message, list(status.details)) == ("no", [detail])
+
+
+async def test_a_client_that_does_not_read(stack: Stack) -> None:
+    # A window that stays small, for the gateway's writes to wait soon.
+    options = [*channel_options(), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(stack.address, options=options) as channel:
+        slow = inference_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(REQUEST)
+        submission = await stack.scheduler.submissions.get()
+        stack.scheduler.accept(submission)
+        first = 0
+        while stack.scheduler.cancellations.empty():
+            stack.scheduler.write(submission, first, [5] * 500)
+            first += 500
+            # Another request's answer tells that the gateway has read this frame.
+            await the_next_request_works(stack)
+        await cancelled(stack, submission)
+        received = 0
+
+        async def read_all() -> None:
+            nonlocal received
+            async for response in slow:
+                received += response.ByteSize()
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # What was written before the window was full.
+    assert received > 50_000
+
+
+async def the_next_request_works(stack: Stack) -> None:
+    other = stack.inference.Generate(pb.GenerateRequest(text="x"))
+    await stack.scheduler.serve_one(stack.encode("fox"))
+    assert (await other).choices[0].text == "fox"
+
+
+async def test_the_scheduler_goes_and_comes_back(stack: Stack) -> None:
+    call = stack.inference.StreamGenerate(REQUEST)
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    await call.read()
+    cancel = asyncio.ensure_future(
+        stack.inference.CancelGenerate(pb.CancelGenerateRequest(request_id="mine"))
+    )
+    await stack.scheduler.cancellations.get()
+    await stack.scheduler.stop()
+    for waiting in (call.read(), cancel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await waiting
+        unavailable_with_a_time_to_wait(caught.value)
+    await stack.becomes(NOT_SERVING)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(pb.GenerateRequest(text="x"))
+    unavailable_with_a_time_to_wait(caught.value)
+
+    await stack.scheduler.start(stack.scheduler_port)
+    await asyncio.wait_for(stack.becomes(SERVING), 20)
+    again = stack.inference.Generate(pb.GenerateRequest(text="x"))
+    await stack.scheduler.serve_one(stack.encode("fox"))
+    assert (await again).choices[0].text == "fox"
+
+
+def unavailable_with_a_time_to_wait(error: grpc.aio.AioRpcError) -> None:
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    details = rpc_status.from_call(error).details
+    assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details)
+
+
+async def test_frames_of_an_older_epoch_are_dropped(stack: Stack) -> None:
+    ids = stack.encode("fox")
+    call = stack.inference.Generate(pb.GenerateRequest(text="x"))
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.epoch -= 1
+    stack.scheduler.fail(submission, grpc.StatusCode.INTERNAL)
+    stack.scheduler.epoch += 2
+    stack.scheduler.write(submission, 0, ids)
+    stack.scheduler.end(submission, len(ids))
+    assert (await call).choices[0].text == "fox"
+
+
+async def test_a_leader_of_an_older_epoch_is_not_used(stack: Stack) -> None:
+    stack.scheduler.epoch -= 1
+    stack.scheduler.drop_stream()
+    await stack.becomes(NOT_SERVING)
+    await stack.scheduler.connected.wait()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(pb.GenerateRequest(text="x"))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    stack.scheduler.epoch += 1
+    await asyncio.wait_for(stack.becomes(SERVING), 20)
+
+
+async def test_ready_follows_the_scheduler(stack: Stack) -> None:
+    seen = asyncio.Queue[int]()
+
+    async def watch() -> None:
+        async for answer in stack.health.Watch(health_pb2.HealthCheckRequest(service="ready")):
+            seen.put_nowait(answer.status)
+
+    watching = asyncio.create_task(watch())
+    assert await seen.get() == SERVING
+    for ready, status in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
+        hello = scheduler_pb2.SchedulerHello(protocol_version=1, ready=ready)
+        stack.scheduler.say(hello=hello)
+        assert await seen.get() == status
+    watching.cancel()
+    answer = await stack.health.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == SERVING
+
+
+async def test_the_limit_is_the_schedulers(stack: Stack) -> None:
+    assert stack.gateway.link.max_model_len == MAX_MODEL_LEN
+    hello = scheduler_pb2.SchedulerHello(protocol_version=1)
+    stack.scheduler.say(hello=hello)
+    await stack.becomes(NOT_SERVING)
+    assert stack.gateway.link.max_model_len is None

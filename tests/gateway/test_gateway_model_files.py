@@ -1,0 +1,125 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway_svc import model_files
+from gateway_svc.chat_template import ChatTemplate, TemplateError
+from gateway_svc.model_files import ModelFilesError
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "copy"))
+
+
+def write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+def test_a_folder_is_read(folder: Path) -> None:
+    files = model_files.load(str(folder), None)
+    assert (files.vocab_size, files.max_positions) == (files.tokenizer.get_vocab_size(), 4096)
+    assert files.eos_token_ids == (files.tokenizer.token_to_id("</s>"),)
+    assert files.chat_template is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"vocab_size": 500, "n_positions": 128, "eos_token_id": 7}, (500, 128, (7,))),
+        (
+            {
+                "text_config": {
+                    "vocab_size": 9,
+                    "max_position_embeddings": 5,
+                    "eos_token_id": [1, 2],
+                }
+            },
+            (9, 5, (1, 2)),
+        ),
+        ({"vocab_size": 3}, (3, None, ())),
+    ],
+)
+def test_numbers_from_wherever_a_config_has_them(
+    folder: Path, config: dict[str, Any], expected: tuple[int, int | None, tuple[int, ...]]
+) -> None:
+    (folder / "generation_config.json").unlink()
+    write(folder / "config.json", config)
+    files = model_files.load(str(folder), None)
+    assert (files.vocab_size, files.max_positions, files.eos_token_ids) == expected
+
+
+def test_an_end_of_sequence_id_may_be_a_number(folder: Path) -> None:
+    write(folder / "generation_config.json", {"eos_token_id": 0})
+    assert model_files.load(str(folder), None).eos_token_ids == (0,)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_template_in_the_tokenizer_config(folder: Path, named: bool) -> None:
+    source = "{{ eos_token }}{{ messages[0].content }}"
+    (folder / "chat_template.jinja").unlink()
+    templates = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": source}]
+    config = {"eos_token": "</s>", "chat_template": templates if named else source}
+    write(folder / "tokenizer_config.json", config)
+    template = model_files.load(str(folder), None).chat_template
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hi"}], True) == "</s>hi"
+
+
+def test_a_tokenizer_in_slow_form_only_is_refused_by_name(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"")
+    write(folder / "tokenizer_config.json", {"tokenizer_class": "SlowTokenizer"})
+    with pytest.raises(ModelFilesError, match=r"SlowTokenizer .* slow form \(tokenizer.model\)"):
+        model_files.load(str(folder), None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_missing_and_broken_files_are_named(folder: Path, name: str) -> None:
+    (folder / name).write_text("{")
+    with pytest.raises(ModelFilesError, match=str(folder)):
+        model_files.load(str(folder), None)
+    (folder / name).unlink()
+    with pytest.raises(ModelFilesError, match=name):
+        model_files.load(str(folder), None)
+
+
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(ModelFilesError, match=r"\./nowhere: no such folder"):
+        model_files.load("./nowhere", None)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}",
+            "a\n",
+        ),
+        ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
+        ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hi!"),
+        ("{{ tools is none }} {{ strftime_now('%Y') | length }}", "True 4"),
+    ],
+)
+def test_templates_are_rendered_as_models_expect(source: str, expected: str) -> None:
+    assert ChatTemplate(source, {}).render([{"role": "a", "content": "hi"}], True) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no') }}",
+        "{{ 1 + 'a' }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].x.y }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_a_template_that_fails_raises_its_own_error(source: str) -> None:
+    with pytest.raises(TemplateError):
+        ChatTemplate(source, {}).render([{"role": "a", "content": "hi"}], True)

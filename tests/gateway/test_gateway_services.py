@@ -1,0 +1,246 @@
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from conftest import Stack
+from fake_scheduler import MAX_MODEL_LEN, FakeScheduler
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from gateway_svc.server import SERVICES, Gateway
+from gateway_svc.settings import GatewaySettings
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
+
+
+async def test_reflection_lists_every_service(stack: Stack) -> None:
+    reflection = reflection_pb2_grpc.ServerReflectionStub(stack.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async for answer in reflection.ServerReflectionInfo(iter([request])):
+        names = {service.name for service in answer.list_services_response.service}
+    assert {*SERVICES, "grpc.health.v1.Health"} <= names
+
+
+async def test_the_model_is_described(stack: Stack) -> None:
+    listed = (await stack.models.ListModels(model_pb2.ListModelsRequest())).models
+    got = (await stack.models.GetModel(model_pb2.GetModelRequest(name="tiny"))).model
+    assert list(listed) == [got]
+    assert (got.name, got.max_model_len, got.has_chat_template) == ("tiny", MAX_MODEL_LEN, True)
+    assert got.vocab_size == stack.gateway.served.named(None).files.tokenizer.get_vocab_size()
+    assert list(got.eos_token_ids) == stack.encode("</s>")
+
+
+async def test_tokens_there_and_back(stack: Stack) -> None:
+    text = "Größe 🙂</s>"
+    answer = await stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))
+    assert list(answer.token_ids) == stack.encode(text)
+    assert not answer.HasField("rendered")
+    for skip, expected in ((None, "Größe 🙂"), (True, "Größe 🙂"), (False, text)):
+        request = tokenizer_pb2.DetokenizeRequest(
+            token_ids=answer.token_ids, skip_special_tokens=skip
+        )
+        assert (await stack.tokenizer.Detokenize(request)).text == expected
+
+
+async def test_a_conversation_is_rendered_and_tokenized(stack: Stack) -> None:
+    conversation = pb.Conversation(
+        messages=[pb.Message(role="user", content="hi")], add_generation_prompt=False
+    )
+    request = tokenizer_pb2.TokenizeRequest(conversation=conversation)
+    answer = await stack.tokenizer.Tokenize(request)
+    assert answer.rendered == "<s><|user|>hi\n"
+    assert list(answer.token_ids) == stack.encode(answer.rendered)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "field"),
+    [
+        ("Tokenize", tokenizer_pb2.TokenizeRequest(), "input"),
+        ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1, 10**6]), "token_ids[1]"),
+    ],
+)
+async def test_the_tokenizer_names_what_is_wrong(
+    stack: Stack, method: str, request_: object, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(stack.tokenizer, method)(request_)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(caught.value.details()).startswith(f"{field}: ")
+
+
+async def test_what_nobody_foresaw_is_internal(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str | None) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(stack.gateway.served, "named", broken)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.models.ListModels(model_pb2.ListModelsRequest())
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(caught.value.details())
+
+
+async def test_without_its_model_a_gateway_lives_but_is_not_ready(
+    settings_for: Callable[..., GatewaySettings], tmp_path: Path
+) -> None:
+    gateway = Gateway(settings_for(model=str(tmp_path), served_model_name=None))
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+        ready = await health.Check(health_pb2.HealthCheckRequest(service="ready"))
+        assert ready.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await inference.Generate(pb.GenerateRequest(text="x"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await gateway.stop()
+
+
+async def test_draining_lets_streams_end_then_ends_them(
+    settings_for: Callable[..., GatewaySettings],
+) -> None:
+    scheduler = FakeScheduler()
+    port = await scheduler.start()
+    gateway = Gateway(settings_for(scheduler=f"127.0.0.1:{port}", drain_grace_s=30.0))
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stack = Stack(gateway, scheduler, port, address, channel)
+        await asyncio.wait_for(stack.becomes(health_pb2.HealthCheckResponse.SERVING), 10)
+        calls = [stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="x")) for _ in "ab"]
+        submissions = [await scheduler.submissions.get() for _ in calls]
+        for submission in submissions:
+            scheduler.accept(submission)
+        answers = {}
+        for call in map(aiter, calls):
+            answers[(await anext(call)).request_id] = call
+        draining = asyncio.create_task(gateway.drain())
+        await stack.becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+        lucky, late = submissions
+        scheduler.write(lucky, 0, stack.encode("fox"))
+        scheduler.end(lucky, len(stack.encode("fox")))
+        texts = [part async for part in answers[lucky.request_id]]
+        assert texts[-1].HasField("usage")
+        assert not draining.done()
+        draining.cancel()
+        await asyncio.wait([draining])
+        stopping = asyncio.create_task(gateway.stop())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(answers[late.request_id])
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        details = rpc_status.from_call(caught.value).details
+        assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details)
+        await stopping
+    await scheduler.stop()
+
+
+@contextmanager
+def gateway_process(address_file: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "gateway_svc", "--listen", "127.0.0.1:0", *flags]
+    command += ["--address-file", str(address_file), "--log-format", "json"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def log_until(process: subprocess.Popen[str], event: str) -> list[dict[str, object]]:
+    lines = []
+    assert process.stderr is not None
+    # gRPC's core writes lines of its own, which are no JSON.
+    for line in (line for line in process.stderr if line.startswith("{")):
+        lines.append(json.loads(line))
+        if lines[-1]["event"] == event:
+            return lines
+    raise AssertionError(f"{event} was not logged: {lines}")
+
+
+def test_the_process_stops_on_a_signal(model_folder: Path, tmp_path: Path) -> None:
+    address_file = tmp_path / "address"
+    with gateway_process(address_file, "--model", str(model_folder)) as process:
+        log_until(process, "model loaded")
+        with grpc.insecure_channel(address_file.read_text()) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(signal.SIGTERM)
+        log_until(process, "stopped")
+        assert process.wait(10) == 0
+
+
+def test_a_missing_model_is_one_clear_log_line(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    with gateway_process(tmp_path / "address", "--model", missing) as process:
+        last = log_until(process, "the model cannot be served")[-1]
+        assert missing in str(last["reason"])
+        assert "exception" not in last
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"), [(["--tokenizer-threads", "0"], "'0'"), (["--no-such", "1"], "no-such")]
+)
+def test_wrong_settings_stop_the_process(flags: list[str], value: str, tmp_path: Path) -> None:
+    with gateway_process(tmp_path / "address", "--model", "x", *flags) as process:
+        assert process.stderr is not None
+        assert value in process.stderr.read()
+        assert process.wait(10) == 2
+
+
+def test_an_address_in_use_is_told(stack_address: str, tmp_path: Path) -> None:
+    with gateway_process(
+        tmp_path / "address", "--model", "x", "--listen", stack_address
+    ) as process:
+        assert stack_address in str(log_until(process, "cannot start")[-1]["reason"])
+        assert process.wait(10) == 1
+
+
+@pytest.fixture
+def stack_address(tmp_path: Path) -> Iterator[str]:
+    address_file = tmp_path / "other"
+    with gateway_process(address_file, "--model", str(tmp_path / "none")) as process:
+        log_until(process, "listening")
+        yield address_file.read_text()
+
+
+def test_a_gateway_imports_no_torch(model_folder: Path) -> None:
+    program = """
+import asyncio, sys
+from gateway_svc.server import Gateway
+from gateway_svc.settings import GatewaySettings
+
+async def main():
+    gateway = Gateway(GatewaySettings(listen="127.0.0.1:0", model=sys.argv[1]))
+    await gateway.start()
+    while "tokenizer" in gateway.health.failing:
+        await asyncio.sleep(0.01)
+    await gateway.stop()
+
+asyncio.run(main())
+print([name for name in ("torch", "transformers", "redis") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(model_folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=os.environ,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
