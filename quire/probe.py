@@ -6,12 +6,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.errors import clear_errors
 from quire.targets import client_options
 
+SERVING: int = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING: int = health_pb2.HealthCheckResponse.NOT_SERVING
+
 
 def is_serving(target: str, service: str = "ready", timeout_s: float = 5.0) -> bool:
-    """What `grpc.health.v1` says of a service: "" is the process, "ready" all it depends on.
+    """Whether a service is well: "" is the process, "ready" all it depends on.
 
     QuireError if nobody answers, or if the service is unknown (NOT_FOUND).
     """
+    return health_of(target, service, timeout_s) == SERVING
+
+
+def health_of(target: str, service: str, timeout_s: float) -> int:
+    """The `grpc.health.v1` serving status of a service. QuireError as for `is_serving`."""
     request = health_pb2.HealthCheckRequest(service=service)
     with (
         clear_errors(target),
@@ -19,4 +27,4 @@ def is_serving(target: str, service: str = "ready", timeout_s: float = 5.0) -> b
     ):
         stub = health_pb2_grpc.HealthStub(channel)
         response = stub.Check(request, timeout=timeout_s)  # type: ignore[attr-defined]
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        return int(response.status)

@@ -12,7 +12,7 @@ from pathlib import Path
 from quire.errors import QuireError
 from quire.launcher import tether
 from quire.launcher.errors import LaunchError
-from quire.probe import is_serving
+from quire.probe import NOT_SERVING, SERVING, health_of
 
 _POLL_S = 0.05
 _LOG_TAIL_LINES = 20
@@ -30,6 +30,8 @@ class ServiceSpec:
     log_file: Path | None
     # All of it, as for `subprocess.Popen`.
     environment: Mapping[str, str]
+    # The health check that fails for good if the model cannot be loaded.
+    loading_check: str | None = None
 
 
 class ServiceProcess:
@@ -50,16 +52,20 @@ class ServiceProcess:
         return path.read_text() if path.exists() else None
 
     def is_ready(self) -> bool:
-        try:
-            return self.address is not None and is_serving(self.address, timeout_s=1.0)
-        except QuireError:
-            return False
+        return self._health_is(SERVING, "ready")
 
     def check(self) -> None:
         """LaunchError if the process has ended."""
         status = self._process.poll()
         if status is not None:
             raise self.error(f"ended {_describe(status)}")
+
+    def check_start(self) -> None:
+        """LaunchError if the process has ended or lives on without a model."""
+        self.check()
+        loading = self.spec.loading_check
+        if loading is not None and self._health_is(NOT_SERVING, loading):
+            raise self.error("cannot load the model")
 
     def error(self, what: str) -> LaunchError:
         return LaunchError(f"{self.spec.name} {what}{self._log_tail()}")
@@ -95,6 +101,13 @@ class ServiceProcess:
             if output != _STDERR:
                 os.close(output)
 
+    def _health_is(self, status: int, service: str) -> bool:
+        """False, too, while nobody answers."""
+        try:
+            return self.address is not None and health_of(self.address, service, 1.0) == status
+        except QuireError:
+            return False
+
     def _log_tail(self) -> str:
         if self.spec.log_file is None:
             return "; its log is above"
@@ -124,7 +137,8 @@ class ProcessGroup:
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
             while not process.is_ready():
-                self.check()
+                for each in self._processes:
+                    each.check_start()
                 if time.monotonic() > deadline:
                     raise process.error(f"is not ready after {timeout_s:g} s")
                 time.sleep(_POLL_S)

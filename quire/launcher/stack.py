@@ -16,6 +16,8 @@ from quire.launcher.processes import ProcessGroup, ServiceProcess, ServiceSpec
 from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.spawner import Spawner
 
+# The health checks of the services that load something of the model.
+_LOADING_CHECKS = {"gateway": "tokenizer", "worker": "model"}
 # Unix socket paths end at 107 bytes; the rest is for the file's name.
 _LONGEST_BASE = 60
 
@@ -162,6 +164,7 @@ class LocalStack:
             address_file=address_file,
             log_file=None if self.verbose else directory / f"{name}.log",
             environment=self._environment(service),
+            loading_check=_LOADING_CHECKS.get(service),
         )
 
     def _environment(self, service: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Health as named checks, served by `grpc.health.v1`.
 
 `""` answers for the process: it is alive and configured. `ready` answers for the service: every
-check holds. Each gRPC service's own name answers like `ready`.
+check holds. Each gRPC service's own name answers like `ready`. A check's name answers for that
+check, UNKNOWN until it has been made.
 """
 
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from grpc_health.v1 import health, health_pb2
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.UNKNOWN
 READY = "ready"
 
 
@@ -32,14 +34,18 @@ class Health:
 
     async def start(self) -> None:
         await self.servicer.set("", _SERVING)
+        for check in self._failing:
+            await self.servicer.set(check, _UNKNOWN)
         await self._publish()
 
     async def passed(self, check: str) -> None:
         self._failing.pop(check, None)
+        await self.servicer.set(check, _SERVING)
         await self._publish()
 
     async def failed(self, check: str, why: str) -> None:
         self._failing[check] = why
+        await self.servicer.set(check, _NOT_SERVING)
         await self._publish()
 
     async def stopping(self) -> None:

@@ -1,6 +1,7 @@
 """Tiny child processes that behave, or misbehave, like a service."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from quire.launcher.processes import ServiceSpec
@@ -15,7 +16,8 @@ stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 server = grpc.server(ThreadPoolExecutor(2))
 servicer = health.HealthServicer()
-servicer.set("ready", health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+for check in ("ready", "model"):
+    servicer.set(check, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
@@ -49,6 +51,10 @@ class StandIns:
 
     def never_ready(self, name: str) -> ServiceSpec:
         return self._serving(name, "NOT_SERVING")
+
+    def without_model(self, name: str) -> ServiceSpec:
+        """Lives on, not ready, after it could not load its model."""
+        return replace(self._serving(name, "NOT_SERVING"), loading_check="model")
 
     def failing(self, name: str) -> ServiceSpec:
         """Writes 30 lines and ends with status 3."""

@@ -56,6 +56,12 @@ def test_a_setting_that_a_service_refuses_is_told_with_its_value(model, short_tm
     assert list(short_tmp.iterdir()) == []
 
 
+def test_a_model_that_is_none_is_told(tmp_path, short_tmp):
+    with pytest.raises(LaunchError, match=r"gateway cannot load the model(.|\n)*config.json: no such"):
+        LLM(str(tmp_path))
+    assert list(short_tmp.iterdir()) == []
+
+
 def test_a_stack_has_at_least_one_worker(model):
     with pytest.raises(ValueError, match=r"num_workers: .* \(got 0\)"):
         LocalStack(model, num_workers=0)
@@ -81,6 +87,7 @@ def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_no_service_outlives_a_parent_that_is_killed(model, tmp_path):
     script = """
 import sys, time

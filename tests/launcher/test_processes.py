@@ -64,6 +64,13 @@ def test_a_service_that_is_never_ready_is_named_with_its_log(group, stand_ins):
     assert is_alive(worker.pid)
 
 
+def test_a_service_that_lives_on_without_a_model_is_named(group, stand_ins):
+    group.start([stand_ins.never_ready("gateway")])
+    group.start([stand_ins.without_model("worker-0")])
+    with pytest.raises(LaunchError, match="worker-0 cannot load the model"):
+        group.wait_until_ready(timeout_s=30)
+
+
 def test_a_service_that_does_not_drain_is_killed(group, stand_ins):
     [worker] = group.start([stand_ins.stubborn("worker-0")])
     wait_until(lambda: worker.address is not None, "the worker's start")
