@@ -64,7 +64,7 @@ def run_demo(model: str, num_workers: int = 2, verbose: bool = False) -> None:
     started = time.monotonic()
     with LocalStack(model, num_workers=num_workers, verbose=verbose) as stack:
         took_s = time.monotonic() - started
-        console.print(f"Serving {model} on {stack.address} after {took_s:.1f} s.\n")
+        console.print(f"Serving {escape(model)} on {stack.address} after {took_s:.1f} s.\n")
         asyncio.run(_show_all(stack.address, console))
         console.print("Stopping ...")
     console.print("Stopped.")

@@ -101,6 +101,6 @@ def _welcome(model: str, address: str) -> str:
     target = "" if address == DEFAULT_TARGET else f" --target {address}"
     return (
         f"Quire serves {model} on {address}. Try, in another terminal:\n"
-        f'  quire generate{target} "Returns the"\n'
+        f'  quire generate{target} "Return the number of"\n'
         "Ctrl-C drains and stops."
     )

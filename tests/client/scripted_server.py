@@ -25,11 +25,14 @@ MAX_CALLS = 16
 
 
 class ScriptedInference(InferenceServiceServicer):
-    """`bad` is refused, `busy` is sent away, `hang` ends only with its call, `meet N` answers when
-    N such calls are there at once; anything else is answered in capital letters."""
+    """`bad` is refused (`bad later`: once a call hangs), `busy` is sent away, `hang` ends only with
+    its call, `meet N` answers when N such calls are there at once; anything else is answered in
+    capital letters."""
 
     def __init__(self) -> None:
         self.requests: list = []
+        # What each call has left, None without a deadline.
+        self.seconds_left: list[float | None] = []
         self.hanging = threading.Event()
         self.released = threading.Event()
         self.cancelled_ids: list[str] = []
@@ -68,8 +71,11 @@ class ScriptedInference(InferenceServiceServicer):
 
     def _follow(self, request, context) -> None:
         self.requests.append(request)
+        self.seconds_left.append(context.time_remaining())
         match request.text.split():
-            case ["bad"]:
+            case ["bad", *rest]:
+                if rest:
+                    self.hanging.wait()
                 description = "must not be negative (got -1.0)"
                 _abort(context, invalid("sampling_params.temperature", "NEGATIVE", description))
             case ["busy"]:
@@ -127,6 +133,7 @@ class ScriptedServer:
         self.health.set("ready", health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stop(self) -> None:
+        self.inference.hanging.set()
         self.inference.released.set()
         self._server.stop(None).wait()
 

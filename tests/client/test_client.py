@@ -78,7 +78,7 @@ def test_an_error_says_when_to_come_again(client):
 
 def test_the_first_failure_raises_and_cancels_the_others(client, server):
     with pytest.raises(QuireError, match="INVALID_ARGUMENT"):
-        client.generate_all(["hang", "bad"], [None, None])
+        client.generate_all(["hang", "bad later"], [None, None])
     assert server.inference.released.wait(10)
 
 
@@ -90,11 +90,20 @@ def test_an_absent_server_is_named():
         client.generate("hello")
 
 
-def test_a_timeout_is_a_deadline_for_the_server_too(client, server):
+def test_a_timeout_ends_the_call(client):
     with pytest.raises(QuireError) as caught:
         client.generate("hang", timeout_s=0.2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert server.inference.released.wait(10)
+
+
+def test_a_timeout_is_a_deadline_for_the_server_too(client, server):
+    client.generate("hello")
+    client.generate("hello", timeout_s=60)
+    list(client.stream_generate("hello", timeout_s=60))
+    none, *left = server.inference.seconds_left
+    # Without a deadline gRPC gives None, or time without end.
+    assert none is None or none > 1e6
+    assert all(0 < seconds <= 60 for seconds in left)
 
 
 def test_a_stream_gives_acceptance_then_deltas_then_usage(client):

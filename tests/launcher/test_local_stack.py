@@ -57,7 +57,9 @@ def test_a_setting_that_a_service_refuses_is_told_with_its_value(model, short_tm
 
 
 def test_a_model_that_is_none_is_told(tmp_path, short_tmp):
-    with pytest.raises(LaunchError, match=r"gateway cannot load the model(.|\n)*config.json: no such"):
+    with pytest.raises(
+        LaunchError, match=r"gateway cannot load the model(.|\n)*config.json: no such"
+    ):
         LLM(str(tmp_path))
     assert list(short_tmp.iterdir()) == []
 
