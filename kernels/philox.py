@@ -1,0 +1,34 @@
+"""Philox4x32-10, the counter-based random generator of Salmon et al., "Parallel Random Numbers: As
+Easy as 1, 2, 3" (SC 2011), on tensors.
+
+A counter and a key give four words; there is no state. 32-bit words are kept in int64: the product
+of two of them wraps, and its 64 bits are exactly the high and the low word.
+"""
+
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+Counter = tuple[Tensor, Tensor, Tensor, Tensor]
+Key = tuple[Tensor, Tensor]
+
+
+def philox4x32(counter: Counter, key: Key) -> Counter:
+    """Four words in [0, 2^32) per counter. Counters and keys are int64 words and broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of the product."""
+    product = word * multiplier
+    return (product >> 32) & _WORD, product & _WORD

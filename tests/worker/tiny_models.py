@@ -1,0 +1,99 @@
+"""Tiny random models, made on the spot, whose greedy outputs vary."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 211
+MAX_MODEL_LEN = 96
+# A default range repeats one token for ever.
+INITIALIZER_RANGE = 0.5
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": INITIALIZER_RANGE,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def llama() -> PretrainedConfig:
+    return LlamaConfig(**_COMMON)
+
+
+def qwen3() -> PretrainedConfig:
+    return Qwen3Config(**_COMMON, head_dim=16)
+
+
+def gemma2() -> PretrainedConfig:
+    """Windows of 6 tokens in every other layer, and soft caps that bite."""
+    return Gemma2Config(
+        **_COMMON,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    )
+
+
+def gpt2() -> PretrainedConfig:
+    return GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=MAX_MODEL_LEN,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+FAMILIES = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2, "gpt2": gpt2}
+
+
+def save_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
+    """A model of random float32 weights in Hugging Face format."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+class Reference:
+    """transformers' own greedy continuation: float32, eager attention."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
+        out = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens

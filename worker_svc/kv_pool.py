@@ -1,0 +1,149 @@
+"""The paged cache: how many blocks fit, and the blocks themselves."""
+
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor
+
+from kernels.kv_write import copy_blocks, empty_cache
+from worker_svc.plans import BlockMoves
+from worker_svc.settings import WrongSettingError
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps of a token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Blocks on the device, the null block included, and on the host."""
+
+    num_blocks: int
+    num_host_blocks: int
+
+
+def size_pool(
+    layers: tuple[LayerShape, ...],
+    block_size: int,
+    max_model_len: int,
+    kv_cache_memory: int,
+    num_blocks: int | None,
+    swap_space: int,
+    watermark: float,
+) -> PoolSize:
+    """The blocks that fit into the memory (bytes), or `num_blocks` where that is set.
+
+    WrongSettingError, with both numbers, if the longest sequence does not fit above the watermark.
+    """
+    token_bytes = sum(layer.token_bytes for layer in layers)
+    # block_size × Σ layers num_kv_heads × (key_dim + value_dim) × bytes of the dtype
+    block_bytes = block_size * token_bytes
+    chosen = kv_cache_memory // block_bytes if num_blocks is None else num_blocks
+    num_host_blocks = swap_space // block_bytes
+    log.info(
+        "key-value cache",
+        block_size=block_size,
+        num_layers=len(layers),
+        layers=_summary(layers),
+        token_bytes=token_bytes,
+        block_bytes=block_bytes,
+        kv_cache_memory=kv_cache_memory,
+        num_blocks=chosen,
+        cache_bytes=chosen * block_bytes,
+        swap_space=swap_space,
+        num_host_blocks=num_host_blocks,
+    )
+    _require_room(chosen, watermark, -(-max_model_len // block_size), max_model_len)
+    return PoolSize(chosen, num_host_blocks)
+
+
+def _require_room(num_blocks: int, watermark: float, needed: int, max_model_len: int) -> None:
+    usable = max(num_blocks - 1, 0) - int(watermark * num_blocks)
+    if usable < needed:
+        raise WrongSettingError(
+            f"a sequence of {max_model_len} tokens needs {needed} blocks, but only {usable} can be "
+            "used; raise --kv-cache-memory or --num-blocks, or lower --max-model-len"
+        )
+
+
+def _summary(layers: tuple[LayerShape, ...]) -> list[str]:
+    """Equal layers once, with their number: `28 x 8 heads x (128 + 128) x float32`."""
+    return [
+        f"{layers.count(shape)} x {shape.num_kv_heads} heads x "
+        f"({shape.key_dim} + {shape.value_dim}) x {dtype_name(shape.dtype)}"
+        for shape in dict.fromkeys(layers)
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+class KvPool:
+    """Keys and values of every layer, on the device and, for swapped blocks, on the host."""
+
+    def __init__(
+        self, layers: tuple[LayerShape, ...], size: PoolSize, block_size: int, device: torch.device
+    ) -> None:
+        self.size = size
+        self.block_size = block_size
+        self.dtype = layers[0].dtype
+        self.layers = _allocate(layers, size.num_blocks, block_size, device)
+        self._host = _allocate(layers, size.num_host_blocks, block_size, torch.device("cpu"))
+
+    def swap_out(self, moves: BlockMoves) -> None:
+        """Device blocks to host blocks."""
+        self._move(self.layers, self._host, moves)
+
+    def swap_in(self, moves: BlockMoves) -> None:
+        """Host blocks to device blocks."""
+        self._move(self._host, self.layers, moves)
+
+    def copy(self, moves: BlockMoves) -> None:
+        """Device blocks to device blocks."""
+        self._move(self.layers, self.layers, moves)
+
+    @staticmethod
+    def _move(
+        sources: list[tuple[Tensor, Tensor]],
+        destinations: list[tuple[Tensor, Tensor]],
+        moves: BlockMoves,
+    ) -> None:
+        if not len(moves.sources):
+            return
+        source_ids = torch.from_numpy(moves.sources)
+        destination_ids = torch.from_numpy(moves.destinations)
+        for source_layer, destination_layer in zip(sources, destinations, strict=True):
+            for source, destination in zip(source_layer, destination_layer, strict=True):
+                copy_blocks(source, destination, source_ids, destination_ids)
+
+
+def _allocate(
+    layers: tuple[LayerShape, ...], num_blocks: int, block_size: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values per layer."""
+    return [
+        (
+            empty_cache(
+                num_blocks, block_size, shape.num_kv_heads, shape.key_dim, shape.dtype, device
+            ),
+            empty_cache(
+                num_blocks, block_size, shape.num_kv_heads, shape.value_dim, shape.dtype, device
+            ),
+        )
+        for shape in layers
+    ]

@@ -1,0 +1,117 @@
+"""The worker's side of one lane: plans in, results out, in the same order."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from functools import partial
+
+import grpc
+import structlog
+
+from quire.internal.v1 import worker_pb2
+from quire.service.errors import RequestError, failed
+from worker_svc.device_thread import DeviceThread
+from worker_svc.plans import Plan, StepOutput, result_to_proto
+from worker_svc.runner import Runner
+
+log = structlog.get_logger()
+
+
+class Lane:
+    """Queues plans for the device thread and gathers what the stream is to say.
+
+    Lives on the event loop; only `_run` and `_report` are called on the device thread. Results
+    keep the order of the plans because one thread runs them and reports each as it ends.
+    """
+
+    def __init__(self, epoch: int, thread: DeviceThread, runner: Runner) -> None:
+        self._epoch = epoch
+        self._thread = thread
+        self._runner = runner
+        self._loop = asyncio.get_running_loop()
+        self._last_step = 0
+        self._pending: set[Future[StepOutput | None]] = set()
+        self._responses: asyncio.Queue[worker_pb2.ExecuteResponse | RequestError | None] = (
+            asyncio.Queue()
+        )
+        self._ended = False  # no plan is run and nothing is sent any more
+        self._broken = False  # a step failed; set on the device thread
+        self._complete = False  # the scheduler sends no more plans
+        self._cleared: Future[None] | None = None
+
+    def submit(self, plan: Plan) -> None:
+        """Queues a plan. RequestError for one of another epoch or out of order."""
+        if plan.epoch != self._epoch:
+            message = f"a plan of epoch {plan.epoch} on a lane of epoch {self._epoch}"
+            raise failed(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_EPOCH", message)
+        if plan.step <= self._last_step:
+            message = f"step {plan.step} after step {self._last_step}"
+            raise failed(grpc.StatusCode.FAILED_PRECONDITION, "STEP_OUT_OF_ORDER", message)
+        if self._ended:
+            return
+        self._last_step = plan.step
+        future = self._thread.submit(partial(self._run, plan))
+        self._pending.add(future)
+        future.add_done_callback(partial(self._report, plan))
+
+    def send(self, response: worker_pb2.ExecuteResponse) -> None:
+        self._responses.put_nowait(response)
+
+    async def responses(self) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        """Until the scheduler has closed the lane and has every result; raises what ended it."""
+        while (response := await self._responses.get()) is not None:
+            if isinstance(response, RequestError):
+                raise response
+            yield response
+
+    def complete(self) -> None:
+        """No plan follows: the stream ends after the last result."""
+        self._complete = True
+        self._end_if_complete()
+
+    def end(self, error: RequestError) -> None:
+        """Ends the stream with `error`, after what it has to say already."""
+        if not self._ended:
+            self._ended = True
+            self._responses.put_nowait(error)
+
+    async def close(self) -> None:
+        """Discards queued plans, lets the running one finish, drops all rows. May be repeated."""
+        self._ended = True
+        if self._cleared is None:
+            for future in tuple(self._pending):
+                future.cancel()
+            self._cleared = self._thread.submit(self._runner.clear)
+        await asyncio.shield(asyncio.wrap_future(self._cleared))
+
+    def _run(self, plan: Plan) -> StepOutput | None:
+        """On the device thread. None if the plan is discarded."""
+        if self._ended or self._broken:
+            return None
+        try:
+            return self._runner.run(plan)
+        except Exception:
+            # Here, because the next queued plan must not start.
+            self._broken = True
+            raise
+
+    def _report(self, plan: Plan, future: Future[StepOutput | None]) -> None:
+        """On the device thread."""
+        self._loop.call_soon_threadsafe(self._deliver, plan, future)
+
+    def _deliver(self, plan: Plan, future: Future[StepOutput | None]) -> None:
+        self._pending.discard(future)
+        if self._ended or future.cancelled():
+            return
+        if error := future.exception():
+            log.error("step failed", step=plan.step, exc_info=error)
+            message = f"step {plan.step} failed: {error}"
+            self.end(failed(grpc.StatusCode.INTERNAL, "STEP_FAILED", message))
+        elif output := future.result():
+            result = result_to_proto(plan, output)
+            self._responses.put_nowait(worker_pb2.ExecuteResponse(result=result))
+            self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
+        if self._complete and not self._pending:
+            self._responses.put_nowait(None)

@@ -1,0 +1,171 @@
+"""Models: found, checked, loaded and made to attend through the paged cache.
+
+Any causal model of transformers will do whose class supports its attention interface and whose
+state is keys and values alone.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from worker_svc.attention import (
+    AttentionFunction,
+    LayerProbe,
+    UnsupportedModelError,
+    register_attention,
+)
+from worker_svc.fingerprint import model_fingerprint
+from worker_svc.kv_pool import LayerShape, dtype_name
+from worker_svc.settings import WrongSettingError
+
+log = structlog.get_logger()
+
+_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class ModelError(ValueError):
+    """A model that cannot be found or served."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, and what the worker needs to know of it."""
+
+    network: Any  # the transformers model
+    layers: tuple[LayerShape, ...]  # of its attention, in the order of their calls
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    fingerprint: bytes
+
+    def attend_with(self, function: AttentionFunction) -> None:
+        """Replaces the attention function of every layer."""
+        self.network.set_attn_implementation(register_attention(function))
+
+    def logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+        """Float32 `[len(logits_indices), vocab_size]` of a flat batch, for the tokens asked for."""
+        output = self.network(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_indices,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+
+def load_model(
+    model: str,
+    revision: str | None,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int | None,
+) -> LoadedModel:
+    """Loads a folder or, if there is none of that name, a model of the hub.
+
+    ModelError: not there, no safetensors, or a class that cannot be served. WrongSettingError:
+    `max_model_len` is larger than the model's own.
+    """
+    folder = find_model(model, revision)
+    weights = tuple(folder.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{folder} has no *.safetensors file")
+    config = _read_config(folder)
+    network_class = _network_class(config)
+    length = _max_model_len(config.get_text_config(), max_model_len)
+    probe = LayerProbe()
+    probe_name = register_attention(probe)
+    network = network_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        attn_implementation=probe_name,
+        use_safetensors=True,
+    )
+    network.to(device).eval()
+    layers = _probe_layers(network, probe, device)
+    log.info("model loaded", model=model, type=network_class.__name__, device=str(device))
+    return LoadedModel(
+        network=network,
+        layers=layers,
+        dtype=network.dtype,
+        device=device,
+        max_model_len=length,
+        fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights),
+    )
+
+
+def find_device(device: str) -> torch.device:
+    """The device that a setting means; `auto` takes a GPU if there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def find_model(model: str, revision: str | None) -> Path:
+    """The local folder, else the hub's files in its cache. ModelError if neither is to be had."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith("."):
+        raise ModelError(f"{model}: no such folder")
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{model}: no such folder, and not to be had from the hub: {error}"
+        ) from error
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: unreadable config.json: {error}") from error
+
+
+def _network_class(config: Any) -> Any:
+    """The model's class. ModelError, which names it, if it cannot be served."""
+    network_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if network_class is None:
+        raise ModelError(f"{type(config).__name__} belongs to no causal language model")
+    name = network_class.__name__
+    if not network_class.is_backend_compatible():
+        raise ModelError(f"{name} does not support transformers' attention interface")
+    if getattr(network_class, "_is_stateful", False):
+        raise ModelError(f"{name} keeps state that is not keys and values")
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if not layer_types <= _LAYER_TYPES:
+        raise ModelError(f"{name} has layers of type {sorted(layer_types - _LAYER_TYPES)}")
+    return network_class
+
+
+def _max_model_len(config: Any, wanted: int | None) -> int:
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    length = limit if wanted is None else wanted
+    if length is None:
+        raise WrongSettingError("--max-model-len: the model names no limit of its own, so set one")
+    if limit is not None and length > limit:
+        raise WrongSettingError(f"--max-model-len: {length} is more than the model's {limit}")
+    return length
+
+
+@torch.inference_mode()
+def _probe_layers(network: Any, probe: LayerProbe, device: torch.device) -> tuple[LayerShape, ...]:
+    """Runs two tokens through the model to see the heads and dimensions of every layer."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device).unsqueeze(0)
+    try:
+        network(input_ids=tokens, position_ids=positions, use_cache=False)
+    except UnsupportedModelError as error:
+        raise ModelError(f"{type(network).__name__}: {error}") from error
+    if not probe.layers:
+        raise ModelError(f"{type(network).__name__} has no attention layer")
+    return tuple(probe.layers)

@@ -1,0 +1,204 @@
+"""Plans and results in the worker's own types, converted here and nowhere else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.inputs import Ints
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence that gets a row."""
+
+    row: int
+    token_ids: Ints
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: Ints
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    num_logprobs: int  # 0 none, k + 1 for the chosen token and the top k
+    num_prompt_logprobs: int
+
+
+@dataclass(frozen=True)
+class BlockAppend:
+    """Blocks that a row's table grows by."""
+
+    row: int
+    block_ids: Ints
+
+
+@dataclass(frozen=True)
+class BlockMoves:
+    """Whole blocks, each from a source to the destination at the same index."""
+
+    sources: Ints
+    destinations: Ints
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step."""
+
+    epoch: int
+    step: int
+    released_rows: Ints
+    admissions: tuple[Admission, ...]
+    appends: tuple[BlockAppend, ...]
+    swap_outs: BlockMoves
+    swap_ins: BlockMoves
+    copies: BlockMoves
+    rows: Ints  # scheduled
+    num_scheduled_tokens: Ints  # one per scheduled row
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of one sampled token: its own entry, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where a step's nanoseconds went."""
+
+    waiting_ns: int
+    preparing_ns: int
+    forward_ns: int
+    sampling_ns: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a plan gave."""
+
+    sampled_rows: list[int]
+    sampled_token_ids: list[int]
+    times: StepTimes
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row, where asked for
+    failures: dict[int, str] = field(default_factory=dict)  # the reason, by row
+
+
+class PlanError(ValueError):
+    """A plan that contradicts itself or the worker's state."""
+
+
+def plan_from_proto(message: worker_pb2.BatchPlan) -> Plan:
+    """PlanError where parallel arrays differ in length."""
+    scheduled = message.schedule
+    plan = Plan(
+        epoch=message.epoch,
+        step=message.step,
+        released_rows=_ints(message.released_rows),
+        admissions=_admissions(message.admissions),
+        appends=_appends(message.appends),
+        swap_outs=_moves(message.swap_outs),
+        swap_ins=_moves(message.swap_ins),
+        copies=_moves(message.copies),
+        rows=_ints(scheduled.rows),
+        num_scheduled_tokens=_ints(scheduled.num_scheduled_tokens),
+    )
+    _require_parallel("schedule", plan.rows, plan.num_scheduled_tokens)
+    return plan
+
+
+def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
+    times = output.times
+    return worker_pb2.StepResult(
+        epoch=plan.epoch,
+        step=plan.step,
+        sampled_rows=output.sampled_rows,
+        sampled_token_ids=output.sampled_token_ids,
+        logprobs=_logprobs(output) if output.logprobs else None,
+        failures=[
+            worker_pb2.RowFailure(row=row, reason=reason) for row, reason in output.failures.items()
+        ],
+        times=worker_pb2.StepTimes(
+            waiting_ns=times.waiting_ns,
+            preparing_ns=times.preparing_ns,
+            forward_ns=times.forward_ns,
+            sampling_ns=times.sampling_ns,
+        ),
+    )
+
+
+def _logprobs(output: StepOutput) -> worker_pb2.Logprobs:
+    message = worker_pb2.Logprobs()
+    for row in output.sampled_rows:
+        entries = output.logprobs.get(row, Logprobs([], [], []))
+        message.num_entries.append(len(entries.token_ids))
+        message.token_ids.extend(entries.token_ids)
+        message.logprobs.extend(entries.logprobs)
+        message.ranks.extend(entries.ranks)
+    return message
+
+
+def _admissions(message: worker_pb2.Admissions) -> tuple[Admission, ...]:
+    counts = (message.num_tokens, message.num_blocks)
+    scalars = (
+        message.num_prompt_tokens,
+        message.num_computed_tokens,
+        message.temperatures,
+        message.top_ks,
+        message.top_ps,
+        message.seeds,
+        message.num_logprobs,
+        message.num_prompt_logprobs,
+    )
+    _require_parallel("admissions", message.rows, *counts, *scalars)
+    token_ids = _split(message.token_ids, message.num_tokens)
+    block_ids = _split(message.block_ids, message.num_blocks)
+    return tuple(
+        Admission(
+            row=row,
+            token_ids=token_ids[i],
+            num_prompt_tokens=message.num_prompt_tokens[i],
+            num_computed_tokens=message.num_computed_tokens[i],
+            block_ids=block_ids[i],
+            temperature=message.temperatures[i],
+            top_k=message.top_ks[i],
+            top_p=message.top_ps[i],
+            seed=message.seeds[i],
+            num_logprobs=message.num_logprobs[i],
+            num_prompt_logprobs=message.num_prompt_logprobs[i],
+        )
+        for i, row in enumerate(message.rows)
+    )
+
+
+def _appends(message: worker_pb2.BlockAppends) -> tuple[BlockAppend, ...]:
+    _require_parallel("appends", message.rows, message.num_blocks)
+    block_ids = _split(message.block_ids, message.num_blocks)
+    return tuple(BlockAppend(row, ids) for row, ids in zip(message.rows, block_ids, strict=True))
+
+
+def _moves(message: worker_pb2.BlockMoves) -> BlockMoves:
+    _require_parallel("moves", message.sources, message.destinations)
+    return BlockMoves(_ints(message.sources), _ints(message.destinations))
+
+
+def _split(values: Sequence[int], counts: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Cuts a concatenation; PlanError if the counts do not add up to its length."""
+    if sum(counts) != len(values):
+        raise PlanError(f"{len(values)} values where the counts say {sum(counts)}")
+    return np.split(_ints(values), np.cumsum(counts)[:-1]) if counts else []
+
+
+def _require_parallel(what: str, *arrays: Sequence[object] | Ints) -> None:
+    lengths = [len(array) for array in arrays]
+    if len(set(lengths)) > 1:
+        raise PlanError(f"{what}: parallel arrays of lengths {lengths}")
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

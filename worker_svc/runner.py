@@ -1,0 +1,149 @@
+"""Runs plans, one after the other: tables, inputs, forward pass, sampling."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.attention import PagedBatch
+from kernels.sampling import sample, token_logprobs
+from worker_svc.attention import PagedAttention
+from worker_svc.inputs import Ints, StepInputs
+from worker_svc.kv_pool import KvPool
+from worker_svc.model import LoadedModel
+from worker_svc.plans import Logprobs, Plan, StepOutput, StepTimes
+from worker_svc.tables import Tables
+
+_NOT_FINITE = "the model gave logits that are not finite numbers"
+
+
+class Runner:
+    """One model with its pool and tables. Not safe for threads: one of them runs all steps."""
+
+    def __init__(
+        self, model: LoadedModel, pool: KvPool, attention: PagedAttention, tables: Tables
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._tables = tables
+        self._device = model.device
+        self._idle_since_ns = time.monotonic_ns()
+        self.last_finished_step = 0  # read by other threads
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepOutput:
+        """Runs one plan. An error leaves rows undefined until `clear`; the pool stays usable."""
+        started_ns = time.monotonic_ns()
+        self._apply(plan)
+        inputs, rows, failures = self._prepare(plan)
+        prepared_ns = time.monotonic_ns()
+        logits = self._forward(inputs, rows) if inputs.num_tokens else None
+        forwarded_ns = time.monotonic_ns()
+        sampled_rows, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
+        ended_ns = time.monotonic_ns()
+        waiting_ns = started_ns - self._idle_since_ns
+        self._idle_since_ns = ended_ns
+        self.last_finished_step = plan.step
+        return StepOutput(
+            sampled_rows=sampled_rows,
+            sampled_token_ids=token_ids,
+            times=StepTimes(
+                waiting_ns=waiting_ns,
+                preparing_ns=prepared_ns - started_ns,
+                forward_ns=forwarded_ns - prepared_ns,
+                sampling_ns=ended_ns - forwarded_ns,
+            ),
+            logprobs=logprobs,
+            failures=failures,
+        )
+
+    def clear(self) -> None:
+        """Drops all rows; blocks keep their contents."""
+        self._tables.clear()
+
+    def _apply(self, plan: Plan) -> None:
+        self._tables.apply(plan)
+        self._pool.swap_out(plan.swap_outs)
+        self._pool.swap_in(plan.swap_ins)
+        self._pool.copy(plan.copies)
+
+    def _prepare(self, plan: Plan) -> tuple[StepInputs, Ints, dict[int, str]]:
+        """The inputs, their rows, and the scheduled rows that failed in an earlier step."""
+        failed = self._tables.failures
+        failures = {row: failed[row] for row in plan.rows.tolist() if row in failed}
+        running = ~np.isin(plan.rows, list(failures))
+        rows = plan.rows[running]
+        return self._tables.prepare(rows, plan.num_scheduled_tokens[running]), rows, failures
+
+    def _forward(self, inputs: StepInputs, rows: Ints) -> Tensor:
+        """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""
+        batch = PagedBatch(
+            block_table=self._tensor(self._tables.block_table[rows]),
+            query_start_loc=self._tensor(inputs.query_start_loc),
+            seq_lens=self._tensor(inputs.seq_lens),
+            block_size=self._pool.block_size,
+        )
+        self._attention.begin(batch, self._tensor(inputs.slot_mapping))
+        logits = self._model.logits(
+            self._tensor(inputs.input_ids),
+            self._tensor(inputs.positions),
+            self._tensor(inputs.logits_indices),
+        )
+        self._tables.advance(rows, inputs.seq_lens)
+        return logits
+
+    def _sample(
+        self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, str]
+    ) -> tuple[list[int], list[int], dict[int, Logprobs]]:
+        """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
+        if logits is None or not logits.shape[0]:
+            return [], [], {}
+        sampling = rows[inputs.sampling]
+        finite = torch.isfinite(logits).all(-1).cpu().numpy()
+        for row in sampling[~finite].tolist():
+            self._tables.fail(row, _NOT_FINITE)
+            failures[row] = _NOT_FINITE
+        if not finite.all():
+            sampling, logits = sampling[finite], logits[torch.from_numpy(finite)]
+        tokens = self._draw(logits, sampling)
+        logprobs = self._logprobs(logits, tokens, sampling)
+        token_ids = tokens.cpu().numpy()
+        self._tables.write_sampled(sampling, token_ids)
+        return sampling.tolist(), token_ids.tolist(), logprobs
+
+    def _draw(self, logits: Tensor, rows: Ints) -> Tensor:
+        tables = self._tables
+        return sample(
+            logits,
+            self._tensor(tables.temperatures[rows]),
+            self._tensor(tables.top_ks[rows]),
+            self._tensor(tables.top_ps[rows]),
+            self._tensor(tables.seeds[rows].view(np.int64)),
+            self._tensor(tables.num_tokens[rows]),
+        )
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Ints) -> dict[int, Logprobs]:
+        """Of the rows that asked. A row's entries: the chosen token, then its top k."""
+        wanted = self._tables.num_logprobs[rows]
+        asking = wanted.nonzero()[0]
+        if not len(asking):
+            return {}
+        index = self._tensor(asking)
+        num_top = min(int(wanted.max()) - 1, logits.shape[1])
+        entries = token_logprobs(logits[index], tokens[index], num_top)
+        ids, values, ranks = (
+            t.tolist() for t in (entries.token_ids, entries.logprobs, entries.ranks)
+        )
+        return {
+            int(rows[i]): Logprobs(
+                ids[n][: wanted[i]], values[n][: wanted[i]], ranks[n][: wanted[i]]
+            )
+            for n, i in enumerate(asking)
+        }
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

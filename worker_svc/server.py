@@ -1,0 +1,96 @@
+"""The worker's life: bind, load, serve, drain, stop."""
+
+import asyncio
+import sys
+from functools import partial
+
+import grpc
+import structlog
+
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.health import Health
+from quire.service.lifecycle import Signals, start_server
+from quire.service.logs import configure_logging
+from worker_svc.device_thread import DeviceThread
+from worker_svc.engine import load_engine
+from worker_svc.servicer import WorkerServicer
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+log = structlog.get_logger()
+
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+_MODEL_CHECK = "model"
+_WRONG_SETTING = 2
+# For streams to end with a status of their own.
+_LEAVING_S = 1.0
+
+
+def main(settings: WorkerSettings) -> int:
+    """Runs the worker until it is told to stop; returns the process's status."""
+    configure_logging("worker", settings.log_level, settings.log_format)
+    try:
+        asyncio.run(run(settings))
+    except (WrongSettingError, OSError) as error:
+        print(f"quire-worker: {error}", file=sys.stderr)
+        return _WRONG_SETTING
+    return 0
+
+
+async def run(settings: WorkerSettings) -> None:
+    """WrongSettingError and OSError if the settings cannot be served; other faults of the model
+    leave the worker up and not ready, so that it says why instead of starting over and over."""
+    signals = Signals()
+    signals.install()
+    health = Health([_MODEL_CHECK], [_SERVICE])
+    thread = DeviceThread()
+    servicer = WorkerServicer(thread)
+    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    await start_server(server, settings.listen, [_SERVICE], health, settings.address_file)
+    try:
+        await _until_drained(settings, signals, health, thread, servicer)
+    finally:
+        await health.stopping()
+        servicer.leave()
+        await server.stop(_LEAVING_S)
+        thread.stop()
+        log.info("stopped")
+
+
+async def _until_drained(
+    settings: WorkerSettings,
+    signals: Signals,
+    health: Health,
+    thread: DeviceThread,
+    servicer: WorkerServicer,
+) -> None:
+    loading = asyncio.create_task(_load(settings, health, thread, servicer))
+    draining = asyncio.create_task(signals.drain.wait())
+    try:
+        await asyncio.wait({loading, draining}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            await draining
+    finally:
+        loading.cancel()
+        draining.cancel()
+    log.info("draining")
+    await health.failed("draining", "the worker is leaving")
+    await signals.drain_within(servicer.drain, settings.drain_grace_s)
+
+
+async def _load(
+    settings: WorkerSettings, health: Health, thread: DeviceThread, servicer: WorkerServicer
+) -> None:
+    try:
+        engine = await asyncio.wrap_future(thread.submit(partial(load_engine, settings)))
+    except WrongSettingError:
+        raise
+    except Exception as error:
+        log.error("model not loaded", model=settings.model, reason=str(error))
+        await health.failed(_MODEL_CHECK, str(error))
+        return
+    servicer.serve(engine)
+    await health.passed(_MODEL_CHECK)
+    log.info("ready")

@@ -1,0 +1,180 @@
+"""WorkerService: who may drive this worker, and the streams by which they do."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.service.errors import RequestError, abort, failed, unavailable
+from quire.service.protocol import PROTOCOL_VERSION
+from worker_svc.device_thread import DeviceThread
+from worker_svc.engine import Engine
+from worker_svc.lane import Lane
+from worker_svc.plans import PlanError, plan_from_proto
+
+log = structlog.get_logger()
+
+_HEARTBEAT_S = 1.0
+_Requests = AsyncIterator[worker_pb2.ExecuteRequest]
+_Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """One lane at a time, that of the newest stream with the highest epoch."""
+
+    def __init__(self, thread: DeviceThread) -> None:
+        self._thread = thread
+        self._incarnation = secrets.randbits(64)
+        self._engine: Engine | None = None
+        self._draining = False
+        # The highest fencing number seen, and its holder.
+        self._epoch = 0
+        self._holder = b""
+        self._opening = asyncio.Lock()
+        self._lane: Lane | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def serve(self, engine: Engine) -> None:
+        """From here on lanes can be opened."""
+        self._engine = engine
+
+    async def drain(self) -> None:
+        """Tells the scheduler at once; returns when it has closed its lane."""
+        self._draining = True
+        if self._lane is not None:
+            self._lane.send(self._heartbeat())
+        await self._idle.wait()
+
+    def leave(self) -> None:
+        """Ends the open stream, if any: the worker is about to go."""
+        if self._lane is not None:
+            self._lane.end(unavailable("WORKER_LEAVING", "the worker is going away"))
+
+    async def Execute(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: _Requests, context: _Context
+    ) -> None:
+        """Writes to the context: a cancelled call then unwinds here, at once."""
+        try:
+            lane = await self._open_lane(await anext(request_iterator, None))
+            try:
+                await self._serve_lane(lane, request_iterator, context)
+            finally:
+                await self._close_lane(lane)
+        except RequestError as error:
+            log.warning("stream ended", reason=error.message)
+            await abort(context, error)
+
+    async def _serve_lane(self, lane: Lane, requests: _Requests, context: _Context) -> None:
+        await context.write(worker_pb2.ExecuteResponse(hello=self._hello()))
+        tasks = [
+            asyncio.create_task(_read_plans(requests, lane)),
+            asyncio.create_task(self._beat(lane)),
+        ]
+        try:
+            async for response in lane.responses():
+                await context.write(response)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open_lane(self, request: worker_pb2.ExecuteRequest | None) -> Lane:
+        """Fences, takes the worker from a former stream, and waits for its last step."""
+        if request is None or request.WhichOneof("message") != "open":
+            message = "the first message must be `open`"
+            raise failed(grpc.StatusCode.INVALID_ARGUMENT, "OPEN_MISSING", message)
+        engine = self._require_engine()
+        fence = (request.open.epoch, request.open.holder)
+        _check_version(request.open.protocol_version)
+        self._raise_fence(*fence)
+        async with self._opening:
+            # A newer leader may have come while this one waited for its turn.
+            self._raise_fence(*fence)
+            if self._lane is not None:
+                message = "a newer stream has taken this worker"
+                self._lane.end(failed(grpc.StatusCode.ABORTED, "LANE_TAKEN", message))
+                await self._lane.close()
+            self._lane = Lane(request.open.epoch, self._thread, engine.runner)
+            self._idle.clear()
+            log.info("lane opened", epoch=request.open.epoch, holder=request.open.holder.hex())
+            return self._lane
+
+    async def _close_lane(self, lane: Lane) -> None:
+        if self._lane is lane:
+            self._lane = None
+            self._idle.set()
+            log.info("lane closed")
+        await lane.close()
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            raise unavailable("MODEL_NOT_LOADED", "the worker's model is not loaded")
+        return self._engine
+
+    def _raise_fence(self, epoch: int, holder: bytes) -> None:
+        """FAILED_PRECONDITION for an epoch lower than the fence, or the same of another holder."""
+        if epoch < self._epoch:
+            message = f"epoch {epoch} is over: this worker has seen {self._epoch}"
+            raise failed(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", message)
+        if epoch == self._epoch and holder != self._holder:
+            message = f"epoch {epoch} belongs to {self._holder.hex()}, not to {holder.hex()}"
+            raise failed(grpc.StatusCode.FAILED_PRECONDITION, "FOREIGN_EPOCH", message)
+        self._epoch, self._holder = epoch, holder
+
+    async def _beat(self, lane: Lane) -> None:
+        """Goes on while a step runs: a long step is no dead worker."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            lane.send(self._heartbeat())
+
+    def _heartbeat(self) -> worker_pb2.ExecuteResponse:
+        beat = worker_pb2.Heartbeat(
+            last_finished_step=self._require_engine().runner.last_finished_step,
+            draining=self._draining,
+        )
+        return worker_pb2.ExecuteResponse(heartbeat=beat)
+
+    def _hello(self) -> worker_pb2.Hello:
+        engine = self._require_engine()
+        identity = engine.identity
+        return worker_pb2.Hello(
+            incarnation=self._incarnation,
+            protocol_version=PROTOCOL_VERSION,
+            model_fingerprint=identity.model_fingerprint,
+            block_size=identity.block_size,
+            num_blocks=identity.num_blocks,
+            num_host_blocks=identity.num_host_blocks,
+            kv_cache_dtype=identity.kv_cache_dtype,
+            max_num_seqs=identity.max_num_seqs,
+            max_model_len=identity.max_model_len,
+            max_num_batched_tokens=identity.max_num_batched_tokens,
+            last_finished_step=engine.runner.last_finished_step,
+            draining=self._draining,
+        )
+
+
+def _check_version(protocol_version: int) -> None:
+    if protocol_version != PROTOCOL_VERSION:
+        message = (
+            f"the scheduler speaks protocol version {protocol_version}, "
+            f"this worker speaks {PROTOCOL_VERSION}"
+        )
+        raise failed(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION", message)
+
+
+async def _read_plans(requests: _Requests, lane: Lane) -> None:
+    """Queues plans until the scheduler sends no more or sends a wrong one."""
+    try:
+        async for request in requests:
+            if request.WhichOneof("message") != "plan":
+                raise PlanError("only plans may follow `open`")
+            lane.submit(plan_from_proto(request.plan))
+        lane.complete()
+    except RequestError as error:
+        lane.end(error)
+    except PlanError as error:
+        lane.end(failed(grpc.StatusCode.INVALID_ARGUMENT, "WRONG_PLAN", str(error)))

@@ -1,0 +1,71 @@
+"""The worker's settings."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import SettingsConfigDict
+
+from quire.service.settings import ServiceSettings
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DECIMAL_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class WrongSettingError(ValueError):
+    """A setting that does not fit the model; the message names it."""
+
+
+def parse_size(value: object) -> object:
+    """Bytes of a size such as `256MiB`, `1.5GB` or `1048576`. ValueError for anything else."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError("a size looks like 256MiB, 1.5GB or 1048576")
+    number, unit = match[1], (match[2] or "B").upper()
+    factors = _FACTORS if "I" in unit else _DECIMAL_FACTORS
+    return int(float(number) * factors[unit.rstrip("B").rstrip("I")])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+
+
+class WorkerSettings(ServiceSettings):
+    """One model on one device."""
+
+    model_config = SettingsConfigDict(env_prefix="QUIRE_WORKER_", cli_prog_name="quire-worker")
+
+    listen: str = Field(
+        "127.0.0.1:50053", description="host:port (port 0: a free one) or unix:/path."
+    )
+    model: str = Field(description="Model folder in Hugging Face format, or a hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and cache; auto: the one the model was saved in."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto: a GPU if there is one."
+    )
+    threads: int = Field(0, ge=0, description="CPU threads of the model; 0: as many as cores.")
+    block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest sequence in tokens; the model's own limit if absent."
+    )
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens in one step.")
+    kv_cache_memory: Bytes = Field(
+        2**30, gt=0, description="Memory of the key-value cache, such as 256MiB or 4GiB."
+    )
+    num_blocks: int | None = Field(
+        None,
+        ge=2,
+        description="Blocks of the cache, the null block included; overrides the memory.",
+    )
+    swap_space: Bytes = Field(
+        0, ge=0, description="Host memory for blocks of swapped-out sequences, such as 4GiB."
+    )
+    watermark: float = Field(
+        0.01, ge=0, lt=1, description="Share of the blocks that the scheduler keeps from newcomers."
+    )

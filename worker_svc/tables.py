@@ -1,0 +1,144 @@
+"""The state that rows keep between plans: tokens, blocks, sampling parameters."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_svc.inputs import Ints, StepInputs, prepare_inputs
+from worker_svc.plans import Admission, BlockAppend, Plan, PlanError
+
+
+class Tables:
+    """One line per row. A free row has no tokens and a table of null blocks.
+
+    Row invariant: num_computed_tokens <= num_tokens <= max_model_len
+        tokens  [0, computed) in the cache  [computed, num_tokens) known, not yet computed
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int
+    ) -> None:
+        self._block_size = block_size
+        self._num_pool_blocks = num_blocks
+        width = -(-max_model_len // block_size)
+        self.token_table = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, width), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.temperatures = np.zeros(max_num_seqs, np.float32)
+        self.top_ks = np.zeros(max_num_seqs, np.int64)
+        self.top_ps = np.ones(max_num_seqs, np.float32)
+        self.seeds = np.zeros(max_num_seqs, np.uint64)
+        self.num_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.failures: dict[int, str] = {}  # reason, by row that gives no more tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.token_table.shape[1]
+
+    def apply(self, plan: Plan) -> None:
+        """Releases, admits, appends, in this order. PlanError leaves the tables half changed."""
+        for row in plan.released_rows.tolist():
+            self._release(row)
+        for admission in plan.admissions:
+            self._admit(admission)
+        for append in plan.appends:
+            self._append(append)
+
+    def clear(self) -> None:
+        """Releases every row."""
+        for row in self.num_tokens.nonzero()[0].tolist():
+            self._release(row)
+
+    def prepare(self, rows: Ints, num_scheduled_tokens: Ints) -> StepInputs:
+        """The inputs of the scheduled rows. PlanError where a schedule cannot be run."""
+        self._check_schedule(rows, num_scheduled_tokens)
+        return prepare_inputs(
+            rows,
+            num_scheduled_tokens,
+            self.num_computed_tokens[rows],
+            self.num_tokens[rows],
+            self.token_table,
+            self.block_table,
+            self._block_size,
+        )
+
+    def advance(self, rows: Ints, seq_lens: Ints) -> None:
+        """The rows' tokens up to `seq_lens` are in the cache."""
+        self.num_computed_tokens[rows] = seq_lens
+
+    def write_sampled(self, rows: Ints, token_ids: Ints) -> None:
+        """Each row's sequence grows by one token."""
+        self.token_table[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def fail(self, row: int, reason: str) -> None:
+        """The row gives no more tokens until it is released."""
+        self.failures[row] = reason
+
+    def _release(self, row: int) -> None:
+        self._require_held(row)
+        self.num_tokens[row] = 0
+        self.num_computed_tokens[row] = 0
+        self.num_blocks[row] = 0
+        self.block_table[row] = 0
+        self.failures.pop(row, None)
+
+    def _admit(self, admission: Admission) -> None:
+        row, length = admission.row, len(admission.token_ids)
+        self._require_free(row)
+        if not 0 < length < self.max_model_len:
+            raise PlanError(f"row {row}: {length} tokens, at most {self.max_model_len - 1} fit")
+        if admission.num_computed_tokens >= length:
+            raise PlanError(f"row {row}: no token left to compute")
+        if admission.num_prompt_logprobs:
+            raise PlanError(f"row {row}: log-probabilities of prompt tokens are not computed")
+        self.token_table[row, :length] = admission.token_ids
+        self.num_tokens[row] = length
+        self.num_computed_tokens[row] = admission.num_computed_tokens
+        self.temperatures[row] = admission.temperature
+        self.top_ks[row] = admission.top_k
+        self.top_ps[row] = admission.top_p
+        self.seeds[row] = admission.seed
+        self.num_logprobs[row] = admission.num_logprobs
+        self._append(BlockAppend(row, admission.block_ids))
+
+    def _append(self, append: BlockAppend) -> None:
+        row, ids = append.row, append.block_ids
+        self._require_held(row)
+        start = int(self.num_blocks[row])
+        if start + len(ids) > self.block_table.shape[1]:
+            raise PlanError(f"row {row}: {start + len(ids)} blocks, its table has fewer")
+        if len(ids) and not (ids.min() > 0 and ids.max() < self._num_pool_blocks):
+            raise PlanError(f"row {row}: block ids must be 1 to {self._num_pool_blocks - 1}")
+        self.block_table[row, start : start + len(ids)] = ids
+        self.num_blocks[row] += len(ids)
+
+    def _check_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
+        for row in rows.tolist():
+            self._require_held(row)
+        if len(np.unique(rows)) != len(rows):
+            raise PlanError("a row is scheduled twice")
+        seq_lens = self.num_computed_tokens[rows] + num_scheduled_tokens
+        self._refuse("no token scheduled", rows, num_scheduled_tokens < 1)
+        self._refuse("more tokens scheduled than known", rows, seq_lens > self.num_tokens[rows])
+        missing = seq_lens > self.num_blocks[rows] * self._block_size
+        self._refuse("tokens without a block", rows, missing)
+        self._refuse("no room for a token", rows, self.num_tokens[rows] >= self.max_model_len)
+
+    @staticmethod
+    def _refuse(what: str, rows: Ints, wrong: NDArray[np.bool_]) -> None:
+        if wrong.any():
+            raise PlanError(f"{what}: rows {rows[wrong].tolist()}")
+
+    def _require_held(self, row: int) -> None:
+        if row >= self.max_num_seqs or self.num_tokens[row] == 0:
+            raise PlanError(f"row {row} holds no sequence")
+
+    def _require_free(self, row: int) -> None:
+        if row >= self.max_num_seqs or self.num_tokens[row] != 0:
+            raise PlanError(f"row {row} is not free")
