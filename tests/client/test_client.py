@@ -103,7 +103,8 @@ def test_a_timeout_is_a_deadline_for_the_server_too(client, server):
     none, *left = server.inference.seconds_left
     # Without a deadline gRPC gives None, or time without end.
     assert none is None or none > 1e6
-    assert all(0 < seconds <= 60 for seconds in left)
+    # gRPC rounds up what it sends.
+    assert all(0 < seconds <= 62 for seconds in left)
 
 
 def test_a_stream_gives_acceptance_then_deltas_then_usage(client):
