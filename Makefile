@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+UP_TIMEOUT_S ?= 600
 BUF ?= 1.75.0
 
 VENV := .venv
@@ -56,6 +57,10 @@ clean: ## Removes everything that was made: environment, stubs, caches.
 
 up: ## Builds the images and starts the service in containers.
 	TORCH='$(TORCH)' $(COMPOSE) up --build --detach
+	@echo 'Waiting for the gateway to be ready ...'
+	@timeout $(UP_TIMEOUT_S) sh -c 'until $(COMPOSE) exec -T gateway quire health; do sleep 1; done' \
+	  >/dev/null 2>&1 || { $(COMPOSE) ps; echo 'Not ready; $(COMPOSE) logs tells why.'; exit 1; }
+	@$(COMPOSE) ps
 
 down: ## Stops the containers and removes them with their networks and volumes.
 	$(COMPOSE) down --volumes
