@@ -98,6 +98,9 @@ async def _show_several(client: AsyncClient, console: Console) -> list[Shown]:
 
     with Live(console=console, refresh_per_second=12) as live:
         await asyncio.gather(*(follow(shown, seed) for seed, shown in enumerate(several, start=2)))
+    # Off a terminal the last picture ends without one.
+    if not console.is_terminal:
+        console.line()
     return several
 
 

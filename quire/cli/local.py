@@ -68,7 +68,7 @@ def serve(
         settings={f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
         verbose=verbose,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _interrupt_on_sigterm()
     typer.echo(f"Starting {model} ...", err=True)
     with stack:
         typer.echo(_welcome(model, stack.address))
@@ -82,7 +82,13 @@ def demo(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
 ) -> None:
     """Starts a private stack, streams some texts from it, shows its numbers, stops it."""
+    _interrupt_on_sigterm()
     run_demo(model, num_workers=workers, verbose=verbose)
+
+
+def _interrupt_on_sigterm() -> None:
+    """From here on SIGTERM is what Ctrl-C is, so that a stack is stopped in order."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _serve_until_interrupted(stack: LocalStack) -> None:
