@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import grpc
 import structlog
@@ -30,7 +30,7 @@ class SchedulerLink:
         self,
         channel: grpc.aio.Channel,
         max_queued_tokens: int,
-        report: Callable[[str | None], Awaitable[None]],
+        report: Callable[[str | None], object],
     ) -> None:
         self.requests = Multiplexer(max_queued_tokens, _away("not connected yet"))
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -62,7 +62,7 @@ class SchedulerLink:
             self._hello = None
             self.requests.close(_away(why))
             log.warning("scheduler away", reason=why, retry_in_s=backoff_s)
-            await self._report(why)
+            self._report(why)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1))
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
@@ -74,7 +74,7 @@ class SchedulerLink:
             async for frame in call:
                 if frame.epoch >= self._epoch:
                     self._epoch = frame.epoch
-                    await self._receive(frame)
+                    self._receive(frame)
                 elif self._hello is None:
                     return f"its epoch {frame.epoch} is over, {self._epoch} has been seen"
         except grpc.aio.AioRpcError as error:
@@ -96,12 +96,12 @@ class SchedulerLink:
             while True:
                 await call.write(await self.requests.outbox.take())
 
-    async def _receive(self, frame: scheduler_pb2.ConnectResponse) -> None:
+    def _receive(self, frame: scheduler_pb2.ConnectResponse) -> None:
         if frame.HasField("hello"):
-            await self._greeted(frame.hello)
+            self._greeted(frame.hello)
         self.requests.deliver(frame)
 
-    async def _greeted(self, hello: scheduler_pb2.SchedulerHello) -> None:
+    def _greeted(self, hello: scheduler_pb2.SchedulerHello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise _RefusedError(
                 f"it speaks protocol {hello.protocol_version}, this is {PROTOCOL_VERSION}"
@@ -110,7 +110,7 @@ class SchedulerLink:
             log.info("scheduler connected", epoch=self._epoch, ready=hello.ready)
         self._hello = hello
         self.requests.open()
-        await self._report(None if hello.ready else "no worker is attached to the scheduler")
+        self._report(None if hello.ready else "no worker is attached to the scheduler")
 
 
 class _RefusedError(Exception):

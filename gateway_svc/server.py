@@ -38,7 +38,12 @@ class Gateway:
         self.channel = grpc.aio.insecure_channel(
             settings.scheduler, options=channel_options(INTERNAL_MESSAGE_BYTES)
         )
-        self.link = SchedulerLink(self.channel, settings.max_queued_tokens, self._scheduler_is)
+        # Why the scheduler cannot be used, or None. Published by a task of its own: telling the
+        # watchers of health may wait for them, and the link must not.
+        self._scheduler_states = asyncio.Queue[str | None]()
+        self.link = SchedulerLink(
+            self.channel, settings.max_queued_tokens, self._scheduler_states.put_nowait
+        )
         self.served = ServedModel(settings.served_model_name or settings.model)
         self.server = grpc.aio.server(options=server_options())
         self._settings = settings
@@ -55,6 +60,7 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(self._load_model()),
             asyncio.create_task(self.link.run()),
+            asyncio.create_task(self._publish_scheduler()),
         ]
         return address
 
@@ -109,11 +115,13 @@ class Gateway:
     def _read_model(self, model: str, revision: str | None) -> Model:
         return Model.of(self.served.name, model_files.load(model, revision), self._threads)
 
-    async def _scheduler_is(self, why_not: str | None) -> None:
-        if why_not is None:
-            await self.health.passed(_SCHEDULER)
-        else:
-            await self.health.failed(_SCHEDULER, why_not)
+    async def _publish_scheduler(self) -> None:
+        while True:
+            why_not = await self._scheduler_states.get()
+            if why_not is None:
+                await self.health.passed(_SCHEDULER)
+            else:
+                await self.health.failed(_SCHEDULER, why_not)
 
 
 async def serve(settings: GatewaySettings) -> None:

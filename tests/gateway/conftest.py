@@ -1,19 +1,18 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import gateway_tokenizers
 import grpc
 import pytest
-from fake_scheduler import FakeScheduler
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from gateway_fake_scheduler import FakeScheduler
+from gateway_stack import Stack
+from grpc_health.v1 import health_pb2
 
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.service.channels import channel_options
-from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.role not in ["system", "user", "assistant"] %}
@@ -25,35 +24,6 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 <|assistant|>
 {% endif %}
 """
-
-
-@dataclass
-class Stack:
-    """A gateway, the scheduler behind it, and a client in front of it."""
-
-    gateway: Gateway
-    scheduler: FakeScheduler
-    scheduler_port: int
-    address: str
-    channel: grpc.aio.Channel
-
-    def __post_init__(self) -> None:
-        self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
-        self.models = model_pb2_grpc.ModelServiceStub(self.channel)
-        self.health = health_pb2_grpc.HealthStub(self.channel)
-
-    async def becomes(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
-        async for answer in self.health.Watch(health_pb2.HealthCheckRequest(service="ready")):
-            if answer.status == status:
-                return
-
-    def encode(self, text: str) -> list[int]:
-        model = self.gateway.served.named(None)
-        return list(model.files.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def is_idle(self) -> bool:
-        return self.gateway.link.requests.is_idle and not self.gateway.calls.num_live
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,8 @@ import math
 
 import grpc
 import pytest
-from conftest import Stack
-from fake_scheduler import MAX_MODEL_LEN
+from gateway_fake_scheduler import MAX_MODEL_LEN
+from gateway_stack import Stack
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 

@@ -3,8 +3,8 @@ import hashlib
 
 import grpc
 import pytest
-from conftest import Stack
-from fake_scheduler import MAX_MODEL_LEN, deltas
+from gateway_fake_scheduler import MAX_MODEL_LEN, deltas
+from gateway_stack import Stack
 from gateway_tokenizers import EOS
 
 from quire.internal.v1 import scheduler_pb2

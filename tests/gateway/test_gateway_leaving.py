@@ -2,8 +2,8 @@ import asyncio
 
 import grpc
 import pytest
-from conftest import Stack
-from fake_scheduler import MAX_MODEL_LEN
+from gateway_fake_scheduler import MAX_MODEL_LEN
+from gateway_stack import Stack
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from conftest import Stack
-from fake_scheduler import MAX_MODEL_LEN, FakeScheduler
+from gateway_fake_scheduler import MAX_MODEL_LEN, FakeScheduler
+from gateway_stack import Stack
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -125,8 +125,10 @@ async def test_draining_lets_streams_end_then_ends_them(
         answers = {}
         for call in map(aiter, calls):
             answers[(await anext(call)).request_id] = call
+        watch = aiter(stack.health.Watch(health_pb2.HealthCheckRequest(service="ready")))
+        assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
         draining = asyncio.create_task(gateway.drain())
-        await stack.becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
         lucky, late = submissions
         scheduler.write(lucky, 0, stack.encode("fox"))

@@ -1,0 +1,37 @@
+"""A gateway, the scheduler behind it, and a client in front of it."""
+
+from dataclasses import dataclass
+
+import grpc
+from gateway_fake_scheduler import FakeScheduler
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway_svc.server import Gateway
+from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+
+
+@dataclass
+class Stack:
+    gateway: Gateway
+    scheduler: FakeScheduler
+    scheduler_port: int
+    address: str
+    channel: grpc.aio.Channel
+
+    def __post_init__(self) -> None:
+        self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+        self.models = model_pb2_grpc.ModelServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def becomes(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        async for answer in self.health.Watch(health_pb2.HealthCheckRequest(service="ready")):
+            if answer.status == status:
+                return
+
+    def encode(self, text: str) -> list[int]:
+        model = self.gateway.served.named(None)
+        return list(model.files.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def is_idle(self) -> bool:
+        return self.gateway.link.requests.is_idle and not self.gateway.calls.num_live
