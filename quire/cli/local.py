@@ -88,7 +88,7 @@ def demo(
 
 def _interrupt_on_sigterm() -> None:
     """From here on SIGTERM is what Ctrl-C is, so that a stack is stopped in order."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def _serve_until_interrupted(stack: LocalStack) -> None:

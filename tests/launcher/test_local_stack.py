@@ -86,7 +86,7 @@ def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 0
     server.stdout.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("quire-*")) == []
 
 
 @pytest.mark.slow
