@@ -4,7 +4,9 @@ from typing import Any
 
 _Options = list[tuple[str, Any]]
 
-PUBLIC_MESSAGE_BYTES = 16 * 2**20
+# Twice what any prompt needs: a text that is far too long reaches the gateway's own check, which
+# names the field, instead of gRPC's, which cannot.
+PUBLIC_MESSAGE_BYTES = 32 * 2**20
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
 
 

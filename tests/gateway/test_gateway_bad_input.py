@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import model_pb2, tokenizer_pb2
+from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -96,16 +96,20 @@ async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
     await the_next_request_works(stack)
 
 
-async def test_twenty_megabytes_of_text(stack: Stack) -> None:
+@pytest.mark.parametrize(
+    ("megabytes", "code", "field"),
+    [(20, "INVALID_ARGUMENT", "prompt"), (40, "RESOURCE_EXHAUSTED", None)],
+)
+async def test_megabytes_of_text(stack: Stack, megabytes: int, code: str, field: str) -> None:
+    """Beyond the limit of messages gRPC refuses them itself, and cannot name the field."""
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(stack.address, options=options) as channel:
-        generate = channel.unary_unary(
-            "/quire.v1.InferenceService/Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-        )
+        generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(pb.GenerateRequest(text="a" * 20 * 2**20))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await generate(pb.GenerateRequest(text="a" * megabytes * 2**20))
+    assert caught.value.code().name == code
+    if field is not None:
+        assert field_of(caught.value) == field
     await the_next_request_works(stack)
 
 

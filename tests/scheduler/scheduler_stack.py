@@ -2,28 +2,19 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 from ledger_worker import LedgerWorker, token_at
+from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from quire.service.lifecycle import Signals
 from quire.service.protocol import PROTOCOL_VERSION
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
-
-
-async def until(predicate: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Waits for a predicate; says what did not come."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not predicate():  # noqa: ASYNC110  (predicates over other tasks' state)
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(f"waited in vain for: {what}") from None
 
 
 @dataclass

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from ledger_worker import LedgerWorker, token_at
-from scheduler_stack import expected, running_stack, until
+from scheduler_stack import expected, running_stack
+from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
 

@@ -1,0 +1,122 @@
+"""The whole stack as real processes, token for token equal to transformers."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import torch
+from pool_watch import PoolWatch
+from tiny_models import FAMILIES, VOCAB_SIZE, Reference, save_model
+from tiny_tokenizer import save_tokenizer
+from waiting import until
+
+from quire.async_client import AsyncClient
+from quire.launcher.redis import EmbeddedRedis
+from quire.launcher.stack import LocalStack
+from quire.outputs import RequestOutput
+from quire.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+# Fewer tokens than the longer prompts have: they can only be computed in chunks.
+MAX_NUM_BATCHED_TOKENS = 40
+NUM_TOKENS = 24
+NUM_REQUESTS = 32
+# Seeds of weights whose outputs vary on all the prompts.
+WEIGHTS = {"llama": 0, "qwen3": 0, "gemma2": 4, "gpt2": 3}
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SETTINGS = {
+    "QUIRE_WORKER_BLOCK_SIZE": str(BLOCK_SIZE),
+    "QUIRE_WORKER_MAX_NUM_SEQS": str(NUM_REQUESTS),
+    "QUIRE_WORKER_NUM_BLOCKS": "257",
+    "QUIRE_WORKER_DTYPE": "float32",
+    # Threads cost more than they bring to models this small.
+    "QUIRE_WORKER_THREADS": "1",
+    "QUIRE_SCHEDULER_MAX_NUM_BATCHED_TOKENS": str(MAX_NUM_BATCHED_TOKENS),
+    "QUIRE_SCHEDULER_CHECK_EVERY_STEP": "true",
+}
+
+
+class Family:
+    """A tiny random model, the stack that serves it, and transformers beside it."""
+
+    def __init__(self, folder: Path, stack: LocalStack, watch: PoolWatch) -> None:
+        torch.set_num_threads(1)
+        self.reference = Reference(folder)
+        self.stack = stack
+        self.watch = watch
+
+    async def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> list[RequestOutput]:
+        """All at once."""
+        async with AsyncClient(self.stack.address) as client:
+            return await asyncio.gather(*map(client.generate, prompts, params))
+
+    async def comes_to_rest(self) -> None:
+        """All blocks are free, and no record is live."""
+        await until(lambda: self.watch.num_held == 0, "the blocks' return")
+        assert self.watch.is_conserved
+        await until(lambda: not self.watch.live_requests(), "the records' ends")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    redis_server: EmbeddedRedis,
+) -> Iterator[Family]:
+    name = request.param
+    folder = save_model(FAMILIES[name](), tmp_path_factory.mktemp(name), WEIGHTS[name])
+    save_tokenizer(folder, VOCAB_SIZE)
+    with (
+        redis.Redis.from_url(redis_server.url) as client,
+        LocalStack(str(folder), redis_url=redis_server.url, settings=SETTINGS) as stack,
+    ):
+        yield Family(folder, stack, PoolWatch(client))
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert PoolWatch(client).num_pools == 0
+        client.flushall()
+
+
+def mixed_prompts() -> list[list[int]]:
+    """Of mixed length, exact multiples of the block among them, half of them with one prefix."""
+    rng = random.Random(0)
+    prefix = [rng.randrange(1, VOCAB_SIZE) for _ in range(2 * BLOCK_SIZE)]
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70, 72]
+    fresh = [[rng.randrange(1, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    tails = [[rng.randrange(1, VOCAB_SIZE) for _ in range(1 + length // 2)] for length in lengths]
+    prompts = fresh + [prefix + tail for tail in tails]
+    rng.shuffle(prompts)
+    return prompts
+
+
+async def test_greedy_output_equals_transformers(family: Family) -> None:
+    prompts = mixed_prompts()
+    assert len(prompts) == NUM_REQUESTS
+    assert max(map(len, prompts)) > MAX_NUM_BATCHED_TOKENS
+    assert sum(len(prompt) % BLOCK_SIZE == 0 for prompt in prompts) >= 4
+    outputs = await family.generate(prompts, [GREEDY] * NUM_REQUESTS)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        reference = family.reference.generate(prompt, NUM_TOKENS)
+        assert len(set(reference)) >= 8
+        assert output.outputs[0].token_ids == reference
+    assert sum(output.usage.cached_prompt_tokens for output in outputs) >= 2 * BLOCK_SIZE
+    await family.comes_to_rest()
+
+
+async def test_a_seed_gives_the_same_text_alone_and_among_others(family: Family) -> None:
+    prompts = mixed_prompts()
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=seed, max_tokens=NUM_TOKENS)
+        for seed in range(NUM_REQUESTS)
+    ]
+    together = await family.generate(prompts, params)
+    for index in (3, 17):
+        [alone] = await family.generate([prompts[index]], [params[index]])
+        assert alone.outputs[0] == together[index].outputs[0]
+    assert len({tuple(output.outputs[0].token_ids) for output in together}) == NUM_REQUESTS
+    await family.comes_to_rest()

@@ -1,0 +1,168 @@
+"""The whole stack as real processes: bad input, clients that die, and what is left in Redis."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from pool_watch import PoolWatch
+from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, save_model
+from tiny_tokenizer import save_tokenizer
+from waiting import until
+
+from quire import LLM
+from quire.async_client import AsyncClient
+from quire.errors import QuireError
+from quire.launcher.redis import EmbeddedRedis
+from quire.launcher.stack import LocalStack
+from quire.sampling import SamplingParams
+
+SETTINGS = {
+    "QUIRE_WORKER_BLOCK_SIZE": "4",
+    "QUIRE_WORKER_NUM_BLOCKS": "129",
+    "QUIRE_WORKER_THREADS": "1",
+    "QUIRE_SCHEDULER_CHECK_EVERY_STEP": "true",
+    "QUIRE_SCHEDULER_FINISHED_TTL_S": "30",
+}
+LONG = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN - 8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def watch(redis_server: EmbeddedRedis) -> Iterator[PoolWatch]:
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+        yield PoolWatch(client)
+        client.flushall()
+
+
+@pytest.fixture(scope="module")
+def address(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: EmbeddedRedis, watch: PoolWatch
+) -> Iterator[str]:
+    """Two workers, so that placement has a choice."""
+    folder = save_model(FAMILIES["llama"](), tmp_path_factory.mktemp("served"))
+    save_tokenizer(folder, VOCAB_SIZE)
+    with LocalStack(
+        str(folder),
+        num_workers=2,
+        redis_url=redis_server.url,
+        served_model_name="tiny",
+        settings=SETTINGS,
+    ) as stack:
+        yield stack.address
+    assert watch.num_pools == 0
+
+
+@pytest.fixture(autouse=True)
+async def conservation(address: str, watch: PoolWatch) -> None:
+    """After every test all blocks are free again and no request lives on."""
+    yield
+    await until(lambda: watch.num_held == 0, "the blocks' return")
+    assert watch.is_conserved
+    await until(lambda: not watch.live_requests(), "the records' ends")
+
+
+BAD_INPUT = {
+    "an unknown model": ("t1", {}, {"model": "nobody"}, "NOT_FOUND", "model"),
+    "an empty prompt": ("", {}, {}, "INVALID_ARGUMENT", "prompt"),
+    "a prompt as long as the model": (
+        [1] * MAX_MODEL_LEN,
+        {},
+        {},
+        "INVALID_ARGUMENT",
+        "prompt",
+    ),
+    "a negative temperature": (
+        "t1",
+        {"temperature": -1.0},
+        {},
+        "INVALID_ARGUMENT",
+        "sampling_params.temperature",
+    ),
+    "no tokens to write": (
+        "t1",
+        {"max_tokens": 0},
+        {},
+        "INVALID_ARGUMENT",
+        "sampling_params.max_tokens",
+    ),
+    "20 MB of text": ("t1 " * 6_700_000, {}, {}, "INVALID_ARGUMENT", "prompt"),
+    "a token outside the vocabulary": (
+        [1, 2, VOCAB_SIZE],
+        {},
+        {},
+        "INVALID_ARGUMENT",
+        "prompt.token_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+async def test_bad_input_is_refused_by_its_field_and_the_next_request_works(
+    address: str, watch: PoolWatch, case: str
+) -> None:
+    prompt, params, options, code, field = BAD_INPUT[case]
+    async with AsyncClient(address) as client:
+        with pytest.raises(QuireError) as caught:
+            await client.generate(prompt, SamplingParams(**params), **options)
+        assert caught.value.code.name == code
+        assert (caught.value.field or "").startswith(field)
+        output = await client.generate("t1 t2", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+
+
+async def test_a_killed_client_gives_its_blocks_back_within_a_second(
+    address: str, watch: PoolWatch
+) -> None:
+    client = subprocess.Popen(  # noqa: ASYNC220  (short, and killed)
+        [sys.executable, str(Path(__file__).with_name("streaming_client.py")), address],
+        stdout=subprocess.PIPE,
+    )
+    assert client.stdout is not None
+    try:
+        await asyncio.to_thread(client.stdout.readline)
+        assert watch.num_held > 0
+    finally:
+        client.send_signal(signal.SIGKILL)
+    await until(lambda: watch.num_held == 0, "the blocks' return", timeout_s=1.0)
+    client.wait()
+
+
+async def test_a_client_that_leaves_and_a_deadline_free_the_blocks(
+    address: str, watch: PoolWatch
+) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.stream_generate([1, 2, 3, 4, 5, 6, 7], LONG)
+        async for delta in stream:
+            if delta.outputs:
+                break
+        await stream.aclose()
+        await until(lambda: watch.num_held == 0, "the blocks' return", timeout_s=1.0)
+        with pytest.raises(QuireError) as caught:
+            await client.generate([1, 2, 3], LONG, timeout_s=0.05)
+        assert caught.value.code.name == "DEADLINE_EXCEEDED"
+
+
+async def test_finished_requests_leave_only_keys_with_a_time_to_live(
+    address: str, redis_server: EmbeddedRedis, watch: PoolWatch
+) -> None:
+    async with AsyncClient(address) as client:
+        await client.generate("t3 t4", SamplingParams(max_tokens=2), request_id="kept")
+    await until(lambda: not watch.live_requests(), "the records' ends")
+    with redis.Redis.from_url(redis_server.url) as server:
+        keys = server.keys("quire:{request:*kept*")
+        assert keys
+        assert all(0 < server.ttl(key) <= 30 for key in keys)
+
+
+def test_the_readme_s_python_example(address: str) -> None:
+    with LLM(target=address) as llm:
+        prompts = ["t1 t2 t3", "t9"]
+        params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4)
+        outputs = llm.generate(prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert all(len(output.outputs[0].text.split()) <= 4 for output in outputs)

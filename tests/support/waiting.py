@@ -1,0 +1,15 @@
+"""Waiting for what other tasks and processes do, instead of sleeping."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+_POLL_S = 0.005
+
+
+async def until(predicate: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Waits for a predicate; says what did not come."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        await asyncio.sleep(_POLL_S)
