@@ -24,6 +24,10 @@ class WorkerRefused(Exception):
     """A worker that does not fit the others or the settings; names both values."""
 
 
+# What ends a lane, or the try to open one, and is answered by another try.
+_EXPECTED = (LaneLost, WorkerRefused, PoolFault, WrongStep, StoreUnavailable)
+
+
 class Discovery:
     """Looks the names up every second and tries each new address until a worker answers there.
 
@@ -69,15 +73,18 @@ class Discovery:
     async def _keep(self, address: str) -> None:
         """Opens the address's lane, and opens it again, while the address is present."""
         said = ""
-        while address in self._present:
+        task = asyncio.current_task()
+        # grpc.aio can swallow a cancellation that meets the end of a call.
+        while address in self._present and not (task and task.cancelling()):
             try:
                 await self._serve(address)
                 said = ""
-            except (LaneLost, WorkerRefused, PoolFault, WrongStep, StoreUnavailable) as error:
-                # Said once, not at every try.
+            except _EXPECTED as error:
+                # Said once, not at every try; a worker that is not there yet is no trouble.
                 if str(error) != said:
                     said = str(error)
-                    log.warning("no lane", address=address, why=said)
+                    say = log.info if isinstance(error, LaneLost) else log.warning
+                    say("no lane", address=address, why=said)
             await asyncio.sleep(RETRY_S)
 
     async def _serve(self, address: str) -> None:
