@@ -58,15 +58,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: _Requests, context: _Context
     ) -> None:
         """Writes to the context: a cancelled call then unwinds here, at once."""
+        lane = None
         try:
             lane = await self._open_lane(await anext(request_iterator, None))
-            try:
-                await self._serve_lane(lane, request_iterator, context)
-            finally:
-                await self._close_lane(lane)
+            await self._serve_lane(lane, request_iterator, context)
         except RequestError as error:
             log.warning("stream ended", reason=error.message)
+            # Before the lane is closed: the scheduler need not wait for the step on the device.
             await abort(context, error)
+        finally:
+            if lane is not None:
+                await self._close_lane(lane)
 
     async def _serve_lane(self, lane: Lane, requests: _Requests, context: _Context) -> None:
         await context.write(worker_pb2.ExecuteResponse(hello=self._hello()))

@@ -1,0 +1,93 @@
+"""Which models are taken, how the pool is sized, what tells two models apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MAX_MODEL_LEN, gemma2, gpt2, llama, save_model
+from transformers import BloomConfig, FalconMambaConfig, PretrainedConfig, RecurrentGemmaConfig
+from transformers.utils.import_utils import is_kernels_available
+
+from worker_svc.kv_pool import LayerShape, PoolSize, size_pool
+from worker_svc.model import LoadedModel, ModelError, load_model
+from worker_svc.settings import WrongSettingError, parse_size
+
+_CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> LoadedModel:
+    return load_model(str(folder), None, dtype, _CPU, max_model_len)
+
+
+def test_finds_every_layer_s_shape(tmp_path: Path) -> None:
+    model = load(save_model(gemma2(), tmp_path))
+    assert model.layers == (LayerShape(2, 8, 8, torch.float32),) * 3
+    assert model.max_model_len == MAX_MODEL_LEN
+    assert load(tmp_path, "bfloat16", 50).layers[0].dtype == torch.bfloat16
+
+
+def test_a_length_of_its_own_by_another_name(tmp_path: Path) -> None:
+    assert load(save_model(gpt2(), tmp_path)).max_model_len == MAX_MODEL_LEN
+    with pytest.raises(WrongSettingError, match=f"{MAX_MODEL_LEN + 1}.*{MAX_MODEL_LEN}"):
+        load(tmp_path, max_model_len=MAX_MODEL_LEN + 1)
+
+
+@pytest.mark.parametrize("config", [BloomConfig(), FalconMambaConfig(), RecurrentGemmaConfig()])
+def test_refuses_by_name(config: PretrainedConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match="ForCausalLM"):
+        load(tmp_path)
+
+
+def test_refuses_layers_with_other_masks_or_state(tmp_path: Path) -> None:
+    save_model(llama(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["conv"] * 3}))
+    with pytest.raises(ModelError, match="conv"):
+        load(tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="safetensors"):
+        load(tmp_path)
+
+
+def test_fingerprint_tells_weights_config_and_dtype_apart(tmp_path: Path) -> None:
+    first = load(save_model(llama(), tmp_path / "first")).fingerprint
+    again = load(save_model(llama(), tmp_path / "again")).fingerprint
+    other = load(save_model(llama(), tmp_path / "other", seed=1)).fingerprint
+    half = load(tmp_path / "first", "bfloat16").fingerprint
+    assert first == again
+    assert len({first, other, half}) == 3
+    assert len(first) == 32
+
+
+def test_the_pool_fills_the_memory() -> None:
+    layers = (LayerShape(2, 8, 4, torch.float16), LayerShape(1, 16, 16, torch.float16))
+    block_bytes = 16 * (2 * 12 + 32) * 2
+    sizing: dict[str, Any] = {
+        "block_size": 16,
+        "max_model_len": 100,
+        "kv_cache_memory": block_bytes * 10 + 1,
+        "num_blocks": None,
+        "swap_space": block_bytes * 3,
+        "watermark": 0.01,
+    }
+    assert size_pool(layers, **sizing) == PoolSize(10, 3)
+    assert size_pool(layers, **{**sizing, "num_blocks": 8}) == PoolSize(8, 3)
+    # 7 blocks are needed; of 8 one is the null block, and the watermark takes one more.
+    with pytest.raises(WrongSettingError, match=r"7 blocks.*only 6"):
+        size_pool(layers, **{**sizing, "num_blocks": 8, "watermark": 0.13})
+
+
+def test_sizes() -> None:
+    sizes = {"256MiB": 2**28, "1.5 GB": 1_500_000_000, "12": 12, "4KB": 4000, "1kib": 1024}
+    assert {text: parse_size(text) for text in sizes} == sizes
+
+
+def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
+    assert not is_kernels_available()
