@@ -38,6 +38,7 @@ class QueryGroup:
     token_indices: Tensor  # [num_seqs * query_len] of the flat batch
     positions: Tensor  # [num_seqs, query_len]
     slots: Tensor  # [num_seqs * num_keys] in the cache; the null block's slot 0 as padding
+    padding: Tensor  # indices of the padding in `slots`
 
     def keys_seen(self, sliding_window: int | None) -> Tensor:
         """bool `[num_seqs, query_len, num_keys]`; padding is never seen."""
@@ -83,10 +84,12 @@ class PagedBatch:
         keys = torch.arange(int(seq_lens.max()), device=members.device)
         blocks = self.block_table[members][:, keys // self.block_size].long()
         slots = blocks * self.block_size + keys % self.block_size
+        beyond = keys >= seq_lens
         return QueryGroup(
             token_indices=(self.query_start_loc[members].unsqueeze(1) + offsets).flatten(),
             positions=seq_lens - query_len + offsets,
-            slots=slots.masked_fill(keys >= seq_lens, 0).flatten(),
+            slots=slots.masked_fill(beyond, 0).flatten(),
+            padding=beyond.flatten().nonzero().squeeze(1),
         )
 
 
@@ -107,15 +110,15 @@ def paged_attention(
     bounds the scores by `softcap * tanh(score / softcap)`; `sinks [num_heads]` are scores of a key
     that takes weight and gives nothing. Computes in float32. Returns
     `[num_tokens, num_heads, v_head_dim]` in the query's dtype. Sequences with equally long queries
-    are padded to one product; what lies in unseen slots, NaN included, has no effect.
+    are padded to one product; slots that are not theirs, NaN included, have no effect.
     """
     out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
     for group in batch.groups:
         seen = group.keys_seen(sliding_window)
         out[group.token_indices] = _attend(
             query[group.token_indices].view(*seen.shape[:2], *query.shape[1:]).float(),
-            _gather(k_cache, group.slots, seen.shape),
-            _gather(v_cache, group.slots, seen.shape),
+            _gather(k_cache, group, seen.shape),
+            _gather(v_cache, group, seen.shape),
             seen,
             scale,
             softcap,
@@ -124,10 +127,12 @@ def paged_attention(
     return out
 
 
-def _gather(cache: Tensor, slots: Tensor, seen_shape: torch.Size) -> Tensor:
+def _gather(cache: Tensor, group: QueryGroup, seen_shape: torch.Size) -> Tensor:
     """The slots' entries as float32 `[num_seqs, num_kv_heads, num_keys, head_dim]`."""
     num_seqs, _, num_keys = seen_shape
-    entries = cache.flatten(0, 1).index_select(0, slots)
+    entries = cache.flatten(0, 1).index_select(0, group.slots)
+    # The null block may hold NaN, which a weight of zero does not silence.
+    entries.index_fill_(0, group.padding, 0.0)
     return entries.view(num_seqs, num_keys, *cache.shape[2:]).transpose(1, 2).float()
 
 
@@ -142,8 +147,7 @@ def _attend(
 ) -> Tensor:
     """`query [num_seqs, query_len, num_heads, head_dim]` to `[num_seqs * query_len, num_heads, …]`.
 
-    All heads of a group stand as rows of one matrix, so that keys are read once. Overwrites unseen
-    values.
+    All heads of a group stand as rows of one matrix, so that keys are read once.
     """
     num_seqs, query_len, num_heads, head_dim = query.shape
     num_kv_heads, num_keys = keys.shape[1:3]
@@ -156,9 +160,7 @@ def _attend(
     scores = scores.view(num_seqs, num_kv_heads, group_size, query_len, num_keys)
     scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
     weights = _softmax(scores, sinks).reshape(num_seqs, num_kv_heads, -1, num_keys)
-    # A weight of zero does not silence a NaN.
-    unseen = ~seen.any(1)[:, None, :, None]
-    out = torch.matmul(weights, values.masked_fill_(unseen, 0.0))
+    out = torch.matmul(weights, values)
     out = out.view(num_seqs, num_kv_heads, group_size, query_len, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(num_seqs * query_len, num_heads, -1)
 
