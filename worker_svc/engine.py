@@ -53,7 +53,6 @@ def load_engine(settings: WorkerSettings) -> Engine:
         settings.kv_cache_memory,
         settings.num_blocks,
         settings.swap_space,
-        settings.watermark,
     )
     pool = KvPool(model.layers, size, settings.block_size, device)
     attention = PagedAttention(pool.layers)

@@ -42,11 +42,10 @@ def size_pool(
     kv_cache_memory: int,
     num_blocks: int | None,
     swap_space: int,
-    watermark: float,
 ) -> PoolSize:
     """The blocks that fit into the memory (bytes), or `num_blocks` where that is set.
 
-    WrongSettingError, with both numbers, if the longest sequence does not fit above the watermark.
+    WrongSettingError, with both numbers, if the longest sequence does not fit.
     """
     token_bytes = sum(layer.token_bytes for layer in layers)
     # block_size × Σ layers num_kv_heads × (key_dim + value_dim) × bytes of the dtype
@@ -66,12 +65,12 @@ def size_pool(
         swap_space=swap_space,
         num_host_blocks=num_host_blocks,
     )
-    _require_room(chosen, watermark, -(-max_model_len // block_size), max_model_len)
+    _require_room(chosen, -(-max_model_len // block_size), max_model_len)
     return PoolSize(chosen, num_host_blocks)
 
 
-def _require_room(num_blocks: int, watermark: float, needed: int, max_model_len: int) -> None:
-    usable = max(num_blocks - 1, 0) - int(watermark * num_blocks)
+def _require_room(num_blocks: int, needed: int, max_model_len: int) -> None:
+    usable = max(num_blocks - 1, 0)
     if usable < needed:
         raise WrongSettingError(
             f"a sequence of {max_model_len} tokens needs {needed} blocks, but only {usable} can be "

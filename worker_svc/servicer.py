@@ -60,7 +60,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Writes to the context: a cancelled call then unwinds here, at once."""
         lane = None
         try:
-            lane = await self._open_lane(await anext(request_iterator, None))
+            opening = _opening(await anext(request_iterator, None))
+            self._check(opening)
+            if self._incarnation in opening.live_incarnations:
+                # A second address of a worker the scheduler has: nothing is taken from anybody.
+                await context.write(worker_pb2.ExecuteResponse(hello=self._hello()))
+                return
+            lane = await self._open_lane(opening)
             await self._serve_lane(lane, request_iterator, context)
         except RequestError as error:
             log.warning("stream ended", reason=error.message)
@@ -84,25 +90,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _open_lane(self, request: worker_pb2.ExecuteRequest | None) -> Lane:
-        """Fences, takes the worker from a former stream, and waits for its last step."""
-        if request is None or request.WhichOneof("message") != "open":
-            message = "the first message must be `open`"
-            raise failed(grpc.StatusCode.INVALID_ARGUMENT, "OPEN_MISSING", message)
+    def _check(self, opening: worker_pb2.OpenLane) -> None:
+        """RequestError for a scheduler that must not drive this worker, or not yet."""
+        self._require_engine()
+        _check_version(opening.protocol_version)
+        self._raise_fence(opening.epoch, opening.holder)
+
+    async def _open_lane(self, opening: worker_pb2.OpenLane) -> Lane:
+        """Takes the worker from a former stream, and waits for its last step."""
         engine = self._require_engine()
-        fence = (request.open.epoch, request.open.holder)
-        _check_version(request.open.protocol_version)
-        self._raise_fence(*fence)
         async with self._opening:
             # A newer leader may have come while this one waited for its turn.
-            self._raise_fence(*fence)
+            self._raise_fence(opening.epoch, opening.holder)
             if self._lane is not None:
                 message = "a newer stream has taken this worker"
                 self._lane.end(failed(grpc.StatusCode.ABORTED, "LANE_TAKEN", message))
                 await self._lane.close()
-            self._lane = Lane(request.open.epoch, self._thread, engine.runner)
+            self._lane = Lane(opening.epoch, self._thread, engine.runner)
             self._idle.clear()
-            log.info("lane opened", epoch=request.open.epoch, holder=request.open.holder.hex())
+            log.info("lane opened", epoch=opening.epoch, holder=opening.holder.hex())
             return self._lane
 
     async def _close_lane(self, lane: Lane) -> None:
@@ -157,6 +163,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             last_finished_step=engine.runner.last_finished_step,
             draining=self._draining,
         )
+
+
+def _opening(request: worker_pb2.ExecuteRequest | None) -> worker_pb2.OpenLane:
+    if request is None or request.WhichOneof("message") != "open":
+        message = "the first message must be `open`"
+        raise failed(grpc.StatusCode.INVALID_ARGUMENT, "OPEN_MISSING", message)
+    return request.open
 
 
 def _check_version(protocol_version: int) -> None:

@@ -66,6 +66,3 @@ class WorkerSettings(ServiceSettings):
     swap_space: Bytes = Field(
         0, ge=0, description="Host memory for blocks of swapped-out sequences, such as 4GiB."
     )
-    watermark: float = Field(
-        0.01, ge=0, lt=1, description="Share of the blocks that the scheduler keeps from newcomers."
-    )

@@ -231,6 +231,18 @@ async def test_older_epochs_other_holders_and_versions_are_refused(worker: Serve
         assert all(word in (refused.value.details() or "") for word in words)
 
 
+async def test_a_second_address_of_a_live_worker_takes_nothing(
+    worker: ServedWorker, lane: LaneClient
+) -> None:
+    other = LaneClient(worker.stub)
+    incarnation = (await other.open()).incarnation
+    alias = LaneClient(worker.stub, live_incarnations=(incarnation,))
+    assert (await alias.open()).incarnation == incarnation
+    assert await alias.ended() is grpc.StatusCode.OK
+    result = await other.run(whole(sequence(), [1, 2, 3]))
+    assert len(result.sampled_rows) == 1
+
+
 async def test_a_newer_stream_takes_the_worker(worker: ServedWorker, lane: LaneClient) -> None:
     assert (await lane.run(whole(sequence(), [3, 2, 1]))).sampled_rows == [0]
     release = await hold(worker)

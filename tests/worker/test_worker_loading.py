@@ -75,13 +75,12 @@ def test_the_pool_fills_the_memory() -> None:
         "kv_cache_memory": block_bytes * 10 + 1,
         "num_blocks": None,
         "swap_space": block_bytes * 3,
-        "watermark": 0.01,
     }
     assert size_pool(layers, **sizing) == PoolSize(10, 3)
     assert size_pool(layers, **{**sizing, "num_blocks": 8}) == PoolSize(8, 3)
-    # 7 blocks are needed; of 8 one is the null block, and the watermark takes one more.
+    # 7 blocks are needed, and the null block is none of them.
     with pytest.raises(WrongSettingError, match=r"7 blocks.*only 6"):
-        size_pool(layers, **{**sizing, "num_blocks": 8, "watermark": 0.13})
+        size_pool(layers, **{**sizing, "num_blocks": 7})
 
 
 def test_sizes() -> None:
