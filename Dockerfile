@@ -68,8 +68,9 @@ ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
 FROM build AS worker-dependencies
 ARG TORCH=torch
-# PyTorch's CPU builds; empty takes torch from the ordinary index.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The address of PyTorch's index of CPU wheels; empty takes torch from the ordinary index, whose
+# build brings gigabytes for GPUs.
+ARG TORCH_INDEX=
 RUN /opt/quire/bin/pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
 COPY --from=requirements /requirements/worker.txt .
 RUN /opt/quire/bin/pip install --quiet -r worker.txt \

@@ -2,8 +2,8 @@
 # the stubs when a proto changes.
 
 PYTHON ?= python3
-# The one place that pins torch. Where there is no GPU, a CPU-only build saves gigabytes:
-#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The one place that pins torch. Where there is no GPU, a CPU-only build saves gigabytes: give
+# TORCH_INDEX the address of PyTorch's index of CPU wheels.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=

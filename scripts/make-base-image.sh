@@ -16,12 +16,12 @@ mirror=$(awk '
   $1 == "URIs:" && $2 ~ /debian\/?$/ { print $2; exit }
   $1 == "deb" { for (i = 2; i <= NF; i++) if ($i ~ /:\/\/.*debian\/?$/) { print $i; exit } }
 ' $(find /etc/apt -name '*.sources' -o -name '*.list' | sort -r) </dev/null)
-mirror=${DEBIAN_MIRROR:-${mirror:-http://deb.debian.org/debian}}
+mirror=${DEBIAN_MIRROR:-$mirror}
 
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 
-debootstrap --variant=minbase --include="$packages" "$suite" "$root" "$mirror"
+debootstrap --variant=minbase --include="$packages" "$suite" "$root" ${mirror:+"$mirror"}
 rm -rf "$root"/var/cache/apt/*.deb "$root"/var/cache/apt/archives/*.deb \
   "$root"/var/lib/apt/lists/* "$root"/usr/share/doc/* "$root"/usr/share/man/* \
   "$root"/usr/share/locale/*
