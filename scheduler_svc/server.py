@@ -132,7 +132,7 @@ class Scheduler:
     async def _watch_redis(self, store: Store) -> None:
         while True:
             try:
-                await store.ping()
+                await store.confirm()
                 await self._health.passed(_REDIS)
             except StoreUnavailable as error:
                 await self._health.failed(_REDIS, str(error))

@@ -34,10 +34,14 @@ class Signals:
         """Runs `drain` until it ends, the grace is over, or a second signal comes."""
         work = asyncio.ensure_future(drain())
         stop = asyncio.ensure_future(self.stop.wait())
-        await asyncio.wait({work, stop}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (work, stop):
-            task.cancel()
-        await asyncio.gather(work, stop, return_exceptions=True)
+        try:
+            await asyncio.wait({work, stop}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
 
 
 async def start_server(

@@ -13,12 +13,12 @@ from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.engine import Engine
 from scheduler_svc.gateways.connection import GatewayConnection
 from scheduler_svc.gateways.submission import malformed, record_of, sequence_of
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.store.store import Store
 
 _CANCELLED = failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
-_NO_REDIS = unavailable("REDIS_AWAY", "the scheduler has lost Redis")
+_NO_REDIS = unavailable("REDIS_AWAY", "the scheduler has lost Redis or the lead")
 _NOT_RESUMABLE = failed(
     StatusCode.NOT_FOUND, "NOT_RESUMABLE", "streams of known requests cannot be taken over"
 )
@@ -127,7 +127,7 @@ class Desk:
             recorded = await self._store.record(
                 [record_of(submission, sequence.sequence_id) for submission, sequence in checked]
             )
-        except StoreUnavailable:
+        except (StoreUnavailable, StaleEpoch):
             for submission, _ in checked:
                 connection.reject(submission.attachment, _NO_REDIS)
             return

@@ -181,7 +181,11 @@ class Lane:
         self._step = step.commit.step
         self.num_free_blocks = reply.num_free_blocks
         self._deliver(step)
-        await self._stream.send(self._apply(step, reply))
+        plan = self._apply(step, reply)
+        if step.departing or reply.admitted:
+            # Rows and blocks came free, or an admission took fewer than it might have.
+            self._on_room()
+        await self._stream.send(plan)
         await self._fold_journal()
         self._take(await self._stream.result())
         if self._check_every_step:
@@ -250,8 +254,6 @@ class Lane:
                 sequence.subscriber.deliver(sequence, first_index, token_ids)
         for sequence in step.departing:
             self._on_left(sequence)
-        if step.departing:
-            self._on_room()
 
     def _apply(self, step: _Step, reply: CommitReply) -> worker_pb2.BatchPlan:
         """Turns the reply into the plan; the lane's tables follow."""

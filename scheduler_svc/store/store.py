@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Argument, Connection
+from scheduler_svc.store.errors import StaleEpoch
 from scheduler_svc.store.keys import LEADERSHIP, POOLS, request_keys
 from scheduler_svc.store.leadership import Leadership
 from scheduler_svc.store.packing import pack_u32s
@@ -47,8 +48,12 @@ class Store:
     async def close(self) -> None:
         await self._connection.close()
 
-    async def ping(self) -> None:
-        await self._connection.execute("PING")
+    async def confirm(self) -> None:
+        """StaleEpoch if the leadership is not ours any more, or lost with Redis' data."""
+        stored = await self._connection.execute("HMGET", LEADERSHIP, "epoch", "holder")
+        if stored != [str(self.leadership.epoch).encode(), self.leadership.holder]:
+            epoch = stored[0].decode() if stored[0] else "none"
+            raise StaleEpoch(f"the epoch is {epoch}, not {self.leadership.epoch}")
 
     async def raise_epoch(self) -> Leadership:
         """Takes the leadership anew. Pools got before are stale; get and open them again."""

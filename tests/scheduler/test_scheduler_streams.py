@@ -10,6 +10,7 @@ from scheduler_stack import expected, running_stack
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.store.errors import StaleEpoch
 
 
 @pytest.fixture
@@ -283,3 +284,13 @@ async def test_a_drain_lets_requests_end_and_takes_no_new_ones(redis_url, socket
         [heard] = await gateway.over(running)
         assert heard.token_ids == expected(1, 8)
         await asyncio.wait_for(stack.serving, 5)
+
+
+async def test_a_scheduler_that_has_lost_the_lead_stops(redis_url, redis_client, sockets):
+    lost = pytest.raises(ExceptionGroup, check=lambda group: group.subgroup(StaleEpoch))
+    with lost:
+        async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+            gateway = await stack.gateway()
+            await gateway.over(await gateway.submit(prompt(8)))
+            redis_client.flushall()
+            await until(stack.serving.done, "the scheduler's end")

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from quire.launcher.redis import EmbeddedRedis
-from scheduler_svc.store.errors import PoolFault, StoreUnavailable
+from scheduler_svc.store.errors import PoolFault, StaleEpoch, StoreUnavailable
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Admission, Commit, CommitReply
 
@@ -73,12 +73,13 @@ async def test_redis_away_is_unavailable_until_it_is_back(own_redis: EmbeddedRed
     step = await pool.open(0)
     own_redis.stop()
     with pytest.raises(StoreUnavailable):
-        await store.ping()
+        await store.confirm()
     with pytest.raises(StoreUnavailable):
         await pool.commit(Commit(step + 1))
     own_redis.start()
-    await store.ping()
-    with pytest.raises(PoolFault, match="not there"):  # it kept nothing
+    with pytest.raises(StaleEpoch, match="none"):  # it kept nothing
+        await store.confirm()
+    with pytest.raises(PoolFault, match="not there"):
         await pool.commit(Commit(step + 1))
     await store.close()
 
@@ -95,7 +96,7 @@ async def test_no_redis_or_a_wrong_password_is_unavailable(
     with pytest.raises(StoreUnavailable, match=r"(?i)auth"):
         await Store.connect(own_redis.url)
     store = await Store.connect(own_redis.url.replace("unix://", "unix://:right@"))
-    await store.ping()
+    await store.confirm()
     await store.close()
 
 
