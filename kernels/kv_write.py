@@ -1,11 +1,15 @@
 """Writes the keys and values of new tokens into their slots of a paged cache."""
 
-import sys
+from importlib.util import find_spec
+from typing import Final
 
 import torch
 from torch import Tensor
 
-if sys.platform == "linux":
+# Elsewhere than on Linux, and in images without a GPU, it is not installed.
+HAS_TRITON: Final = find_spec("triton") is not None
+
+if HAS_TRITON:
     import triton
     import triton.language as tl
 
@@ -71,7 +75,7 @@ def kv_write(
     The caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of the same
     dtype. `slot_mapping [num_tokens]` is int64, no slot twice; a token of slot -1 is not written.
     """
-    if sys.platform == "linux" and k_cache.is_cuda:
+    if HAS_TRITON and k_cache.is_cuda:
         kv_write_triton(key, value, k_cache, v_cache, slot_mapping)
     else:
         kv_write_reference(key, value, k_cache, v_cache, slot_mapping)
