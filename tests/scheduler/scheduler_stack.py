@@ -178,7 +178,9 @@ async def running_stack(
         for gateway in stack.gateways:
             await gateway.close()
         signals.drain.set()
-        await stack.serving
-        for _, server in stack.workers.values():
-            await server.stop(grace=None)
-        await channel.close()
+        try:
+            await stack.serving
+        finally:
+            for _, server in stack.workers.values():
+                await server.stop(grace=None)
+            await channel.close()
