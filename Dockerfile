@@ -1,7 +1,8 @@
-# The images of the services: one target each, `gateway`, `scheduler` and `worker`.
+# The images of the services: the targets `gateway`, `scheduler`, `worker` (CPU) and `worker-cuda`.
 #
 # Dependencies come before code, so that a change of code copies one small layer. Only the build
 # stages see pip and the package index; BUILD_IMAGE may bring wheels and a pip configuration.
+# Needs no BuildKit.
 ARG BASE_IMAGE=python:3.11-slim
 ARG BUILD_IMAGE=python:3.11-slim
 
@@ -10,7 +11,9 @@ FROM ${BUILD_IMAGE} AS requirements
 WORKDIR /requirements
 COPY pyproject.toml scripts/requirements.py ./
 RUN for name in build-system gateway scheduler worker; do \
-  python3 requirements.py $name > $name.txt || exit 1; done
+    python3 requirements.py $name >$name.txt || exit 1; done \
+  # No kernel is compiled without a GPU, and Triton is larger than everything else together.
+  && grep -v ^triton worker.txt >worker-cpu.txt
 
 FROM ${BUILD_IMAGE} AS build
 # pip's own variables; empty ones are ignored.
@@ -30,7 +33,9 @@ RUN /opt/quire/bin/pip install --quiet --no-deps --no-build-isolation --target /
 
 # What every image has: the interpreter, a user without rights, the paths.
 FROM ${BASE_IMAGE} AS base
-RUN useradd --uid 10001 --create-home quire
+# The hub's cache is there for volumes to be mounted on: they take its owner.
+RUN useradd --uid 10001 --create-home quire \
+  && install --directory --owner=quire --group=quire /home/quire/.cache/huggingface
 ENV PATH=/app/bin:/opt/quire/bin:$PATH \
   PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /home/quire
@@ -71,9 +76,12 @@ ARG TORCH=torch
 # The address of PyTorch's index of CPU wheels; empty takes torch from the ordinary index, whose
 # build brings gigabytes for GPUs.
 ARG TORCH_INDEX=
-RUN /opt/quire/bin/pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
-COPY --from=requirements /requirements/worker.txt .
-RUN /opt/quire/bin/pip install --quiet -r worker.txt \
+COPY --from=requirements /requirements/worker-cpu.txt .
+# Bytecode is made of what a worker imports, not of the thousands of modules that it does not.
+RUN /opt/quire/bin/pip install --quiet --no-compile \
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
+  && /opt/quire/bin/pip install --quiet --no-compile -r worker-cpu.txt \
+  && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
 FROM base AS worker
@@ -81,6 +89,30 @@ COPY --from=worker-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
 ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053
+EXPOSE 50053
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
+  CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]
+ENTRYPOINT ["python", "-m", "worker_svc"]
+
+# For NVIDIA GPUs. Written beside the others, but not built by the tests, which have neither a GPU
+# nor gigabytes to fetch; it comes last, so that no other target builds it.
+FROM build AS worker-cuda-dependencies
+ARG TORCH=torch
+COPY --from=requirements /requirements/worker.txt .
+RUN /opt/quire/bin/pip install --quiet --no-compile "$TORCH" -r worker.txt \
+  && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
+  && /opt/quire/bin/pip uninstall --quiet --yes pip
+
+FROM base AS worker-cuda
+# The one image with a compiler: Triton needs it when a kernel is first launched.
+RUN apt-get update \
+  && apt-get install --yes --no-install-recommends gcc libc6-dev \
+  && rm -rf /var/lib/apt/lists/*
+COPY --from=worker-cuda-dependencies /opt/quire /opt/quire
+COPY --from=app /app /app
+USER quire
+ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_DEVICE=cuda \
+  NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
   CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]

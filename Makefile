@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+UP_ARGS ?=
 UP_TIMEOUT_S ?= 600
 BUF ?= 1.75.0
 
@@ -22,12 +23,13 @@ NPM_CLI := $(NODE_DIR)/lib/node_modules/npm/bin/npm-cli.js
 NPM := $(if $(shell command -v npm),npm,node $(NPM_CLI))
 WITH_NODE := PATH="$$PATH:$(NODE_DIR)/bin"
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format stubs clean up down local-images
+.PHONY: help demo test test-slow test-containers lint format stubs clean up down local-images
 
 help: ## Lists the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STUBS) ## Starts a private stack on this machine, streams some texts, stops it.
 	$(BIN)/quire demo
@@ -56,14 +58,22 @@ clean: ## Removes everything that was made: environment, stubs, caches.
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 up: ## Builds the images and starts the service in containers.
-	TORCH='$(TORCH)' $(COMPOSE) up --build --detach
+	@images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' \
+	  && echo $(COMPOSE) up --build --detach $(UP_ARGS) \
+	  && $(COMPOSE) up --build --detach $(UP_ARGS)
 	@echo 'Waiting for the gateway to be ready ...'
 	@timeout $(UP_TIMEOUT_S) sh -c 'until $(COMPOSE) exec -T gateway quire health; do sleep 1; done' \
 	  >/dev/null 2>&1 || { $(COMPOSE) ps; echo 'Not ready; $(COMPOSE) logs tells why.'; exit 1; }
 	@$(COMPOSE) ps
 
 down: ## Stops the containers and removes them with their networks and volumes.
-	$(COMPOSE) down --volumes
+	$(COMPOSE) down --volumes --remove-orphans
+
+test-containers: $(STUBS) ## Runs the tests that need a Docker engine, in containers.
+	@docker info >/dev/null 2>&1 \
+	  || { echo 'No Docker engine answers: the tests in containers are skipped.'; exit 0; } \
+	  && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' COMPOSE='$(COMPOSE)' \
+	  && $(BIN)/python -m pytest -m containers $(PYTEST_ARGS)
 
 local-images: ## Makes base images without an image registry (as root; see README).
 	scripts/make-base-image.sh quire-base:local

@@ -27,6 +27,12 @@ class PoolWatch:
     def num_pools(self) -> int:
         return len(self._pools())
 
+    @property
+    def steps(self) -> dict[int, int]:
+        """The last step that each pool's worker was given, by incarnation."""
+        states = {keys.incarnation: self._client.hget(keys.state, "step") for keys in self._pools()}
+        return {incarnation: int(step or 0) for incarnation, step in states.items()}
+
     def live_requests(self) -> list[bytes]:
         """Request keys without a time to live."""
         keys = self._client.keys("quire:{request:*")

@@ -1,0 +1,184 @@
+"""A service in containers: the repository's compose file, under a name and a port of its own."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from pool_watch import PoolWatch
+
+from quire.errors import QuireError
+from quire.probe import is_serving
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSWORD = "ofthetests"
+# Tagged apart from the images that somebody may be using.
+IMAGE = "quire-test"
+_SETTINGS = {
+    "QUIRE_IMAGE": IMAGE,
+    "REDIS_PASSWORD": PASSWORD,
+    "QUIRE_MODEL_DIR": "./demo/model",
+    "QUIRE_MODEL": "/model",
+    "QUIRE_MODEL_NAME": "demo",
+    # Threads cost more than they bring to a model this small.
+    "QUIRE_WORKER_THREADS": "1",
+    "QUIRE_WORKER_KV_CACHE_MEMORY": "64MiB",
+    "QUIRE_SCHEDULER_CHECK_EVERY_STEP": "true",
+}
+
+
+def run(*command: str, env: dict[str, str] | None = None, timeout_s: float = 600) -> str:
+    """What a command prints; AssertionError with all of it if it fails."""
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def docker(*arguments: str) -> str:
+    return run("docker", *arguments).strip()
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container as it was when it was looked at."""
+
+    id: str
+    number: int
+    # On each network that it is connected to, by the network's own name.
+    addresses: dict[str, str]
+    is_running: bool
+    exit_code: int
+    num_restarts: int
+    failing_checks: int
+    published: dict[str, Any]
+
+    @classmethod
+    def inspected(cls, facts: dict[str, Any]) -> "Container":
+        state, settings = facts["State"], facts["NetworkSettings"]
+        return cls(
+            id=facts["Id"],
+            number=int(facts["Config"]["Labels"]["com.docker.compose.container-number"]),
+            addresses={name: net["IPAddress"] for name, net in settings["Networks"].items()},
+            is_running=state["Running"],
+            exit_code=state["ExitCode"],
+            num_restarts=facts["RestartCount"],
+            failing_checks=state.get("Health", {}).get("FailingStreak", 0),
+            published={port: to for port, to in (settings["Ports"] or {}).items() if to},
+        )
+
+
+class ComposeProject:
+    """Containers, networks and volumes of one name; `down` removes them all."""
+
+    def __init__(self, name: str, **settings: str) -> None:
+        self.name = name
+        self.target = f"127.0.0.1:{_free_port()}"
+        self.env = {
+            **os.environ,
+            **_SETTINGS,
+            **settings,
+            "COMPOSE_PROJECT_NAME": name,
+            "QUIRE_PORT": self.target,
+        }
+
+    def compose(self, *arguments: str, **settings: str) -> str:
+        return run(*_compose(), *arguments, env={**self.env, **settings})
+
+    def up(self, *arguments: str, **settings: str) -> None:
+        self.compose("up", "--detach", *arguments, **settings)
+
+    def scale(self, num_workers: int) -> None:
+        """Adds or removes workers; returns when those removed have drained and stopped."""
+        self.up("--no-recreate", "--scale", f"worker={num_workers}")
+
+    def down(self) -> None:
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "1")
+
+    def make(self, target: str) -> str:
+        return run("make", target, env=self.env)
+
+    # What is there
+
+    def containers(self, service: str | None = None) -> list[Container]:
+        """By number, the stopped ones too."""
+        labels = {"project": self.name, "service": service}
+        filters = [
+            f"--filter=label=com.docker.compose.{label}={value}"
+            for label, value in labels.items()
+            if value is not None
+        ]
+        ids = docker("ps", "--all", "--quiet", *filters).split()
+        facts = json.loads(docker("inspect", *ids)) if ids else []
+        return sorted(map(Container.inspected, facts), key=lambda container: container.number)
+
+    def the(self, service: str) -> Container:
+        """The one container of a service."""
+        [container] = self.containers(service)
+        return container
+
+    def leftovers(self) -> list[str]:
+        """Ids and names of all that still carries the project's label."""
+        mine = f"--filter=label=com.docker.compose.project={self.name}"
+        return [
+            *docker("ps", "--all", "--quiet", mine).split(),
+            *docker("network", "ls", "--quiet", mine).split(),
+            *docker("volume", "ls", "--quiet", mine).split(),
+        ]
+
+    def log(self, service: str) -> list[dict[str, Any]]:
+        """The lines that a service of one container has logged."""
+        done = subprocess.run(
+            ["docker", "logs", self.the(service).id], capture_output=True, text=True, check=True
+        )
+        return [json.loads(line) for line in done.stderr.splitlines()]
+
+    def address_of(self, container: Container, port: int) -> str:
+        return f"{container.addresses[f'{self.name}_default']}:{port}"
+
+    # How it is
+
+    def is_ready(self) -> bool:
+        return answers(self.target)
+
+    def ready_workers(self) -> list[Container]:
+        return [
+            worker
+            for worker in self.containers("worker")
+            if worker.is_running and answers(self.address_of(worker, 50053))
+        ]
+
+    def redis(self) -> redis.Redis:
+        address = self.the("redis").addresses[f"{self.name}_ledger"]
+        return redis.Redis(host=address, password=PASSWORD, socket_timeout=5)
+
+    def pools(self) -> PoolWatch:
+        return PoolWatch(self.redis())
+
+
+def answers(target: str, service: str = "ready") -> bool:
+    """Whether a server on this machine is serving; a silent one is not."""
+    try:
+        return is_serving(target, service, timeout_s=2.0)
+    except QuireError:
+        return False
+
+
+def _compose() -> list[str]:
+    if command := os.environ.get("COMPOSE"):
+        return shlex.split(command)
+    has_v2 = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+    return ["docker", "compose"] if has_v2 else ["docker-compose"]
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,63 @@
+"""Images that are built once, and a service in containers that most tests share."""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from compose_project import IMAGE, ComposeProject
+from waiting import until
+
+BRING_UP_S = 120
+
+
+@pytest.fixture(scope="session")
+def images() -> dict[str, str]:
+    """The images of gateway, scheduler and worker as they are now, by target."""
+    ComposeProject("quire-test-build").compose("build")
+    return {name: f"{IMAGE}-{name}:latest" for name in ("gateway", "scheduler", "worker")}
+
+
+@pytest.fixture(scope="session")
+def shared_project(images: dict[str, str]) -> Iterator[ComposeProject]:
+    project = ComposeProject("quire-test")
+    project.down()
+    try:
+        yield project
+    finally:
+        project.down()
+
+
+@pytest.fixture
+async def service(shared_project: ComposeProject) -> AsyncIterator[ComposeProject]:
+    """A ready service with one worker. The test may do what it wants to it; afterwards all blocks
+    of all pools are free, if there is a Redis to ask."""
+    project = shared_project
+    project.up("--scale", "worker=1")
+    await until(project.is_ready, "readiness", BRING_UP_S)
+    yield project
+    if project.the("redis").is_running:
+        pools = project.pools()
+        await until(lambda: pools.num_held == 0, "the blocks' return")
+        assert pools.is_conserved
+        await until(lambda: not pools.live_requests(), "the records' ends")
+
+
+@pytest.fixture
+def project(images: dict[str, str]) -> Iterator[ComposeProject]:
+    """One of the test's own, with nothing started yet."""
+    project = ComposeProject("quire-test-own")
+    project.down()
+    try:
+        yield project
+    finally:
+        project.down()
+
+
+@pytest.fixture(scope="session")
+def base_image() -> str:
+    return os.environ.get("BASE_IMAGE", "python:3.11-slim")
+
+
+@pytest.fixture(scope="session")
+def build_image() -> str:
+    return os.environ.get("BUILD_IMAGE", "python:3.11-slim")

@@ -1,0 +1,54 @@
+"""Clients that keep a service busy."""
+
+import asyncio
+import itertools
+from typing import Self
+
+from quire.async_client import AsyncClient
+from quire.errors import QuireError
+from quire.outputs import RequestOutput
+from quire.sampling import SamplingParams
+
+_OPENINGS = ("Return a list of", "Open the file", "Raised when", "This class", "Convert a")
+
+
+class Load:
+    """So many clients, each with one request after the other, within the context; leaving it
+    waits for the requests that run. Nothing is tried again."""
+
+    def __init__(self, target: str, num_clients: int = 8, max_tokens: int = 48) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.failures: list[QuireError] = []
+        self._client = AsyncClient(target)
+        self._num_clients = num_clients
+        self._max_tokens = max_tokens
+        self._seeds = itertools.count()
+        self._enough = False
+        self._clients: list[asyncio.Task[None]] = []
+
+    @property
+    def num_done(self) -> int:
+        return len(self.outputs)
+
+    async def __aenter__(self) -> Self:
+        self._clients = [asyncio.create_task(self._ask()) for _ in range(self._num_clients)]
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._enough = True
+        await asyncio.gather(*self._clients)
+        await self._client.close()
+
+    async def _ask(self) -> None:
+        while not self._enough:
+            seed = next(self._seeds)
+            prompt = f"{_OPENINGS[seed % len(_OPENINGS)]} {seed}"
+            params = SamplingParams(
+                temperature=0.8, max_tokens=self._max_tokens, seed=seed, ignore_eos=True
+            )
+            try:
+                self.outputs.append(await self._client.generate(prompt, params, timeout_s=60))
+            except QuireError as error:
+                self.failures.append(error)
+                # A server that refuses at once is not asked in a tight loop.
+                await asyncio.sleep(error.retry_after_s or 0.1)

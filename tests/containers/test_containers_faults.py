@@ -1,0 +1,127 @@
+"""Starts in any order, wrong settings, and stops of what others depend on."""
+
+import asyncio
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compose_project import ComposeProject, answers, docker
+from waiting import until
+
+from quire.async_client import AsyncClient
+from quire.client import Client
+from quire.errors import QuireError
+from quire.outputs import RequestOutput
+from quire.sampling import SamplingParams
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+
+BRING_UP_S = 120
+SERVICES = ("redis", "scheduler", "worker", "gateway")
+SHORT = SamplingParams(temperature=0, max_tokens=4)
+LONG = SamplingParams(temperature=0.8, max_tokens=900, ignore_eos=True)
+
+
+def generate(target: str, **options: Any) -> RequestOutput:
+    with Client(target) as client:
+        return client.generate("Return the number of", SHORT, timeout_s=60, **options)
+
+
+def errors(service: ComposeProject, name: str) -> list[dict[str, Any]]:
+    return [line for line in service.log(name) if line["level"] == "error"]
+
+
+async def test_any_order_of_start_ends_in_a_service(project: ComposeProject) -> None:
+    project.up("--no-start")
+    orders = list(itertools.permutations(SERVICES))
+    for order in [SERVICES[::-1], random.choice(orders)]:
+        print("order", order)
+        for name in order:
+            docker("start", project.the(name).id)
+            # Each is alive before the next one is there, whatever it waits for.
+            await until(lambda name=name: is_alive(project, name), f"{name}, alive", BRING_UP_S)
+        await until(project.is_ready, "readiness", BRING_UP_S)
+        assert len(generate(project.target).outputs[0].token_ids) > 0
+        assert [container.num_restarts for container in project.containers()] == [0] * 4
+        docker("kill", *(container.id for container in project.containers()))
+
+
+def is_alive(project: ComposeProject, name: str) -> bool:
+    container = project.the(name)
+    ports = {"gateway": 50051, "scheduler": 50052, "worker": 50053}
+    if name == "redis":
+        return container.is_running
+    return answers(project.address_of(container, ports[name]), service="")
+
+
+async def test_redis_comes_back_with_its_data(service: ComposeProject) -> None:
+    generate(service.target, request_id="before")
+    await until(lambda: service.pools().num_held == 0, "the blocks' return")
+    service.compose("restart", "redis")
+    await until(lambda: service.redis().ping(), "Redis")
+    assert service.redis().keys("quire:{request:*before*")
+    await until(service.is_ready, "readiness", BRING_UP_S)
+    output = generate(service.target, request_id="after")
+    assert len(output.outputs[0].token_ids) > 0
+    assert service.redis().keys("quire:{request:*after*")
+
+
+async def test_a_wrong_password_is_said_once_and_is_not_ready(project: ComposeProject) -> None:
+    project.up("--no-deps", "redis")
+    project.up("--no-deps", "scheduler", REDIS_PASSWORD="wrong")
+    await stays_up_unready(project, "scheduler", 50052)
+    [error] = errors(project, "scheduler")
+    assert "password" in error["why"]
+    assert "wrong" not in error["why"].split()
+
+
+async def test_a_missing_model_is_said_once_and_is_not_ready(
+    project: ComposeProject, tmp_path: Path
+) -> None:
+    project.up(QUIRE_MODEL_DIR=str(tmp_path))
+    for name, port in (("worker", 50053), ("gateway", 50051)):
+        await stays_up_unready(project, name, port)
+        [error] = errors(project, name)
+        assert "/model" in error["reason"]
+    await stays_up_unready(project, "scheduler", 50052)
+    with pytest.raises(QuireError) as caught:
+        generate(project.target)
+    assert caught.value.code.name == "UNAVAILABLE"
+
+
+async def stays_up_unready(project: ComposeProject, name: str, port: int) -> None:
+    """The container's own checks fail, the process lives, and has not been started again."""
+    await until(lambda: project.the(name).failing_checks > 2, f"{name}'s checks", BRING_UP_S)
+    container = project.the(name)
+    assert container.is_running
+    assert container.num_restarts == 0
+    assert answers(project.address_of(container, port), service="")
+    assert not answers(project.address_of(container, port))
+
+
+async def test_a_stop_under_load_ends_every_stream_with_a_status(service: ComposeProject) -> None:
+    async with AsyncClient(service.target) as client:
+        streams = [asyncio.create_task(follow(client, seed)) for seed in range(24)]
+        await until(lambda: service.pools().num_held > 24, "streams that run", 60)
+        stopping = asyncio.create_task(asyncio.to_thread(service.compose, "stop"))
+        ends = await asyncio.gather(*streams)
+        await stopping
+    assert set(ends) <= {"length", "UNAVAILABLE"}
+    # 137 is what a container that had to be killed ends with.
+    assert [container.exit_code for container in service.containers()] == [0] * 4
+
+
+async def follow(client: AsyncClient, seed: int) -> str:
+    """How a stream ended: its finish reason, or its status."""
+    try:
+        reason = "without an end"
+        params = replace(LONG, seed=seed)
+        async for delta in client.stream_generate(f"Return {seed}", params):
+            for output in delta.outputs:
+                reason = output.finish_reason or reason
+        return reason
+    except QuireError as error:
+        return error.code.name

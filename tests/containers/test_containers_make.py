@@ -1,0 +1,71 @@
+"""From `make up` to `make down`, as somebody does it by hand."""
+
+import sys
+from typing import Any
+
+import grpc
+import pytest
+from compose_project import ROOT, ComposeProject, run
+from google.protobuf import descriptor_pool, json_format, message_factory
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from quire.client import Client
+from quire.launcher.stack import LocalStack
+from quire.sampling import SamplingParams
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+
+# What `make demo` asks first.
+PROMPT = "Return a list of"
+PARAMS = SamplingParams(temperature=0.8, max_tokens=96, seed=1)
+
+
+def test_up_serves_what_a_local_stack_serves_and_down_leaves_nothing(
+    project: ComposeProject,
+) -> None:
+    project.make("up")
+    assert project.is_ready()
+    assert generated_by_command(project.target) == generated_locally()
+    assert generated_through_reflection(project.target) == generated_locally()
+    published = {c.number: c.published for c in project.containers() if c.published}
+    assert [list(ports) for ports in published.values()] == [["50051/tcp"]]
+
+    assert len(project.leftovers()) == 4 + 2 + 2
+    project.make("down")
+    assert project.leftovers() == []
+
+
+def generated_by_command(target: str) -> str:
+    options = {
+        "target": target,
+        "temperature": PARAMS.temperature,
+        "max-tokens": PARAMS.max_tokens,
+        "seed": PARAMS.seed,
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    printed = run(sys.executable, "-m", "quire", "generate", PROMPT, *flags)
+    return printed.removesuffix("\n")
+
+
+def generated_through_reflection(target: str) -> str:
+    """By a client that knows nothing but the address and two names."""
+    with grpc.insecure_channel(target) as channel:
+        pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        method = pool.FindMethodByName("quire.v1.InferenceService.Generate")
+        request = message_factory.GetMessageClass(method.input_type)()
+        params = {"temperature": 0.8, "maxTokens": 96, "seed": 1}
+        json_format.ParseDict({"text": PROMPT, "samplingParams": params}, request)
+        call: Any = channel.unary_unary(
+            "/quire.v1.InferenceService/Generate",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+        )
+        answer = json_format.MessageToDict(call(request, timeout=60))
+    return str(answer["choices"][0]["text"])
+
+
+def generated_locally() -> str:
+    with LocalStack(str(ROOT / "demo/model")) as stack, Client(stack.address) as client:
+        return client.generate(PROMPT, PARAMS).outputs[0].text

@@ -1,0 +1,76 @@
+"""Workers that join, leave and die while the service is busy."""
+
+import asyncio
+
+import pytest
+from compose_project import ComposeProject, docker
+from container_load import Load
+from waiting import until
+
+from quire.async_client import AsyncClient
+from quire.sampling import SamplingParams
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+
+JOINED_S = 2.0
+# More than a worker is given before it has any work: proof that it has some.
+WORKED_STEPS = 5
+LONG_PROMPT = "Read the records of a file and return them as a list of tuples. " * 8
+
+
+def num_working(service: ComposeProject) -> int:
+    """Workers that have been given steps."""
+    return sum(step >= WORKED_STEPS for step in service.pools().steps.values())
+
+
+async def num_cached(client: AsyncClient) -> int:
+    """Tokens of the long prompt that the prefix cache has when it is asked again."""
+    output = await client.generate(LONG_PROMPT, SamplingParams(temperature=0, max_tokens=2))
+    return output.usage.cached_prompt_tokens
+
+
+async def test_scaling_under_load_loses_no_request(service: ComposeProject) -> None:
+    async with AsyncClient(service.target) as client, Load(service.target) as load:
+        await num_cached(client)
+        await until(lambda: num_working(service) == 1, "the first worker's steps")
+
+        scaling = asyncio.create_task(asyncio.to_thread(service.scale, 3))
+        for count in (2, 3):
+            await until(lambda n=count: len(service.ready_workers()) >= n, f"{count} workers", 120)
+            await until(
+                lambda n=count: num_working(service) >= n, f"work for {count} workers", JOINED_S
+            )
+        await scaling
+        assert await num_cached(client) > 0
+
+        await asyncio.to_thread(service.scale, 1)
+        await until(lambda: service.pools().num_pools == 1, "the others' leaving")
+        done = load.num_done
+        await until(lambda: load.num_done > done + 8, "work on the one that stays", 60)
+        assert await num_cached(client) > 0
+
+    assert load.failures == []
+    assert all(len(output.outputs[0].token_ids) == 48 for output in load.outputs)
+
+
+async def test_a_killed_worker_fails_only_what_it_ran_and_is_used_again(
+    service: ComposeProject,
+) -> None:
+    service.scale(2)
+    await until(lambda: len(service.ready_workers()) == 2, "two workers", 120)
+    async with Load(service.target, num_clients=8) as load:
+        await until(lambda: num_working(service) == 2, "work on both", 60)
+
+        victim = service.containers("worker")[1]
+        docker("kill", victim.id)
+        await until(lambda: service.pools().num_pools == 1, "the loss of the worker")
+        done, failed = load.num_done, len(load.failures)
+        await until(lambda: load.num_done > done + 16, "the others' going on", 60)
+
+        docker("start", victim.id)
+        await until(lambda: num_working(service) == 2, "work on both again", 120)
+
+    # Those that ran there, once each; the rest had nothing to do with it.
+    assert {error.code.name for error in load.failures} <= {"UNAVAILABLE"}
+    assert all(error.retry_after_s for error in load.failures)
+    assert len(load.failures) == failed <= 8
