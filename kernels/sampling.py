@@ -59,7 +59,8 @@ def _least_considered(logits: Tensor, top_k: int, top_ps: Tensor) -> Tensor:
     mass_before = probabilities.cumsum(-1) - probabilities
     # The first token always stays; with top_p 1 rounding must not drop the last ones.
     stays = (mass_before < top_ps.unsqueeze(1)) | (top_ps >= 1).unsqueeze(1)
-    return ordered.gather(1, stays.sum(-1, keepdim=True) - 1)
+    num_staying = stays.sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(1, num_staying - 1)
 
 
 def sample(

@@ -101,7 +101,10 @@ class Engine:
 
     # Lanes
 
-    def add(self, lane: Lane) -> None:
+    def add(self, lane: Lane, model: ServedModel) -> None:
+        """A lane more. The first one sets the model, until the last one is gone."""
+        assert self.model in (None, model)
+        self.model = model
         self.lanes[lane.worker.incarnation] = lane
         self._dispatch.set()
 
@@ -112,7 +115,15 @@ class Engine:
         for sequence in lane.rows.values():
             sequence.lose(unavailable("WORKER_LOST", f"the worker was lost: {why}"))
             self.left(sequence)
+        if not self.lanes:
+            self._forget_model()
         self._dispatch.set()
+
+    def _forget_model(self) -> None:
+        """Workers of another model may come; what waits is prepared for theirs."""
+        self.model = None
+        for sequence in self.waiting:
+            sequence.chain = None
 
     def give_back(self, sequences: list[Sequence]) -> None:
         """Takes requests that never got a row back to the head of the queue."""
@@ -146,6 +157,9 @@ class Engine:
         for sequence in batch:
             self._prepare(sequence, model)
         matches = await self._match(lanes, batch)
+        if any(self.lanes.get(lane.worker.incarnation) is not lane for lane in lanes):
+            # A lane has gone meanwhile: nobody would step what it is given.
+            return True
         for sequence, row in zip(batch, matches, strict=True):
             # The queue may have changed while the caches were asked.
             if not self.waiting or self.waiting[0] is not sequence:

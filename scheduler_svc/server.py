@@ -18,7 +18,8 @@ from scheduler_svc.gateways.desk import Desk
 from scheduler_svc.gateways.servicer import SchedulerServicer
 from scheduler_svc.lanes.discovery import Discovery
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import StoreError, StoreUnavailable
+from scheduler_svc.store.requests import Ending, RequestState
 from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
@@ -67,7 +68,7 @@ class Scheduler:
         while True:
             try:
                 store = await Store.connect(self._settings.redis_url)
-                await store.sweep(keep=())
+                await self._tidy(store)
             except StoreUnavailable as error:
                 # Said once, not at every try.
                 if str(error) != said:
@@ -78,6 +79,14 @@ class Scheduler:
             else:
                 log.info("leading", epoch=store.leadership.epoch)
                 return store
+
+    async def _tidy(self, store: Store) -> None:
+        """Ends what a former leader has left: its pools, and requests that nobody serves now."""
+        await store.sweep(keep=())
+        lost = [Ending(key, RequestState.FAILED) for key in await store.live_requests()]
+        await store.finish(lost, self._settings.finished_ttl_s)
+        if lost:
+            log.warning("requests of a former leader are lost", requests=len(lost))
 
     async def _lead(self, store: Store) -> None:
         """Serves with Redis until the first signal, then lets requests end."""
@@ -95,7 +104,10 @@ class Scheduler:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             desk.close()
-            await recorder.flush()
+            try:
+                await recorder.flush()
+            except StoreError as error:
+                log.warning("the last records are not written", reason=str(error))
             await store.close()
 
     async def _unless_drained(self, work: Awaitable[_Result]) -> _Result | None:

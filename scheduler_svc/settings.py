@@ -7,7 +7,9 @@ from pydantic_settings import SettingsConfigDict
 
 from quire.service.settings import ServiceSettings
 
-_ADDRESS = re.compile(r"unix:.+|(\[[0-9a-fA-F:]+\]|[^\s:]+):\d{1,5}")
+_LABEL = r"[A-Za-z0-9_-]{1,63}"
+_ADDRESS = re.compile(rf"unix:.+|(?:\[[0-9a-fA-F:]+\]|{_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})")
+_REDIS_URL = re.compile(r"(redis|rediss)://.+|unix://.+")
 
 
 class SchedulerSettings(ServiceSettings):
@@ -49,8 +51,16 @@ class SchedulerSettings(ServiceSettings):
     @classmethod
     def _has_addresses(cls, value: str) -> str:
         for part in value.split(","):
-            if not _ADDRESS.fullmatch(part.strip()):
+            match = _ADDRESS.fullmatch(part.strip())
+            if match is None or not 0 < int(match[1] or 1) < 2**16:
                 raise ValueError(f"{part.strip()!r} is neither host:port nor unix:/path")
+        return value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_redis_url(cls, value: str) -> str:
+        if not _REDIS_URL.fullmatch(value):
+            raise ValueError("must begin with redis://, rediss:// or unix://")
         return value
 
     @property

@@ -149,7 +149,9 @@ class _Step:
     def _hits(self, candidate: Waiting) -> int:
         """Cached blocks, and those behind them that an earlier admission fills in this step."""
         # The last token is always computed: its logits are wanted.
-        most = (candidate.num_tokens - 1) // self.limits.block_size
+        most = min(
+            (candidate.num_tokens - 1) // self.limits.block_size, len(candidate.block_hashes)
+        )
         num_hits = min(candidate.num_hits, most)
         while num_hits < most and candidate.block_hashes[num_hits] in self.planned:
             num_hits += 1

@@ -1,6 +1,7 @@
 """Folds what sequences have produced into their records in Redis, off the path of the steps."""
 
 import asyncio
+from collections.abc import Iterable
 
 import structlog
 
@@ -21,11 +22,17 @@ class Recorder:
         self._store = store
         self._finished_ttl_s = finished_ttl_s
         self._left: list[Sequence] = []
+        self._unanswered: list[RequestKey] = []
         self._pending = asyncio.Event()
         self._writing = asyncio.Lock()
 
     def left(self, sequence: Sequence) -> None:
         self._left.append(sequence)
+        self._pending.set()
+
+    def unanswered(self, keys: Iterable[RequestKey]) -> None:
+        """Records that Redis may or may not have written; their requests were turned away."""
+        self._unanswered.extend(keys)
         self._pending.set()
 
     async def run(self) -> None:
@@ -48,6 +55,9 @@ class Recorder:
     async def flush(self) -> None:
         """Writes what there is. Repeating it after a failure is harmless."""
         async with self._writing:
+            if keys := list(self._unanswered):
+                await self._store.discard(keys)
+                del self._unanswered[: len(keys)]
             batch = list(self._left)
             if not batch:
                 return

@@ -93,6 +93,11 @@ class Sequence:
         return min(self.num_cached_tokens, self.num_prompt_tokens)
 
     @property
+    def is_computed(self) -> bool:
+        """Every known token is in the cache: the step that did it samples the next one."""
+        return self.num_computed_tokens == len(self.token_ids)
+
+    @property
     def leaving(self) -> bool:
         """It gives its row back in the lane's next plan."""
         return self.end is not None or self.error is not None

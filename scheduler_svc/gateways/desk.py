@@ -8,7 +8,7 @@ from grpc import StatusCode
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed, unavailable
 from quire.service.protocol import PROTOCOL_VERSION
-from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.core.recorder import Recorder, key_of
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.engine import Engine
 from scheduler_svc.gateways.connection import GatewayConnection
@@ -128,6 +128,7 @@ class Desk:
                 [record_of(submission, sequence.sequence_id) for submission, sequence in checked]
             )
         except (StoreUnavailable, StaleEpoch):
+            self._recorder.unanswered(key_of(sequence) for _, sequence in checked)
             for submission, _ in checked:
                 connection.reject(submission.attachment, _NO_REDIS)
             return

@@ -50,6 +50,9 @@ async def _read(frames: _Frames, desk: Desk, connection: GatewayConnection) -> N
         connection.close()
     except RequestError as error:
         connection.close(error)
+    except grpc.aio.AbortError:
+        # The stream has been ended from this side.
+        pass
     except Exception:
         log.exception("a gateway's frame failed")
         connection.close(failed(StatusCode.INTERNAL, "INTERNAL", "the frame failed"))

@@ -48,6 +48,10 @@ def malformed(submission: scheduler_pb2.Submission) -> RequestError | None:
         return invalid("prompt", "PROMPT_EMPTY", "has no tokens")
     if submission.params.max_tokens < 1:
         return invalid("sampling_params.max_tokens", "OUT_OF_RANGE", "must be at least 1")
+    if not submission.params.temperature >= 0:
+        return invalid("sampling_params.temperature", "OUT_OF_RANGE", "must be at least 0")
+    if not 0 < submission.params.top_p <= 1:
+        return invalid("sampling_params.top_p", "OUT_OF_RANGE", "must be above 0, at most 1")
     if submission.HasField("n") and submission.n != 1:
         return invalid("n", "OUT_OF_RANGE", f"must be 1, is {submission.n}")
     return None

@@ -1,6 +1,7 @@
 """Finds workers by name and keeps a lane to each."""
 
 import asyncio
+import contextlib
 
 import structlog
 
@@ -9,14 +10,15 @@ from scheduler_svc.core.policy import Limits, blocks_for
 from scheduler_svc.core.recorder import Recorder
 from scheduler_svc.engine import Engine, ServedModel
 from scheduler_svc.lanes.lane import Lane
-from scheduler_svc.lanes.names import resolve
+from scheduler_svc.lanes.names import Names
 from scheduler_svc.lanes.stream import LaneLost, Worker, WorkerStream
 from scheduler_svc.store.errors import PoolFault, StoreUnavailable, WrongStep
+from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
 
-LOOKUP_INTERVAL_S = 1.0
+POLL_S = 0.2
 RETRY_S = 0.5
 
 
@@ -48,7 +50,7 @@ class Discovery:
         enable_prefix_caching: bool,
         check_every_step: bool,
     ) -> None:
-        self._names = names
+        self._names = Names(names)
         self._store = store
         self._engine = engine
         self._recorder = recorder
@@ -57,25 +59,29 @@ class Discovery:
         self._watermark = watermark
         self._enable_prefix_caching = enable_prefix_caching
         self._check_every_step = check_every_step
-        self._present: set[str] = set()
+        # Held from a worker's hello to its lane's entry, and from the entry's end to the pool's:
+        # a second address of the same worker must not come in between.
+        self._changing = asyncio.Lock()
+        self._left_pools = False
 
     async def run(self) -> None:
         """Looks up and keeps lanes, for ever. An unexpected error of any lane ends it."""
         keepers: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._names.run())
             while True:
-                self._present = await resolve(self._names)
                 keepers = {a: keeper for a, keeper in keepers.items() if not keeper.done()}
-                for address in self._present - keepers.keys():
+                for address in self._names.addresses - keepers.keys():
                     keepers[address] = group.create_task(self._keep(address))
-                await asyncio.sleep(LOOKUP_INTERVAL_S)
+                await self._sweep()
+                await asyncio.sleep(POLL_S)
 
     async def _keep(self, address: str) -> None:
         """Opens the address's lane, and opens it again, while the address is present."""
         said = ""
         task = asyncio.current_task()
         # grpc.aio can swallow a cancellation that meets the end of a call.
-        while address in self._present and not (task and task.cancelling()):
+        while address in self._names.addresses and not (task and task.cancelling()):
             try:
                 await self._serve(address)
                 said = ""
@@ -89,24 +95,28 @@ class Discovery:
 
     async def _serve(self, address: str) -> None:
         """One lane's life, from the worker's hello to the end of its stream."""
+        async with WorkerStream.connected(address) as stream:
+            async with self._changing:
+                entered = await self._enter(address, stream)
+            if entered is not None:
+                await self._run(address, stream, *entered)
+
+    async def _enter(self, address: str, stream: WorkerStream) -> tuple[Lane, Pool] | None:
+        """Opens the lane of a worker that has none; None where the address is an alias."""
         leadership = self._store.leadership
         live = list(self._engine.lanes)
-        stream = await WorkerStream.open(address, leadership.epoch, leadership.holder, live)
-        try:
-            if stream.worker.incarnation not in self._engine.lanes:
-                await self._run_lane(address, stream)
-        finally:
-            await stream.close()
-
-    async def _run_lane(self, address: str, stream: WorkerStream) -> None:
-        worker = stream.worker
+        worker = await stream.open(leadership.epoch, leadership.holder, live)
+        if worker.incarnation in live:
+            return None
         limits = self._limits(worker)
-        self._agree(worker, limits)
+        model = self._agreed(worker, limits)
         pool = self._store.pool(worker.incarnation, worker.num_blocks, self._enable_prefix_caching)
         first_step = await pool.open(worker.last_finished_step)
         lane = Lane(
+            worker=worker,
             stream=stream,
             pool=pool,
+            enable_prefix_caching=self._enable_prefix_caching,
             epoch=self._store.leadership.epoch,
             first_step=first_step,
             num_free_blocks=worker.num_blocks - 1,
@@ -123,7 +133,10 @@ class Discovery:
             incarnation=f"{worker.incarnation:016x}",
             num_blocks=worker.num_blocks,
         )
-        self._engine.add(lane)
+        self._engine.add(lane, model)
+        return lane, pool
+
+    async def _run(self, address: str, stream: WorkerStream, lane: Lane, pool: Pool) -> None:
         why = "drained"
         try:
             stream.start(lane.drain, lane.wake)
@@ -132,9 +145,24 @@ class Discovery:
             why = str(error) or type(error).__name__
             raise
         finally:
-            self._engine.remove(lane, why)
             log.info("worker left", address=address, why=why)
+            async with self._changing:
+                self._engine.remove(lane, why)
+                await self._drop(pool)
+
+    async def _drop(self, pool: Pool) -> None:
+        try:
             await pool.drop()
+        except StoreUnavailable:
+            self._left_pools = True
+
+    async def _sweep(self) -> None:
+        """Drops what could not be dropped while Redis was away."""
+        if self._left_pools:
+            async with self._changing:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.sweep(keep=self._engine.lanes)
+                    self._left_pools = False
 
     def _limits(self, worker: Worker) -> Limits:
         return Limits(
@@ -144,8 +172,8 @@ class Discovery:
             watermark=int(self._watermark * worker.num_blocks),
         )
 
-    def _agree(self, worker: Worker, limits: Limits) -> None:
-        """Refuses a worker that cannot serve what the others do; the first sets the model."""
+    def _agreed(self, worker: Worker, limits: Limits) -> ServedModel:
+        """The model that the worker serves; WorkerRefused if it is not that of the others."""
         _same("protocol version", PROTOCOL_VERSION, worker.protocol_version)
         usable = worker.num_blocks - 1 - limits.watermark
         needed = blocks_for(worker.max_model_len, worker.block_size)
@@ -170,7 +198,7 @@ class Discovery:
         _same("block size", served.block_size, model.block_size)
         _same("max_model_len", served.max_model_len, model.max_model_len)
         _same("kv_cache_dtype", served.kv_cache_dtype, model.kv_cache_dtype)
-        self._engine.model = served
+        return model
 
 
 def _same(what: str, served: object, offered: object) -> None:

@@ -23,7 +23,7 @@ from scheduler_svc.core.policy import (
 )
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lanes.plan import build_plan
-from scheduler_svc.lanes.stream import LaneLost, WorkerStream
+from scheduler_svc.lanes.stream import LaneLost, Worker, WorkerStream
 from scheduler_svc.store.errors import PoolFault, StoreUnavailable
 from scheduler_svc.store.hashing import num_matchable_blocks
 from scheduler_svc.store.pool import Pool
@@ -68,6 +68,7 @@ class Lane:
 
     def __init__(
         self,
+        worker: Worker,
         stream: WorkerStream,
         pool: Pool,
         epoch: int,
@@ -78,13 +79,14 @@ class Lane:
         on_room: Callable[[], None],
         on_given_back: Callable[[list[Sequence]], None],
         fold: Callable[[list[Sequence]], Awaitable[None]],
+        enable_prefix_caching: bool,
         check_every_step: bool,
     ) -> None:
-        self.worker = stream.worker
+        self.worker = worker
         self.limits = limits
         self.assigned: list[Sequence] = []
         self.rows: dict[int, Sequence] = {}
-        self.draining = stream.worker.draining
+        self.draining = worker.draining
         self.num_free_blocks = num_free_blocks
         self._free_rows = list(range(limits.max_num_seqs))
         self._stream = stream
@@ -95,6 +97,7 @@ class Lane:
         self._on_room = on_room
         self._on_given_back = on_given_back
         self._fold = fold
+        self._enable_prefix_caching = enable_prefix_caching
         self._check_every_step = check_every_step
         self._checked_step = first_step
         self._wake = asyncio.Event()
@@ -187,7 +190,7 @@ class Lane:
             self._on_room()
         await self._stream.send(plan)
         await self._fold_journal()
-        self._take(await self._stream.result())
+        self._take(await self._stream.result(), plan)
         if self._check_every_step:
             await self.check_integrity()
         return True
@@ -286,12 +289,8 @@ class Lane:
             sequence.num_published_blocks = sequence.num_computed_tokens // self.limits.block_size
         return plan
 
-    def _take(self, result: worker_pb2.StepResult) -> None:
-        if (result.epoch, result.step) != (self._epoch, self._step):
-            raise LaneLost(
-                f"the worker answered step {result.step} of epoch {result.epoch}, "
-                f"not step {self._step} of epoch {self._epoch}"
-            )
+    def _take(self, result: worker_pb2.StepResult, plan: worker_pb2.BatchPlan) -> None:
+        self._check_result(result, plan)
         for failure in result.failures:
             sequence = self.rows[failure.row]
             log.error("row failed", request=sequence.request_id, why=failure.reason)
@@ -300,6 +299,21 @@ class Lane:
         for row, token_id in zip(result.sampled_rows, result.sampled_token_ids, strict=True):
             if not self.rows[row].leaving:
                 self.rows[row].take(token_id)
+
+    def _check_result(self, result: worker_pb2.StepResult, plan: worker_pb2.BatchPlan) -> None:
+        """LaneLost unless each row that was due a token has one, or a reason why not."""
+        if (result.epoch, result.step) != (plan.epoch, plan.step):
+            raise LaneLost(
+                f"the worker answered step {result.step} of epoch {result.epoch}, "
+                f"not step {plan.step} of epoch {plan.epoch}"
+            )
+        due = {row for row in plan.schedule.rows if self.rows[row].is_computed}
+        failing = {failure.row for failure in result.failures}
+        sampled = sorted(result.sampled_rows)
+        if sampled != sorted(due - failing) or len(sampled) != len(result.sampled_token_ids):
+            raise LaneLost(f"the worker's result of step {result.step} is not that of its plan")
+        if not failing <= set(plan.schedule.rows):
+            raise LaneLost(f"the worker failed rows that step {result.step} did not run")
 
     # Rows
 
@@ -335,7 +349,11 @@ class Lane:
 
     def _matchable(self, sequence: Sequence) -> tuple[bytes, ...]:
         num_blocks = num_matchable_blocks(len(sequence.token_ids), self.limits.block_size)
-        return sequence.hashes()[:num_blocks]
+        return self._hashes(sequence)[:num_blocks]
+
+    def _hashes(self, sequence: Sequence) -> tuple[bytes, ...]:
+        """Of its full blocks; without prefix caching there is nothing to share."""
+        return sequence.hashes() if self._enable_prefix_caching else ()
 
     def _running(self, sequence: Sequence) -> Running:
         return Running(
@@ -349,7 +367,7 @@ class Lane:
         return Waiting(
             num_tokens=len(sequence.token_ids),
             max_num_tokens=sequence.max_num_tokens,
-            block_hashes=sequence.hashes(),
+            block_hashes=self._hashes(sequence),
             num_hits=match.num_hits,
             num_free_hits=match.num_free_hits,
         )
@@ -362,12 +380,13 @@ class Lane:
         if num_full <= first:
             return []
         sequence.num_published_blocks = num_full
-        pairs = zip(sequence.block_ids[first:num_full], sequence.hashes()[first:], strict=False)
+        hashes = self._hashes(sequence)[first:num_full]
+        pairs = zip(sequence.block_ids[first:num_full], hashes, strict=False)
         return [Publication(*pair) for pair in pairs]
 
     def _admission(self, sequence: Sequence, num_hits: int, num_tokens: int) -> Admission:
         block_size = self.limits.block_size
-        hashes = sequence.hashes()
+        hashes = self._hashes(sequence)
         num_filled = num_hits + (num_tokens // block_size)
         num_blocks = -(-len(sequence.token_ids) // block_size)
         return Admission(
@@ -380,7 +399,7 @@ class Lane:
 
     async def _fold_journal(self) -> None:
         if self._step % FOLD_EVERY_STEPS == 0:
-            await self._fold(list(self.rows.values()))
+            await self._ask(lambda: self._fold(list(self.rows.values())))
             await self._ask(lambda: self._pool.trim_journal(self._step))
 
     async def _ask(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:

@@ -7,25 +7,54 @@ import structlog
 
 log = structlog.get_logger()
 
-
-async def resolve(names: tuple[str, ...]) -> set[str]:
-    """Every address the names stand for now. A name that does not resolve stands for none."""
-    found = await asyncio.gather(*(_resolve_one(name) for name in names))
-    return set().union(*found)
+LOOKUP_INTERVAL_S = 1.0
 
 
-async def _resolve_one(name: str) -> set[str]:
-    if name.startswith("unix:"):
-        return {name}
+class Names:
+    """Looks every name up once a second, each by itself: a slow one holds nobody up.
+
+    A name that does not resolve keeps the addresses it had: an absence from DNS closes nothing.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._answers: dict[str, frozenset[str]] = {name: frozenset() for name in names}
+        self._failing: set[str] = set()
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """All that the names stand for."""
+        return frozenset().union(*self._answers.values())
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for name in self._answers:
+                group.create_task(self._keep(name))
+
+    async def _keep(self, name: str) -> None:
+        if name.startswith("unix:"):
+            self._answers[name] = frozenset({name})
+            return
+        while True:
+            await self._look_up(name)
+            await asyncio.sleep(LOOKUP_INTERVAL_S)
+
+    async def _look_up(self, name: str) -> None:
+        try:
+            self._answers[name] = await _resolve(name)
+            self._failing.discard(name)
+        except (OSError, UnicodeError) as error:
+            # Said once, not every second.
+            if name not in self._failing:
+                self._failing.add(name)
+                log.warning("name does not resolve", name=name, why=str(error))
+
+
+async def _resolve(name: str) -> frozenset[str]:
     host, _, port = name.rpartition(":")
-    try:
-        infos = await asyncio.get_running_loop().getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM
-        )
-    except OSError as error:
-        log.debug("name does not resolve", name=name, error=str(error))
-        return set()
-    return {_target(family, str(address[0]), port) for family, _, _, _, address in infos}
+    infos = await asyncio.get_running_loop().getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+    )
+    return frozenset(_target(family, str(address[0]), port) for family, *_, address in infos)
 
 
 def _target(family: int, host: str, port: str) -> str:

@@ -1,8 +1,10 @@
 """One `Execute` stream: plans down, results and heartbeats up."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import grpc
 
@@ -11,6 +13,8 @@ from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.service.protocol import PROTOCOL_VERSION
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
+
+OPEN_TIMEOUT_S = 5.0
 
 
 class LaneLost(Exception):
@@ -35,45 +39,51 @@ class Worker:
 
 
 class WorkerStream:
-    """An open `Execute` call. Results come in the order of the plans."""
+    """An `Execute` call. Results come in the order of the plans."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: _Call, worker: Worker) -> None:
-        self.worker = worker
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         # Why the stream has ended, if it has.
         self.lost: LaneLost | None = None
-        self._channel = channel
-        self._call = call
+        self._call: _Call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
         self._results: asyncio.Queue[worker_pb2.StepResult | LaneLost] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, address: str, epoch: int, holder: bytes, live: list[int]) -> "WorkerStream":
-        """Opens the stream and reads the worker's hello. LaneLost if there is none."""
-        channel = grpc.aio.insecure_channel(
-            address, options=channel_options(INTERNAL_MESSAGE_BYTES)
+    @asynccontextmanager
+    async def connected(cls, address: str) -> AsyncIterator[Self]:
+        """A stream to a worker that can be reached, closed at the end. LaneLost if it cannot."""
+        options = channel_options(INTERNAL_MESSAGE_BYTES)
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            try:
+                await asyncio.wait_for(channel.channel_ready(), OPEN_TIMEOUT_S)
+            except TimeoutError:
+                raise LaneLost(f"{address} cannot be reached") from None
+            stream = cls(channel)
+            try:
+                yield stream
+            finally:
+                await stream._close()
+
+    async def open(self, epoch: int, holder: bytes, live: list[int]) -> Worker:
+        """Says who leads and whose lanes are open; what the worker is. LaneLost without a hello."""
+        opening = worker_pb2.OpenLane(
+            epoch=epoch,
+            holder=holder,
+            protocol_version=PROTOCOL_VERSION,
+            live_incarnations=live,
         )
         try:
-            call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
-            await call.write(
-                worker_pb2.ExecuteRequest(
-                    open=worker_pb2.OpenLane(
-                        epoch=epoch,
-                        holder=holder,
-                        protocol_version=PROTOCOL_VERSION,
-                        live_incarnations=live,
-                    )
-                )
-            )
-            first = await call.read()
-            if not isinstance(first, worker_pb2.ExecuteResponse) or not first.HasField("hello"):
-                raise LaneLost(f"no hello: {await call.code()} {await call.details()}")
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await self._call.write(worker_pb2.ExecuteRequest(open=opening))
+                first = await self._call.read()
+                if not isinstance(first, worker_pb2.ExecuteResponse) or not first.HasField("hello"):
+                    code, details = await self._call.code(), await self._call.details()
+                    raise LaneLost(f"no hello: {code.name}: {details}")
+        except TimeoutError:
+            raise LaneLost(f"no hello within {OPEN_TIMEOUT_S:g} s") from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            await channel.close()
             raise LaneLost(_why(error)) from error
-        except BaseException:
-            await channel.close()
-            raise
-        return cls(channel, call, _worker(first.hello))
+        return _worker(first.hello)
 
     def start(self, on_draining: Callable[[], None], on_lost: Callable[[], None]) -> None:
         """Reads the stream from here on."""
@@ -92,12 +102,11 @@ class WorkerStream:
             raise result
         return result
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         self._call.cancel()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        await self._channel.close()
 
     async def _read(self, on_draining: Callable[[], None], on_lost: Callable[[], None]) -> None:
         try:

@@ -1,6 +1,7 @@
 """One connection to Redis, safe against cancelled callers."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar
 
@@ -10,7 +11,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
+    MasterDownError,
+    NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -36,6 +41,17 @@ _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
     "POOL_FAULT": PoolFault,
     "REQUEST_FAULT": RequestFault,
 }
+
+# Redis answers, but not to the point: a replica, a full one, one that cannot save or may not obey.
+_REFUSALS = (
+    AuthenticationError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+)
+# The same said by a script, or by codes that the client has no class for.
+_REFUSED = re.compile(r"\b(READONLY|OOM|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING)\b")
 
 
 class Connection:
@@ -101,9 +117,11 @@ class Connection:
 async def _translated(call: Callable[[], Awaitable[T]]) -> T:
     try:
         return await call()
-    except (RedisConnectionError, RedisTimeoutError, AuthenticationError, OSError) as error:
+    except (RedisConnectionError, RedisTimeoutError, OSError, *_REFUSALS) as error:
         raise StoreUnavailable(f"Redis: {error}") from error
     except ResponseError as error:
+        if _REFUSED.search(str(error)):
+            raise StoreUnavailable(f"Redis: {error}") from error
         code, _, message = str(error).partition(" ")
         raise _SCRIPT_ERRORS.get(code, StoreError)(message or code) from error
     except RedisError as error:

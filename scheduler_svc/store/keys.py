@@ -59,6 +59,11 @@ class PoolKeys:
         return f"quire:{{pool:{self.incarnation:016x}}}:{name}"
 
 
+def request_pattern() -> str:
+    """What SCAN finds all records by."""
+    return "quire:{request:*}:record"
+
+
 def request_keys(principal: str, request_id: str) -> tuple[str, str]:
     """The record and the output of a request. Quoting keeps ("a/b", "c") from ("a", "b/c")."""
     tag = f"quire:{{request:{quote(principal, safe='')}/{quote(request_id, safe='')}}}"

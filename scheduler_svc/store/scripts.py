@@ -77,6 +77,7 @@ RECLAIM: Final = Script("reclaim", _BLOCKS, ("epoch", "holder", "num_blocks"))
 TRIM: Final = Script("trim", ("state", "journal"), ("epoch", "holder", "first_step"))
 DROP: Final = Script("drop", ("state", "rest..."), ("epoch", "holder"))
 RAISE_EPOCH: Final = Script("raise_epoch", ("leadership",), ("holder",))
+CONFIRM: Final = Script("confirm", ("leadership",), ("epoch", "holder"))
 RECORD: Final = Script("record", ("leadership", "records..."), ("epoch", "holder", "fields..."))
 FOLD: Final = Script("fold", ("leadership", "records..."), ("epoch", "holder", "runs..."))
 FINISH: Final = Script(
@@ -84,5 +85,6 @@ FINISH: Final = Script(
 )
 DISCARD: Final = Script("discard", ("leadership", "records..."), ("epoch", "holder"))
 SCRIPTS: Final = (
-    MATCH, COMMIT, OPEN, RECLAIM, TRIM, DROP, RAISE_EPOCH, RECORD, FOLD, FINISH, DISCARD,
+    MATCH, COMMIT, OPEN, RECLAIM, TRIM, DROP, RAISE_EPOCH, CONFIRM, RECORD, FOLD, FINISH,
+    DISCARD,
 )  # fmt: skip

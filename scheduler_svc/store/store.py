@@ -5,8 +5,7 @@ from typing import Any, Self
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Argument, Connection
-from scheduler_svc.store.errors import StaleEpoch
-from scheduler_svc.store.keys import LEADERSHIP, POOLS, request_keys
+from scheduler_svc.store.keys import LEADERSHIP, POOLS, request_keys, request_pattern
 from scheduler_svc.store.leadership import Leadership
 from scheduler_svc.store.packing import pack_u32s
 from scheduler_svc.store.pool import Pool
@@ -15,6 +14,7 @@ from scheduler_svc.store.requests import (
     OutputRun,
     RequestKey,
     RequestRecord,
+    RequestState,
     StoredRequest,
     pack_record,
     unpack_request,
@@ -22,6 +22,8 @@ from scheduler_svc.store.requests import (
 from scheduler_svc.store.scripts import Script
 
 _TIMEOUT_S = 5.0
+_SCANNED_PER_CALL = 1000
+_KEY_FIELDS = ("state", "principal", "request_id")
 
 
 class Store:
@@ -50,10 +52,8 @@ class Store:
 
     async def confirm(self) -> None:
         """StaleEpoch if the leadership is not ours any more, or lost with Redis' data."""
-        stored = await self._connection.execute("HMGET", LEADERSHIP, "epoch", "holder")
-        if stored != [str(self.leadership.epoch).encode(), self.leadership.holder]:
-            epoch = stored[0].decode() if stored[0] else "none"
-            raise StaleEpoch(f"the epoch is {epoch}, not {self.leadership.epoch}")
+        leader = self.leadership
+        await self._connection.run(scripts.CONFIRM, (LEADERSHIP,), (leader.epoch, leader.holder))
 
     async def raise_epoch(self) -> Leadership:
         """Takes the leadership anew. Pools got before are stale; get and open them again."""
@@ -108,6 +108,21 @@ class Store:
         record, output = request_keys(key.principal, key.request_id)
         fields, tokens = await self._connection.snapshot(("HGETALL", record), ("GET", output))
         return unpack_request(fields, tokens or b"") if fields else None
+
+    async def live_requests(self) -> list[RequestKey]:
+        """Requests whose records are live, whoever wrote them."""
+        live = []
+        cursor = None
+        while cursor != 0:
+            cursor, names = await self._connection.execute(
+                "SCAN", cursor or 0, "MATCH", request_pattern(), "COUNT", _SCANNED_PER_CALL
+            )
+            for name in names:
+                fields = await self._connection.execute("HMGET", name, *_KEY_FIELDS)
+                state, principal, request_id = fields
+                if state == RequestState.LIVE.value.encode():
+                    live.append(RequestKey(principal.decode(), request_id.decode()))
+        return live
 
     async def _run(self, script: Script, requests: Sequence[RequestKey], *args: Argument) -> Any:
         """Runs a script over the records of requests; without any there is nothing to do."""

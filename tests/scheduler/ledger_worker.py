@@ -2,7 +2,7 @@
 every plan."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -135,6 +135,8 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.failing_seeds: set[int] = set()
+        # Changes results on their way out.
+        self.distort: Callable[[worker_pb2.StepResult], object] = lambda result: None
         self.num_streams = 0
         self.num_received_plans = 0
 
@@ -162,4 +164,5 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
                 index = list(result.sampled_rows).index(row)
                 del result.sampled_rows[index], result.sampled_token_ids[index]
                 result.failures.add(row=row, reason="the logits are not finite")
+        self.distort(result)
         return result

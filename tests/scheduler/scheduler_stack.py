@@ -120,10 +120,11 @@ class Stack:
     workers: dict[str, tuple[LedgerWorker, grpc.aio.Server]] = field(default_factory=dict)
     gateways: list[Gateway] = field(default_factory=list)
 
-    async def start_worker(self, name: str, worker: LedgerWorker) -> None:
+    async def start_worker(self, name: str, worker: LedgerWorker, *aliases: str) -> None:
         server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-        server.add_insecure_port(f"unix:{self.directory}/{name}.sock")
+        for address in (name, *aliases):
+            server.add_insecure_port(f"unix:{self.directory}/{address}.sock")
         await server.start()
         self.workers[name] = (worker, server)
 

@@ -100,6 +100,32 @@ async def test_no_redis_or_a_wrong_password_is_unavailable(
     await store.close()
 
 
+@pytest.mark.parametrize(
+    ("refuse", "allow"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+        (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+    ],
+    ids=["a replica", "full"],
+)
+async def test_a_redis_that_takes_no_writes_is_unavailable(
+    own_redis: EmbeddedRedis, refuse: tuple[str, ...], allow: tuple[str, ...]
+) -> None:
+    store = await Store.connect(own_redis.url)
+    pool = store.pool(1, 11)
+    step = await pool.open(0)
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.execute_command(*refuse)
+        with pytest.raises(StoreUnavailable):
+            await store.confirm()
+        with pytest.raises(StoreUnavailable):
+            await pool.commit(Commit(step + 1))
+        client.execute_command(*allow)
+    await store.confirm()
+    await pool.commit(Commit(step + 1))
+    await store.close()
+
+
 async def test_a_url_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         await Store.connect("localhost:6379")

@@ -1,0 +1,160 @@
+"""What goes wrong around the scheduler, and what it must not make of it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ledger_worker import LedgerWorker
+from scheduler_stack import Stack, expected, running_stack
+from waiting import until
+
+from quire.internal.v1 import worker_pb2
+from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.engine import Engine
+from scheduler_svc.lanes.names import Names
+from scheduler_svc.store.requests import RequestKey, RequestRecord
+from scheduler_svc.store.store import Store
+from scheduler_svc.store.types import PrefixMatch
+
+RECORD = RequestRecord(
+    key=RequestKey("", "left"), digest=b"", prompt_token_ids=(1,), params=b"", sequence_id=7
+)
+
+
+@pytest.fixture
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Unix socket paths are limited to 107 bytes.
+    return tmp_path_factory.mktemp("s")
+
+
+def prompt(length: int, tag: int = 0) -> list[int]:
+    return [tag * 100 + index % 97 for index in range(length)]
+
+
+async def serves(stack: Stack, seed: int = 1) -> None:
+    """The next request works."""
+    gateway = await stack.gateway()
+    [heard] = await gateway.over(
+        await gateway.submit(prompt(9, seed), seed=seed, request_id=f"next-{seed}")
+    )
+    assert heard.token_ids == expected(seed, 4)
+
+
+async def test_a_worker_that_comes_up_at_two_addresses_is_one_lane(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {}, names=("a", "b")) as stack:
+        worker = LedgerWorker(1)
+        await stack.start_worker("a", worker, "b")
+        await stack.ready()
+        for seed in range(3):
+            await serves(stack, seed)
+        assert worker.num_streams == 1
+
+
+async def test_a_lane_that_ends_while_caches_are_asked_is_given_nothing(
+    redis_url, sockets, monkeypatch
+):
+    asked, answer = asyncio.Event(), asyncio.Event()
+    match = Engine._match
+
+    async def slow_match(engine: Engine, lanes: list, batch: list) -> list[list[PrefixMatch]]:
+        found = await match(engine, lanes, batch)
+        asked.set()
+        await answer.wait()
+        return found
+
+    workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
+    async with running_stack(redis_url, sockets, workers) as stack:
+        gateway = await stack.gateway()
+        monkeypatch.setattr(Engine, "_match", slow_match)
+        attachments = [await gateway.submit(prompt(8, seed), seed=seed) for seed in range(6)]
+        await asked.wait()
+        await stack.stop_worker("a")
+        await asyncio.sleep(0.1)
+        answer.set()
+        for seed, heard in enumerate(await gateway.over(*attachments)):
+            assert heard.token_ids == expected(seed, 4)
+
+
+async def test_prompts_share_a_step_although_caching_is_off(redis_url, sockets):
+    worker = LedgerWorker(1, num_blocks=129)
+    async with running_stack(
+        redis_url, sockets, {"a": worker}, enable_prefix_caching=False
+    ) as stack:
+        gateway = await stack.gateway()
+        worker.gate.clear()
+        for seed in range(8):
+            await gateway.submit(prompt(4), seed=seed, max_tokens=2)
+        await until(lambda: all(one.accepted for one in gateway.heard.values()), "acceptance")
+        worker.gate.set()
+        for seed, heard in enumerate(await gateway.over()):
+            assert heard.token_ids == expected(seed, 2)
+            assert heard.end.num_cached_prompt_tokens == 0
+        assert worker.ledger.max_rows >= 7
+
+
+DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
+    "an unknown row": lambda result: result.sampled_rows.__setitem__(0, 7),
+    "no token": lambda result: (result.sampled_rows.pop(), result.sampled_token_ids.pop()),
+    "a row without its token": lambda result: result.sampled_token_ids.pop(),
+    "an unknown failure": lambda result: result.failures.add(row=6, reason="?"),
+    "another step": lambda result: setattr(result, "step", 12345),
+}
+
+
+@pytest.mark.parametrize("distortion", DISTORTIONS)
+async def test_a_result_that_is_none_ends_the_lane_alone(redis_url, sockets, distortion):
+    worker = LedgerWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        worker.distort = DISTORTIONS[distortion]
+        [heard] = await gateway.over(await gateway.submit(prompt(8)))
+        assert heard.failure.code == 14
+        worker.distort = lambda result: None
+        await serves(stack)
+
+
+async def test_workers_of_another_model_take_over_when_the_last_one_is_gone(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        await serves(stack, 1)
+        await stack.stop_worker("a")
+        gateway = await stack.gateway()
+        await until(lambda: not gateway.hello.ready, "the loss of the worker")
+        waiting = await gateway.submit(prompt(20, 2), seed=2)
+        await until(lambda: gateway.heard[waiting].accepted, "acceptance")
+        await stack.start_worker("a", LedgerWorker(2, fingerprint=b"other", block_size=8))
+        [heard] = await gateway.over(waiting)
+        assert heard.token_ids == expected(2, 4)
+
+
+async def test_a_former_leader_s_requests_are_ended(redis_url, redis_client, sockets):
+    store = await Store.connect(redis_url)
+    assert await store.record([RECORD]) == [True]
+    await store.close()
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        await until(lambda: stack.scheduler.leading, "the lead")
+        assert all(redis_client.ttl(key) > 0 for key in redis_client.keys("*left*"))
+        gateway = await stack.gateway()
+        await gateway.over(await gateway.submit(prompt(8), request_id="left"))
+
+
+async def test_a_record_that_may_have_been_written_is_taken_back(redis_url, redis_client):
+    store = await Store.connect(redis_url)
+    recorder = Recorder(store, finished_ttl_s=60)
+    await store.record([RECORD])
+    recorder.unanswered([RECORD.key])
+    await recorder.flush()
+    assert not redis_client.keys("*left*")
+    assert await store.record([RECORD]) == [True]
+    await store.discard([RECORD.key])
+    await store.close()
+
+
+async def test_names_that_do_not_resolve_hold_nobody_up():
+    names = Names(("localhost:50053", "unix:/run/worker.sock", "no-such-host.invalid:1"))
+    looking = asyncio.create_task(names.run())
+    await until(lambda: len(names.addresses) >= 2, "the names that resolve")
+    assert "unix:/run/worker.sock" in names.addresses
+    assert all(address.endswith((":50053", ".sock")) for address in names.addresses)
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
