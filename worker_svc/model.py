@@ -148,13 +148,33 @@ def _network_class(config: Any) -> Any:
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limit = _length_limit(config)
     length = limit if wanted is None else wanted
     if length is None:
         raise WrongSettingError("--max-model-len: the model names no limit of its own, so set one")
     if limit is not None and length > limit:
         raise WrongSettingError(f"--max-model-len: {length} is more than the model's {limit}")
     return length
+
+
+def _length_limit(config: Any) -> int | None:
+    """The longest sequence that one set of rotary frequencies serves.
+
+    `longrope` has two sets, and transformers chooses by the longest sequence of the batch: what a
+    sequence gets would depend on its neighbours, and cached keys of both kinds would mix.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    short = [
+        part["original_max_position_embeddings"]
+        for part in kinds
+        if part.get("rope_type") == "longrope"
+    ]
+    if short and limit is not None and min(short) < limit:
+        log.warning("longrope is served up to its short range", tokens=min(short), of=limit)
+        return int(min(short))
+    return limit
 
 
 @torch.inference_mode()
