@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 from pydantic_settings import SettingsConfigDict
 
+from quire.service.addresses import Address
 from quire.service.settings import ServiceSettings
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
@@ -17,10 +18,10 @@ class GatewaySettings(ServiceSettings):
         env_prefix="QUIRE_GATEWAY_", cli_prog_name="quire-gateway", protected_namespaces=()
     )
 
-    listen: _Text = Field(
+    listen: Address = Field(
         "127.0.0.1:50051", description="Where the API is served: host:port or unix:/path."
     )
-    scheduler: _Text = Field(
+    scheduler: Address = Field(
         "127.0.0.1:50052", description="The scheduler's address: host:port or unix:/path."
     )
     model: _Text = Field(

@@ -5,6 +5,7 @@ import re
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from quire.service.addresses import Address
 from quire.service.settings import ServiceSettings
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
@@ -19,7 +20,7 @@ class SchedulerSettings(ServiceSettings):
         env_prefix="QUIRE_SCHEDULER_", cli_prog_name="quire-scheduler"
     )
 
-    listen: str = Field(
+    listen: Address = Field(
         "127.0.0.1:50052", description="host:port (port 0: a free one) or unix:/path."
     )
     redis_url: str = Field(

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from quire.service.addresses import Address
 from quire.service.settings import ServiceSettings
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
@@ -37,7 +38,7 @@ class WorkerSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(env_prefix="QUIRE_WORKER_", cli_prog_name="quire-worker")
 
-    listen: str = Field(
+    listen: Address = Field(
         "127.0.0.1:50053", description="host:port (port 0: a free one) or unix:/path."
     )
     model: str = Field(description="Model folder in Hugging Face format, or a hub id.")

@@ -10,21 +10,34 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "quire"
+# Of the text that one error carries in one place. Statuses travel in HTTP/2 headers, of which gRPC
+# takes 8 KiB for certain, and text triples there: everything below stays under that together.
+MAX_TEXT_BYTES = 1024
+_MAX_DETAILS_BYTES = 2048
 
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """A request that ends with a status. Raised anywhere, turned into the status at the rim."""
+    """A request that ends with a status. Raised anywhere, turned into the status at the rim.
+
+    A message beyond MAX_TEXT_BYTES is cut.
+    """
 
     code: grpc.StatusCode
     message: str
     details: tuple[Message, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        self.message = _cut(self.message)
+
     def __str__(self) -> str:
         return self.message
 
     def packed_details(self) -> list[any_pb2.Any]:
-        return [_packed(detail) for detail in self.details]
+        """All of them, or none where they are too large for a status."""
+        packed = [_packed(detail) for detail in self.details]
+        fits = sum(detail.ByteSize() for detail in packed) <= _MAX_DETAILS_BYTES
+        return packed if fits else []
 
 
 def _packed(detail: Message) -> any_pb2.Any:
@@ -36,8 +49,17 @@ def _packed(detail: Message) -> any_pb2.Any:
     return packed
 
 
+def _cut(text: str) -> str:
+    """Whole characters within the limit; what no UTF-8 can hold becomes a question mark."""
+    data = text.encode(errors="replace")
+    if len(data) <= MAX_TEXT_BYTES:
+        return data.decode()
+    return data[: MAX_TEXT_BYTES - len("...")].decode(errors="ignore") + "..."
+
+
 def invalid(field_name: str, reason: str, description: str) -> RequestError:
     """INVALID_ARGUMENT: `field_name` as in the request's proto, `reason` in UPPER_SNAKE_CASE."""
+    description = _cut(description)
     violation = error_details_pb2.BadRequest.FieldViolation(
         field=field_name, description=description, reason=reason
     )

@@ -6,7 +6,10 @@ check, UNKNOWN until it has been made.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
+import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -15,13 +18,31 @@ _UNKNOWN = health_pb2.HealthCheckResponse.UNKNOWN
 READY = "ready"
 
 
+class ListingHealthServicer(health.aio.HealthServicer):
+    """The library's servicer, which knows Check and Watch, and List of the names it is given."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names = tuple(names)
+
+    async def List(  # noqa: N802
+        self, request: Message, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Message:
+        """HealthListRequest to HealthListResponse."""
+        requests = {name: health_pb2.HealthCheckRequest(service=name) for name in self._names}
+        statuses = {name: await self.Check(ask, context) for name, ask in requests.items()}
+        # The published type stubs are older than this message.
+        response: Message = health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
+        return response
+
+
 class Health:
     """Named checks, all failing at first, and the health servicer that tells of them."""
 
     def __init__(self, checks: Iterable[str], services: Iterable[str] = ()) -> None:
-        self.servicer = health.aio.HealthServicer()
         self._failing = dict.fromkeys(checks, "not checked yet")
         self._names = (READY, *services)
+        self.servicer = ListingHealthServicer(("", *self._failing, *self._names))
 
     @property
     def ready(self) -> bool:
@@ -33,6 +54,7 @@ class Health:
         return dict(self._failing)
 
     async def start(self) -> None:
+        """Before the server starts: every name has a status when the first caller asks."""
         await self.servicer.set("", _SERVING)
         for check in self._failing:
             await self.servicer.set(check, _UNKNOWN)

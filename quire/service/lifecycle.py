@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from quire.service.health import Health
+from quire.service.reflection import add_reflection
 
 log = structlog.get_logger()
 
@@ -57,14 +57,15 @@ async def start_server(
     be bound.
     """
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    names = (*services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    add_reflection((*services, "grpc.health.v1.Health"), server)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {listen}: {error}") from error
-    await server.start()
+        # gRPC does not say which of these it is.
+        why = "in use, not an address of this machine, or not permitted"
+        raise OSError(f"cannot listen on {listen}: {why}") from error
     await health.start()
+    await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     if address_file is not None:
         # Renamed into place, so that a reader never sees half an address.

@@ -4,13 +4,21 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Literal, NoReturn, Self
+from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 # Kubernetes puts these beside every container whose service is called quire-<name>.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+_LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 
 
 class ServiceSettings(BaseSettings):
@@ -22,9 +30,7 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(frozen=True, cli_kebab_case=True, cli_hide_none_type=True)
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe level that is logged."
-    )
+    log_level: _LogLevel = Field("info", description="Least severe level that is logged.")
     log_format: Literal["auto", "human", "json"] = Field(
         "auto", description="auto: human on a terminal, JSON otherwise."
     )
@@ -42,9 +48,7 @@ class ServiceSettings(BaseSettings):
             cls._refuse_unknown_variables()
             return CliApp.run(cls, cli_args=sys.argv[1:] if argv is None else argv)
         except ValidationError as error:
-            lines = [
-                f"{cls._names(e['loc'])}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-            ]
+            lines = [f"{cls._names(e['loc'])}: {_said_of(e)}" for e in error.errors()]
             _stop(str(cls.model_config["cli_prog_name"]), lines)
         except SettingsError as error:
             _stop(str(cls.model_config["cli_prog_name"]), [str(error)])
@@ -61,6 +65,12 @@ class ServiceSettings(BaseSettings):
     def _names(cls, loc: tuple[int | str, ...]) -> str:
         name = str(loc[0]) if loc else "settings"
         return f"--{name.replace('_', '-')} / {cls.model_config['env_prefix']}{name.upper()}"
+
+
+def _said_of(error: ErrorDetails) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    # What is missing has no value; its input is all the others.
+    return message if error["type"] == "missing" else f"{message} (got {error['input']!r})"
 
 
 def _stop(program: str, lines: list[str]) -> NoReturn:

@@ -1,0 +1,38 @@
+import pytest
+from pydantic_settings import SettingsConfigDict
+
+from quire.service.addresses import Address
+from quire.service.settings import ServiceSettings
+
+
+class ExampleSettings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_EXAMPLE_", cli_prog_name="quire-example")
+
+    listen: Address
+
+
+def refusal(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        ExampleSettings.load(flags)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:99999"])
+def test_a_wrong_address_stops_the_process(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal([f"--listen={address}"], capsys)
+    assert said.startswith("quire-example: --listen / QUIRE_EXAMPLE_LISTEN: must ")
+    assert f"(got '{address}')" in said
+
+
+def test_what_is_missing_has_no_value_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal([], capsys)
+    assert said == "quire-example: --listen / QUIRE_EXAMPLE_LISTEN: Field required\n"
+
+
+def test_a_log_level_may_be_written_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ExampleSettings.load(["--listen=a:1", "--log-level=WARNING"]).log_level == "warning"
+    monkeypatch.setenv("QUIRE_EXAMPLE_LOG_LEVEL", "Debug")
+    assert ExampleSettings.load(["--listen=a:1"]).log_level == "debug"

@@ -1,0 +1,69 @@
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from quire.service.channels import server_options
+from quire.service.health import Health
+from quire.service.lifecycle import start_server
+
+SERVICE = "example.v1.ExampleService"
+
+
+@pytest.fixture
+async def health() -> Health:
+    return Health(("redis", "worker"), (SERVICE,))
+
+
+@pytest.fixture
+async def address(health: Health) -> AsyncIterator[str]:
+    server = grpc.aio.server(options=server_options())
+    yield await start_server(server, "127.0.0.1:0", (SERVICE,), health)
+    await server.stop(None)
+
+
+async def test_health_is_listed(address: str, health: Health) -> None:
+    serving, not_serving, unknown = (
+        health_pb2.HealthCheckResponse.ServingStatus.Value(name)
+        for name in ("SERVING", "NOT_SERVING", "UNKNOWN")
+    )
+    async with grpc.aio.insecure_channel(address) as channel:
+
+        async def listed() -> dict[str, int]:
+            answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+            return {name: response.status for name, response in answer.statuses.items()}
+
+        expected = {"": serving, "redis": unknown, "worker": unknown}
+        assert await listed() == {**expected, "ready": not_serving, SERVICE: not_serving}
+        await health.passed("redis")
+        await health.passed("worker")
+        names = ("", "redis", "worker", "ready", SERVICE)
+        assert await listed() == dict.fromkeys(names, serving)
+        await health.stopping()
+        assert await listed() == dict.fromkeys(names, not_serving)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_answers_under_both_names(address: str, version: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        reflect = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.health.v1.Health"),
+        ]
+        listed, described = [answer async for answer in reflect(iter(requests))]
+    names = {service.name for service in listed.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    assert described.file_descriptor_response.file_descriptor_proto
+
+
+async def test_an_address_in_use_is_told_in_our_words(address: str) -> None:
+    with pytest.raises(OSError, match=address) as caught:
+        await start_server(grpc.aio.server(options=server_options()), address, (), Health(()))
+    assert "GRPC_VERBOSITY" not in str(caught.value)
