@@ -6,13 +6,21 @@ from typing import Self, TypeAlias, Unpack
 
 import grpc
 
+from quire.arguments import deadline
 from quire.errors import clear_errors
 from quire.outputs import Model, RequestDelta, RequestOutput
 from quire.prompts import Conversation, Prompt
-from quire.requests import RequestOptions, fill_request, request_output, tokenize_request
+from quire.requests import (
+    RequestOptions,
+    cancel_request,
+    detokenize_request,
+    fill_request,
+    request_output,
+    tokenize_request,
+)
 from quire.sampling import SamplingParams
-from quire.targets import client_options
-from quire.v1 import inference_pb2, model_pb2, tokenizer_pb2
+from quire.targets import check_target, client_options
+from quire.v1 import inference_pb2, model_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
 from quire.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -24,16 +32,16 @@ _Call: TypeAlias = "grpc.Future[inference_pb2.GenerateResponse]"
 class Client:
     """One channel to a server at `host:port` or `unix:/path`. Safe to share between threads.
 
-    Every call raises QuireError where the server, or the way to it, fails. `timeout_s` is the
-    call's deadline: the server stops working on it, too.
+    Every call raises QuireError where the server, or the way to it, fails, TypeError or ValueError
+    for arguments that cannot be sent, and ValueError once the client is closed. `timeout_s` is the
+    call's deadline: the server stops working on it, too; None or infinity sets none.
     """
 
     def __init__(self, target: str) -> None:
+        check_target(target)
         self.target = target
         self._channel = grpc.insecure_channel(target, options=client_options(target))
-        self._inference = InferenceServiceStub(self._channel)
-        self._tokenizer = TokenizerServiceStub(self._channel)
-        self._models = ModelServiceStub(self._channel)
+        self._closed = False
 
     def generate(
         self,
@@ -58,7 +66,9 @@ class Client:
             fill_request(inference_pb2.GenerateRequest(), prompt, params, options)
             for prompt, params in zip(prompts, sampling_params, strict=True)
         ]
-        calls = [self._inference.Generate.future(r, timeout=timeout_s) for r in requests]
+        timeout = deadline("timeout_s", timeout_s)
+        stub = InferenceServiceStub(self._open_channel())
+        calls = [stub.Generate.future(request, timeout=timeout) for request in requests]
         try:
             with clear_errors(self.target):
                 _raise_first_error(calls)
@@ -79,19 +89,14 @@ class Client:
         request = fill_request(
             inference_pb2.StreamGenerateRequest(), prompt, sampling_params, options
         )
-        call = self._inference.StreamGenerate(request, timeout=timeout_s)
-        try:
-            with clear_errors(self.target):
-                for message in call:
-                    yield RequestDelta.from_proto(message)
-        finally:
-            call.cancel()
+        return self._stream(request, deadline("timeout_s", timeout_s))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a request by its id; the call that waits for it fails with CANCELLED."""
-        request = inference_pb2.CancelGenerateRequest(request_id=request_id)
+        request = cancel_request(request_id)
+        timeout = deadline("timeout_s", timeout_s)
         with clear_errors(self.target):
-            self._inference.CancelGenerate(request, timeout=timeout_s)
+            InferenceServiceStub(self._open_channel()).CancelGenerate(request, timeout=timeout)
 
     def tokenize(
         self,
@@ -103,8 +108,10 @@ class Client:
     ) -> list[int]:
         """The token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(prompt, add_special_tokens, model)
+        timeout = deadline("timeout_s", timeout_s)
         with clear_errors(self.target):
-            return list(self._tokenizer.Tokenize(request, timeout=timeout_s).token_ids)
+            stub = TokenizerServiceStub(self._open_channel())
+            return list(stub.Tokenize(request, timeout=timeout).token_ids)
 
     def detokenize(
         self,
@@ -114,20 +121,39 @@ class Client:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> str:
-        request = tokenizer_pb2.DetokenizeRequest(
-            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
+        request = detokenize_request(token_ids, skip_special_tokens, model)
+        timeout = deadline("timeout_s", timeout_s)
         with clear_errors(self.target):
-            return self._tokenizer.Detokenize(request, timeout=timeout_s).text
+            stub = TokenizerServiceStub(self._open_channel())
+            return stub.Detokenize(request, timeout=timeout).text
 
     def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
+        request = model_pb2.ListModelsRequest()
+        timeout = deadline("timeout_s", timeout_s)
         with clear_errors(self.target):
-            response = self._models.ListModels(model_pb2.ListModelsRequest(), timeout=timeout_s)
+            response = ModelServiceStub(self._open_channel()).ListModels(request, timeout=timeout)
         return [Model.from_proto(model) for model in response.models]
 
     def close(self) -> None:
         """Ends the channel, and with it every call in progress."""
+        self._closed = True
         self._channel.close()
+
+    def _stream(
+        self, request: inference_pb2.StreamGenerateRequest, timeout: float | None
+    ) -> Generator[RequestDelta, None, None]:
+        call = InferenceServiceStub(self._open_channel()).StreamGenerate(request, timeout=timeout)
+        try:
+            with clear_errors(self.target):
+                for message in call:
+                    yield RequestDelta.from_proto(message)
+        finally:
+            call.cancel()
+
+    def _open_channel(self) -> grpc.Channel:
+        if self._closed:
+            raise ValueError("the client is closed")
+        return self._channel
 
     def __enter__(self) -> Self:
         return self

@@ -1,13 +1,14 @@
 """Offline inference in a few lines: a model in a private local stack, or on a running server."""
 
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Self
 
+from quire.arguments import wrong_type
 from quire.client import Client
 from quire.launcher.stack import LocalStack
 from quire.outputs import RequestDelta, RequestOutput
-from quire.prompts import Conversation, Prompt, is_one_prompt
+from quire.prompts import Conversation, Prompt, each_conversation, each_prompt
 from quire.requests import RequestOptions
 from quire.sampling import SamplingParams
 
@@ -25,52 +26,51 @@ class LLM:
         model: str | None = None,
         *,
         target: str | None = None,
-        num_workers: int = 1,
+        num_workers: int | None = None,
         revision: str | None = None,
         verbose: bool = False,
-        **worker_settings: str | int | float | bool,
+        **worker_settings: str | int | float | bool | None,
     ) -> None:
-        """`worker_settings` are settings of the worker by their names: `block_size=32`,
-        `dtype="bfloat16"`, `max_model_len=4096`.
+        """`num_workers` is 1 if absent. `worker_settings` are settings of the worker by their
+        names: `block_size=32`, `dtype="bfloat16"`, `max_model_len=4096`; None leaves one alone.
 
-        ValueError unless there is a model or a target. LaunchError if the stack does not start.
+        ValueError unless there is a model or a target, or if a running server is to be set.
+        LaunchError if the stack does not start.
         """
-        if (model is None) and (target is None):
+        if model is None and target is None:
             raise ValueError("LLM needs a model to start or the target of a running server")
-        if target is not None and worker_settings:
-            raise ValueError(f"a running server has its settings: {', '.join(worker_settings)}")
-        self._options: RequestOptions = {"model": model} if target is not None else {}
+        given = {name: value for name, value in worker_settings.items() if value is not None}
         stack = None
-        if target is None:
+        if target is not None:
+            _refuse_settings(num_workers=num_workers, revision=revision, verbose=verbose, **given)
+        else:
             stack = LocalStack(
                 str(model),
-                num_workers=num_workers,
+                num_workers=1 if num_workers is None else num_workers,
                 revision=revision,
-                settings={f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in worker_settings.items()},
+                settings={f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in given.items()},
                 verbose=verbose,
             ).start()
-            target = stack.address
-        self.client = Client(target)
+        self._options: RequestOptions = {} if stack else {"model": model}
+        self.client = Client(stack.address if stack else str(target))
         # Runs once: by `close`, when nobody refers to this object any more, or at exit.
         self._finalizer = weakref.finalize(self, _close, self.client, stack)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Continues all prompts at once; outputs come in the order of the prompts.
 
-        A prompt is a text or a list of token ids. `sampling_params` is one for all or one for
-        each. The first prompt that fails raises its QuireError and cancels the others.
-        ValueError unless there are as many sampling parameters as prompts.
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        `sampling_params` is one for all or one for each. The first prompt that fails raises its
+        QuireError and cancels the others. ValueError unless there are as many sampling parameters
+        as prompts.
         """
-        each = [prompts] if is_one_prompt(prompts) else list(prompts)
-        return self.client.generate_all(
-            each, _for_each(sampling_params, len(each)), timeout_s=timeout_s, **self._options
-        )
+        return self._generate(each_prompt(prompts), sampling_params, timeout_s)
 
     def chat(
         self,
@@ -80,7 +80,7 @@ class LLM:
         timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, a list of {"role": ..., "content": ...}, or several."""
-        return self.generate(messages, sampling_params, timeout_s=timeout_s)
+        return self._generate(each_conversation(messages), sampling_params, timeout_s)
 
     def stream(
         self,
@@ -98,6 +98,15 @@ class LLM:
         """Ends the calls in progress and stops the private stack."""
         self._finalizer()
 
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
+        timeout_s: float | None,
+    ) -> list[RequestOutput]:
+        each = _for_each(sampling_params, len(prompts))
+        return self.client.generate_all(prompts, each, timeout_s=timeout_s, **self._options)
+
     def __enter__(self) -> Self:
         return self
 
@@ -111,11 +120,19 @@ def _close(client: Client, stack: LocalStack | None) -> None:
         stack.stop()
 
 
+def _refuse_settings(**given: object) -> None:
+    names = [name for name, value in given.items() if value not in (None, False)]
+    if names:
+        raise ValueError(f"a running server has its settings: {', '.join(names)}")
+
+
 def _for_each(
     sampling_params: SamplingParams | Sequence[SamplingParams | None] | None, count: int
 ) -> Sequence[SamplingParams | None]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
+    if isinstance(sampling_params, str | bytes) or not isinstance(sampling_params, Sequence):
+        raise wrong_type("sampling_params", "SamplingParams, or a list of them", sampling_params)
     if len(sampling_params) != count:
         raise ValueError(f"{len(sampling_params)} sampling parameters for {count} prompts")
     return sampling_params

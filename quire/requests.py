@@ -1,9 +1,17 @@
 """Between the caller's words and the protocol's: requests from arguments, outputs from answers."""
 
+from collections.abc import Sequence
 from typing import TypedDict, TypeVar
 
+from quire.arguments import check_flag, check_text, check_token_ids, wrong_type
 from quire.outputs import CompletionOutput, RequestOutput, Usage
-from quire.prompts import Conversation, Prompt, conversation_proto, is_conversation, token_ids_proto
+from quire.prompts import (
+    Conversation,
+    Prompt,
+    conversation_proto,
+    fill_prompt,
+    is_conversation,
+)
 from quire.sampling import SamplingParams
 from quire.v1 import inference_pb2, tokenizer_pb2
 
@@ -31,17 +39,12 @@ def fill_request(
 
     TypeError or ValueError for what no message can carry.
     """
-    for name, value in options.items():
-        if value is not None:
-            setattr(request, name, value)
+    _fill_options(request, options)
     if sampling_params is not None:
+        if not isinstance(sampling_params, SamplingParams):
+            raise wrong_type("sampling_params", "SamplingParams", sampling_params)
         request.sampling_params.CopyFrom(sampling_params.to_proto())
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif is_conversation(prompt):
-        request.conversation.CopyFrom(conversation_proto(prompt))
-    else:
-        request.token_ids.CopyFrom(token_ids_proto(prompt))
+    fill_prompt(request, prompt)
     return request
 
 
@@ -62,9 +65,46 @@ def request_output(
 def tokenize_request(
     prompt: str | Conversation, add_special_tokens: bool | None, model: str | None
 ) -> tokenizer_pb2.TokenizeRequest:
+    """TypeError or ValueError for what no message can carry."""
+    check_flag("add_special_tokens", add_special_tokens)
+    check_text("model", model)
     request = tokenizer_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
-    if isinstance(prompt, str):
+    if is_conversation(prompt):
+        request.conversation.CopyFrom(conversation_proto(prompt))
+    elif isinstance(prompt, str):
+        check_text("prompt", prompt)
         request.text = prompt
     else:
-        request.conversation.CopyFrom(conversation_proto(prompt))
+        raise wrong_type("prompt", "a text or a conversation", prompt)
     return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], skip_special_tokens: bool | None, model: str | None
+) -> tokenizer_pb2.DetokenizeRequest:
+    """TypeError or ValueError for what no message can carry."""
+    if token_ids is None:
+        raise wrong_type("token_ids", "a list of token ids", token_ids)
+    check_token_ids("token_ids", token_ids)
+    check_flag("skip_special_tokens", skip_special_tokens)
+    check_text("model", model)
+    return tokenizer_pb2.DetokenizeRequest(
+        model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+    )
+
+
+def cancel_request(request_id: str) -> inference_pb2.CancelGenerateRequest:
+    """TypeError for what is no request's id."""
+    if request_id is None:
+        raise wrong_type("request_id", "a text", request_id)
+    check_text("request_id", request_id)
+    return inference_pb2.CancelGenerateRequest(request_id=request_id)
+
+
+def _fill_options(request: _Request, options: RequestOptions) -> None:
+    for name, value in options.items():
+        if name not in RequestOptions.__annotations__:
+            raise TypeError(f"{name}: no such option of a request (got {value!r:.100})")
+        check_text(name, value)
+        if value is not None:
+            setattr(request, name, value)

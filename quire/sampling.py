@@ -3,17 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.arguments import (
+    UINT32_MAX,
+    UINT64_MAX,
+    check_flag,
+    check_integer,
+    check_number,
+    check_text,
+    check_token_ids,
+    wrong_type,
+)
 from quire.v1 import inference_pb2
-
-_UINT32_MAX = 2**32 - 1
-_UINT64_MAX = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters; None leaves a choice to the server.
 
-    The server judges the values. ValueError here only for numbers that no message can carry.
+    The server judges the values. TypeError or ValueError here only for what no message can carry,
+    and for `max_tokens=0`.
     """
 
     # 0 takes the most likely token; the server's default is 1.
@@ -33,11 +41,15 @@ class SamplingParams:
     skip_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_unsigned("top_k", self.top_k, _UINT32_MAX)
-        _check_unsigned("max_tokens", self.max_tokens, _UINT32_MAX)
-        _check_unsigned("seed", self.seed, _UINT64_MAX)
-        for token_id in self.stop_token_ids or ():
-            _check_unsigned("stop_token_ids", token_id, _UINT32_MAX)
+        check_number("temperature", self.temperature)
+        check_integer("top_k", self.top_k, 0, UINT32_MAX)
+        check_number("top_p", self.top_p)
+        check_integer("seed", self.seed, 0, UINT64_MAX)
+        check_integer("max_tokens", self.max_tokens, 1, UINT32_MAX)
+        _check_stop(self.stop)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("skip_special_tokens", self.skip_special_tokens)
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -54,6 +66,10 @@ class SamplingParams:
         )
 
 
-def _check_unsigned(name: str, value: int | None, maximum: int) -> None:
-    if value is not None and not 0 <= value <= maximum:
-        raise ValueError(f"{name}: must be from 0 to {maximum} (got {value!r})")
+def _check_stop(stop: object) -> None:
+    if isinstance(stop, bytes) or not isinstance(stop, Sequence | None):
+        raise wrong_type("stop", "a text or a list of texts", stop)
+    for text in [stop] if isinstance(stop, str) else stop or ():
+        if text is None:
+            raise wrong_type("stop", "a text or a list of texts", stop)
+        check_text("stop", text)

@@ -1,11 +1,23 @@
 """How a client reaches a server."""
 
 import ipaddress
+import re
 from typing import Any
 
+from quire.arguments import wrong_type
 from quire.service.channels import channel_options
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+_EXPECTED = "host:port or unix:/path"
+_TARGET = re.compile(r"unix:.+|(dns:///)?(\[[^\]]+\]|[^\s:/\[\]]+):\d{1,5}")
+
+
+def check_target(target: object) -> None:
+    """TypeError or ValueError for what is no server's address."""
+    if not isinstance(target, str):
+        raise wrong_type("target", _EXPECTED, target)
+    if not _TARGET.fullmatch(target):
+        raise ValueError(f"target: expected {_EXPECTED} (got {target!r})")
 
 
 def client_options(target: str) -> list[tuple[str, Any]]:

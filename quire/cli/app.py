@@ -1,23 +1,46 @@
 """What all commands share: the application, the server they talk to, how they fail."""
 
+import importlib.metadata
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from quire.arguments import deadline
 from quire.errors import QuireError
 from quire.launcher.errors import LaunchError
 
 _INTERRUPTED = 130
+# What a shell shows of a program that SIGPIPE has ended.
+_NOBODY_READS = 141
 
 app = typer.Typer(
     name="quire",
-    help="Serves language models, and asks the models that are served.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"quire {importlib.metadata.version('quire')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serves language models, and asks the models that are served."""
 
 
 def number(value: str) -> float:
@@ -26,6 +49,14 @@ def number(value: str) -> float:
         return float(value)
     except ValueError as error:
         raise typer.BadParameter(f"{value!r} is not a number") from error
+
+
+def seconds(value: str) -> float | None:
+    """A time limit, which is none if it is infinite."""
+    try:
+        return deadline("seconds", number(value))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def integer(value: str) -> int:
@@ -44,15 +75,20 @@ ModelName = Annotated[
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", parser=number, help="Seconds after which the call ends."),
+    typer.Option("--timeout", parser=seconds, help="Seconds after which the call ends."),
 ]
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A failure is one clear message and exit status 1; an interrupt is status 130."""
+    """A failure is one clear message and exit status 1; an interrupt is status 130, and an output
+    that nobody reads any more status 141."""
     try:
         yield
+    except BrokenPipeError as broken:
+        # What is still buffered goes nowhere, instead of failing again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_NOBODY_READS) from broken
     except (QuireError, LaunchError, ValueError, OSError) as error:
         typer.echo(f"quire: {error}", err=True)
         raise typer.Exit(1) from error

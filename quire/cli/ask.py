@@ -1,10 +1,9 @@
 """Commands that ask a running server: generate, tokenize, models."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from quire.cli.app import ModelName, Target, Timeout, integer, number, one_line_errors
 from quire.client import Client
@@ -83,12 +82,15 @@ def models(target: Target = DEFAULT_TARGET, timeout: Timeout = None) -> None:
     """Lists the models that are served."""
     with Client(target) as client:
         served = client.list_models(timeout_s=timeout)
-    table = Table("model", "longest sequence", "vocabulary", "chat template")
+    rows = [("MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE")]
     for model in served:
-        table.add_row(
-            model.name,
-            str(model.max_model_len),
-            str(model.vocab_size),
-            "yes" if model.has_chat_template else "no",
-        )
-    Console().print(table)
+        chat = "yes" if model.has_chat_template else "no"
+        rows.append((model.name, str(model.max_model_len), str(model.vocab_size), chat))
+    typer.echo(_columns(rows))
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    """Columns that a person reads and `awk` splits."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

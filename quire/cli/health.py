@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.app import Target, number, one_line_errors
+from quire.cli.app import Target, one_line_errors, seconds
 from quire.probe import is_serving
 from quire.targets import DEFAULT_TARGET
 
@@ -16,7 +16,7 @@ def health(
         str, typer.Option(help='"ready", a gRPC service, or "" for the process alone.')
     ] = "ready",
     timeout: Annotated[
-        float, typer.Option(parser=number, help="Seconds to wait for an answer.")
+        float | None, typer.Option(parser=seconds, help="Seconds to wait for an answer.")
     ] = 5.0,
 ) -> None:
     """Exits with 0 if the service at TARGET is serving, else with 1."""

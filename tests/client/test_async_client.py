@@ -60,3 +60,29 @@ async def test_cancel_tokenize_detokenize_and_models(async_client, server):
     assert await async_client.tokenize("ab") == [0, 97, 98]
     assert await async_client.detokenize([97, 98]) == "ab"
     assert [model.name for model in await async_client.list_models()] == ["scripted"]
+
+
+def test_a_client_may_be_made_where_no_loop_runs(server):
+    client = AsyncClient(server.target)
+
+    async def ask() -> str:
+        async with client:
+            return (await client.generate("hello")).outputs[0].text
+
+    assert asyncio.run(ask()) == "HELLO"
+
+
+async def test_a_closed_client_says_so(async_client):
+    await async_client.close()
+    with pytest.raises(ValueError, match="the client is closed"):
+        await async_client.generate("hello")
+    with pytest.raises(ValueError, match="the client is closed"):
+        await anext(async_client.stream_generate("hello"))
+
+
+async def test_what_cannot_be_sent_is_refused_at_once(async_client, server):
+    with pytest.raises(TypeError, match="prompt: must be"):
+        async_client.stream_generate(5)
+    with pytest.raises(ValueError, match="timeout_s: must be"):
+        await async_client.generate("hello", timeout_s=float("nan"))
+    assert server.inference.requests == []

@@ -64,6 +64,55 @@ def test_a_number_that_cannot_be_sent_is_shown(quire):
     result = quire("generate", "a", "--top-k", "-1")
     assert result.exit_code == 1
     assert "top_k: must be from 0 to 4294967295 (got -1)" in result.stderr
+    result = quire("generate", "a", "--max-tokens", "0")
+    assert result.exit_code == 1
+    assert "max_tokens: must be from 1 to 4294967295 (got 0)" in result.stderr
+
+
+@pytest.mark.parametrize("value", ["nan", "-1"])
+@pytest.mark.parametrize("command", [("generate", "a"), ("health",)])
+def test_a_timeout_is_a_number_of_seconds(quire, command, value):
+    result = quire(*command, "--timeout", value)
+    assert result.exit_code == 2
+    assert "must be a number of seconds from 0" in result.stderr
+
+
+def test_an_infinite_timeout_is_none(quire):
+    assert quire("generate", "a b", "--timeout", "inf").stdout == "AB\n"
+    assert quire("health", "--timeout", "1e12").exit_code == 0
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:50051", ""])
+@pytest.mark.parametrize("command", [("generate", "a"), ("health",)])
+def test_what_is_no_address_is_shown(quire, command, target):
+    result = quire(*command, "--target", target)
+    assert result.exit_code == 1
+    assert result.stderr == f"quire: target: expected host:port or unix:/path (got {target!r})\n"
+
+
+def test_a_prompt_that_is_no_text_is_told(server):
+    command = [sys.executable, "-m", "quire", "generate", b"a\xff", "--target", server.target]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "quire: prompt: no valid UTF-8 at character 1\n"
+
+
+def test_a_reader_that_leaves_ends_the_command_in_silence(server):
+    prompt = "word " * 4000
+    command = [sys.executable, "-m", "quire", "generate", prompt, "--target", server.target]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(30) == 141
+    process.stderr.close()
+
+
+def test_version(quire):
+    result = quire("--version")
+    assert result.exit_code == 0
+    assert result.stdout.split()[0] == "quire"
 
 
 @pytest.mark.parametrize("option", ["--temperature", "--top-k", "--timeout"])
@@ -81,8 +130,9 @@ def test_tokenize(quire):
 def test_models(quire):
     result = quire("models")
     assert result.exit_code == 0
-    assert "scripted" in result.stdout
-    assert "64" in result.stdout
+    header, model = result.stdout.splitlines()
+    assert header.split() == ["MODEL", "LONGEST", "SEQUENCE", "VOCABULARY", "CHAT", "TEMPLATE"]
+    assert model.split() == ["scripted", "64", "256", "no"]
 
 
 def test_health_is_the_exit_status(quire, server):
@@ -92,7 +142,9 @@ def test_health_is_the_exit_status(quire, server):
     result = quire("health", "--service", "ready")
     assert result.exit_code == 1
     assert "not serving" in result.stderr
-    assert quire("health", "--service", "nobody").exit_code == 1
+    result = quire("health", "--service", "nobody")
+    assert result.exit_code == 1
+    assert result.stderr == f"quire: NOT_FOUND: no service 'nobody' at {server.target}\n"
     assert quire("health", "--target", "127.0.0.1:1").exit_code == 1
 
 

@@ -2,7 +2,7 @@ import grpc
 import pytest
 from scripted_server import MAX_CALLS
 
-from quire import Client, CompletionOutput, QuireError, SamplingParams, Usage
+from quire import AsyncClient, Client, CompletionOutput, QuireError, SamplingParams, Usage
 
 
 def test_generate_gives_the_whole_answer(client, server):
@@ -34,11 +34,79 @@ def test_token_ids_and_conversations_are_prompts(client, server):
     assert conversation.conversation.messages[0].content == "Hi"
 
 
-@pytest.mark.parametrize("prompt", [[1, -2], [1, "a"], 7, [1, 2.5]])
-def test_what_is_no_prompt_is_refused_before_it_is_sent(client, server, prompt):
-    with pytest.raises((TypeError, ValueError), match="prompt: expected"):
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, -2], r"prompt\[1\]: must be from 0 to 4294967295 \(got -2\)"),
+        ([1, "a"], r"prompt\[1\]: must be an integer \(got 'a'\)"),
+        ([1, 2.5], r"prompt\[1\]: must be an integer \(got 2\.5\)"),
+        ([True], r"prompt\[0\]: must be an integer \(got True\)"),
+        (7, r"prompt: must be a text, token ids or a conversation \(got 7\)"),
+        (None, r"prompt: must be a text, .* \(got None\)"),
+        (b"hello", r"prompt: must be a text, .* \(got b'hello'\)"),
+        ({"text": "hello"}, r"prompt: must be a text, .* \(got \{'text': 'hello'\}\)"),
+        ("a\udcff", "prompt: no valid UTF-8 at character 1"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_before_it_is_sent(client, server, prompt, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         client.generate(prompt)
+    # Before the first message is asked for, too.
+    with pytest.raises((TypeError, ValueError), match=message):
+        client.stream_generate(prompt)
     assert server.inference.requests == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_id": 5}, r"request_id: must be a text \(got 5\)"),
+        ({"model": ["m"]}, r"model: must be a text \(got \['m'\]\)"),
+        ({"cache_salt": b"s"}, r"cache_salt: must be a text \(got b's'\)"),
+        ({"max_tokens": 3}, r"max_tokens: no such option of a request \(got 3\)"),
+        ({"text": "other"}, "text: no such option"),
+        ({"sampling_params": {"seed": 3}}, r"sampling_params: must be SamplingParams \(got \{"),
+        ({"timeout_s": "5"}, r"timeout_s: must be a number \(got '5'\)"),
+    ],
+)
+def test_what_is_no_option_is_refused_before_it_is_sent(client, server, options, message):
+    with pytest.raises(TypeError, match=message):
+        client.generate("hello", **options)
+    assert server.inference.requests == []
+
+
+def test_what_the_other_calls_cannot_send_is_named(client):
+    with pytest.raises(TypeError, match=r"prompt: must be a text or a conversation \(got \[5\]\)"):
+        client.tokenize([5])
+    with pytest.raises(TypeError, match="add_special_tokens: must be True or False"):
+        client.tokenize("a", add_special_tokens="no")
+    with pytest.raises(ValueError, match=r"token_ids\[0\]: must be from 0 to .* \(got -1\)"):
+        client.detokenize([-1])
+    with pytest.raises(TypeError, match="token_ids: must be a list of token ids"):
+        client.detokenize("abc")
+    with pytest.raises(TypeError, match="request_id: must be a text"):
+        client.cancel(None)
+
+
+@pytest.mark.parametrize("target", [None, 50051, "", "http://127.0.0.1:50051", "localhost"])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_what_is_no_address_is_refused(kind, target):
+    with pytest.raises((TypeError, ValueError), match=r"target: .* host:port or unix:/path"):
+        kind(target)
+
+
+@pytest.mark.parametrize("target", ["[::1]:50051", "dns:///quire:50051", "unix:/run/quire.sock"])
+def test_addresses(target):
+    Client(target).close()
+
+
+def test_a_closed_client_says_so(server):
+    client = Client(server.target)
+    client.close()
+    client.close()
+    for call in (client.generate, client.tokenize, lambda text: next(client.stream_generate(text))):
+        with pytest.raises(ValueError, match="the client is closed"):
+            call("hello")
 
 
 def test_a_message_has_a_role_and_a_content(client):
@@ -105,6 +173,20 @@ def test_a_timeout_is_a_deadline_for_the_server_too(client, server):
     assert none is None or none > 1e6
     # gRPC rounds up what it sends.
     assert all(0 < seconds <= 62 for seconds in left)
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12])
+def test_a_timeout_beyond_all_bounds_is_none(client, server, timeout_s):
+    client.generate("hello", timeout_s=timeout_s)
+    [left] = server.inference.seconds_left
+    assert left is None or left > 1e6
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1, -float("inf")])
+def test_a_timeout_that_is_none_is_refused(client, server, timeout_s):
+    with pytest.raises(ValueError, match="timeout_s: must be a number of seconds from 0"):
+        client.generate("hello", timeout_s=timeout_s)
+    assert server.inference.requests == []
 
 
 def test_a_stream_gives_acceptance_then_deltas_then_usage(client):

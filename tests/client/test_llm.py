@@ -44,6 +44,37 @@ def test_chat_takes_one_conversation_or_several(llm, server):
     assert all(len(r.conversation.messages) == 1 for r in server.inference.requests)
 
 
+def test_prompts_as_the_users_of_vllm_write_them(llm, server):
+    outputs = llm.generate([{"prompt": "one"}, {"prompt_token_ids": [1, 2]}])
+    assert [output.prompt for output in outputs] == ["one", None]
+    assert outputs[1].prompt_token_ids == [1, 2]
+    [output] = llm.generate({"prompt": "one"})
+    assert output.outputs[0].text == "ONE"
+
+
+@pytest.mark.parametrize("prompts", [{"text": "hello"}, b"hello", 5, None])
+def test_what_is_no_prompt_is_refused(llm, server, prompts):
+    with pytest.raises(TypeError, match="prompts: must be a text, token ids or a conversation"):
+        llm.generate(prompts)
+    assert server.inference.requests == []
+
+
+@pytest.mark.parametrize(
+    "messages", ["hi", ["hi"], [], [[]], [5, 6], {"role": "user", "content": "hi"}, None]
+)
+def test_what_is_no_conversation_is_refused(llm, server, messages):
+    with pytest.raises(TypeError, match="messages: must be a conversation"):
+        llm.chat(messages)
+    assert server.inference.requests == []
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, 5, [{"max_tokens": 3}]])
+def test_what_are_no_parameters_is_refused(llm, server, params):
+    with pytest.raises(TypeError, match="sampling_params: must be SamplingParams"):
+        llm.generate("a", params)
+    assert server.inference.requests == []
+
+
 def test_stream(llm):
     assert [delta.text for delta in llm.stream("a b")] == ["", "A", "B", ""]
 
@@ -64,6 +95,15 @@ def test_needs_a_model_or_a_target():
         LLM()
 
 
-def test_a_running_server_cannot_be_configured(server):
-    with pytest.raises(ValueError, match="block_size"):
-        LLM(target=server.target, block_size=32)
+@pytest.mark.parametrize(
+    "setting", [{"block_size": 32}, {"num_workers": 3}, {"revision": "x"}, {"verbose": True}]
+)
+def test_a_running_server_cannot_be_configured(server, setting):
+    with pytest.raises(
+        ValueError, match=f"a running server has its settings: {next(iter(setting))}"
+    ):
+        LLM(target=server.target, **setting)
+
+
+def test_a_setting_that_is_none_is_not_set(server):
+    LLM(target=server.target, block_size=None, revision=None).close()

@@ -39,10 +39,36 @@ def test_one_stop_string_is_one():
 
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
-    [("top_k", -1, "-1"), ("max_tokens", 2**32, "4294967296"), ("stop_token_ids", [5, -7], "-7")],
+    [
+        ("top_k", -1, "-1"),
+        ("max_tokens", 2**32, "4294967296"),
+        ("stop_token_ids", [5, -7], "-7"),
+        ("max_tokens", 0, "0"),
+    ],
 )
 def test_what_no_message_can_carry_is_named_with_its_value(name, value, shown):
-    with pytest.raises(ValueError, match=rf"{name}: .* \(got {shown}\)"):
+    with pytest.raises(ValueError, match=rf"{name}.*: must be from .* \(got {shown}\)"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", "hot", r"temperature: must be a number \(got 'hot'\)"),
+        ("top_p", True, r"top_p: must be a number \(got True\)"),
+        ("top_k", 2.5, r"top_k: must be an integer \(got 2\.5\)"),
+        ("max_tokens", "3", r"max_tokens: must be an integer \(got '3'\)"),
+        ("seed", 1.0, r"seed: must be an integer \(got 1\.0\)"),
+        ("stop", 5, r"stop: must be a text or a list of texts \(got 5\)"),
+        ("stop", ["a", b"b"], r"stop: must be a text \(got b'b'\)"),
+        ("stop_token_ids", 5, r"stop_token_ids: must be a list of token ids \(got 5\)"),
+        ("stop_token_ids", ["a"], r"stop_token_ids\[0\]: must be an integer \(got 'a'\)"),
+        ("ignore_eos", 1, r"ignore_eos: must be True or False \(got 1\)"),
+        ("skip_special_tokens", "yes", "skip_special_tokens: must be True or False"),
+    ],
+)
+def test_a_wrong_type_is_named_with_its_value(name, value, message):
+    with pytest.raises(TypeError, match=message):
         SamplingParams(**{name: value})
 
 
