@@ -19,7 +19,8 @@ class DeviceThread:
     def __init__(self) -> None:
         self._stopped = False
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="device", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queues a call; after `stop` its future is cancelled."""
@@ -30,10 +31,15 @@ class DeviceThread:
             self._calls.put((future, call))
         return future
 
-    def stop(self) -> None:
-        """Ends the thread after the calls submitted so far."""
+    def stop(self, wait_s: float) -> bool:
+        """Ends the thread after the calls submitted so far; True if it has ended within the wait.
+
+        An interpreter that goes away while the thread is inside torch takes the process with it.
+        """
         self._stopped = True
         self._calls.put(None)
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

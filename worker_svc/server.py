@@ -1,6 +1,7 @@
 """The worker's life: bind, load, serve, drain, stop."""
 
 import asyncio
+import os
 import sys
 from functools import partial
 
@@ -24,6 +25,8 @@ _MODEL_CHECK = "model"
 _WRONG_SETTING = 2
 # For streams to end with a status of their own.
 _LEAVING_S = 1.0
+# For the step on the device. What takes longer, such as a model being loaded, is left behind.
+_LAST_STEP_S = 5.0
 
 
 def main(settings: WorkerSettings) -> int:
@@ -54,8 +57,10 @@ async def run(settings: WorkerSettings) -> None:
         await health.stopping()
         servicer.leave()
         await server.stop(_LEAVING_S)
-        thread.stop()
+        ended = thread.stop(_LAST_STEP_S)
         log.info("stopped")
+        if not ended:
+            os._exit(0)
 
 
 async def _until_drained(

@@ -65,7 +65,7 @@ async def served(engine: Engine | None) -> AsyncIterator[ServedWorker]:
     finally:
         servicer.leave()
         await server.stop(5)
-        thread.stop()
+        assert thread.stop(wait_s=10)
 
 
 @asynccontextmanager
