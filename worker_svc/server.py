@@ -7,6 +7,8 @@ from functools import partial
 
 import grpc
 import structlog
+from huggingface_hub.utils.tqdm import disable_progress_bars
+from transformers.utils.logging import disable_progress_bar
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
@@ -32,6 +34,10 @@ _LAST_STEP_S = 5.0
 def main(settings: WorkerSettings) -> int:
     """Runs the worker until it is told to stop; returns the process's status."""
     configure_logging("worker", settings.log_level, settings.log_format)
+    if not sys.stderr.isatty():
+        # Progress bars are no log records.
+        disable_progress_bars()
+        disable_progress_bar()
     try:
         asyncio.run(run(settings))
     except (WrongSettingError, OSError) as error:

@@ -1,6 +1,7 @@
 """The worker as a process: what it says when it can and cannot serve, and how it leaves."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -43,9 +44,10 @@ async def worker_process(*flags: str) -> AsyncIterator[asyncio.subprocess.Proces
 
 
 async def logged(process: asyncio.subprocess.Process, words: str) -> str:
-    """The first line on stderr that holds `words`."""
+    """The first record on stderr that holds `words`; all before it are records of the worker."""
     assert process.stderr is not None
     async for line in process.stderr:
+        assert json.loads(line)["service"] == "worker"
         if words in line.decode():
             return line.decode()
     raise AssertionError(f"the process ended without a word of {words!r}")
