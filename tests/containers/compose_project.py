@@ -29,6 +29,7 @@ _SETTINGS = {
     "QUIRE_WORKER_THREADS": "1",
     "QUIRE_WORKER_KV_CACHE_MEMORY": "64MiB",
     "QUIRE_SCHEDULER_CHECK_EVERY_STEP": "true",
+    "QUIRE_DRAIN_GRACE_S": "10",
 }
 
 
@@ -56,12 +57,14 @@ class Container:
     is_running: bool
     exit_code: int
     num_restarts: int
+    # Of the last five, those of its start included.
     failing_checks: int
     published: dict[str, Any]
 
     @classmethod
     def inspected(cls, facts: dict[str, Any]) -> "Container":
         state, settings = facts["State"], facts["NetworkSettings"]
+        checks = state.get("Health", {}).get("Log") or ()
         return cls(
             id=facts["Id"],
             number=int(facts["Config"]["Labels"]["com.docker.compose.container-number"]),
@@ -69,7 +72,7 @@ class Container:
             is_running=state["Running"],
             exit_code=state["ExitCode"],
             num_restarts=facts["RestartCount"],
-            failing_checks=state.get("Health", {}).get("FailingStreak", 0),
+            failing_checks=sum(check["ExitCode"] != 0 for check in checks),
             published={port: to for port, to in (settings["Ports"] or {}).items() if to},
         )
 

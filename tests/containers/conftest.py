@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from compose_project import IMAGE, ComposeProject
-from waiting import until
+from container_waiting import until
 
 BRING_UP_S = 120
 

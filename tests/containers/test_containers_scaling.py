@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from compose_project import ComposeProject, docker
 from container_load import Load
-from waiting import until
+from container_waiting import until
 
 from quire.async_client import AsyncClient
 from quire.sampling import SamplingParams
@@ -64,8 +64,9 @@ async def test_a_killed_worker_fails_only_what_it_ran_and_is_used_again(
         victim = service.containers("worker")[1]
         docker("kill", victim.id)
         await until(lambda: service.pools().num_pools == 1, "the loss of the worker")
-        done, failed = load.num_done, len(load.failures)
+        done = load.num_done
         await until(lambda: load.num_done > done + 16, "the others' going on", 60)
+        num_failed = len(load.failures)
 
         docker("start", victim.id)
         await until(lambda: num_working(service) == 2, "work on both again", 120)
@@ -73,4 +74,4 @@ async def test_a_killed_worker_fails_only_what_it_ran_and_is_used_again(
     # Those that ran there, once each; the rest had nothing to do with it.
     assert {error.code.name for error in load.failures} <= {"UNAVAILABLE"}
     assert all(error.retry_after_s for error in load.failures)
-    assert len(load.failures) == failed <= 8
+    assert len(load.failures) == num_failed <= 8
