@@ -112,7 +112,7 @@ class Engine:
         """A lane is gone: those that wait on it go back to the queue, those that ran end."""
         del self.lanes[lane.worker.incarnation]
         self.give_back(lane.assigned)
-        for sequence in lane.rows.values():
+        for sequence in list(lane.rows):
             sequence.lose(unavailable("WORKER_LOST", f"the worker was lost: {why}"))
             self.left(sequence)
         if not self.lanes:
