@@ -67,6 +67,7 @@ def serve(
         revision=revision,
         settings={f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
         verbose=verbose,
+        on_wait=lambda what: typer.echo(f"Waiting for {what} ...", err=True),
     )
     _interrupt_on_sigterm()
     typer.echo(f"Starting {model} ...", err=True)

@@ -5,18 +5,31 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import QuireError
 from quire.launcher import tether
 from quire.launcher.errors import LaunchError
+from quire.launcher.logs import log_tail
 from quire.probe import NOT_SERVING, SERVING, health_of
 
 _POLL_S = 0.05
-_LOG_TAIL_LINES = 20
+# A start that takes no longer needs no words.
+_SILENT_S = 3.0
 _STDERR = 2
+
+
+@dataclass(frozen=True)
+class StartCheck:
+    """A health check of a service whose failure ends the start."""
+
+    name: str
+    # What the service does until the check passes: "load the model".
+    deed: str
+    # Seconds that the check may fail before it counts.
+    patience_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,8 +43,7 @@ class ServiceSpec:
     log_file: Path | None
     # All of it, as for `subprocess.Popen`.
     environment: Mapping[str, str]
-    # The health check that fails for good if the model cannot be loaded.
-    loading_check: str | None = None
+    start_check: StartCheck | None = None
 
 
 class ServiceProcess:
@@ -40,6 +52,8 @@ class ServiceProcess:
     def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
         self._process = self._start()
+        self._check_passes = False
+        self._check_fails_since: float | None = None
 
     @property
     def pid(self) -> int:
@@ -52,7 +66,7 @@ class ServiceProcess:
         return path.read_text() if path.exists() else None
 
     def is_ready(self) -> bool:
-        return self._health_is(SERVING, "ready")
+        return self._health("ready") == SERVING
 
     def check(self) -> None:
         """LaunchError if the process has ended."""
@@ -61,11 +75,25 @@ class ServiceProcess:
             raise self.error(f"ended {_describe(status)}")
 
     def check_start(self) -> None:
-        """LaunchError if the process has ended or lives on without a model."""
+        """LaunchError if the process has ended or its start check has failed for too long."""
         self.check()
-        loading = self.spec.loading_check
-        if loading is not None and self._health_is(NOT_SERVING, loading):
-            raise self.error("cannot load the model")
+        check = self.spec.start_check
+        if check is None:
+            return
+        status = self._health(check.name)
+        self._check_passes = status == SERVING
+        if status != NOT_SERVING:
+            self._check_fails_since = None
+            return
+        now = time.monotonic()
+        self._check_fails_since = self._check_fails_since or now
+        if now - self._check_fails_since >= check.patience_s:
+            raise self.error(f"cannot {check.deed}")
+
+    def awaited(self) -> str | None:
+        """What the service was still to do at the last `check_start`."""
+        check = self.spec.start_check
+        return None if check is None or self._check_passes else f"{self.spec.name} to {check.deed}"
 
     def error(self, what: str) -> LaunchError:
         return LaunchError(f"{self.spec.name} {what}{self._log_tail()}")
@@ -101,18 +129,16 @@ class ServiceProcess:
             if output != _STDERR:
                 os.close(output)
 
-    def _health_is(self, status: int, service: str) -> bool:
-        """False, too, while nobody answers."""
+    def _health(self, service: str) -> int | None:
+        """The status of a health check; None while nobody answers."""
         try:
-            return self.address is not None and health_of(self.address, service, 1.0) == status
+            return health_of(self.address, service, 1.0) if self.address is not None else None
         except QuireError:
-            return False
+            return None
 
     def _log_tail(self) -> str:
-        if self.spec.log_file is None:
-            return "; its log is above"
-        lines = self.spec.log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "; its log ends:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
+        log_file = self.spec.log_file
+        return "; its log is above" if log_file is None else log_tail(log_file)
 
 
 class ProcessGroup:
@@ -132,15 +158,25 @@ class ProcessGroup:
             self._tiers[-1].append(ServiceProcess(spec))
         return self._tiers[-1]
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """LaunchError as soon as one has ended, or if one is not ready in time."""
-        deadline = time.monotonic() + timeout_s
+    def wait_until_ready(
+        self, timeout_s: float, on_wait: Callable[[str], object] | None = None
+    ) -> None:
+        """LaunchError as soon as one cannot start, or if one is not ready in time.
+
+        A wait that is not short is told to `on_wait` in words that follow "waiting for", at its
+        beginning and whenever they change.
+        """
+        started = time.monotonic()
+        said = None
         for process in self._processes:
             while not process.is_ready():
-                for each in self._processes:
-                    each.check_start()
-                if time.monotonic() > deadline:
+                self._check_start()
+                waited_s = time.monotonic() - started
+                if waited_s > timeout_s:
                     raise process.error(f"is not ready after {timeout_s:g} s")
+                if on_wait and waited_s > _SILENT_S and said != self._awaited:
+                    said = self._awaited
+                    on_wait(said)
                 time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -160,6 +196,15 @@ class ProcessGroup:
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+    def _check_start(self) -> None:
+        for process in self._processes:
+            process.check_start()
+
+    @property
+    def _awaited(self) -> str:
+        awaited = [what for process in self._processes if (what := process.awaited())]
+        return ", ".join(awaited) or "the services to find each other"
 
     @property
     def _processes(self) -> list[ServiceProcess]:

@@ -12,10 +12,10 @@ from typing import Self
 
 from quire.launcher import tether
 from quire.launcher.errors import LaunchError
+from quire.launcher.logs import log_tail
 
 _POLL_S = 0.01
 _LONGEST_SOCKET_PATH = 107
-_LOG_TAIL_LINES = 20
 
 
 class EmbeddedRedis:
@@ -94,17 +94,13 @@ class EmbeddedRedis:
         deadline = time.monotonic() + self._ready_timeout_s
         while not _answers(self.socket_path):
             if process.poll() is not None:
-                raise LaunchError(f"redis ended with status {process.returncode}{self._log_tail()}")
+                raise LaunchError(
+                    f"redis ended with status {process.returncode}{log_tail(self._log_file)}"
+                )
             if time.monotonic() > deadline:
                 waited = f"{self._ready_timeout_s:g} s"
-                raise LaunchError(f"redis does not answer after {waited}{self._log_tail()}")
+                raise LaunchError(f"redis does not answer after {waited}{log_tail(self._log_file)}")
             time.sleep(_POLL_S)
-
-    def _log_tail(self) -> str:
-        if not self._log_file.exists():
-            return ""
-        lines = self._log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "; its log ends:\n" + "\n".join(f"    {line}" for line in lines)
 
 
 def find_redis_server() -> Path:

@@ -1,25 +1,19 @@
 """A whole Quire on this machine: Redis, a scheduler, workers and a gateway as child processes."""
 
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Self
 
+from quire.launcher.directory import PrivateDirectory
 from quire.launcher.errors import LaunchError
 from quire.launcher.extras import check_installed
-from quire.launcher.processes import ProcessGroup, ServiceProcess, ServiceSpec
+from quire.launcher.processes import ProcessGroup, ServiceProcess, ServiceSpec, StartCheck
 from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.spawner import Spawner
-
-# The health checks of the services that load something of the model.
-_LOADING_CHECKS = {"gateway": "tokenizer", "worker": "model"}
-# Unix socket paths end at 107 bytes; the rest is for the file's name.
-_LONGEST_BASE = 60
 
 
 @dataclass(eq=False)
@@ -49,6 +43,10 @@ class LocalStack:
     ready_timeout_s: float = 1800.0
     # What each tier of services gets to drain; a little more than it gives itself.
     stop_grace_s: float = 15.0
+    # How long the scheduler may fail to reach Redis before the start has failed.
+    redis_patience_s: float = 10.0
+    # Hears what a long start waits for, in words that follow "waiting for".
+    on_wait: Callable[[str], object] | None = None
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -101,15 +99,16 @@ class LocalStack:
         self.stop()
 
     def _start(self) -> None:
-        directory = Path(tempfile.mkdtemp(prefix="quire-", dir=_base_directory()))
-        self._undo.callback(shutil.rmtree, directory, ignore_errors=True)
+        private = PrivateDirectory.make()
+        self._undo.callback(private.remove)
+        directory = private.path
         spawner = Spawner()
         self._undo.callback(spawner.close)
         redis_url = self.redis_url or spawner.call(lambda: self._start_redis(directory))
         self._processes = ProcessGroup()
         self._undo.callback(self._processes.stop, self.stop_grace_s)
         gateway = spawner.call(lambda: self._start_services(directory, redis_url))
-        self._processes.wait_until_ready(self.ready_timeout_s)
+        self._processes.wait_until_ready(self.ready_timeout_s, self.on_wait)
         self._address = gateway.address
 
     def _start_redis(self, directory: Path) -> str:
@@ -164,8 +163,16 @@ class LocalStack:
             address_file=address_file,
             log_file=None if self.verbose else directory / f"{name}.log",
             environment=self._environment(service),
-            loading_check=_LOADING_CHECKS.get(service),
+            start_check=self._start_check(service),
         )
+
+    def _start_check(self, service: str) -> StartCheck:
+        checks = {
+            "gateway": StartCheck("tokenizer", "load the model's tokenizer"),
+            "scheduler": StartCheck("redis", "reach Redis", self.redis_patience_s),
+            "worker": StartCheck("model", "load the model"),
+        }
+        return checks[service]
 
     def _environment(self, service: str) -> dict[str, str]:
         """What a person wants to read, and an equal share of the cores for each worker; what the
@@ -176,8 +183,3 @@ class LocalStack:
             "QUIRE_WORKER_THREADS": str(threads),
         }
         return {**defaults, **os.environ, **self.settings}
-
-
-def _base_directory() -> str | None:
-    """None for the usual one, unless that leaves no room for a socket's name."""
-    return None if len(tempfile.gettempdir()) <= _LONGEST_BASE else "/tmp"

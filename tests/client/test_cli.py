@@ -131,7 +131,7 @@ def test_models(quire):
     result = quire("models")
     assert result.exit_code == 0
     header, model = result.stdout.splitlines()
-    assert header.split() == ["MODEL", "LONGEST", "SEQUENCE", "VOCABULARY", "CHAT", "TEMPLATE"]
+    assert header.split() == ["MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE"]
     assert model.split() == ["scripted", "64", "256", "no"]
 
 

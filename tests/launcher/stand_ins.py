@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from quire.launcher.processes import ServiceSpec
+from quire.launcher.processes import ServiceSpec, StartCheck
 
 _SERVE = """
 import os, signal, sys, threading
@@ -54,7 +54,11 @@ class StandIns:
 
     def without_model(self, name: str) -> ServiceSpec:
         """Lives on, not ready, after it could not load its model."""
-        return replace(self._serving(name, "NOT_SERVING"), loading_check="model")
+        return self.whose_check_fails(name, patience_s=0.0)
+
+    def whose_check_fails(self, name: str, patience_s: float) -> ServiceSpec:
+        check = StartCheck("model", "load the model", patience_s)
+        return replace(self._serving(name, "NOT_SERVING"), start_check=check)
 
     def failing(self, name: str) -> ServiceSpec:
         """Writes 30 lines and ends with status 3."""

@@ -64,6 +64,23 @@ def test_a_model_that_is_none_is_told(tmp_path, short_tmp):
     assert list(short_tmp.iterdir()) == []
 
 
+def test_a_redis_that_is_not_there_ends_the_start(model, short_tmp):
+    url = f"unix://{short_tmp}/no-redis.sock"
+    stack = LocalStack(model, redis_url=url, redis_patience_s=0.5)
+    with pytest.raises(
+        LaunchError, match=r"scheduler cannot reach Redis; its log says:\n.*no-redis"
+    ):
+        stack.start()
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_a_redis_url_that_is_none_is_told(model, short_tmp):
+    with pytest.raises(
+        LaunchError, match=r"scheduler ended with status 2(.|\n)*--redis-url.*'foo'"
+    ):
+        LocalStack(model, redis_url="foo").start()
+
+
 def test_a_stack_has_at_least_one_worker(model):
     with pytest.raises(ValueError, match=r"num_workers: .* \(got 0\)"):
         LocalStack(model, num_workers=0)

@@ -71,6 +71,16 @@ def test_a_service_that_lives_on_without_a_model_is_named(group, stand_ins):
         group.wait_until_ready(timeout_s=30)
 
 
+def test_a_check_may_fail_for_a_while_and_is_told_meanwhile(group, stand_ins, monkeypatch):
+    monkeypatch.setattr("quire.launcher.processes._SILENT_S", 0.0)
+    group.start([stand_ins.whose_check_fails("worker-0", patience_s=0.5)])
+    said: list[str] = []
+    with pytest.raises(LaunchError, match="worker-0 cannot load the model"):
+        group.wait_until_ready(timeout_s=30, on_wait=said.append)
+    # Once, for it did not change.
+    assert said == ["worker-0 to load the model"]
+
+
 def test_a_service_that_does_not_drain_is_killed(group, stand_ins):
     [worker] = group.start([stand_ins.stubborn("worker-0")])
     wait_until(lambda: worker.address is not None, "the worker's start")
