@@ -50,10 +50,11 @@ def generated_by_command(target: str) -> str:
 
 
 def generated_through_reflection(target: str) -> str:
-    """By a client that knows nothing but the address and two names."""
+    """By a client that knows nothing but the address and some names."""
     with grpc.insecure_channel(target) as channel:
         pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
-        method = pool.FindMethodByName("quire.v1.InferenceService.Generate")
+        service = pool.FindServiceByName("quire.v1.InferenceService")
+        method = service.methods_by_name["Generate"]
         request = message_factory.GetMessageClass(method.input_type)()
         params = {"temperature": 0.8, "maxTokens": 96, "seed": 1}
         json_format.ParseDict({"text": PROMPT, "samplingParams": params}, request)
