@@ -13,13 +13,16 @@ UINT64_MAX = 2**64 - 1
 _LONGEST_TIMEOUT_S = 1e8
 
 
-def check_integer(name: str, value: object, minimum: int, maximum: int) -> None:
+def check_integer(name: str, value: object, maximum: int) -> None:
+    """A count, an id or a seed: from 0 to what its field can carry."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise wrong_type(name, "an integer", value)
-    if not minimum <= int(value) <= maximum:
-        raise ValueError(f"{name}: must be from {minimum} to {maximum} (got {value!r})")
+    if int(value) < 0:
+        raise ValueError(f"{name}: must not be negative (got {value!r})")
+    if int(value) > maximum:
+        raise ValueError(f"{name}: must be at most {maximum} (got {value!r})")
 
 
 def check_number(name: str, value: object) -> None:
@@ -72,4 +75,4 @@ def wrong_type(name: str, expected: str, value: object) -> TypeError:
 def _check_token_id(name: str, value: object) -> None:
     if value is None:
         raise wrong_type(name, "an integer", value)
-    check_integer(name, value, 0, UINT32_MAX)
+    check_integer(name, value, UINT32_MAX)

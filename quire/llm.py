@@ -42,7 +42,9 @@ class LLM:
         given = {name: value for name, value in worker_settings.items() if value is not None}
         stack = None
         if target is not None:
-            _refuse_settings(num_workers=num_workers, revision=revision, verbose=verbose, **given)
+            _refuse_settings(
+                num_workers=num_workers, revision=revision, verbose=verbose or None, **given
+            )
         else:
             stack = LocalStack(
                 str(model),
@@ -121,7 +123,7 @@ def _close(client: Client, stack: LocalStack | None) -> None:
 
 
 def _refuse_settings(**given: object) -> None:
-    names = [name for name, value in given.items() if value not in (None, False)]
+    names = [name for name, value in given.items() if value is not None]
     if names:
         raise ValueError(f"a running server has its settings: {', '.join(names)}")
 

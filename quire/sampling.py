@@ -20,8 +20,7 @@ from quire.v1 import inference_pb2
 class SamplingParams:
     """Sampling parameters; None leaves a choice to the server.
 
-    The server judges the values. TypeError or ValueError here only for what no message can carry,
-    and for `max_tokens=0`.
+    The server judges the values. TypeError or ValueError here only for what no message can carry.
     """
 
     # 0 takes the most likely token; the server's default is 1.
@@ -42,10 +41,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature)
-        check_integer("top_k", self.top_k, 0, UINT32_MAX)
+        check_integer("top_k", self.top_k, UINT32_MAX)
         check_number("top_p", self.top_p)
-        check_integer("seed", self.seed, 0, UINT64_MAX)
-        check_integer("max_tokens", self.max_tokens, 1, UINT32_MAX)
+        check_integer("seed", self.seed, UINT64_MAX)
+        check_integer("max_tokens", self.max_tokens, UINT32_MAX)
         _check_stop(self.stop)
         check_token_ids("stop_token_ids", self.stop_token_ids)
         check_flag("ignore_eos", self.ignore_eos)

@@ -63,10 +63,7 @@ def test_an_absent_server_is_named(quire):
 def test_a_number_that_cannot_be_sent_is_shown(quire):
     result = quire("generate", "a", "--top-k", "-1")
     assert result.exit_code == 1
-    assert "top_k: must be from 0 to 4294967295 (got -1)" in result.stderr
-    result = quire("generate", "a", "--max-tokens", "0")
-    assert result.exit_code == 1
-    assert "max_tokens: must be from 1 to 4294967295 (got 0)" in result.stderr
+    assert "top_k: must not be negative (got -1)" in result.stderr
 
 
 @pytest.mark.parametrize("value", ["nan", "-1"])

@@ -37,7 +37,7 @@ def test_token_ids_and_conversations_are_prompts(client, server):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([1, -2], r"prompt\[1\]: must be from 0 to 4294967295 \(got -2\)"),
+        ([1, -2], r"prompt\[1\]: must not be negative \(got -2\)"),
         ([1, "a"], r"prompt\[1\]: must be an integer \(got 'a'\)"),
         ([1, 2.5], r"prompt\[1\]: must be an integer \(got 2\.5\)"),
         ([True], r"prompt\[0\]: must be an integer \(got True\)"),
@@ -80,7 +80,7 @@ def test_what_the_other_calls_cannot_send_is_named(client):
         client.tokenize([5])
     with pytest.raises(TypeError, match="add_special_tokens: must be True or False"):
         client.tokenize("a", add_special_tokens="no")
-    with pytest.raises(ValueError, match=r"token_ids\[0\]: must be from 0 to .* \(got -1\)"):
+    with pytest.raises(ValueError, match=r"token_ids\[0\]: must not be negative \(got -1\)"):
         client.detokenize([-1])
     with pytest.raises(TypeError, match="token_ids: must be a list of token ids"):
         client.detokenize("abc")

@@ -96,7 +96,14 @@ def test_needs_a_model_or_a_target():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"block_size": 32}, {"num_workers": 3}, {"revision": "x"}, {"verbose": True}]
+    "setting",
+    [
+        {"block_size": 32},
+        {"num_workers": 3},
+        {"num_workers": 0},
+        {"revision": "x"},
+        {"verbose": True},
+    ],
 )
 def test_a_running_server_cannot_be_configured(server, setting):
     with pytest.raises(

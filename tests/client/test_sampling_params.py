@@ -43,11 +43,10 @@ def test_one_stop_string_is_one():
         ("top_k", -1, "-1"),
         ("max_tokens", 2**32, "4294967296"),
         ("stop_token_ids", [5, -7], "-7"),
-        ("max_tokens", 0, "0"),
     ],
 )
 def test_what_no_message_can_carry_is_named_with_its_value(name, value, shown):
-    with pytest.raises(ValueError, match=rf"{name}.*: must be from .* \(got {shown}\)"):
+    with pytest.raises(ValueError, match=rf"{name}.*: must .* \(got {shown}\)"):
         SamplingParams(**{name: value})
 
 
