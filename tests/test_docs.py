@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway_svc.settings import GatewaySettings
+from quire.service.settings import ServiceSettings
+from scheduler_svc.settings import SchedulerSettings
+from worker_svc.settings import WorkerSettings
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     path for folder in (ROOT, ROOT / "docs") if folder.is_dir() for path in folder.glob("*.md")
@@ -53,3 +58,14 @@ def test_the_example_environment_shows_the_defaults_of_compose() -> None:
     )
     used = set(re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", compose))
     assert used == set(example.items())
+
+
+@pytest.mark.parametrize("settings", [GatewaySettings, SchedulerSettings, WorkerSettings])
+def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> None:
+    """But where to listen, which is the image's, and a file that nobody there would read."""
+    prefix = settings.model_config["env_prefix"]
+    names = {prefix + name.upper() for name in settings.model_fields}
+    passed_on = set(
+        re.findall(r"^ +(QUIRE_[A-Z_]+):", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE)
+    )
+    assert names - passed_on == {f"{prefix}LISTEN", f"{prefix}ADDRESS_FILE"}
