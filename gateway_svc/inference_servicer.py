@@ -5,6 +5,7 @@ import grpc
 from gateway_svc import generation, validation
 from gateway_svc.choice import Outcome, Written
 from gateway_svc.generation import Generation, Submitted
+from gateway_svc.preparations import Preparations
 from gateway_svc.rpc import Calls, Context
 from gateway_svc.scheduler_link import SchedulerLink
 from gateway_svc.served_model import ServedModel
@@ -18,6 +19,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._served = served
         self._link = link
         self._calls = calls
+        self._preparations = Preparations()
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -49,7 +51,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.CancelGenerateResponse:
         async with self._calls.answering(context):
             validation.check_request_id(request.request_id)
-            if not await self._link.requests.cancel(request.request_id):
+            # Both are asked: another request of this id may run already.
+            here = self._preparations.cancel(request.request_id)
+            there = await self._link.requests.cancel(request.request_id)
+            if not (here or there):
                 raise failed(
                     grpc.StatusCode.NOT_FOUND,
                     "UNKNOWN_REQUEST",
@@ -59,9 +64,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _prepare(self, request: GenerationRequest, context: Context) -> Submitted:
         model = self._served.named(request.model if request.HasField("model") else None)
-        return await generation.prepare(
-            request, model, self._link.max_model_len, context.time_remaining()
-        )
+        with self._preparations.of(request.request_id):
+            return await generation.prepare(
+                request, model, self._link.max_model_len, context.time_remaining()
+            )
 
     def _response(
         self, running: Generation, written: Written

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 
@@ -42,33 +43,33 @@ class Multiplexer:
         self.outbox = Outbox()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.fail(error)
+            stream.fail(replace(error))
         for answer in self._cancellations.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(replace(error))
 
     def submit(
         self, submission: scheduler_pb2.Submission, on_overflow: Callable[[], object]
     ) -> RequestStream:
-        """Sends a request, under an attachment number of its own."""
+        """Sends a request, under an attachment number of its own. RequestError if it cannot."""
         self._require_open()
         stream = RequestStream(next(self._numbers), self._max_queued_tokens, on_overflow)
-        self._streams[stream.attachment] = stream
         submission.attachment = stream.attachment
-        self.outbox.frame().submissions.append(submission)
+        self.outbox.submit(submission)
+        self._streams[stream.attachment] = stream
         return stream
 
     def finish(self, stream: RequestStream, num_tokens: int) -> None:
         """Ends the request's choice at a stop string; its end is then told like any other."""
         if stream.attachment in self._streams:
             finish = scheduler_pb2.Finish(attachment=stream.attachment, num_tokens=num_tokens)
-            self.outbox.frame().finishes.append(finish)
+            self.outbox.finish(finish)
 
     def leave(self, stream: RequestStream) -> None:
         """Cancels the request unless it has ended, and forgets it."""
         if self._streams.pop(stream.attachment, None) is not None:
             cancellation = scheduler_pb2.Cancellation(attachment=stream.attachment)
-            self.outbox.frame().cancellations.append(cancellation)
+            self.outbox.cancel(cancellation)
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request of any gateway; False if no such one is live."""
@@ -77,7 +78,7 @@ class Multiplexer:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._cancellations[tag] = answer
         key = scheduler_pb2.RequestKey(request_id=request_id)
-        self.outbox.frame().cancellations.append(scheduler_pb2.Cancellation(request=key, tag=tag))
+        self.outbox.cancel(scheduler_pb2.Cancellation(request=key, tag=tag))
         try:
             return await answer
         finally:
@@ -111,7 +112,8 @@ class Multiplexer:
 
     def _require_open(self) -> None:
         if self._closed_by is not None:
-            raise self._closed_by
+            # A copy: an exception keeps the frames of every place that raised it.
+            raise replace(self._closed_by)
 
 
 def _ended(end: scheduler_pb2.ChoiceEnd) -> Ended:

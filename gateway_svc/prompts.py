@@ -34,9 +34,9 @@ async def tokenize(request: GenerationRequest, model: Model, limits: ModelLimits
 
 async def render(field: str, conversation: inference_pb2.Conversation, model: Model) -> str:
     """RequestError at `field` if the model's template refuses the conversation."""
-    messages = [
+    messages = (
         {"role": message.role, "content": message.content} for message in conversation.messages
-    ]
+    )
     add = conversation.add_generation_prompt or not conversation.HasField("add_generation_prompt")
     try:
         return await model.render(messages, add)

@@ -32,7 +32,7 @@ class SchedulerLink:
         max_queued_tokens: int,
         report: Callable[[str | None], object],
     ) -> None:
-        self.requests = Multiplexer(max_queued_tokens, _away("not connected yet"))
+        self.requests = Multiplexer(max_queued_tokens, _away())
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         self._report = report
         self._gateway_id = secrets.token_bytes(16)
@@ -60,7 +60,8 @@ class SchedulerLink:
             if self._hello is not None:
                 backoff_s = _FIRST_BACKOFF_S
             self._hello = None
-            self.requests.close(_away(why))
+            # Why is for the operator: it may speak of another client's request.
+            self.requests.close(_away())
             log.warning("scheduler away", reason=why, retry_in_s=backoff_s)
             self._report(why)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1))
@@ -117,5 +118,5 @@ class _RefusedError(Exception):
     """A scheduler that must not be spoken to."""
 
 
-def _away(why: str) -> RequestError:
-    return unavailable("SCHEDULER_AWAY", f"the scheduler is away: {why}")
+def _away() -> RequestError:
+    return unavailable("SCHEDULER_AWAY", "the scheduler is away")

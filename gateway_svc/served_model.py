@@ -1,7 +1,7 @@
 """The model that this gateway serves: its name at once, its tokenizer when it is loaded."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -15,8 +15,9 @@ from quire.service.errors import RequestError, invalid, unavailable
 
 T = TypeVar("T")
 
-# Of a model without learned positions, until a worker tells its limit.
-_UNBOUNDED = 2**31 - 1
+# Of a model without learned positions, until a worker tells its limit: enough for any, and still
+# a bound on the work that one request can ask for.
+_UNBOUNDED = 2**20
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,13 @@ class Model:
 
         return await self._in_thread(work)
 
-    async def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
-        """TemplateError if the template refuses; the model must have one."""
+    async def render(self, messages: Iterable[dict[str, str]], add_generation_prompt: bool) -> str:
+        """TemplateError if the template refuses; the model must have one. `messages` are gone
+        through in a thread, too.
+        """
         template = self.files.chat_template
         assert template is not None
-        return await self._in_thread(lambda: template.render(messages, add_generation_prompt))
+        return await self._in_thread(lambda: template.render(list(messages), add_generation_prompt))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)

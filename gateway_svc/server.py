@@ -9,6 +9,7 @@ import structlog
 
 from gateway_svc import model_files
 from gateway_svc.inference_servicer import InferenceServicer
+from gateway_svc.malformed_requests import MalformedRequests
 from gateway_svc.model_files import ModelFilesError
 from gateway_svc.model_servicer import ModelServicer
 from gateway_svc.rpc import Calls
@@ -45,7 +46,7 @@ class Gateway:
             self.channel, settings.max_queued_tokens, self._scheduler_states.put_nowait
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
-        self.server = grpc.aio.server(options=server_options())
+        self.server = grpc.aio.server(interceptors=[MalformedRequests()], options=server_options())
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
         self._tasks: list[asyncio.Task[None]] = []

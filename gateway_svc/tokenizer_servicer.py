@@ -1,11 +1,16 @@
 """`TokenizerService`: the served model's tokenizer."""
 
+from typing import TypeVar
+
 from gateway_svc import prompts, validation
 from gateway_svc.rpc import Calls, Context
 from gateway_svc.scheduler_link import SchedulerLink
 from gateway_svc.served_model import ServedModel
+from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.errors import invalid
 from quire.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+R = TypeVar("R", tokenizer_pb2.TokenizeResponse, tokenizer_pb2.DetokenizeResponse)
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -26,11 +31,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.DetokenizeResponse:
         async with self._calls.answering(context):
             model = self._served.named(request.model if request.HasField("model") else None)
-            validation.check_token_ids("token_ids", request.token_ids, model.files.vocab_size)
+            limits = model.limits(self._link.max_model_len)
+            validation.check_detokenized(request.token_ids, limits)
             skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
-            return tokenizer_pb2.DetokenizeResponse(
-                text=await model.decode(request.token_ids, skip)
-            )
+            text = await model.decode(request.token_ids, skip)
+            return _sendable("token_ids", tokenizer_pb2.DetokenizeResponse(text=text))
         raise AssertionError("answering ends the call")
 
     async def _tokenize(
@@ -40,7 +45,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         limits = model.limits(self._link.max_model_len)
         match request.WhichOneof("input"):
             case "text":
-                text, rendered, add_special_tokens = request.text, None, True
+                text, rendered = request.text, None
+                add_special_tokens = request.add_special_tokens or not request.HasField(
+                    "add_special_tokens"
+                )
                 validation.check_text("text", text, limits)
             case "conversation":
                 validation.check_conversation("conversation", request.conversation, limits)
@@ -48,7 +56,19 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 add_special_tokens = False
             case _:
                 raise invalid("input", "NO_INPUT", "is missing; text or conversation")
-        if request.HasField("add_special_tokens"):
-            add_special_tokens = request.add_special_tokens
         token_ids = await model.encode(text, add_special_tokens)
-        return tokenizer_pb2.TokenizeResponse(token_ids=token_ids, rendered=rendered)
+        return _sendable(
+            "input", tokenizer_pb2.TokenizeResponse(token_ids=token_ids, rendered=rendered)
+        )
+
+
+def _sendable(field: str, response: R) -> R:
+    """RequestError if the answer to `field` is beyond what a message may be."""
+    num_bytes = response.ByteSize()
+    if num_bytes > PUBLIC_MESSAGE_BYTES:
+        raise invalid(
+            field,
+            "RESPONSE_TOO_LARGE",
+            f"gives an answer of {num_bytes} bytes; at most {PUBLIC_MESSAGE_BYTES} can be sent",
+        )
+    return response

@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from google.protobuf.wrappers_pb2 import FloatValue
+
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, invalid
 from quire.v1 import inference_pb2
@@ -18,6 +20,11 @@ MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_CACHE_SALT_BYTES = 256
+MAX_MESSAGES = 4096
+MAX_ROLE_CHARACTERS = 64
+# Of one Detokenize, unless the model's own sequences are longer: a tenth of a second of work.
+MAX_DETOKENIZED_TOKENS = 2**17
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
     """Everything that can be known before the prompt is tokenized."""
     if request.HasField("request_id"):
         check_request_id(request.request_id)
+    _check_cache_salt(request.cache_salt)
     _check_sampling(request.sampling_params, limits.vocab_size)
     _check_prompt(request, limits)
 
@@ -59,6 +67,20 @@ def check_conversation(
         )
     if not conversation.messages:
         raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
+    # Before anything is done per message: millions of empty ones fit into a request.
+    if len(conversation.messages) > MAX_MESSAGES:
+        raise invalid(
+            f"{field}.messages",
+            "TOO_MANY_MESSAGES",
+            f"has {len(conversation.messages)} entries; at most {MAX_MESSAGES} are allowed",
+        )
+    for at, message in enumerate(conversation.messages):
+        if len(message.role) > MAX_ROLE_CHARACTERS:
+            raise invalid(
+                f"{field}.messages[{at}].role",
+                "ROLE_LENGTH",
+                f"has {len(message.role)} characters; at most {MAX_ROLE_CHARACTERS} are allowed",
+            )
     check_text(field, "".join(message.content for message in conversation.messages), limits)
 
 
@@ -72,6 +94,17 @@ def check_text(field: str, text: str, limits: ModelLimits) -> None:
             f"has {len(text)} characters; the model's {limits.max_model_len} tokens "
             f"hold at most {most}",
         )
+
+
+def check_detokenized(token_ids: Sequence[int], limits: ModelLimits) -> None:
+    most = max(MAX_DETOKENIZED_TOKENS, limits.max_model_len)
+    if len(token_ids) > most:
+        raise invalid(
+            "token_ids",
+            "TOO_MANY_TOKEN_IDS",
+            f"has {len(token_ids)} entries; at most {most} are allowed",
+        )
+    check_token_ids("token_ids", token_ids, limits.vocab_size)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -125,6 +158,16 @@ def _seed(request_id: str) -> int:
     return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big")
 
 
+def _check_cache_salt(cache_salt: str) -> None:
+    num_bytes = len(cache_salt.encode())
+    if num_bytes > MAX_CACHE_SALT_BYTES:
+        raise invalid(
+            "cache_salt",
+            "CACHE_SALT_LENGTH",
+            f"has {num_bytes} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed",
+        )
+
+
 def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
     match request.WhichOneof("prompt"):
         case None:
@@ -169,8 +212,15 @@ def _sampling(name: str, value: float, allowed: str) -> RequestError:
     return invalid(
         f"sampling_params.{name}",
         f"{name.upper()}_OUT_OF_RANGE",
-        f"is {value:g}; must be {allowed}",
+        f"is {_shortest(value)}; must be {allowed}",
     )
+
+
+def _shortest(value: float) -> str:
+    """The fewest digits that no other number of 32 bits has; what the client wrote, most likely."""
+    texts = (f"{value:.{digits}g}" for digits in range(6, 10))
+    same = (text for text in texts if FloatValue(value=float(text)).value == value)
+    return next(same, str(value))
 
 
 def _too_many(name: str, count: int, most: int) -> RequestError:
