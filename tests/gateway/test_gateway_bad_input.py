@@ -7,6 +7,8 @@ from gateway_stack import Stack
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from gateway_svc import validation
+from gateway_svc.chat_template import ChatTemplate
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
 
@@ -36,6 +38,9 @@ BAD = {
     "token id outside": (tokens(1, 2, 3, 100_000), "prompt.token_ids[3]"),
     "no messages": (conversation(), "prompt.conversation"),
     "refused role": (conversation("wizard"), "prompt.conversation"),
+    "many messages": (conversation(*["user"] * 4097), "prompt.conversation.messages"),
+    "long role": (conversation("user", "r" * 65), "prompt.conversation.messages[1].role"),
+    "long cache salt": ({"text": "a", "cache_salt": "é" * 129}, "cache_salt"),
     "empty request id": ({"text": "a", "request_id": ""}, "request_id"),
     "long request id": ({"text": "a", "request_id": "a" * 129}, "request_id"),
     "negative temperature": (sampling(temperature=-0.5), "sampling_params.temperature"),
@@ -49,6 +54,7 @@ BAD = {
     "long stop": (sampling(stop=["a" * 257]), "sampling_params.stop[0]"),
     "many stops": (sampling(stop=["a"] * 17), "sampling_params.stop"),
     "many stop ids": (sampling(stop_token_ids=[1] * 257), "sampling_params.stop_token_ids"),
+    "top_p just above 1": (sampling(top_p=1.0000001), "sampling_params.top_p"),
     "stop id outside": (sampling(stop_token_ids=[100_000]), "sampling_params.stop_token_ids[0]"),
 }
 
@@ -80,6 +86,52 @@ async def test_bad_input_names_its_field(stack: Stack, name: str) -> None:
         assert str(caught.value.details()).startswith(f"{field}: ")
     assert stack.scheduler.submissions.empty()
     await the_next_request_works(stack)
+
+
+async def test_a_number_is_told_as_it_was_written(stack: Stack) -> None:
+    for written, told in ((1.0000001, "1.0000001"), (1.5, "1.5"), (-0.1, "-0.1")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.inference.Generate(pb.GenerateRequest(**sampling(top_p=written)))
+        assert f"is {told};" in str(caught.value.details())
+
+
+async def test_a_long_refusal_of_the_template_is_cut(stack: Stack, monkeypatch) -> None:
+    source = "{{ raise_exception(messages[0].content) }}"
+    files = stack.gateway.served.named(None).files
+    monkeypatch.setitem(files.__dict__, "chat_template", ChatTemplate(source, {}))
+    monkeypatch.setattr(validation, "check_text", lambda *_: None)
+    messages = [pb.Message(role="user", content="日" * 10**6)]
+    request = pb.GenerateRequest(conversation=pb.Conversation(messages=messages))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(request)
+    assert caught.value.code() is INVALID
+    assert field_of(caught.value) == "prompt.conversation"
+    assert "日日日" in str(caught.value.details())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "quire.v1.InferenceService/Generate",
+        "quire.v1.InferenceService/StreamGenerate",
+        "quire.v1.TokenizerService/Tokenize",
+        "grpc.health.v1.Health/Watch",
+    ],
+)
+# A field that is cut short, and text that is no UTF-8.
+@pytest.mark.parametrize("data", [b"\x0a\xff", b"\x0a\x01\xff"])
+async def test_bytes_that_are_no_request(stack: Stack, method: str, data: bytes) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.channel.unary_stream(f"/{method}")(data).read()
+    assert caught.value.code() is INVALID
+    assert "Error" not in str(caught.value.details())
+    await the_next_request_works(stack)
+
+
+async def test_a_method_that_nobody_serves_is_unimplemented(stack: Stack) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.channel.unary_unary("/quire.v1.InferenceService/Nothing")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_an_unknown_model_is_not_found(stack: Stack) -> None:

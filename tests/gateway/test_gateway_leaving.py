@@ -1,4 +1,7 @@
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -8,9 +11,11 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
+from waiting import until
 
+from gateway_svc.settings import GatewaySettings
 from quire.internal.v1 import scheduler_pb2
-from quire.service.channels import channel_options
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 
@@ -75,6 +80,54 @@ async def test_cancel_by_id(stack: Stack) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+@pytest.mark.parametrize("is_live_elsewhere", [False, True])
+async def test_cancel_by_id_before_the_scheduler_has_heard_of_it(
+    stack: Stack, is_live_elsewhere: bool
+) -> None:
+    with all_threads_busy(stack):
+        call = stack.inference.StreamGenerate(REQUEST)
+        await until(lambda: stack.gateway.calls.num_live == 1, "the request is in preparation")
+        cancel = asyncio.ensure_future(
+            stack.inference.CancelGenerate(pb.CancelGenerateRequest(request_id="mine"))
+        )
+        tag = (await asyncio.wait_for(stack.scheduler.cancellations.get(), 10)).tag
+        result = scheduler_pb2.CancellationResult(tag=tag, found=is_live_elsewhere)
+        stack.scheduler.say(cancellation_results=[result])
+        assert await cancel == pb.CancelGenerateResponse()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    await the_next_request_works(stack)
+    assert stack.scheduler.submissions.empty()
+
+
+@contextmanager
+def all_threads_busy(stack: Stack) -> Iterator[None]:
+    """No text is tokenized meanwhile."""
+    go_on = threading.Event()
+    threads = stack.gateway.served.named(None).threads
+    for _ in range(GatewaySettings.model_fields["tokenizer_threads"].default):
+        threads.submit(go_on.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+async def test_a_broken_link_tells_clients_nothing_of_each_other(stack: Stack) -> None:
+    call = stack.inference.StreamGenerate(REQUEST)
+    await stack.scheduler.submissions.get()
+    stack.scheduler.say(
+        deltas=scheduler_pb2.TokenDeltas(token_ids=[2**31] * (INTERNAL_MESSAGE_BYTES // 5))
+    )
+    for waiting in (call.read(), stack.inference.Generate(pb.GenerateRequest(text="x"))):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await waiting
+        unavailable_with_a_time_to_wait(caught.value)
+        assert caught.value.details() == "the scheduler is away"
+    await asyncio.wait_for(stack.becomes(SERVING), 20)
 
 
 async def test_cancel_of_an_unknown_id(stack: Stack) -> None:

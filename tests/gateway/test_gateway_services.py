@@ -16,7 +16,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from tokenizers import processors
 
+from gateway_svc import tokenizer_servicer
 from gateway_svc.server import SERVICES, Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.v1 import inference_pb2 as pb
@@ -67,6 +69,7 @@ async def test_a_conversation_is_rendered_and_tokenized(stack: Stack) -> None:
     [
         ("Tokenize", tokenizer_pb2.TokenizeRequest(), "input"),
         ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1, 10**6]), "token_ids[1]"),
+        ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1] * (2**17 + 1)), "token_ids"),
     ],
 )
 async def test_the_tokenizer_names_what_is_wrong(
@@ -76,6 +79,50 @@ async def test_the_tokenizer_names_what_is_wrong(
         await getattr(stack.tokenizer, method)(request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(caught.value.details()).startswith(f"{field}: ")
+
+
+async def test_as_many_ids_as_are_allowed_become_text(stack: Stack) -> None:
+    [x] = stack.encode("x")
+    request = tokenizer_pb2.DetokenizeRequest(token_ids=[x] * 2**17)
+    assert (await stack.tokenizer.Detokenize(request)).text == "x" * 2**17
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "field"),
+    [
+        ("Tokenize", tokenizer_pb2.TokenizeRequest(text="x" * 100), "input"),
+        ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[50] * 100), "token_ids"),
+    ],
+)
+async def test_an_answer_beyond_the_limit_of_messages(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, method: str, request_: object, field: str
+) -> None:
+    monkeypatch.setattr(tokenizer_servicer, "PUBLIC_MESSAGE_BYTES", 64)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(stack.tokenizer, method)(request_)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(caught.value.details()).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("add_special_tokens", [None, True, False])
+async def test_a_conversation_has_the_special_tokens_of_its_template(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, add_special_tokens: bool | None
+) -> None:
+    tokenizer = stack.gateway.served.named(None).files.tokenizer
+    bos = tokenizer.token_to_id("<s>")
+    monkeypatch.setattr(
+        tokenizer,
+        "post_processor",
+        processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)]),
+    )
+    conversation = pb.Conversation(messages=[pb.Message(role="user", content="hi")])
+    for parts, has_bos in (
+        ({"text": "hi"}, add_special_tokens is not False),
+        ({"conversation": conversation}, False),
+    ):
+        request = tokenizer_pb2.TokenizeRequest(**parts, add_special_tokens=add_special_tokens)
+        answer = await stack.tokenizer.Tokenize(request)
+        assert list(answer.token_ids) == [bos] * has_bos + stack.encode(answer.rendered or "hi")
 
 
 async def test_what_nobody_foresaw_is_internal(

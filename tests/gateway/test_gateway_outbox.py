@@ -1,0 +1,88 @@
+import asyncio
+
+import grpc
+import pytest
+from gateway_stack import Stack
+
+from gateway_svc.outbox import FRAME_BYTES, Outbox
+from quire.internal.v1 import scheduler_pb2
+from quire.service.channels import INTERNAL_MESSAGE_BYTES
+from quire.service.errors import RequestError
+from quire.v1 import inference_pb2 as pb
+
+
+def submission(attachment: int, num_bytes: int) -> scheduler_pb2.Submission:
+    """A little more than `num_bytes`, in tokens of one byte."""
+    return scheduler_pb2.Submission(attachment=attachment, prompt_token_ids=[5] * num_bytes)
+
+
+async def test_one_turn_of_the_loop_is_one_frame() -> None:
+    outbox = Outbox()
+    outbox.submit(submission(1, 10))
+    outbox.finish(scheduler_pb2.Finish(attachment=1))
+    outbox.cancel(scheduler_pb2.Cancellation(attachment=1))
+    outbox.submit(submission(2, 10))
+    frame = await outbox.take()
+    assert [part.attachment for part in frame.submissions] == [1, 2]
+    assert (len(frame.finishes), len(frame.cancellations)) == (1, 1)
+    waiting = asyncio.ensure_future(outbox.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    outbox.submit(submission(3, 10))
+    assert [part.attachment for part in (await waiting).submissions] == [3]
+
+
+async def test_frames_stay_below_the_links_limit_and_in_order() -> None:
+    outbox = Outbox()
+    for attachment in range(9):
+        outbox.submit(submission(attachment, FRAME_BYTES // 4))
+        outbox.cancel(scheduler_pb2.Cancellation(attachment=attachment))
+    outbox.submit(submission(9, 10))
+    seen: list[int] = []
+    while len(seen) < 10:
+        frame = await outbox.take()
+        assert 0 < frame.ByteSize() < INTERNAL_MESSAGE_BYTES // 2
+        seen += [part.attachment for part in frame.submissions]
+        # What is said of a submission never overtakes it.
+        assert all(part.attachment in seen for part in frame.cancellations)
+    assert seen == list(range(10))
+
+
+async def test_many_small_parts_stay_below_the_links_limit() -> None:
+    outbox = Outbox()
+    num_parts = 3 * 10**5
+    key = scheduler_pb2.RequestKey(request_id="a" * 50)
+    for tag in range(num_parts):
+        outbox.cancel(scheduler_pb2.Cancellation(request=key, tag=tag))
+    seen = 0
+    while seen < num_parts:
+        frame = await outbox.take()
+        assert frame.ByteSize() < INTERNAL_MESSAGE_BYTES // 2
+        seen += len(frame.cancellations)
+
+
+async def test_what_no_frame_holds_is_refused() -> None:
+    outbox = Outbox()
+    with pytest.raises(RequestError) as caught:
+        outbox.submit(submission(1, FRAME_BYTES + 1))
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(caught.value).startswith("prompt: ")
+    outbox.submit(submission(2, 10))
+    assert [part.attachment for part in (await outbox.take()).submissions] == [2]
+
+
+async def test_requests_of_one_moment_cannot_break_the_link(stack: Stack) -> None:
+    """More than the link's limit at once, while another client's text is being written."""
+    call = stack.inference.Generate(pb.GenerateRequest(text="x"))
+    other = await stack.scheduler.submissions.get()
+    requests = stack.gateway.link.requests
+    num_bytes = FRAME_BYTES // 3
+    count = INTERNAL_MESSAGE_BYTES // num_bytes + 1
+    streams = [requests.submit(submission(0, num_bytes), lambda: None) for _ in range(count)]
+    for stream in streams:
+        arrived = await asyncio.wait_for(stack.scheduler.submissions.get(), 30)
+        assert arrived.attachment == stream.attachment
+        requests.leave(stream)
+    stack.scheduler.write(other, 0, stack.encode("fox"))
+    stack.scheduler.end(other, len(stack.encode("fox")))
+    assert (await call).choices[0].text == "fox"
