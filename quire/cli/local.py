@@ -2,7 +2,7 @@
 
 import signal
 import time
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -88,8 +88,16 @@ def demo(
 
 
 def _interrupt_on_sigterm() -> None:
-    """From here on SIGTERM is what Ctrl-C is, so that a stack is stopped in order."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """From here on SIGTERM is what Ctrl-C is, so that a stack is stopped in order.
+
+    SIGINT as well, which a shell has its background jobs ignore.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _serve_until_interrupted(stack: LocalStack) -> None:

@@ -94,7 +94,14 @@ def test_a_stack_that_does_not_run_has_no_address(model):
 def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
     command = [sys.executable, "-m", "quire", "serve", model, "--listen", "127.0.0.1:0"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # As a shell starts its background jobs.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
     assert server.stdout is not None
     welcome = server.stdout.readline()
     target = welcome.split(" on ")[1].split()[0].rstrip(".")
