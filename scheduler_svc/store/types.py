@@ -1,15 +1,17 @@
 """The values that go into a pool's scripts and come out of them."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRun:
-    """Output tokens of one sequence that became known."""
+class TokenRuns:
+    """Output tokens that became known: parallel lists, an interval of one sequence per place."""
 
-    sequence_id: int  # below 2**64
-    first_index: int  # of token_ids[0] within the sequence's output
-    token_ids: tuple[int, ...]
+    sequence_ids: list[int] = field(default_factory=list)  # below 2**64
+    first_indices: list[int] = field(default_factory=list)  # within the sequence's output
+    next_indices: list[int] = field(default_factory=list)  # behind the run's last token
+    token_ids: list[int] = field(default_factory=list)  # concatenated
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +23,11 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """A sequence that leaves its row. The pool forgets its journal index."""
+class Joined:
+    """A sequence whose tokens are journaled from now on, without an admission (a fork)."""
 
     sequence_id: int
-    block_ids: tuple[int, ...]  # table order; freed from last to first
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """Blocks that a running sequence needs more."""
-
-    sequence_id: int
-    num_blocks: int
+    num_output_tokens: int  # the index that its next journaled token has
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +36,9 @@ class Admission:
 
     sequence_id: int
     num_output_tokens: int  # the index that its next journaled token has
-    hit_hashes: tuple[bytes, ...]
+    hit_hashes: Sequence[bytes]
     num_new_blocks: int
-    fill_hashes: tuple[bytes, ...] = ()  # of the first new blocks, filled by this plan
+    fill_hashes: Sequence[bytes] = ()  # of the first new blocks, filled by this plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +46,15 @@ class Commit:
     """One step of a pool, applied in the order of the fields."""
 
     step: int
-    withdrawals: tuple[int, ...] = ()  # block ids whose hash is removed
-    publications: tuple[Publication, ...] = ()
-    runs: tuple[TokenRun, ...] = ()
-    departures: tuple[Departure, ...] = ()
-    appends: tuple[Append, ...] = ()
-    admissions: tuple[Admission, ...] = ()
+    withdrawals: Sequence[int] = ()  # block ids whose hash is removed
+    publications: Sequence[Publication] = ()
+    runs: TokenRuns = field(default_factory=TokenRuns)
+    forgotten: Sequence[int] = ()  # sequence ids whose tokens are journaled no more
+    shared_blocks: Sequence[int] = ()  # held; each gets one reference more per place
+    returned_blocks: Sequence[int] = ()  # each loses one; a table is listed from last to first
+    taken_references: Sequence[int] = ()  # a block is taken per place, with so many references
+    joined: Sequence[Joined] = ()
+    admissions: Sequence[Admission] = ()  # these join, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class CommitReply:
     """What a commit handed out; entries stand in the order of the commit's."""
 
     num_free_blocks: int
-    appended: tuple[tuple[int, ...], ...]
+    taken: tuple[int, ...]
     admitted: tuple[tuple[int, ...] | None, ...]  # block tables; None: left out, without effect
 
 
