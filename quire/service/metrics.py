@@ -1,0 +1,59 @@
+"""Metrics over HTTP, for Prometheus and those that read its format."""
+
+import asyncio
+from dataclasses import dataclass
+from threading import Thread
+from typing import Annotated
+from wsgiref.simple_server import WSGIServer
+
+import structlog
+from prometheus_client import CollectorRegistry, start_http_server
+from pydantic import AfterValidator
+
+from quire.service.addresses import check_address
+
+log = structlog.get_logger()
+
+
+def check_metrics_address(value: str) -> str:
+    """ValueError for what is no address of a TCP port: Prometheus cannot scrape another."""
+    if value.startswith("unix:"):
+        raise ValueError("must be host:port or [IPv6 address]:port")
+    return check_address(value)
+
+
+MetricsAddress = Annotated[str, AfterValidator(check_metrics_address)]
+
+
+@dataclass(frozen=True)
+class MetricsServer:
+    """Answers every scrape with what a registry collects then, on threads of its own."""
+
+    # host:port.
+    address: str
+    _server: WSGIServer
+    _thread: Thread
+
+    async def stop(self) -> None:
+        """Returns when the port is free again. A scrape under way does not hold it up."""
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+async def start_metrics(listen: str, registry: CollectorRegistry) -> MetricsServer:
+    """Serves a registry at `host:port`, where port 0 picks a free one. OSError if it cannot."""
+    host, _, port = listen.rpartition(":")
+    try:
+        # On a thread: binding looks names up.
+        server, thread = await asyncio.to_thread(
+            start_http_server, int(port), host.strip("[]"), registry
+        )
+    except OSError as error:
+        raise OSError(f"cannot serve metrics on {listen}: {error.strerror}") from error
+    address = f"{host}:{server.server_port}"
+    log.info("serving metrics", address=address)
+    return MetricsServer(address, server, thread)
