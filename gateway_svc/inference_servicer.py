@@ -2,13 +2,12 @@
 
 import grpc
 
-from gateway_svc import generation, validation
-from gateway_svc.choice import Outcome, Written
-from gateway_svc.generation import Generation, Submitted
+from gateway_svc import answers, generation, submission, validation
 from gateway_svc.preparations import Preparations
 from gateway_svc.rpc import Calls, Context
 from gateway_svc.scheduler_link import SchedulerLink
 from gateway_svc.served_model import ServedModel
+from gateway_svc.submission import Submitted
 from gateway_svc.validation import GenerationRequest
 from quire.service.errors import failed
 from quire.v1 import inference_pb2, inference_pb2_grpc
@@ -27,13 +26,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with self._calls.answering(context):
             submitted = await self._prepare(request, context)
             async with generation.running(submitted, self._link.requests) as running:
-                written = [update async for update in running.updates()]
-            return inference_pb2.GenerateResponse(
-                request_id=running.request_id,
-                model=self._served.name,
-                choices=[_choice(written, running.outcome)],
-                usage=_usage(running),
-            )
+                updates = [update async for update in running.updates()]
+            return answers.response(running, self._served.name, updates)
         raise AssertionError("answering ends the call")
 
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
@@ -44,7 +38,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             submitted = await self._prepare(request, context)
             async with generation.running(submitted, self._link.requests) as running:
                 async for update in running.updates():
-                    await context.write(self._response(running, update))
+                    response = answers.stream_response(running, self._served.name, update)
+                    await context.write(response)
 
     async def CancelGenerate(  # noqa: N802
         self, request: inference_pb2.CancelGenerateRequest, context: Context
@@ -65,58 +60,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _prepare(self, request: GenerationRequest, context: Context) -> Submitted:
         model = self._served.named(request.model if request.HasField("model") else None)
         with self._preparations.of(request.request_id):
-            return await generation.prepare(
+            return await submission.prepare(
                 request, model, self._link.max_model_len, context.time_remaining()
             )
-
-    def _response(
-        self, running: Generation, written: Written
-    ) -> inference_pb2.StreamGenerateResponse:
-        response = inference_pb2.StreamGenerateResponse(
-            request_id=running.request_id, model=self._served.name
-        )
-        if written.token_ids or running.outcome is not None:
-            response.deltas.append(_delta(written, running.outcome))
-        if running.outcome is not None:
-            response.usage.CopyFrom(_usage(running))
-        return response
-
-
-def _delta(written: Written, outcome: Outcome | None) -> inference_pb2.ChoiceDelta:
-    delta = inference_pb2.ChoiceDelta(
-        text=written.text, token_ids=written.token_ids, first_token_index=written.first_index
-    )
-    if outcome is not None:
-        _set_finish(delta, outcome)
-    return delta
-
-
-def _choice(written: list[Written], outcome: Outcome | None) -> inference_pb2.Choice:
-    choice = inference_pb2.Choice(
-        text="".join(part.text for part in written),
-        token_ids=[id_ for part in written for id_ in part.token_ids],
-    )
-    if outcome is not None:
-        _set_finish(choice, outcome)
-    return choice
-
-
-def _set_finish(
-    message: inference_pb2.ChoiceDelta | inference_pb2.Choice, outcome: Outcome
-) -> None:
-    message.finish_reason = (
-        inference_pb2.FINISH_REASON_STOP if outcome.is_stop else inference_pb2.FINISH_REASON_LENGTH
-    )
-    if outcome.stop_string is not None:
-        message.stop_string = outcome.stop_string
-    elif outcome.stop_token_id is not None:
-        message.stop_token_id = outcome.stop_token_id
-
-
-def _usage(running: Generation) -> inference_pb2.Usage:
-    cached = 0 if running.outcome is None else running.outcome.num_cached_prompt_tokens
-    return inference_pb2.Usage(
-        prompt_tokens=running.num_prompt_tokens,
-        cached_prompt_tokens=cached,
-        completion_tokens=running.num_tokens,
-    )

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import grpc
@@ -53,20 +53,25 @@ class Multiplexer:
     ) -> RequestStream:
         """Sends a request, under an attachment number of its own. RequestError if it cannot."""
         self._require_open()
-        stream = RequestStream(next(self._numbers), self._max_queued_tokens, on_overflow)
+        num_choices = submission.n if submission.HasField("n") else 1
+        stream = RequestStream(
+            next(self._numbers), num_choices, self._max_queued_tokens, on_overflow
+        )
         submission.attachment = stream.attachment
         self.outbox.submit(submission)
         self._streams[stream.attachment] = stream
         return stream
 
-    def finish(self, stream: RequestStream, num_tokens: int) -> None:
-        """Ends the request's choice at a stop string; its end is then told like any other."""
-        if stream.attachment in self._streams:
-            finish = scheduler_pb2.Finish(attachment=stream.attachment, num_tokens=num_tokens)
+    def finish(self, stream: RequestStream, choice: int, num_tokens: int) -> None:
+        """Ends a choice at a stop string, unless it has ended; its end is told like any other."""
+        if stream.attachment in self._streams and stream.is_live(choice):
+            finish = scheduler_pb2.Finish(
+                attachment=stream.attachment, choice=choice, num_tokens=num_tokens
+            )
             self.outbox.finish(finish)
 
     def leave(self, stream: RequestStream) -> None:
-        """Cancels the request unless it has ended, and forgets it."""
+        """Cancels the request unless all of it has ended, and forgets it."""
         if self._streams.pop(stream.attachment, None) is not None:
             cancellation = scheduler_pb2.Cancellation(attachment=stream.attachment)
             self.outbox.cancel(cancellation)
@@ -90,9 +95,7 @@ class Multiplexer:
             if stream := self._streams.get(acceptance.attachment):
                 stream.put(Accepted())
         self._deliver_tokens(frame.deltas)
-        for end in frame.choice_ends:
-            if stream := self._streams.pop(end.attachment, None):
-                stream.put(_ended(end))
+        self._deliver_ends(frame.choice_ends)
         for failure in frame.failures:
             if stream := self._streams.pop(failure.attachment, None):
                 stream.fail(_error(failure))
@@ -103,12 +106,26 @@ class Multiplexer:
 
     def _deliver_tokens(self, deltas: scheduler_pb2.TokenDeltas) -> None:
         token_ids = tuple(deltas.token_ids)
-        entries = zip(deltas.attachments, deltas.first_indices, deltas.num_tokens, strict=True)
+        entries = zip(
+            deltas.attachments,
+            deltas.choices,
+            deltas.first_indices,
+            deltas.num_tokens,
+            strict=True,
+        )
         start = 0
-        for attachment, first_index, count in entries:
+        for attachment, choice, first_index, count in entries:
             if stream := self._streams.get(attachment):
-                stream.put(NewTokens(first_index, token_ids[start : start + count]))
+                stream.put(NewTokens(choice, first_index, token_ids[start : start + count]))
             start += count
+
+    def _deliver_ends(self, ends: Iterable[scheduler_pb2.ChoiceEnd]) -> None:
+        """A request is forgotten with the end of its last choice."""
+        for end in ends:
+            if stream := self._streams.get(end.attachment):
+                stream.put(_ended(end))
+                if stream.has_ended:
+                    del self._streams[end.attachment]
 
     def _require_open(self) -> None:
         if self._closed_by is not None:
@@ -118,6 +135,7 @@ class Multiplexer:
 
 def _ended(end: scheduler_pb2.ChoiceEnd) -> Ended:
     return Ended(
+        choice=end.choice,
         reason=end.reason,
         stop_token_id=end.stop_token_id if end.HasField("stop_token_id") else None,
         num_tokens=end.num_tokens,

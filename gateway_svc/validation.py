@@ -17,6 +17,7 @@ from quire.v1 import inference_pb2
 GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerateRequest
 
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -190,6 +191,8 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
         raise _sampling("top_p", params.top_p, "above 0 and at most 1")
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise _sampling("max_tokens", params.max_tokens, "at least 1")
+    if params.HasField("n") and not 1 <= params.n <= MAX_CHOICES:
+        raise _sampling("n", params.n, f"1 to {MAX_CHOICES}")
     _check_stops(params.stop)
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise _too_many("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -75,8 +75,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     def accept(self, submission: pb.Submission) -> None:
         self.say(acceptances=[pb.Acceptance(attachment=submission.attachment)])
 
-    def write(self, submission: pb.Submission, first: int, token_ids: Sequence[int]) -> None:
-        self.say(deltas=deltas([submission], [first], [token_ids]))
+    def write(
+        self, submission: pb.Submission, first: int, token_ids: Sequence[int], choice: int = 0
+    ) -> None:
+        self.say(deltas=deltas(Delta(submission, first, token_ids, choice)))
 
     def end(
         self,
@@ -85,10 +87,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         reason: pb.EndReason.ValueType = pb.END_REASON_LENGTH,
         **parts: Any,
     ) -> None:
-        end = pb.ChoiceEnd(
-            attachment=submission.attachment, reason=reason, num_tokens=num_tokens, **parts
-        )
-        self.say(choice_ends=[end])
+        self.say(choice_ends=[choice_end(submission, num_tokens, reason, **parts)])
 
     def fail(self, submission: pb.Submission, code: grpc.StatusCode, **parts: Any) -> None:
         failure = pb.RequestFailure(
@@ -105,13 +104,31 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         return submission
 
 
-def deltas(
-    submissions: Sequence[pb.Submission], first: Sequence[int], token_ids: Sequence[Sequence[int]]
-) -> pb.TokenDeltas:
+class Delta(NamedTuple):
+    """New tokens of one choice."""
+
+    submission: pb.Submission
+    first: int
+    token_ids: Sequence[int]
+    choice: int = 0
+
+
+def deltas(*entries: Delta) -> pb.TokenDeltas:
     return pb.TokenDeltas(
-        attachments=[submission.attachment for submission in submissions],
-        choices=[0] * len(submissions),
-        first_indices=first,
-        token_ids=[id_ for ids in token_ids for id_ in ids],
-        num_tokens=[len(ids) for ids in token_ids],
+        attachments=[entry.submission.attachment for entry in entries],
+        choices=[entry.choice for entry in entries],
+        first_indices=[entry.first for entry in entries],
+        token_ids=[id_ for entry in entries for id_ in entry.token_ids],
+        num_tokens=[len(entry.token_ids) for entry in entries],
+    )
+
+
+def choice_end(
+    submission: pb.Submission,
+    num_tokens: int,
+    reason: pb.EndReason.ValueType = pb.END_REASON_LENGTH,
+    **parts: Any,
+) -> pb.ChoiceEnd:
+    return pb.ChoiceEnd(
+        attachment=submission.attachment, reason=reason, num_tokens=num_tokens, **parts
     )

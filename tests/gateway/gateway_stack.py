@@ -7,7 +7,7 @@ from gateway_fake_scheduler import FakeScheduler
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway_svc.server import Gateway
-from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+from quire.v1 import inference_pb2, inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 
 
 @dataclass
@@ -32,6 +32,12 @@ class Stack:
     def encode(self, text: str) -> list[int]:
         model = self.gateway.served.named(None)
         return list(model.files.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    async def the_next_request_works(self) -> None:
+        """And all that was said to the scheduler before has arrived there."""
+        call = self.inference.Generate(inference_pb2.GenerateRequest(text="The"))
+        await self.scheduler.serve_one(self.encode("fox"))
+        assert (await call).choices[0].text == "fox"
 
     def is_idle(self) -> bool:
         return self.gateway.link.requests.is_idle and not self.gateway.calls.num_live

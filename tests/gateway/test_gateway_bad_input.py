@@ -50,6 +50,9 @@ BAD = {
     "top_p above 1": (sampling(top_p=1.5), "sampling_params.top_p"),
     "top_p nan": (sampling(top_p=math.nan), "sampling_params.top_p"),
     "max_tokens 0": (sampling(max_tokens=0), "sampling_params.max_tokens"),
+    "n 0": (sampling(n=0), "sampling_params.n"),
+    "n 17": (sampling(n=17), "sampling_params.n"),
+    "n beyond all bounds": (sampling(n=2**32 - 1), "sampling_params.n"),
     "empty stop": (sampling(stop=["a", ""]), "sampling_params.stop[1]"),
     "long stop": (sampling(stop=["a" * 257]), "sampling_params.stop[0]"),
     "many stops": (sampling(stop=["a"] * 17), "sampling_params.stop"),
@@ -66,12 +69,6 @@ def field_of(error: grpc.aio.AioRpcError) -> str:
     return str(request.field_violations[0].field)
 
 
-async def the_next_request_works(stack: Stack) -> None:
-    call = stack.inference.Generate(pb.GenerateRequest(text="The"))
-    await stack.scheduler.serve_one(stack.encode("fox"))
-    assert (await call).choices[0].text == "fox"
-
-
 @pytest.mark.parametrize("name", BAD)
 async def test_bad_input_names_its_field(stack: Stack, name: str) -> None:
     parts, field = BAD[name]
@@ -85,7 +82,7 @@ async def test_bad_input_names_its_field(stack: Stack, name: str) -> None:
         assert field_of(caught.value) == field
         assert str(caught.value.details()).startswith(f"{field}: ")
     assert stack.scheduler.submissions.empty()
-    await the_next_request_works(stack)
+    await stack.the_next_request_works()
 
 
 async def test_a_number_is_told_as_it_was_written(stack: Stack) -> None:
@@ -125,7 +122,7 @@ async def test_bytes_that_are_no_request(stack: Stack, method: str, data: bytes)
         await stack.channel.unary_stream(f"/{method}")(data).read()
     assert caught.value.code() is INVALID
     assert "Error" not in str(caught.value.details())
-    await the_next_request_works(stack)
+    await stack.the_next_request_works()
 
 
 async def test_a_method_that_nobody_serves_is_unimplemented(stack: Stack) -> None:
@@ -145,7 +142,7 @@ async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         assert field_of(caught.value) == field
         assert "'tiny'" in str(caught.value.details())
-    await the_next_request_works(stack)
+    await stack.the_next_request_works()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,7 @@ async def test_megabytes_of_text(stack: Stack, megabytes: int, code: str, field:
     assert caught.value.code().name == code
     if field is not None:
         assert field_of(caught.value) == field
-    await the_next_request_works(stack)
+    await stack.the_next_request_works()
 
 
 async def test_control_characters_are_text(stack: Stack) -> None:

@@ -3,7 +3,7 @@ import hashlib
 
 import grpc
 import pytest
-from gateway_fake_scheduler import MAX_MODEL_LEN, deltas
+from gateway_fake_scheduler import MAX_MODEL_LEN, Delta, deltas
 from gateway_stack import Stack
 from gateway_tokenizers import EOS
 
@@ -161,7 +161,8 @@ async def test_sixty_four_requests_share_frames(stack: Stack) -> None:
     submissions = [await stack.scheduler.submissions.get() for _ in calls]
     assert stack.scheduler.num_frames <= len(calls)
     for index, id_ in enumerate(ids):
-        stack.scheduler.say(deltas=deltas(submissions, [index] * 64, [[id_]] * 64))
+        entries = (Delta(submission, index, [id_]) for submission in submissions)
+        stack.scheduler.say(deltas=deltas(*entries))
     for submission in submissions:
         stack.scheduler.end(submission, len(ids))
     for response in await asyncio.gather(*pending):
@@ -188,3 +189,17 @@ async def test_salt_and_digest_travel(stack: Stack) -> None:
     first, again, other = await submit(), await submit(), await submit(cache_salt="s")
     assert first.digest == again.digest != other.digest
     assert (first.cache_salt, other.cache_salt) == (b"", b"s")
+
+
+async def test_the_priority_travels(stack: Stack) -> None:
+    async def submit(**parts: object) -> scheduler_pb2.Submission:
+        call = stack.inference.Generate(pb.GenerateRequest(text="x", **parts))
+        submission = await stack.scheduler.serve_one([3])
+        await call
+        return submission
+
+    assert not (await submit()).HasField("priority")
+    for priority in (0, -(2**31), 2**31 - 1):
+        submission = await submit(priority=priority)
+        assert submission.HasField("priority")
+        assert submission.priority == priority

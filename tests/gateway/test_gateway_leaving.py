@@ -7,13 +7,15 @@ import grpc
 import pytest
 from gateway_fake_scheduler import MAX_MODEL_LEN
 from gateway_stack import Stack
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 from waiting import until
 
 from gateway_svc.settings import GatewaySettings
+from quire.async_client import AsyncClient
+from quire.errors import QuireError
 from quire.internal.v1 import scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.v1 import inference_pb2 as pb
@@ -99,7 +101,7 @@ async def test_cancel_by_id_before_the_scheduler_has_heard_of_it(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.CANCELLED
-    await the_next_request_works(stack)
+    await stack.the_next_request_works()
     assert stack.scheduler.submissions.empty()
 
 
@@ -154,6 +156,24 @@ async def test_failures_pass_through_with_their_details(stack: Stack) -> None:
     assert (status.message, list(status.details)) == ("no", [detail])
 
 
+async def test_a_full_queue_tells_when_to_come_again(stack: Stack) -> None:
+    details = [any_pb2.Any(), any_pb2.Any()]
+    details[0].Pack(error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="quire"))
+    delay = duration_pb2.Duration(seconds=2, nanos=500_000_000)
+    details[1].Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    async with AsyncClient(stack.address) as client:
+        call = asyncio.ensure_future(client.generate("The quick"))
+        submission = await stack.scheduler.submissions.get()
+        stack.scheduler.fail(submission, grpc.StatusCode.RESOURCE_EXHAUSTED, details=details)
+        with pytest.raises(QuireError) as caught:
+            await call
+    error = caught.value
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert error.retry_after_s == 2.5
+    await stack.the_next_request_works()
+    assert stack.scheduler.cancellations.empty()
+
+
 async def test_a_client_that_does_not_read(stack: Stack) -> None:
     # A window that stays small, for the gateway's writes to wait soon.
     options = [*channel_options(), ("grpc.http2.bdp_probe", 0)]
@@ -166,7 +186,7 @@ async def test_a_client_that_does_not_read(stack: Stack) -> None:
             stack.scheduler.write(submission, first, [5] * 500)
             first += 500
             # Another request's answer tells that the gateway has read this frame.
-            await the_next_request_works(stack)
+            await stack.the_next_request_works()
         await cancelled(stack, submission)
         received = 0
 
@@ -180,12 +200,6 @@ async def test_a_client_that_does_not_read(stack: Stack) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     # What was written before the window was full.
     assert received > 50_000
-
-
-async def the_next_request_works(stack: Stack) -> None:
-    other = stack.inference.Generate(pb.GenerateRequest(text="x"))
-    await stack.scheduler.serve_one(stack.encode("fox"))
-    assert (await other).choices[0].text == "fox"
 
 
 async def test_the_scheduler_goes_and_comes_back(stack: Stack) -> None:
