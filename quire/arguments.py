@@ -7,20 +7,23 @@ import math
 import numbers
 from collections.abc import Sequence
 
+INT32_MIN = -(2**31)
+INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 # Three years. gRPC takes a deadline beyond what it can count for one that has passed.
 _LONGEST_TIMEOUT_S = 1e8
 
 
-def check_integer(name: str, value: object, maximum: int) -> None:
-    """A count, an id or a seed: from 0 to what its field can carry."""
+def check_integer(name: str, value: object, maximum: int, minimum: int = 0) -> None:
+    """What its field can carry; counts, ids and seeds are never negative."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise wrong_type(name, "an integer", value)
-    if int(value) < 0:
-        raise ValueError(f"{name}: must not be negative (got {value!r})")
+    if int(value) < minimum:
+        least = f"be at least {minimum}" if minimum else "not be negative"
+        raise ValueError(f"{name}: must {least} (got {value!r})")
     if int(value) > maximum:
         raise ValueError(f"{name}: must be at most {maximum} (got {value!r})")
 

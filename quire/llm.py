@@ -9,7 +9,6 @@ from quire.client import Client
 from quire.launcher.stack import LocalStack
 from quire.outputs import RequestDelta, RequestOutput
 from quire.prompts import Conversation, Prompt, each_conversation, each_prompt
-from quire.requests import RequestOptions
 from quire.sampling import SamplingParams
 
 
@@ -53,7 +52,8 @@ class LLM:
                 settings={f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in given.items()},
                 verbose=verbose,
             ).start()
-        self._options: RequestOptions = {} if stack else {"model": model}
+        # A private stack serves one.
+        self._model = None if stack else model
         self.client = Client(stack.address if stack else str(target))
         # Runs once: by `close`, when nobody refers to this object any more, or at exit.
         self._finalizer = weakref.finalize(self, _close, self.client, stack)
@@ -64,15 +64,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         timeout_s: float | None = None,
+        priority: int | None = None,
     ) -> list[RequestOutput]:
         """Continues all prompts at once; outputs come in the order of the prompts.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-        `sampling_params` is one for all or one for each. The first prompt that fails raises its
-        QuireError and cancels the others. ValueError unless there are as many sampling parameters
-        as prompts.
+        `sampling_params` is one for all or one for each; their `n` is the number of completions
+        that a prompt's output has. `priority` is that of all prompts. The first prompt that fails
+        raises its QuireError and cancels the others. ValueError unless there are as many sampling
+        parameters as prompts.
         """
-        return self._generate(each_prompt(prompts), sampling_params, timeout_s)
+        return self._generate(each_prompt(prompts), sampling_params, timeout_s, priority)
 
     def chat(
         self,
@@ -80,9 +82,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         timeout_s: float | None = None,
+        priority: int | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, a list of {"role": ..., "content": ...}, or several."""
-        return self._generate(each_conversation(messages), sampling_params, timeout_s)
+        return self._generate(each_conversation(messages), sampling_params, timeout_s, priority)
 
     def stream(
         self,
@@ -90,10 +93,11 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        priority: int | None = None,
     ) -> Generator[RequestDelta, None, None]:
         """One prompt's output as it is written. Closing the generator cancels the request."""
         return self.client.stream_generate(
-            prompt, sampling_params, timeout_s=timeout_s, **self._options
+            prompt, sampling_params, timeout_s=timeout_s, model=self._model, priority=priority
         )
 
     def close(self) -> None:
@@ -105,9 +109,12 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
         timeout_s: float | None,
+        priority: int | None,
     ) -> list[RequestOutput]:
         each = _for_each(sampling_params, len(prompts))
-        return self.client.generate_all(prompts, each, timeout_s=timeout_s, **self._options)
+        return self.client.generate_all(
+            prompts, each, timeout_s=timeout_s, model=self._model, priority=priority
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -17,9 +17,11 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 class Usage:
     """Token counts of one request."""
 
+    # Once, however many completions the prompt has.
     prompt_tokens: int
     # Of the prompt's tokens, those found in the prefix cache.
     cached_prompt_tokens: int
+    # Of all completions together.
     completion_tokens: int
 
     @classmethod
@@ -52,20 +54,21 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its completions."""
+    """A prompt and its completions, as many as `SamplingParams.n` says."""
 
     request_id: str
     model: str
     # The prompt as the caller gave it: one of the two, or neither for a conversation.
     prompt: str | None
     prompt_token_ids: list[int] | None
+    # In order of their indices.
     outputs: list[CompletionOutput]
     usage: Usage
 
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """What a stream adds to one completion."""
+    """What a stream adds to the completion of this index."""
 
     index: int
     text: str
@@ -89,7 +92,11 @@ class CompletionDelta:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """One message of a stream. The first one says that the request is accepted and adds nothing."""
+    """One message of a stream. The first one says that the request is accepted and adds nothing.
+
+    Completions are written at once: `outputs` has an entry for each that the message adds to, and
+    the last entry of each has its finish_reason.
+    """
 
     request_id: str
     model: str
@@ -99,7 +106,7 @@ class RequestDelta:
 
     @property
     def text(self) -> str:
-        """What this message adds to the first completion."""
+        """What this message adds to the first completion, the only one unless there are n."""
         return "".join(output.text for output in self.outputs if output.index == 0)
 
     @classmethod

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from typing import TypedDict, TypeVar
 
-from quire.arguments import check_flag, check_text, check_token_ids, wrong_type
+from quire.arguments import (
+    INT32_MAX,
+    INT32_MIN,
+    check_flag,
+    check_integer,
+    check_text,
+    check_token_ids,
+    wrong_type,
+)
 from quire.outputs import CompletionOutput, RequestOutput, Usage
 from quire.prompts import (
     Conversation,
@@ -27,6 +35,8 @@ class RequestOptions(TypedDict, total=False):
     model: str | None
     # Keeps the request's cached prefixes apart from those of other salts.
     cache_salt: str
+    # Smaller is served earlier, where the scheduler's policy is priority; 0 if absent.
+    priority: int | None
 
 
 def fill_request(
@@ -105,6 +115,9 @@ def _fill_options(request: _Request, options: RequestOptions) -> None:
     for name, value in options.items():
         if name not in RequestOptions.__annotations__:
             raise TypeError(f"{name}: no such option of a request (got {value!r:.100})")
-        check_text(name, value)
+        if name == "priority":
+            check_integer(name, value, INT32_MAX, INT32_MIN)
+        else:
+            check_text(name, value)
         if value is not None:
             setattr(request, name, value)

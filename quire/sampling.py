@@ -38,6 +38,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    # Completions of the prompt, 1 to 16, each with random bits of its own; the default is 1.
+    n: int | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature)
@@ -49,6 +51,7 @@ class SamplingParams:
         check_token_ids("stop_token_ids", self.stop_token_ids)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("skip_special_tokens", self.skip_special_tokens)
+        check_integer("n", self.n, UINT32_MAX)
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -62,6 +65,7 @@ class SamplingParams:
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
+            n=self.n,
         )
 
 

@@ -1,13 +1,16 @@
 """Commands that ask a running server: generate, tokenize, models."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from quire.cli.app import ModelName, Target, Timeout, integer, number, one_line_errors
+from quire.cli.turns import Turns
 from quire.client import Client
 from quire.prompts import Prompt
+from quire.requests import RequestOptions
 from quire.sampling import SamplingParams
 from quire.targets import DEFAULT_TARGET
 
@@ -35,11 +38,18 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
     ] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", parser=integer, help="Texts to write, 1 to 16.")
+    ] = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(parser=integer, help="Smaller is served earlier, where the policy is so."),
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it is written.")] = True,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     timeout: Timeout = None,
 ) -> None:
-    """Prints the continuation of a prompt."""
+    """Prints the continuation of a prompt; several one after the other."""
     params = SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -47,16 +57,19 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
         stop=stop,
+        n=n,
     )
     asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+    options: RequestOptions = {"model": model, "priority": priority}
+    turns = Turns(n or 1, partial(typer.echo, nl=False))
     with Client(target) as client:
         if stream:
-            for delta in client.stream_generate(asked, params, model=model, timeout_s=timeout):
-                typer.echo(delta.text, nl=False)
-            typer.echo()
+            for message in client.stream_generate(asked, params, timeout_s=timeout, **options):
+                for delta in message.outputs:
+                    turns.add(delta)
         else:
-            output = client.generate(asked, params, model=model, timeout_s=timeout)
-            typer.echo(output.outputs[0].text)
+            for output in client.generate(asked, params, timeout_s=timeout, **options).outputs:
+                turns.add(output)
 
 
 @one_line_errors()

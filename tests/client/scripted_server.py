@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from google.rpc import status_pb2
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
@@ -25,9 +26,10 @@ MAX_CALLS = 16
 
 
 class ScriptedInference(InferenceServiceServicer):
-    """`bad` is refused (`bad later`: once a call hangs), `busy` is sent away, `hang` ends only with
-    its call, `meet N` answers when N such calls are there at once; anything else is answered in
-    capital letters."""
+    """`bad` is refused (`bad later`: once a call hangs), `busy` and `full` are sent away, `hang`
+    ends only with its call, `meet N` answers when N such calls are there at once; anything else is
+    answered in capital letters, each word once more in each further choice. Streams write choices
+    word by word, and end the last one first."""
 
     def __init__(self) -> None:
         self.requests: list = []
@@ -41,29 +43,42 @@ class ScriptedInference(InferenceServiceServicer):
 
     def Generate(self, request, context):  # noqa: N802
         self._follow(request, context)
-        choice = inference_pb2.Choice(
-            text=request.text.upper(),
-            token_ids=[1, 2],
-            finish_reason=inference_pb2.FINISH_REASON_STOP,
-            stop_token_id=2,
-        )
+        choices = [
+            inference_pb2.Choice(
+                index=index,
+                text=" ".join(word * (index + 1) for word in request.text.upper().split(" ")),
+                token_ids=[1, 2],
+                finish_reason=inference_pb2.FINISH_REASON_STOP,
+                stop_token_id=2,
+            )
+            for index in range(_num_choices(request))
+        ]
         return inference_pb2.GenerateResponse(
             request_id=request.request_id or "r1",
             model="scripted",
-            choices=[choice],
+            choices=choices,
             usage=_usage(),
         )
 
     def StreamGenerate(self, request, context) -> Iterator:  # noqa: N802
         yield inference_pb2.StreamGenerateResponse(request_id="r1", model="scripted")
         self._follow(request, context)
-        for index, word in enumerate(request.text.upper().split()):
-            delta = inference_pb2.ChoiceDelta(text=word, token_ids=[index], first_token_index=index)
-            yield inference_pb2.StreamGenerateResponse(request_id="r1", deltas=[delta])
-        end = inference_pb2.ChoiceDelta(
-            finish_reason=inference_pb2.FINISH_REASON_STOP, stop_string="END"
-        )
-        yield inference_pb2.StreamGenerateResponse(request_id="r1", deltas=[end], usage=_usage())
+        choices = range(_num_choices(request))
+        for at, word in enumerate(request.text.upper().split()):
+            deltas = [
+                inference_pb2.ChoiceDelta(
+                    index=index, text=word * (index + 1), token_ids=[at], first_token_index=at
+                )
+                for index in choices
+            ]
+            yield inference_pb2.StreamGenerateResponse(request_id="r1", deltas=deltas)
+        for index in reversed(choices):
+            end = inference_pb2.ChoiceDelta(
+                index=index, finish_reason=inference_pb2.FINISH_REASON_STOP, stop_string="END"
+            )
+            yield inference_pb2.StreamGenerateResponse(
+                request_id="r1", deltas=[end], usage=None if index else _usage()
+            )
 
     def CancelGenerate(self, request, context):  # noqa: N802
         self.cancelled_ids.append(request.request_id)
@@ -80,6 +95,8 @@ class ScriptedInference(InferenceServiceServicer):
                 _abort(context, invalid("sampling_params.temperature", "NEGATIVE", description))
             case ["busy"]:
                 _abort(context, unavailable("NO_WORKER", "no worker is attached", 2.5))
+            case ["full"]:
+                _abort(context, _FULL)
             case ["meet", number]:
                 self._barrier(int(number)).wait()
             case ["hang"]:
@@ -136,6 +153,21 @@ class ScriptedServer:
         self.inference.hanging.set()
         self.inference.released.set()
         self._server.stop(None).wait()
+
+
+_FULL = RequestError(
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "too many requests wait",
+    (
+        error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="quire"),
+        error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=500_000_000)),
+    ),
+)
+
+
+def _num_choices(request) -> int:
+    params = request.sampling_params
+    return params.n if params.HasField("n") else 1
 
 
 def _usage() -> inference_pb2.Usage:

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from scripted_server import MAX_CALLS, ScriptedServer
 
-from quire import AsyncClient, QuireError, Usage
+from quire import AsyncClient, QuireError, SamplingParams, Usage
 
 
 @pytest_asyncio.fixture
@@ -25,6 +25,15 @@ async def test_a_stream_gives_text_and_usage(async_client):
     deltas = [delta async for delta in async_client.stream_generate("one two")]
     assert "".join(delta.text for delta in deltas) == "ONETWO"
     assert deltas[-1].usage == Usage(3, 1, 2)
+
+
+async def test_a_stream_tells_the_completions_apart(async_client):
+    params = SamplingParams(n=2)
+    texts = ["", ""]
+    async for delta in async_client.stream_generate("one two", params, priority=1):
+        for output in delta.outputs:
+            texts[output.index] += output.text
+    assert texts == ["ONETWO", "ONEONETWOTWO"]
 
 
 async def test_closing_a_stream_cancels_the_call(async_client, server):

@@ -6,6 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
+from quire.cli.turns import Turns
+from quire.outputs import CompletionDelta
 
 
 @pytest.fixture
@@ -43,6 +45,29 @@ def test_generate_at_once_and_as_a_message(quire, server):
     assert quire("generate", "Hi", "--chat").exit_code == 0
     [message] = server.inference.requests[-1].conversation.messages
     assert (message.role, message.content) == ("user", "Hi")
+
+
+@pytest.mark.parametrize(
+    ("option", "texts"),
+    [("--stream", ["AB", "AABB", "AAABBB"]), ("--no-stream", ["A B", "AA BB", "AAA BBB"])],
+)
+def test_several_texts_are_printed_one_after_the_other(quire, server, option, texts):
+    result = quire("generate", "a b", "--n", "3", "--priority", "-1", option)
+    assert result.exit_code == 0
+    assert result.stdout == "[1/3]\n{}\n\n[2/3]\n{}\n\n[3/3]\n{}\n".format(*texts)
+    [request] = server.inference.requests
+    assert (request.sampling_params.n, request.priority) == (3, -1)
+
+
+def test_a_text_whose_turn_it_is_is_told_as_it_is_written():
+    told = []
+    turns = Turns(2, told.append)
+    turns.add(CompletionDelta(1, "later", 0, [1], None, None))
+    assert told == []
+    turns.add(CompletionDelta(0, "now", 0, [1], None, None))
+    assert told == ["[1/2]\n", "now"]
+    turns.add(CompletionDelta(0, "", 1, [], "length", None))
+    assert "".join(told) == "[1/2]\nnow\n\n[2/2]\nlater"
 
 
 def test_an_error_is_one_clear_line_and_status_1(quire):
@@ -112,7 +137,7 @@ def test_version(quire):
     assert result.stdout.split()[0] == "quire"
 
 
-@pytest.mark.parametrize("option", ["--temperature", "--top-k", "--timeout"])
+@pytest.mark.parametrize("option", ["--temperature", "--top-k", "--n", "--priority", "--timeout"])
 def test_a_word_where_a_number_belongs_is_shown(quire, option):
     result = quire("generate", "a", option, "hot")
     assert result.exit_code == 2

@@ -7,7 +7,12 @@ from quire import AsyncClient, Client, CompletionOutput, QuireError, SamplingPar
 
 def test_generate_gives_the_whole_answer(client, server):
     output = client.generate(
-        "hello", SamplingParams(seed=4), request_id="mine", model="m", cache_salt="s"
+        "hello",
+        SamplingParams(seed=4),
+        request_id="mine",
+        model="m",
+        cache_salt="s",
+        priority=-5,
     )
     assert output.request_id == "mine"
     assert output.model == "scripted"
@@ -16,11 +21,12 @@ def test_generate_gives_the_whole_answer(client, server):
     assert output.outputs == [CompletionOutput(0, "HELLO", [1, 2], "stop", 2)]
     assert output.usage == Usage(3, 1, 2)
     [request] = server.inference.requests
-    assert (request.model, request.cache_salt, request.sampling_params.seed) == ("m", "s", 4)
+    assert (request.model, request.cache_salt, request.priority) == ("m", "s", -5)
+    assert request.sampling_params.seed == 4
 
 
 def test_what_is_not_said_is_not_sent(client, server):
-    client.generate("hello", model=None)
+    client.generate("hello", model=None, priority=None)
     [request] = server.inference.requests
     assert [field.name for field, _ in request.ListFields()] == ["text"]
 
@@ -63,6 +69,8 @@ def test_what_is_no_prompt_is_refused_before_it_is_sent(client, server, prompt, 
         ({"request_id": 5}, r"request_id: must be a text \(got 5\)"),
         ({"model": ["m"]}, r"model: must be a text \(got \['m'\]\)"),
         ({"cache_salt": b"s"}, r"cache_salt: must be a text \(got b's'\)"),
+        ({"priority": "high"}, r"priority: must be an integer \(got 'high'\)"),
+        ({"priority": [0, 1]}, r"priority: must be an integer \(got \[0, 1\]\)"),
         ({"max_tokens": 3}, r"max_tokens: no such option of a request \(got 3\)"),
         ({"text": "other"}, "text: no such option"),
         ({"sampling_params": {"seed": 3}}, r"sampling_params: must be SamplingParams \(got \{"),
@@ -73,6 +81,43 @@ def test_what_is_no_option_is_refused_before_it_is_sent(client, server, options,
     with pytest.raises(TypeError, match=message):
         client.generate("hello", **options)
     assert server.inference.requests == []
+
+
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        (-(2**31) - 1, r"priority: must be at least -2147483648 \(got -2147483649\)"),
+        (2**31, r"priority: must be at most 2147483647 \(got 2147483648\)"),
+    ],
+)
+def test_a_priority_is_a_number_of_32_bits(client, server, priority, message):
+    with pytest.raises(ValueError, match=message):
+        client.generate("hello", priority=priority)
+    assert server.inference.requests == []
+
+
+def test_zero_is_a_priority(client, server):
+    list(client.stream_generate("hello", priority=0))
+    [request] = server.inference.requests
+    assert request.HasField("priority")
+
+
+def test_n_completions_come_in_the_order_of_their_indices(client):
+    output = client.generate("a b", SamplingParams(n=3))
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert [completion.text for completion in output.outputs] == ["A B", "AA BB", "AAA BBB"]
+
+
+def test_the_deltas_of_a_stream_tell_the_completions_apart(client):
+    texts = ["", ""]
+    ended = []
+    for delta in client.stream_generate("a b", SamplingParams(n=2)):
+        for output in delta.outputs:
+            texts[output.index] += output.text
+            if output.finish_reason:
+                ended.append(output.index)
+        assert delta.usage is None or len(ended) == 2
+    assert (texts, ended) == (["AB", "AABB"], [1, 0])
 
 
 def test_what_the_other_calls_cannot_send_is_named(client):
@@ -142,6 +187,14 @@ def test_an_error_says_when_to_come_again(client):
     assert caught.value.retry_after_s == 2.5
     assert caught.value.reason == "NO_WORKER"
     assert caught.value.message == "no worker is attached"
+
+
+@pytest.mark.parametrize("call", ["generate", "stream_generate"])
+def test_a_full_queue_says_when_to_come_again(client, call):
+    with pytest.raises(QuireError, match="RESOURCE_EXHAUSTED: too many requests wait") as caught:
+        list(getattr(client, call)("full"))
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (caught.value.reason, caught.value.retry_after_s) == ("QUEUE_FULL", 0.5)
 
 
 def test_the_first_failure_raises_and_cancels_the_others(client, server):

@@ -32,6 +32,19 @@ def test_parameters_for_all_or_for_each(llm, server):
     assert seeds == {"a": 1, "b": 2}
 
 
+def test_n_completions_for_each_prompt(llm):
+    first, second = llm.generate(["a", "b"], [SamplingParams(n=2), None])
+    assert [completion.text for completion in first.outputs] == ["A", "AA"]
+    assert [completion.text for completion in second.outputs] == ["B"]
+
+
+def test_a_priority_for_all_prompts(llm, server):
+    llm.generate(["a", "b"], priority=-1)
+    llm.chat([{"role": "user", "content": "Hi"}], priority=2)
+    list(llm.stream("a", priority=3))
+    assert [request.priority for request in server.inference.requests] == [-1, -1, 2, 3]
+
+
 def test_as_many_parameters_as_prompts(llm):
     with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()])

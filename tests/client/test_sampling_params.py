@@ -20,12 +20,13 @@ def test_every_field_arrives():
         stop_token_ids=[3, 4],
         ignore_eos=True,
         skip_special_tokens=False,
+        n=3,
     ).to_proto()
     assert message.temperature == 0.5
     assert message.top_k == 40
     assert message.top_p == 0.25
     assert message.seed == 2**64 - 1
-    assert message.max_tokens == 7
+    assert (message.max_tokens, message.n) == (7, 3)
     assert list(message.stop) == ["a", "b"]
     assert list(message.stop_token_ids) == [3, 4]
     assert message.ignore_eos
@@ -42,6 +43,7 @@ def test_one_stop_string_is_one():
     [
         ("top_k", -1, "-1"),
         ("max_tokens", 2**32, "4294967296"),
+        ("n", -1, "-1"),
         ("stop_token_ids", [5, -7], "-7"),
     ],
 )
@@ -57,6 +59,7 @@ def test_what_no_message_can_carry_is_named_with_its_value(name, value, shown):
         ("top_p", True, r"top_p: must be a number \(got True\)"),
         ("top_k", 2.5, r"top_k: must be an integer \(got 2\.5\)"),
         ("max_tokens", "3", r"max_tokens: must be an integer \(got '3'\)"),
+        ("n", 2.0, r"n: must be an integer \(got 2\.0\)"),
         ("seed", 1.0, r"seed: must be an integer \(got 1\.0\)"),
         ("stop", 5, r"stop: must be a text or a list of texts \(got 5\)"),
         ("stop", ["a", b"b"], r"stop: must be a text \(got b'b'\)"),
