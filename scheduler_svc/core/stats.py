@@ -41,3 +41,18 @@ class EngineStats:
 
     def end(self, reason: str) -> None:
         self.ended[reason] = self.ended.get(reason, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step of one lane."""
+
+    # The worker's incarnation.
+    worker: int
+    # The loop's own work.
+    scheduling_s: float
+    # Waiting for Redis.
+    redis_s: float
+    # From the plan's sending to its result.
+    step_s: float
+    num_scheduled_tokens: int

@@ -1,0 +1,1 @@
+"""What operators see of the scheduler, and what they may tell it."""

@@ -1,0 +1,146 @@
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator
+
+import pytest
+from operations_views import ScriptedEngine, audit
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.service.metrics import MetricsServer, start_metrics
+from scheduler_svc.core.stats import LaneStats, StepSample
+from scheduler_svc.operations.collector import EngineCollector
+from scheduler_svc.operations.step_times import StepTimes
+
+A, B = f"{10:016x}", f"{11:016x}"
+
+Samples = dict[tuple[str, ...], float]
+
+
+async def scrape(address: str) -> Samples:
+    """Every sample, by its name without the prefix and then its labels' values, worker first."""
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+            return response.read().decode()
+
+    text = await asyncio.to_thread(get)
+    return {
+        (
+            sample.name.removeprefix("quire:"),
+            *(value for _, value in sorted(sample.labels.items(), reverse=True)),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+async def steps() -> StepTimes:
+    return StepTimes()
+
+
+@pytest.fixture
+async def collector(steps: StepTimes) -> EngineCollector:
+    return EngineCollector(steps)
+
+
+@pytest.fixture
+async def server(collector: EngineCollector) -> AsyncIterator[MetricsServer]:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    server = await start_metrics("127.0.0.1:0", registry)
+    yield server
+    await server.stop()
+
+
+async def test_there_is_nothing_to_tell_before_the_lead(server: MetricsServer) -> None:
+    assert await scrape(server.address) == {}
+
+
+async def test_the_engine_and_its_lanes_are_told_as_they_are(
+    server: MetricsServer, collector: EngineCollector
+) -> None:
+    engine = collector.engine = ScriptedEngine()
+    lane = engine.add(10, audit(num_blocks=11, held=(1, 2), hashed=(2, 3, 4)))
+    lane.rows, lane.assigned, lane.num_swapped = [1, 2, 3], [4], 2
+    lane.stats = LaneStats(
+        num_steps=7,
+        num_prefill_tokens=30,
+        num_scheduled_tokens=50,
+        num_sampled_tokens=20,
+        num_queried_tokens=100,
+        num_hit_tokens=48,
+        num_preempted_by_recompute=1,
+        num_preempted_by_swap=2,
+        num_redis_calls=9,
+        worker_idle_ns=1_500_000_000,
+        worker_busy_ns=2_500_000_000,
+    )
+    engine.add(11, audit(num_blocks=5, held=(), hashed=()))
+    engine.waiting.extend([100, 20])
+    engine.stats.num_accepted, engine.stats.num_refused = 5, 1
+    engine.stats.end("length")
+    seen = await scrape(server.address)
+    assert (
+        seen.items()
+        >= {
+            ("num_requests_waiting",): 3,
+            ("num_queued_tokens",): 120,
+            ("requests_accepted_total",): 5,
+            ("requests_refused_total",): 1,
+            ("sequences_ended_total", "length"): 1,
+            ("num_requests_running", A): 3,
+            ("num_requests_assigned", A): 1,
+            ("num_requests_swapped", A): 2,
+            ("num_kv_cache_blocks", A): 10,
+            ("num_free_kv_cache_blocks", A): 8,
+            ("kv_cache_usage_perc", A): pytest.approx(0.2),
+            ("num_steps_total", A): 7,
+            ("prompt_tokens_total", A): 30,
+            ("generation_tokens_total", A): 20,
+            ("prefix_cache_queries_total", A): 100,
+            ("prefix_cache_hits_total", A): 48,
+            ("num_preemptions_total", A, "recompute"): 1,
+            ("num_preemptions_total", A, "swap"): 2,
+            ("redis_calls_total", A): 9,
+            ("worker_idle_seconds_total", A): 1.5,
+            ("worker_busy_seconds_total", A): 2.5,
+            ("num_requests_running", B): 0,
+            ("kv_cache_usage_perc", B): 0,
+        }.items()
+    )
+
+
+async def test_each_step_is_counted_by_its_times(
+    server: MetricsServer, collector: EngineCollector, steps: StepTimes
+) -> None:
+    engine = collector.engine = ScriptedEngine()
+    engine.add(10, audit(num_blocks=11, held=(), hashed=()))
+    for step_s in (0.01, 0.011, 100.0):
+        steps.observe(StepSample(10, 0.0004, 0.0002, step_s, num_scheduled_tokens=8))
+    seen = await scrape(server.address)
+    assert seen["step_time_seconds_count", A] == 3
+    assert seen["step_time_seconds_sum", A] == pytest.approx(100.021)
+    assert seen["step_time_seconds_bucket", A, "0.005"] == 0
+    assert seen["step_time_seconds_bucket", A, "0.01"] == 1
+    assert seen["step_time_seconds_bucket", A, "60.0"] == 2
+    assert seen["step_time_seconds_bucket", A, "+Inf"] == 3
+    assert seen["scheduling_time_seconds_bucket", A, "0.0005"] == 3
+    assert seen["redis_time_seconds_sum", A] == pytest.approx(0.0006)
+    assert seen["iteration_tokens_total_bucket", A, "8.0"] == 3
+    assert seen["iteration_tokens_total_sum", A] == 24
+
+
+async def test_a_worker_that_left_is_not_told_of_any_more(
+    server: MetricsServer, collector: EngineCollector, steps: StepTimes
+) -> None:
+    engine = collector.engine = ScriptedEngine()
+    engine.add(10, audit(num_blocks=11, held=(), hashed=()))
+    engine.add(11, audit(num_blocks=11, held=(), hashed=()))
+    steps.observe(StepSample(10, 0.001, 0.001, 0.01, 1))
+    assert {A, B} <= {label for _, *labels in await scrape(server.address) for label in labels}
+    del engine.lanes[10]
+    seen = {label for _, *labels in await scrape(server.address) for label in labels}
+    assert B in seen
+    assert A not in seen

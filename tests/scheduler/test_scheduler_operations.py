@@ -1,0 +1,97 @@
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from operations_views import ScriptedEngine, audit
+
+from quire.internal.v1 import operations_pb2, operations_pb2_grpc
+from scheduler_svc.core.stats import LaneStats
+from scheduler_svc.operations.servicer import OperationsServicer
+
+STATUS = operations_pb2.GetStatusRequest()
+STATUS_WITH_MAPS = operations_pb2.GetStatusRequest(with_block_maps=True)
+RESET = operations_pb2.ResetPrefixCacheRequest()
+
+
+@dataclass
+class Operations:
+    servicer: OperationsServicer
+    stub: operations_pb2_grpc.OperationsServiceStub
+
+
+@pytest.fixture
+async def operations() -> AsyncIterator[Operations]:
+    servicer = OperationsServicer()
+    server = grpc.aio.server()
+    operations_pb2_grpc.add_OperationsServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Operations(servicer, operations_pb2_grpc.OperationsServiceStub(channel))
+    await server.stop(None)
+
+
+async def test_all_are_turned_away_before_the_lead(operations: Operations) -> None:
+    for call in (operations.stub.GetStatus(STATUS), operations.stub.ResetPrefixCache(RESET)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> None:
+    engine = ScriptedEngine()
+    engine.add(12, audit(num_blocks=4, held=(), hashed=())).draining = True
+    lane = engine.add(10, audit(num_blocks=8, held=(1, 2), hashed=(2, 5)))
+    lane.rows, lane.assigned, lane.num_swapped = [1, 2, 3], [4], 2
+    lane.stats = LaneStats(num_steps=3, num_scheduled_tokens=50, worker_idle_ns=5)
+    engine.waiting.extend([100, 20])
+    engine.stats.num_accepted = 9
+    operations.servicer.leads(engine, epoch=77)
+
+    status = await operations.stub.GetStatus(STATUS)
+    assert (status.epoch, status.num_accepted) == (77, 9)
+    assert (status.queue.num_requests, status.queue.num_tokens) == (2, 120)
+    first, second = status.workers
+    assert (first.incarnation, second.incarnation, second.draining) == (10, 12, True)
+    assert (first.num_running, first.num_assigned, first.num_swapped) == (3, 1, 2)
+    assert (first.num_steps, first.num_scheduled_tokens, first.idle_ns) == (3, 50, 5)
+    assert (first.num_blocks, first.num_free_blocks) == (7, 5)
+    assert not first.HasField("num_cached_blocks")
+    assert lane.num_audits == 0
+
+    first, _ = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
+    assert first.block_map == bytes([0, 3, 3, 1, 1, 2, 1, 1])
+    assert first.num_cached_blocks == 1
+
+
+async def test_a_pool_that_does_not_answer_is_told_of_without_a_map(
+    operations: Operations,
+) -> None:
+    engine = ScriptedEngine()
+    engine.add(10, audit(num_blocks=8, held=(1,), hashed=())).is_redis_away = True
+    operations.servicer.leads(engine, epoch=1)
+    [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
+    assert (worker.num_free_blocks, worker.block_map) == (6, b"")
+
+
+async def test_a_map_that_was_dear_is_shown_again(operations: Operations) -> None:
+    engine = ScriptedEngine()
+    lane = engine.add(10, audit(num_blocks=8, held=(1,), hashed=()))
+    lane.audit_s = 0.2
+    operations.servicer.leads(engine, epoch=1)
+    for _ in range(3):
+        [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
+        assert worker.block_map == bytes([0, 3, 1, 1, 1, 1, 1, 1])
+    assert lane.num_audits == 1
+
+
+async def test_a_reset_reaches_every_pool(operations: Operations) -> None:
+    engine = ScriptedEngine()
+    engine.add(10, audit(num_blocks=8, held=(1,), hashed=(1, 2, 3)))
+    lane = engine.add(11, audit(num_blocks=8, held=(), hashed=(4,)))
+    operations.servicer.leads(engine, epoch=1)
+    assert (await operations.stub.ResetPrefixCache(RESET)).num_blocks == 4
+    lane.is_redis_away = True
+    with pytest.raises(grpc.aio.AioRpcError, match="Redis: gone"):
+        await operations.stub.ResetPrefixCache(RESET)
