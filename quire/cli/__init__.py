@@ -4,8 +4,10 @@ from quire.cli.app import app
 from quire.cli.ask import generate, models, tokenize
 from quire.cli.health import health
 from quire.cli.local import demo, serve
+from quire.cli.reset_cache import reset_cache
+from quire.cli.status import status
 
-for command in (serve, generate, tokenize, models, health, demo):
+for command in (serve, generate, tokenize, models, health, status, reset_cache, demo):
     app.command()(command)
 
 

@@ -70,6 +70,9 @@ Target = Annotated[
     str,
     typer.Option(envvar="QUIRE_TARGET", help="The server: host:port or unix:/path."),
 ]
+SchedulerTarget = Annotated[
+    str, typer.Option("--target", help="The scheduler: host:port or unix:/path.")
+]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="The served model, where there are several.")
 ]

@@ -1,0 +1,39 @@
+"""Frames of lines: in place on a terminal, one after another elsewhere."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Final, TextIO
+
+# Of what is no terminal, and so has no width.
+DEFAULT_WIDTH: Final = 100
+
+
+class Screen:
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._num_lines = 0
+
+    @property
+    def width(self) -> int:
+        return self._size().columns if self._is_terminal else DEFAULT_WIDTH
+
+    def show(self, lines: Sequence[str]) -> None:
+        """A frame; on a terminal what does not fit is cut."""
+        if self._is_terminal:
+            self._redraw(lines)
+        else:
+            self._out.write("".join(f"{line}\n" for line in (*lines, "")))
+        self._out.flush()
+
+    def _redraw(self, lines: Sequence[str]) -> None:
+        size = self._size()
+        # The line that the cursor stands on stays free: a full screen would scroll.
+        shown = [line[: size.columns] for line in lines[: size.lines - 1]]
+        back = f"\x1b[{self._num_lines}F" if self._num_lines else ""
+        self._out.write(f"{back}\x1b[J" + "".join(f"{line}\n" for line in shown))
+        self._num_lines = len(shown)
+
+    def _size(self) -> os.terminal_size:
+        return shutil.get_terminal_size()

@@ -1,0 +1,206 @@
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from scripted_scheduler import ScriptedScheduler
+from typer.testing import CliRunner
+
+from quire.cli import app
+from quire.cli.block_map import draw
+from quire.cli.status_report import report
+from quire.internal.v1.operations_pb2 import GetStatusResponse, QueueStatus, WorkerStatus
+
+MS_PER_S, NS_PER_S = 1000, 10**9
+NULL, FREE, CACHED, HELD = range(4)
+
+
+def reading(
+    uptime_s: int, num_steps: int, num_tokens: int, busy_s: int = 0, epoch: int = 7
+) -> GetStatusResponse:
+    worker = WorkerStatus(
+        incarnation=0xABCDEF0123456789,
+        address="unix:/run/worker.sock",
+        num_running=3,
+        num_assigned=1,
+        num_swapped=2,
+        num_steps=num_steps,
+        num_scheduled_tokens=num_tokens,
+        num_sampled_tokens=num_tokens // 2,
+        num_queried_tokens=100,
+        num_hit_tokens=75,
+        num_preempted_by_recompute=4,
+        num_preempted_by_swap=1,
+        busy_ns=busy_s * NS_PER_S,
+        idle_ns=(uptime_s - busy_s) * NS_PER_S,
+        num_blocks=10,
+        num_free_blocks=6,
+        num_cached_blocks=2,
+        block_map=bytes([NULL, HELD, HELD, HELD, HELD, CACHED, CACHED, FREE, FREE, FREE, FREE]),
+    )
+    queue = QueueStatus(num_requests=1200, num_tokens=34567)
+    return GetStatusResponse(
+        epoch=epoch,
+        uptime_ms=uptime_s * MS_PER_S,
+        queue=queue,
+        num_accepted=5,
+        num_refused=6,
+        workers=[worker],
+    )
+
+
+def quire(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def address(tmp_path_factory) -> str:
+    return f"unix:{tmp_path_factory.mktemp('s')}/s.sock"
+
+
+@pytest.fixture
+def scheduler(address) -> Iterator[Callable[..., None]]:
+    """Starts a scripted scheduler at the address."""
+    started = []
+    yield lambda *readings: started.append(ScriptedScheduler(address, readings))
+    for one in started:
+        one.stop()
+
+
+@contextmanager
+def watching(address: str, **options) -> Iterator[subprocess.Popen]:
+    """The command, looking as often as it may, ended by an interrupt."""
+    command = [sys.executable, "-m", "quire", "status", "--interval", "0.05", "--target", address]
+    process = subprocess.Popen(command, **options)
+    try:
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_two_looks_give_rates(address, scheduler):
+    scheduler(reading(60, 100, 1000, busy_s=10), reading(62, 150, 41000, busy_s=11))
+    result = quire("status", "--once", "--interval", "0.05", "--target", address)
+    assert result.exit_code == 0
+    up, queue, _, header, row, _, legend, cells = result.stdout.splitlines()
+    assert up == "up 0:01:02  epoch 7  workers 1  tokens/s 20,000"
+    assert queue == "queue 1,200 requests, 34,567 tokens  accepted 5  refused 6"
+    assert dict(zip(header.split(), row.split(), strict=True)) == {
+        "WORKER": "abcdef01",
+        "RUN": "3",
+        "WAIT": "1",
+        "SWAP": "2",
+        "STEP/S": "25.0",
+        "TOK/S": "20,000",
+        "OUT/S": "10,000",
+        "BUSY": "50%",
+        "HITS": "75%",
+        "PREEMPTED": "5",
+        "BLOCKS": "10",
+        "HELD": "40%",
+        "CACHED": "20%",
+        "FREE": "40%",
+        "ADDRESS": "unix:/run/worker.sock",
+    }
+    assert legend == "abcdef01  # held  + cached  . free"
+    assert cells == "####++...."
+
+
+def test_without_an_earlier_reading_of_the_same_leadership_there_are_no_rates():
+    now = reading(1, 150, 300)
+    for before in (None, reading(60, 100, 100, epoch=6)):
+        lines = report(now, before, width=100)
+        assert lines[0].endswith("tokens/s -")
+        assert lines[4].split()[4:8] == ["-", "-", "-", "-"]
+
+
+def test_a_worker_that_is_new_drains_and_has_no_map():
+    before, now = reading(1, 1, 1), reading(2, 2, 2)
+    worker = WorkerStatus(incarnation=1, num_blocks=4, num_free_blocks=1, draining=True)
+    now.workers.append(worker)
+    lines = report(now, before, width=100)
+    assert lines[0].endswith("workers 2  tokens/s 1")
+    row = lines[5].split()
+    assert row[:1] + row[4:9] == ["00000000", "-", "-", "-", "-", "-"]
+    assert row[-4:] == ["75%", "-", "25%", "(draining)"]
+    assert lines[6:] == ["", "abcdef01  # held  + cached  . free", "####++...."]
+
+
+def test_a_large_pool_is_drawn_small():
+    kinds = bytes([NULL, *[HELD] * 500, *[CACHED] * 300, *[FREE] * 203])
+    lines, per_cell = draw(kinds, width=20, height=5)
+    assert per_cell == 11
+    assert [len(line) for line in lines] == [20, 20, 20, 20, 12]
+    cells = "".join(lines)
+    assert cells == "#" * 45 + "+" * 28 + "." * 19
+
+
+def test_a_cell_shows_what_is_used_more_where_two_are_equal():
+    assert draw(bytes([NULL, HELD, FREE, CACHED, FREE]), width=2, height=1) == (["#+"], 2)
+
+
+def test_a_pool_without_blocks_is_nothing():
+    assert draw(bytes([NULL]), width=20, height=5) == ([], 1)
+
+
+def test_it_waits_for_a_scheduler_and_ends_with_an_interrupt(address, scheduler):
+    with watching(address, stdout=subprocess.PIPE, text=True) as process:
+        assert f"no server answers at {address}" in process.stdout.readline()
+        assert process.stdout.readline() == "Trying again ...\n"
+        scheduler(reading(60, 100, 1000))
+        for line in process.stdout:
+            if line.startswith("up "):
+                break
+        assert line == "up 0:01:00  epoch 7  workers 1  tokens/s -\n"
+        assert "\x1b" not in process.stdout.readline()
+    process.stdout.close()
+
+
+def test_on_a_terminal_a_frame_takes_the_place_of_the_one_before(address, scheduler):
+    scheduler(reading(60, 100, 1000), reading(61, 100, 1000))
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "60", "LINES": "24"}
+    with watching(address, stdout=end, env=environment):
+        seen = b""
+        while seen.count(b"up 0:01:01") < 2:
+            seen += os.read(terminal, 4096)
+    os.close(end)
+    os.close(terminal)
+    first, second, third, *_ = seen.decode().split("\x1b[J")
+    # Each frame goes back over all the lines of the one before.
+    assert (first, third.count("\r\n")) == ("", 8)
+    assert second.endswith("\x1b[8F")
+    assert max(map(len, third.split("\r\n"))) == 60
+
+
+def test_a_server_that_is_no_scheduler_is_told(server):
+    for command in ("status", "reset-cache"):
+        result = quire(command, "--target", server.target)
+        assert result.exit_code == 1
+        assert result.stderr == f"quire: UNIMPLEMENTED: no scheduler at {server.target}\n"
+
+
+def test_a_scheduler_that_is_away_ends_a_single_look(address):
+    result = quire("status", "--once", "--target", address)
+    assert result.exit_code == 1
+    assert f"no server answers at {address}" in result.stderr
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf"])
+def test_an_interval_is_a_number_of_seconds(interval):
+    result = quire("status", "--interval", interval)
+    assert result.exit_code == 2
+    assert "must be a number of seconds" in result.stderr
+
+
+def test_reset_cache_says_how_many_blocks_were_forgotten(address, scheduler):
+    scheduler()
+    result = quire("reset-cache", "--target", address)
+    assert (result.exit_code, result.stdout) == (0, "12 blocks forgotten\n")
