@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from scheduler_svc.store.errors import PoolFault
-from scheduler_svc.store.packing import unpack_u32s
+from scheduler_svc.store.packing import unpack_ids, unpack_u32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class PoolAudit:
         references: bytes,
         hashes: Mapping[bytes, bytes],
         index: Mapping[bytes, bytes],
-        sequences: Mapping[bytes, bytes],
     ) -> Self:
         """From the pool's keys as Redis gives them. PoolFault if there is no pool."""
         if b"num_blocks" not in state:
             raise PoolFault("the pool is not there")
         scores = [
-            (int(block), float(score)) for block, score in zip(free[::2], free[1::2], strict=True)
+            (_block(member), float(score))
+            for member, score in zip(free[::2], free[1::2], strict=True)
         ]
         num_blocks, fresh = int(state[b"num_blocks"]), int(state[b"fresh"])
         counts = struct.unpack(f">{len(references) // 4}I", references)
@@ -56,13 +56,15 @@ class PoolAudit:
                 *(block for block, score in scores if score > 0),
             ),
             references={block: count for block, count in enumerate(counts) if count},
-            hashes={int(block): block_hash for block, block_hash in hashes.items()},
+            hashes={_block(member): block_hash for member, block_hash in hashes.items()},
             index={block_hash: unpack_u32s(blocks) for block_hash, blocks in index.items()},
-            next_indices={
-                int.from_bytes(sequence, "little"): int.from_bytes(following, "little")
-                for sequence, following in sequences.items()
-                if sequence  # the empty one is no sequence, see open.lua
-            },
+            next_indices=dict(
+                zip(
+                    unpack_ids(state[b"sequences"]),
+                    unpack_u32s(state[b"next_indices"]),
+                    strict=True,
+                )
+            ),
         )
 
     def check(self) -> None:
@@ -76,3 +78,7 @@ class PoolAudit:
         entries = sorted((b, h) for h, entry in self.index.items() for b in entry)
         if entries != sorted(self.hashes.items()):
             raise PoolFault("the prefix index does not say what the blocks say")
+
+
+def _block(packed: bytes) -> int:
+    return int.from_bytes(packed, "little")

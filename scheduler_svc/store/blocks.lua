@@ -1,8 +1,9 @@
--- blocks: the free order and the prefix index, as commit, open and reclaim see them.
--- A library: it stands before each of these scripts, and takes KEYS 1 to 5 as they do.
+-- blocks: what a script knows and changes of a pool's blocks.
+-- A library: it stands before the scripts that use it, and takes KEYS 1 to 5 as they do.
 --
--- Free order, front to back: negative scores of `free` (no hash), the blocks never used yet
--- (from `fresh` up; they have no entry), positive scores of `free` (hashed when freed).
+-- What is looked at is read in batches and kept in tables; changes are made there, and `flush`
+-- writes them. So a script that stops before it has changed nothing. A block is its number as a
+-- packed little-endian u32, except in the bit field.
 
 local STATE, FREE, REFERENCES, HASHES, INDEX = unpack(KEYS, 1, 5)
 
@@ -10,142 +11,155 @@ local STATE, FREE, REFERENCES, HASHES, INDEX = unpack(KEYS, 1, 5)
 -- quadruple of arguments is torn.
 local CHUNK = 6000
 
+-- What has been read or changed; false: there is none.
+local references, hash_of, entry_of = {}, {}, {}
+-- Names in these tables that Redis does not have so yet.
+local changed_references, changed_hashes, changed_entries = {}, {}, {}
+
 -- Calls `command key arguments...` as often as it takes; replies are laid end to end.
 local function call_chunked(command, key, arguments)
+  if #arguments == 0 then
+    return {}
+  elseif #arguments <= CHUNK then
+    return redis.call(command, key, unpack(arguments))
+  end
   local replies = {}
   for first = 1, #arguments, CHUNK do
     local last = math.min(first + CHUNK - 1, #arguments)
     local reply = redis.call(command, key, unpack(arguments, first, last))
-    if type(reply) == 'table' then
-      for _, value in ipairs(reply) do
-        replies[#replies + 1] = value
-      end
+    for _, value in ipairs(type(reply) == 'table' and reply or {}) do
+      replies[#replies + 1] = value
     end
   end
   return replies
 end
 
--- The numbers of a packed array of little-endian u32.
-local function u32s(packed)
-  local numbers, total = {}, #packed / 4
+-- The elements of a packed array, each `width` bytes in the struct library's `format`.
+local function elements(packed, width, format)
+  local values, total = {}, #packed / width
   for first = 0, total - 1, CHUNK do
     local count = math.min(CHUNK, total - first)
-    local part = { struct.unpack('<' .. string.rep('I4', count), packed, first * 4 + 1) }
+    local part = { struct.unpack(string.rep(format, count), packed, first * width + 1) }
+    part[count + 1] = nil -- where the next one would begin
+    if count == total then
+      return part
+    end
     for i = 1, count do
-      numbers[first + i] = part[i]
+      values[first + i] = part[i]
     end
   end
-  return numbers
+  return values
 end
 
--- The strings of a packed array of fixed width.
-local function slices(packed, width)
-  local parts = {}
-  for first = 1, #packed, width do
-    parts[#parts + 1] = string.sub(packed, first, first + width - 1)
+local function split(packed, width)
+  return elements(packed, width, 'c' .. width)
+end
+
+local function u32s(packed)
+  return elements(packed, 4, '<I4')
+end
+
+local function number_of(block)
+  return (struct.unpack('<I4', block))
+end
+
+-- Reads fields of a hash into a table, those that are not in it yet.
+local function read(known, key, names)
+  local unknown = {}
+  for _, name in ipairs(names) do
+    if known[name] == nil then
+      known[name] = false
+      unknown[#unknown + 1] = name
+    end
   end
-  return parts
-end
-
-local function pack_u32s(numbers)
-  local parts = {}
-  for i, number in ipairs(numbers) do
-    parts[i] = struct.pack('<I4', number)
+  for i, value in ipairs(call_chunked('HMGET', key, unknown)) do
+    known[unknown[i]] = value
   end
-  return table.concat(parts)
 end
 
-local function references_of(blocks)
-  local arguments = {}
+local function read_references(blocks)
+  local unknown, arguments = {}, {}
   for _, block in ipairs(blocks) do
-    arguments[#arguments + 1] = 'GET'
-    arguments[#arguments + 1] = 'u32'
-    arguments[#arguments + 1] = '#' .. block
+    if references[block] == nil then
+      references[block] = 0
+      unknown[#unknown + 1] = block
+      arguments[#arguments + 1] = 'GET'
+      arguments[#arguments + 1] = 'u32'
+      arguments[#arguments + 1] = '#' .. number_of(block)
+    end
   end
-  return call_chunked('BITFIELD', REFERENCES, arguments)
+  for i, count in ipairs(call_chunked('BITFIELD', REFERENCES, arguments)) do
+    references[unknown[i]] = count
+  end
 end
 
--- references[i] becomes the number of sequences that hold blocks[i].
-local function set_references(blocks, references)
+-- Reads the hashes of blocks, and the index entries that these blocks stand in.
+local function read_hashes(blocks)
+  read(hash_of, HASHES, blocks)
+  local hashes = {}
+  for _, block in ipairs(blocks) do
+    hashes[#hashes + 1] = hash_of[block] or nil
+  end
+  read(entry_of, INDEX, hashes)
+end
+
+local function set_references(block, count)
+  references[block] = count
+  changed_references[block] = true
+end
+
+local function set_hash(block, hash, entry)
+  local indexed = hash or hash_of[block]
+  hash_of[block], entry_of[indexed] = hash, entry
+  changed_hashes[block], changed_entries[indexed] = true, true
+end
+
+-- Enters a block into the index, behind blocks of equal hash. Its entry has been read.
+local function publish(block, hash)
+  set_hash(block, hash, (entry_of[hash] or '') .. block)
+end
+
+-- Removes the hash of a block, where it has one; equal hashes of other blocks stay.
+local function withdraw(block)
+  local entry = hash_of[block] and entry_of[hash_of[block]]
+  if entry == block then
+    set_hash(block, false, false)
+  elseif entry then
+    local others = split(entry, 4)
+    for i = #others, 1, -1 do
+      if others[i] == block then
+        table.remove(others, i)
+      end
+    end
+    set_hash(block, false, table.concat(others))
+  end
+end
+
+-- Writes the changed fields of a hash.
+local function write(known, key, changed)
+  local set, deleted = {}, {}
+  for name in pairs(changed) do
+    if known[name] then
+      set[#set + 1] = name
+      set[#set + 1] = known[name]
+    else
+      deleted[#deleted + 1] = name
+    end
+  end
+  call_chunked('HDEL', key, deleted)
+  call_chunked('HSET', key, set)
+end
+
+-- Writes everything that was changed.
+local function flush()
   local arguments = {}
-  for i, block in ipairs(blocks) do
+  for block in pairs(changed_references) do
     arguments[#arguments + 1] = 'SET'
     arguments[#arguments + 1] = 'u32'
-    arguments[#arguments + 1] = '#' .. block
-    arguments[#arguments + 1] = references[i]
+    arguments[#arguments + 1] = '#' .. number_of(block)
+    arguments[#arguments + 1] = references[block]
   end
   call_chunked('BITFIELD', REFERENCES, arguments)
-end
-
--- Enters blocks into the index, behind blocks of equal hash.
-local function publish(blocks, hashes)
-  local standing = call_chunked('HMGET', INDEX, hashes)
-  local entries, by_block, by_hash = {}, {}, {}
-  for i, block in ipairs(blocks) do
-    local hash = hashes[i]
-    entries[hash] = (entries[hash] or standing[i] or '') .. struct.pack('<I4', block)
-    by_block[#by_block + 1] = block
-    by_block[#by_block + 1] = hash
-  end
-  for hash, entry in pairs(entries) do
-    by_hash[#by_hash + 1] = hash
-    by_hash[#by_hash + 1] = entry
-  end
-  call_chunked('HSET', HASHES, by_block)
-  call_chunked('HSET', INDEX, by_hash)
-end
-
-local function without(entry, block)
-  local packed = struct.pack('<I4', block)
-  for first = 1, #entry, 4 do
-    if string.sub(entry, first, first + 3) == packed then
-      return string.sub(entry, 1, first - 1) .. string.sub(entry, first + 4)
-    end
-  end
-  return entry
-end
-
--- Removes the hashes of blocks, where they have one; equal hashes of other blocks stay.
-local function unpublish(blocks)
-  local hashed, hashes = {}, {}
-  for i, hash in ipairs(call_chunked('HMGET', HASHES, blocks)) do
-    if hash then
-      hashed[#hashed + 1] = blocks[i]
-      hashes[#hashes + 1] = hash
-    end
-  end
-  local standing = call_chunked('HMGET', INDEX, hashes)
-  local entries, emptied, kept = {}, {}, {}
-  for i, block in ipairs(hashed) do
-    local hash = hashes[i]
-    entries[hash] = without(entries[hash] or standing[i] or '', block)
-  end
-  for hash, entry in pairs(entries) do
-    if entry == '' then
-      emptied[#emptied + 1] = hash
-    else
-      kept[#kept + 1] = hash
-      kept[#kept + 1] = entry
-    end
-  end
-  call_chunked('HDEL', HASHES, hashed)
-  call_chunked('HDEL', INDEX, emptied)
-  call_chunked('HSET', INDEX, kept)
-end
-
--- Frees blocks that have lost their last reference, in this order: those without a hash to the
--- front, those with one to the back. `order` has the scores used last, and is moved on.
-local function put_back(blocks, order)
-  local arguments = {}
-  for i, hash in ipairs(call_chunked('HMGET', HASHES, blocks)) do
-    if hash then
-      order.back = order.back + 1
-      arguments[#arguments + 1] = order.back
-    else
-      order.front = order.front - 1
-      arguments[#arguments + 1] = order.front
-    end
-    arguments[#arguments + 1] = blocks[i]
-  end
-  call_chunked('ZADD', FREE, arguments)
+  write(hash_of, HASHES, changed_hashes)
+  write(entry_of, INDEX, changed_entries)
 end

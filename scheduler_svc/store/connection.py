@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar
 
@@ -55,14 +56,17 @@ _REFUSED = re.compile(r"\b(READONLY|OOM|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOW
 
 
 class Connection:
-    """Calls run one after the other. A caller that is cancelled leaves its call to finish by
-    itself: a reply read half-way would be taken for the next call's.
+    """A caller that is cancelled leaves its call to finish by itself: a reply read half-way would
+    be taken for the next call's.
 
     After a lost connection a call is tried once more; every script is written to be repeated.
     """
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, timeout_s: float) -> None:
+        self.num_calls = 0
+        self.waited_s = 0.0  # the sum over all calls
         self._redis = redis
+        self._timeout_s = timeout_s
 
     @classmethod
     def to(cls, url: str, timeout_s: float) -> Self:
@@ -72,10 +76,11 @@ class Connection:
             single_connection_client=True,
             protocol=2,
             retry=Retry(NoBackoff(), 1),
-            socket_timeout=timeout_s,
+            # One timer for each call: the client's own, several a call, cost more than the call.
+            socket_timeout=None,
             socket_connect_timeout=timeout_s,
         )
-        return cls(redis)
+        return cls(redis, timeout_s)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -90,6 +95,26 @@ class Connection:
                 return await self._redis.eval(script.body, len(keys), *keys, *args)
 
         return await self._shielded(evaluate)
+
+    async def run_each(
+        self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
+    ) -> list[Any]:
+        """Runs a script with several keys and arguments in one round trip; the replies."""
+
+        async def evaluate() -> list[Any]:
+            pipeline: Pipeline = self._redis.pipeline(transaction=False)
+            for keys, args in calls:
+                pipeline.execute_command("EVALSHA", script.digest, len(keys), *keys, *args)
+            return await pipeline.execute()
+
+        async def evaluate_or_load() -> list[Any]:
+            try:
+                return await evaluate()
+            except NoScriptError:
+                await self._redis.script_load(script.body)
+                return await evaluate()
+
+        return await self._shielded(evaluate_or_load)
 
     async def execute(self, command: str, *args: Argument) -> Any:
         """Runs one command; its reply as the client reads it."""
@@ -108,15 +133,23 @@ class Connection:
         return await self._shielded(transact)
 
     async def _shielded(self, call: Callable[[], Awaitable[T]]) -> T:
-        task = asyncio.ensure_future(_translated(call))
+        task = asyncio.ensure_future(_translated(call, self._timeout_s))
         # Reads the outcome of a call whose caller has gone, so that nothing complains of it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
+        self.num_calls += 1
+        start_s = time.perf_counter()
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self.waited_s += time.perf_counter() - start_s
 
 
-async def _translated(call: Callable[[], Awaitable[T]]) -> T:
+async def _translated(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
     try:
-        return await call()
+        async with asyncio.timeout(timeout_s):
+            return await call()
+    except TimeoutError as error:
+        raise StoreUnavailable(f"Redis has not answered for {timeout_s} s") from error
     except (RedisConnectionError, RedisTimeoutError, OSError, *_REFUSALS) as error:
         raise StoreUnavailable(f"Redis: {error}") from error
     except ResponseError as error:

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from scheduler_svc.store.packing import unpack_ids, unpack_u32s
-from scheduler_svc.store.types import TokenRun
+from scheduler_svc.store.types import TokenRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,19 +12,15 @@ class JournalEntry:
     """The tokens of one commit."""
 
     step: int
-    runs: tuple[TokenRun, ...]
+    runs: TokenRuns
 
 
 def unpack_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> JournalEntry:
     """An entry of a pool's stream, as commit wrote it."""
-    tokens = iter(unpack_u32s(fields[b"token_ids"]))
-    runs = [
-        TokenRun(sequence_id, first, tuple(islice(tokens, following - first)))
-        for sequence_id, first, following in zip(
-            unpack_ids(fields[b"sequences"]),
-            unpack_u32s(fields[b"first_indices"]),
-            unpack_u32s(fields[b"next_indices"]),
-            strict=True,
-        )
-    ]
-    return JournalEntry(int(entry_id.split(b"-")[0]), tuple(runs))
+    runs = TokenRuns(
+        list(unpack_ids(fields[b"sequences"])),
+        list(unpack_u32s(fields[b"first_indices"])),
+        list(unpack_u32s(fields[b"next_indices"])),
+        list(unpack_u32s(fields[b"token_ids"])),
+    )
+    return JournalEntry(int(entry_id.split(b"-")[0]), runs)

@@ -35,10 +35,6 @@ class PoolKeys:
         return self._named("index")
 
     @property
-    def sequences(self) -> str:
-        return self._named("sequences")
-
-    @property
     def published(self) -> str:
         return self._named("published")
 
@@ -53,7 +49,7 @@ class PoolKeys:
 
     @property
     def all(self) -> tuple[str, ...]:
-        return (*self.blocks, self.sequences, self.published, self.journal)
+        return (*self.blocks, self.published, self.journal)
 
     def _named(self, name: str) -> str:
         return f"quire:{{pool:{self.incarnation:016x}}}:{name}"

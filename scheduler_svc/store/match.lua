@@ -6,7 +6,7 @@
 --   2 free         not read
 --   3 references   bit field: u32 per block
 --   4 hashes       not read
---   5 index        hash: block hash -> packed u32 block numbers, in order of publication
+--   5 index        hash: block hash -> blocks, in order of publication
 -- ARGV (packed; hashes 32 bytes, numbers little-endian u32)
 --   1 query_lengths
 --   2 query_hashes  concatenated
@@ -22,23 +22,24 @@ for _, length in ipairs(u32s(ARGV[1])) do
   while #hits < length and not missed do
     local from = (offset + #hits) * 32
     local count = math.min(WINDOW, length - #hits)
-    local hashes = slices(string.sub(ARGV[2], from + 1, from + count * 32), 32)
-    for _, entry in ipairs(call_chunked('HMGET', INDEX, hashes)) do
-      if not entry then
+    local hashes = split(string.sub(ARGV[2], from + 1, from + count * 32), 32)
+    read(entry_of, INDEX, hashes)
+    for _, hash in ipairs(hashes) do
+      if not entry_of[hash] then
         missed = true
         break
       end
-      hits[#hits + 1] = (struct.unpack('<I4', entry))
+      hits[#hits + 1] = string.sub(entry_of[hash], 1, 4)
     end
   end
+  read_references(hits)
   local num_free_hits = 0
-  for _, count in ipairs(references_of(hits)) do
-    if count == 0 then
+  for _, block in ipairs(hits) do
+    if references[block] == 0 then
       num_free_hits = num_free_hits + 1
     end
   end
-  answers[#answers + 1] = #hits
-  answers[#answers + 1] = num_free_hits
+  answers[#answers + 1] = struct.pack('<I4I4', #hits, num_free_hits)
   offset = offset + length
 end
-return pack_u32s(answers)
+return table.concat(answers)

@@ -11,8 +11,7 @@
 --   3 references
 --   4 hashes
 --   5 index
---   6 sequences
---   7 published
+--   6 published
 -- ARGV
 --   1 epoch
 --   2 holder
@@ -23,7 +22,7 @@
 -- Atomic, because a commit of the former leader that came in between would hand out blocks under
 -- the new leader's eyes.
 
-local SEQUENCES, PUBLISHED = unpack(KEYS, 6, 7)
+local PUBLISHED = KEYS[6]
 local epoch, last_finished_step = tonumber(ARGV[1]), tonumber(ARGV[3])
 
 local state = redis.call('HMGET', STATE, 'epoch', 'holder', 'step', 'num_blocks', 'fresh',
@@ -43,9 +42,14 @@ if last_finished_step < tonumber(state[6] or 0) then
 else
   for _, remembered in ipairs(redis.call('LRANGE', PUBLISHED, 0, -1)) do
     if struct.unpack('<I8', remembered) > last_finished_step then
-      unpublish(u32s(string.sub(remembered, 9)))
+      local blocks = split(string.sub(remembered, 9), 4)
+      read_hashes(blocks)
+      for _, block in ipairs(blocks) do
+        withdraw(block)
+      end
     end
   end
+  flush()
 end
 
 -- Above both sides' steps; a call of before that arrives late finds no reply to this number.
@@ -53,11 +57,8 @@ local step = math.max(stored_step, last_finished_step) + 1
 if not state[1] then
   redis.call('HSET', STATE, 'num_blocks', ARGV[4], 'fresh', 1, 'front', 0, 'back', 0)
 end
-redis.call('DEL', SEQUENCES, PUBLISHED)
--- A value of more than 64 bytes makes Redis keep a hash table. In the compact form of small hashes
--- every look is a walk: 0.9 ms a step at 256 rows instead of 0.1.
-redis.call('HSET', SEQUENCES, '', string.rep('-', 65))
+redis.call('DEL', PUBLISHED)
 redis.call('HDEL', STATE, 'reply', 'forgotten')
-redis.call('HSET', STATE, 'epoch', ARGV[1], 'holder', ARGV[2], 'step', step, 'unreclaimed',
-  state[5] or 1)
+redis.call('HSET', STATE, 'epoch', ARGV[1], 'holder', ARGV[2], 'step', step, 'sequences', '',
+  'next_indices', '', 'unreclaimed', state[5] or 1)
 return step

@@ -1,13 +1,10 @@
 """Commits, matches and replies as the packed arrays that the scripts read and write."""
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import TypeVar
 
 from scheduler_svc.store.types import Commit, CommitReply, PrefixMatch
-
-T = TypeVar("T")
 
 
 def pack_u32s(numbers: Sequence[int]) -> bytes:
@@ -41,28 +38,29 @@ def unpack_matches(packed: bytes) -> list[PrefixMatch]:
 
 def pack_commit(commit: Commit) -> list[bytes]:
     """The ARGV of commit, from the withdrawals on."""
-    runs, departures = commit.runs, commit.departures
-    appends, admissions = commit.appends, commit.admissions
+    publications, runs = commit.publications, commit.runs
+    joined, admissions = commit.joined, commit.admissions
     return [
         pack_u32s(commit.withdrawals),
-        pack_u32s([p.block_id for p in commit.publications]),
-        b"".join(p.block_hash for p in commit.publications),
-        pack_ids([run.sequence_id for run in runs]),
-        pack_u32s([run.first_index for run in runs]),
-        pack_u32s([run.first_index + len(run.token_ids) for run in runs]),
-        pack_u32s(_flat(run.token_ids for run in runs)),
-        pack_ids([departure.sequence_id for departure in departures]),
-        pack_u32s([len(departure.block_ids) for departure in departures]),
-        pack_u32s(_flat(departure.block_ids for departure in departures)),
-        pack_ids([append.sequence_id for append in appends]),
-        pack_u32s([append.num_blocks for append in appends]),
+        pack_u32s([publication.block_id for publication in publications]),
+        b"".join([publication.block_hash for publication in publications]),
+        pack_ids(runs.sequence_ids),
+        pack_u32s(runs.first_indices),
+        pack_u32s(runs.next_indices),
+        pack_u32s(runs.token_ids),
+        pack_ids(commit.forgotten),
+        pack_u32s(commit.shared_blocks),
+        pack_u32s(commit.returned_blocks),
+        pack_u32s(commit.taken_references),
+        pack_ids([entry.sequence_id for entry in joined]),
+        pack_u32s([entry.num_output_tokens for entry in joined]),
         pack_ids([admission.sequence_id for admission in admissions]),
         pack_u32s([admission.num_output_tokens for admission in admissions]),
         pack_u32s([len(admission.hit_hashes) for admission in admissions]),
-        b"".join(_flat(admission.hit_hashes for admission in admissions)),
+        b"".join(chain.from_iterable(admission.hit_hashes for admission in admissions)),
         pack_u32s([admission.num_new_blocks for admission in admissions]),
         pack_u32s([len(admission.fill_hashes) for admission in admissions]),
-        b"".join(_flat(admission.fill_hashes for admission in admissions)),
+        b"".join(chain.from_iterable(admission.fill_hashes for admission in admissions)),
     ]
 
 
@@ -71,14 +69,10 @@ def unpack_reply(commit: Commit, packed: bytes) -> CommitReply:
     numbers = iter(unpack_u32s(packed))
     return CommitReply(
         num_free_blocks=next(numbers),
-        appended=tuple(_take(numbers, append.num_blocks) for append in commit.appends),
-        admitted=tuple(_take(numbers, next(numbers)) or None for _ in commit.admissions),
+        taken=_take(numbers, len(commit.taken_references)),
+        admitted=tuple([_take(numbers, next(numbers)) or None for _ in commit.admissions]),
     )
 
 
 def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
     return tuple(islice(numbers, count))
-
-
-def _flat(parts: Iterable[Iterable[T]]) -> list[T]:
-    return list(chain.from_iterable(parts))

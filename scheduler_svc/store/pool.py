@@ -33,10 +33,10 @@ class Pool:
     ) -> None:
         self.incarnation = incarnation
         self.num_blocks = num_blocks  # the null block included
+        self.enable_prefix_caching = enable_prefix_caching
         self._connection = connection
         self._leadership = leadership
         self._keys = PoolKeys(incarnation)
-        self._enable_prefix_caching = enable_prefix_caching
 
     async def open(self, last_finished_step: int) -> int:
         """Takes the pool over, creates it if absent, and returns the step to start above.
@@ -49,7 +49,7 @@ class Pool:
         await self._connection.execute("SADD", POOLS, self.incarnation)
         step = await self._run(
             scripts.OPEN,
-            (*keys.blocks, keys.sequences, keys.published),
+            (*keys.blocks, keys.published),
             last_finished_step,
             self.num_blocks,
         )
@@ -59,7 +59,7 @@ class Pool:
 
     async def match(self, queries: Sequence[Sequence[bytes]]) -> list[PrefixMatch]:
         """The longest cached prefix of each hash chain: a hint, true at the time of the call."""
-        if not self._enable_prefix_caching or not queries:
+        if not self.enable_prefix_caching or not queries:
             return [PrefixMatch(num_hits=0, num_free_hits=0) for _ in queries]
         return unpack_matches(
             await self._connection.run(scripts.MATCH, self._keys.blocks, pack_queries(queries))
@@ -68,13 +68,22 @@ class Pool:
     async def commit(self, commit: Commit) -> CommitReply:
         """Applies one step: stored step + 1; a repeat of the stored step gets its reply again.
 
-        WrongStep for any other step; PoolFault for appends that do not fit, gaps and overlaps in
-        runs, unknown sequences and blocks nobody holds. A call that raises has changed nothing.
+        WrongStep for any other step; PoolFault for takes that do not fit, gaps and overlaps in
+        runs, runs of sequences that are not there, ones that join and are, and for blocks that
+        nobody holds. A call that raises has changed nothing.
         """
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             commit = _without_hashes(commit)
         packed = await self._run(scripts.COMMIT, self._keys.all, commit.step, *pack_commit(commit))
         return unpack_reply(commit, packed)
+
+    async def reset_prefix_cache(self) -> int:
+        """Removes every hash, and returns how many there were.
+
+        Held blocks keep their references, free ones their places.
+        """
+        keys = self._keys
+        return int(await self._run(scripts.RESET, (keys.state, keys.hashes, keys.index)))
 
     async def journal(self) -> list[JournalEntry]:
         """What was journaled and not trimmed, in order of the steps."""
@@ -89,15 +98,14 @@ class Pool:
     async def audit(self) -> PoolAudit:
         """The pool's blocks at this moment. PoolFault where they contradict each other."""
         keys = self._keys
-        state, free, references, hashes, index, sequences = await self._connection.snapshot(
+        state, free, references, hashes, index = await self._connection.snapshot(
             ("HGETALL", keys.state),
             ("ZRANGE", keys.free, 0, -1, "WITHSCORES"),
             ("GET", keys.references),
             ("HGETALL", keys.hashes),
             ("HGETALL", keys.index),
-            ("HGETALL", keys.sequences),
         )
-        audit = PoolAudit.read(state, free, references or b"", hashes, index, sequences)
+        audit = PoolAudit.read(state, free, references or b"", hashes, index)
         audit.check()
         return audit
 

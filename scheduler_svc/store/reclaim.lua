@@ -1,6 +1,7 @@
 -- reclaim: frees held blocks of a pool that is being opened, a range of them a call, in
 -- descending number.
 -- USES blocks.lua
+-- USES free.lua
 --
 -- KEYS
 --   1 state        hash, see commit.lua; `unreclaimed` is the end of the blocks still to look at
@@ -24,21 +25,23 @@ end
 if not state[3] then
   return 0
 end
-local order = { front = tonumber(state[4]), back = tonumber(state[5]) }
+local scores = { front = tonumber(state[4]), back = tonumber(state[5]) }
 local last = tonumber(state[3]) - 1
 local first = math.max(1, last - tonumber(ARGV[3]) + 1)
 
-local packed = redis.call('GETRANGE', REFERENCES, first * 4, last * 4 + 3)
-local held, zeros = {}, {}
-for block = math.min(last, first + #packed / 4 - 1), first, -1 do
-  if string.sub(packed, (block - first) * 4 + 1, (block - first) * 4 + 4) ~= '\0\0\0\0' then
+local counts = split(redis.call('GETRANGE', REFERENCES, first * 4, last * 4 + 3), 4)
+local held = {}
+for i = #counts, 1, -1 do
+  if counts[i] ~= '\0\0\0\0' then
+    local block = struct.pack('<I4', first + i - 1)
     held[#held + 1] = block
-    zeros[#zeros + 1] = 0
+    set_references(block, 0)
   end
 end
-set_references(held, zeros)
-put_back(held, order)
-redis.call('HSET', STATE, 'unreclaimed', first, 'front', order.front, 'back', order.back)
+read_hashes(held)
+put_back(held, scores)
+flush()
+redis.call('HSET', STATE, 'unreclaimed', first, 'front', scores.front, 'back', scores.back)
 if first == 1 then
   redis.call('HDEL', STATE, 'unreclaimed')
 end

@@ -42,7 +42,7 @@ class Script:
 MATCH: Final = Script("match", _BLOCKS, ("query_lengths", "query_hashes"))
 COMMIT: Final = Script(
     "commit",
-    (*_BLOCKS, "sequences", "published", "journal"),
+    (*_BLOCKS, "published", "journal"),
     (
         "epoch",
         "holder",
@@ -54,11 +54,12 @@ COMMIT: Final = Script(
         "run_first_indices",
         "run_next_indices",
         "run_token_ids",
-        "departed_sequences",
-        "departed_num_blocks",
-        "departed_blocks",
-        "appended_sequences",
-        "appended_num_blocks",
+        "forgotten_sequences",
+        "shared_blocks",
+        "returned_blocks",
+        "taken_references",
+        "joined_sequences",
+        "joined_next_indices",
         "admitted_sequences",
         "admitted_next_indices",
         "admitted_num_hits",
@@ -70,10 +71,11 @@ COMMIT: Final = Script(
 )
 OPEN: Final = Script(
     "open",
-    (*_BLOCKS, "sequences", "published"),
+    (*_BLOCKS, "published"),
     ("epoch", "holder", "last_finished_step", "num_blocks"),
 )
 RECLAIM: Final = Script("reclaim", _BLOCKS, ("epoch", "holder", "num_blocks"))
+RESET: Final = Script("reset", ("state", "hashes", "index"), ("epoch", "holder"))
 TRIM: Final = Script("trim", ("state", "journal"), ("epoch", "holder", "first_step"))
 DROP: Final = Script("drop", ("state", "rest..."), ("epoch", "holder"))
 RAISE_EPOCH: Final = Script("raise_epoch", ("leadership",), ("holder",))
@@ -85,6 +87,6 @@ FINISH: Final = Script(
 )
 DISCARD: Final = Script("discard", ("leadership", "records..."), ("epoch", "holder"))
 SCRIPTS: Final = (
-    MATCH, COMMIT, OPEN, RECLAIM, TRIM, DROP, RAISE_EPOCH, CONFIRM, RECORD, FOLD, FINISH,
+    MATCH, COMMIT, OPEN, RECLAIM, RESET, TRIM, DROP, RAISE_EPOCH, CONFIRM, RECORD, FOLD, FINISH,
     DISCARD,
 )  # fmt: skip

@@ -5,9 +5,15 @@ from typing import Any, Self
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Argument, Connection
-from scheduler_svc.store.keys import LEADERSHIP, POOLS, request_keys, request_pattern
+from scheduler_svc.store.keys import (
+    LEADERSHIP,
+    POOLS,
+    PoolKeys,
+    request_keys,
+    request_pattern,
+)
 from scheduler_svc.store.leadership import Leadership
-from scheduler_svc.store.packing import pack_u32s
+from scheduler_svc.store.packing import pack_queries, pack_u32s, unpack_matches
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.requests import (
     Ending,
@@ -20,6 +26,7 @@ from scheduler_svc.store.requests import (
     unpack_request,
 )
 from scheduler_svc.store.scripts import Script
+from scheduler_svc.store.types import PrefixMatch
 
 _TIMEOUT_S = 5.0
 _SCANNED_PER_CALL = 1000
@@ -35,6 +42,16 @@ class Store:
     def __init__(self, connection: Connection, leadership: Leadership) -> None:
         self._connection = connection
         self.leadership = leadership
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of Redis so far."""
+        return self._connection.num_calls
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that all of these calls have taken."""
+        return self._connection.waited_s
 
     @classmethod
     async def connect(cls, url: str) -> Self:
@@ -65,6 +82,26 @@ class Store:
         return Pool(
             self._connection, self.leadership, incarnation, num_blocks, enable_prefix_caching
         )
+
+    async def match_pools(
+        self, pools: Sequence[Pool], queries: Sequence[Sequence[bytes]]
+    ) -> list[list[PrefixMatch]]:
+        """What `Pool.match` says, of each pool, in one round trip."""
+        if not queries:
+            return [[] for _ in pools]
+        packed = pack_queries(queries)
+        calls = [
+            (PoolKeys(pool.incarnation).blocks, packed)
+            for pool in pools
+            if pool.enable_prefix_caching
+        ]
+        replies = iter(await self._connection.run_each(scripts.MATCH, calls) if calls else ())
+        return [
+            unpack_matches(next(replies))
+            if pool.enable_prefix_caching
+            else [PrefixMatch(num_hits=0, num_free_hits=0) for _ in queries]
+            for pool in pools
+        ]
 
     async def pools(self) -> frozenset[int]:
         """Incarnations of all pools that were opened and not dropped."""

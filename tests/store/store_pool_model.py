@@ -1,5 +1,6 @@
 """The rules of block allocation in plain Python: what the scripts must do, id for id."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from scheduler_svc.store.errors import PoolFault
@@ -7,9 +8,8 @@ from scheduler_svc.store.types import (
     Admission,
     Commit,
     CommitReply,
-    Departure,
     PrefixMatch,
-    TokenRun,
+    TokenRuns,
 )
 
 REMEMBERED_CALLS = 16
@@ -55,6 +55,11 @@ class PoolModel:
             hits.append(self.index[block_hash][0])
         return PrefixMatch(len(hits), sum(block not in self.references for block in hits))
 
+    def reset(self) -> int:
+        num_hashes = len(self.hashes)
+        self.hashes, self.index = {}, {}
+        return num_hashes
+
     def commit(self, commit: Commit) -> CommitReply:
         self._validate(commit)
         published: list[int] = []
@@ -64,16 +69,20 @@ class PoolModel:
             if publication.block_id not in self.hashes:
                 self._publish(publication.block_id, publication.block_hash)
                 published.append(publication.block_id)
-        for run in commit.runs:
-            self.next_indices[run.sequence_id] += len(run.token_ids)
-        for departure in commit.departures:
-            self._depart(departure)
-        appended = tuple(self._take(append.num_blocks) for append in commit.appends)
+        self.next_indices |= zip(commit.runs.sequence_ids, commit.runs.next_indices, strict=True)
+        for sequence_id in commit.forgotten:
+            self.next_indices.pop(sequence_id, None)
+        for block in commit.shared_blocks:
+            self.references[block] += 1
+        for block in commit.returned_blocks:
+            self._give_back(block)
+        taken = tuple(self._take(count) for count in commit.taken_references)
+        self.next_indices |= {j.sequence_id: j.num_output_tokens for j in commit.joined}
         admitted = tuple(self._admit(admission, published) for admission in commit.admissions)
         if published:
             self.published.append((commit.step, published))
         self.step = commit.step
-        self.reply = CommitReply(len(self.free), appended, admitted)
+        self.reply = CommitReply(len(self.free), taken, admitted)
         return self.reply
 
     def _validate(self, commit: Commit) -> None:
@@ -83,36 +92,27 @@ class PoolModel:
             if publication.block_id not in self.references or standing != publication.block_hash:
                 raise PoolFault
         self._validate_runs(commit.runs)
-        leaving = [departure.sequence_id for departure in commit.departures]
-        staying = self.next_indices.keys() - set(leaving)
-        given_back = [b for departure in commit.departures for b in departure.block_ids]
-        admitted = [admission.sequence_id for admission in commit.admissions]
-        num_freed = sum(given_back.count(b) == self.references.get(b) for b in set(given_back))
+        references = Counter(self.references)
+        references.update(commit.shared_blocks)
+        references.subtract(commit.returned_blocks)
+        num_freed = sum(references[block] == 0 for block in self.references)
+        joining = [entry.sequence_id for entry in (*commit.joined, *commit.admissions)]
         if (
-            len(set(leaving)) < len(leaving)
-            or not self.next_indices.keys() >= set(leaving)
-            or any(given_back.count(b) > self.references.get(b, 0) for b in given_back)
-            or not staying >= {append.sequence_id for append in commit.appends}
-            or sum(a.num_blocks for a in commit.appends) > len(self.free) + num_freed
-            or len(set(admitted)) < len(admitted)
-            or staying & set(admitted)
+            not self.references.keys() >= set(commit.shared_blocks)
+            or min(references.values(), default=0) < 0
+            or len(commit.taken_references) > len(self.free) + num_freed
+            or len(set(joining)) < len(joining)
+            or (self.next_indices.keys() - set(commit.forgotten)) & set(joining)
         ):
             raise PoolFault
 
-    def _validate_runs(self, runs: tuple[TokenRun, ...]) -> None:
+    def _validate_runs(self, runs: TokenRuns) -> None:
         next_indices = dict(self.next_indices)
-        for run in runs:
-            if next_indices.get(run.sequence_id) != run.first_index:
+        intervals = zip(runs.sequence_ids, runs.first_indices, runs.next_indices, strict=True)
+        for sequence_id, first, following in intervals:
+            if next_indices.get(sequence_id) != first:
                 raise PoolFault
-            next_indices[run.sequence_id] += len(run.token_ids)
-
-    def _depart(self, departure: Departure) -> None:
-        del self.next_indices[departure.sequence_id]
-        for block in reversed(departure.block_ids):
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                del self.references[block]
-                self._put_back(block)
+            next_indices[sequence_id] = following
 
     def _admit(self, admission: Admission, published: list[int]) -> tuple[int, ...] | None:
         if any(block_hash not in self.index for block_hash in admission.hit_hashes):
@@ -125,19 +125,24 @@ class PoolModel:
             self.free.remove(block)
         for block in hits:
             self.references[block] = self.references.get(block, 0) + 1
-        taken = self._take(admission.num_new_blocks)
+        taken = tuple(self._take(1) for _ in range(admission.num_new_blocks))
         for block, block_hash in zip(taken, admission.fill_hashes, strict=False):
             self._publish(block, block_hash)
             published.append(block)
         self.next_indices[admission.sequence_id] = admission.num_output_tokens
         return hits + taken
 
-    def _take(self, count: int) -> tuple[int, ...]:
-        taken, self.free = tuple(self.free[:count]), self.free[count:]
-        for block in taken:
-            self._withdraw(block)
-            self.references[block] = 1
-        return taken
+    def _take(self, num_references: int) -> int:
+        block = self.free.pop(0)
+        self._withdraw(block)
+        self.references[block] = num_references
+        return block
+
+    def _give_back(self, block: int) -> None:
+        self.references[block] -= 1
+        if self.references[block] == 0:
+            del self.references[block]
+            self._put_back(block)
 
     def _put_back(self, block: int) -> None:
         if block in self.hashes:

@@ -1,8 +1,10 @@
 """Worked cases of one pool, in literals. Blocks have 16 tokens."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+import redis
 
 from scheduler_svc.store.errors import PoolFault, StaleEpoch, WrongStep
 from scheduler_svc.store.hashing import HashChain, num_matchable_blocks, root_hash
@@ -11,13 +13,12 @@ from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import (
     Admission,
-    Append,
     Commit,
     CommitReply,
-    Departure,
+    Joined,
     PrefixMatch,
     Publication,
-    TokenRun,
+    TokenRuns,
 )
 
 SHARED = list(range(48))
@@ -50,8 +51,8 @@ async def test_two_prompts_share_a_prefix_and_give_it_back(pool: Pool) -> None:
     reply = await pool.commit(Commit(3, admissions=(admission(2, second, num_hits=3),)))
     assert reply == CommitReply(5, (), ((1, 2, 3, 5),))
     assert (await pool.audit()).references == {1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
-    await pool.commit(Commit(4, departures=(Departure(1, (1, 2, 3, 4)),)))
-    await pool.commit(Commit(5, departures=(Departure(2, (1, 2, 3, 5)),)))
+    await pool.commit(Commit(4, returned_blocks=(4, 3, 2, 1)))
+    await pool.commit(Commit(5, returned_blocks=(5, 3, 2, 1)))
     assert (await pool.audit()).free_order == (5, 4, 6, 7, 8, 9, 10, 3, 2, 1)
     assert await query(pool, first) == PrefixMatch(num_hits=3, num_free_hits=3)
 
@@ -82,7 +83,7 @@ async def test_an_admission_that_does_not_fit_is_left_out_alone(pool: Pool) -> N
 
 async def test_hits_on_free_blocks_count_as_needed(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
-    await pool.commit(Commit(3, departures=(Departure(1, (1, 2, 3, 4)),)))
+    await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1)))
     hits = chain(SHARED)
     reply = await pool.commit(Commit(4, admissions=(Admission(2, 0, hits, 8),)))
     assert reply == CommitReply(10, (), (None,))
@@ -92,7 +93,7 @@ async def test_hits_on_free_blocks_count_as_needed(pool: Pool) -> None:
 
 async def test_an_admission_whose_hits_are_evicted_in_the_plan_is_left_out(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
-    await pool.commit(Commit(3, departures=(Departure(1, (1, 2, 3, 4)),)))
+    await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1)))
     admissions = (Admission(2, 0, (), 8), admission(3, [*SHARED, 2], num_hits=3))
     reply = await pool.commit(Commit(4, admissions=admissions))
     # Of the prefix the last block goes first.
@@ -100,17 +101,82 @@ async def test_an_admission_whose_hits_are_evicted_in_the_plan_is_left_out(pool:
     assert await query(pool, [*SHARED, 2]) == PrefixMatch(num_hits=2, num_free_hits=2)
 
 
-async def test_appends_precede_admissions(pool: Pool) -> None:
-    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1),)))
-    commit = Commit(3, appends=(Append(1, 2),), admissions=(Admission(2, 0, (), 1),))
-    assert await pool.commit(commit) == CommitReply(6, ((2, 3),), ((4,),))
+async def test_takes_precede_admissions(pool: Pool) -> None:
+    commit = Commit(2, taken_references=(1, 3), admissions=(Admission(2, 0, (), 1),))
+    assert await pool.commit(commit) == CommitReply(7, (1, 2), ((3,),))
+    assert (await pool.audit()).references == {1: 1, 2: 3, 3: 1}
 
 
-async def test_released_blocks_are_there_for_the_same_plan(pool: Pool) -> None:
+async def test_returned_blocks_are_there_for_the_same_plan(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 9), Admission(2, 0, (), 1))))
-    departure = Departure(1, tuple(range(1, 10)))
-    reply = await pool.commit(Commit(3, departures=(departure,), appends=(Append(2, 9),)))
-    assert reply == CommitReply(0, (tuple(range(1, 10)),), ())
+    commit = Commit(3, returned_blocks=tuple(range(9, 0, -1)), taken_references=(1,) * 9)
+    assert await pool.commit(commit) == CommitReply(0, tuple(range(1, 10)), ())
+
+
+async def test_one_free_block_fewer_than_a_step_takes_is_a_fault(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 8),)))
+    with pytest.raises(PoolFault, match="3 blocks to take, 2 free"):
+        await pool.commit(Commit(3, taken_references=(1, 1, 1)))
+    assert await pool.commit(Commit(3, taken_references=(1, 1))) == CommitReply(0, (9, 10), ())
+
+
+async def test_forks_share_full_blocks_and_own_their_last(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
+    fork = Commit(
+        3,
+        shared_blocks=(1, 2, 3, 1, 2, 3),
+        taken_references=(1, 1),
+        joined=(Joined(2, 0), Joined(3, 4)),
+    )
+    assert await pool.commit(fork) == CommitReply(4, (5, 6), ())
+    audit = await pool.audit()
+    assert audit.references == {1: 3, 2: 3, 3: 3, 4: 1, 5: 1, 6: 1}
+    assert audit.next_indices == {1: 0, 2: 0, 3: 4}
+    await pool.commit(Commit(4, returned_blocks=(4, 3, 2, 1, 6, 3, 2, 1, 5, 3, 2, 1)))
+    assert (await pool.audit()).free_order == (5, 6, 4, 7, 8, 9, 10, 3, 2, 1)
+
+
+async def test_a_block_may_be_shared_and_returned_in_one_call(pool: Pool) -> None:
+    await pool.commit(Commit(2, taken_references=(1,)))
+    await pool.commit(Commit(3, shared_blocks=(1,), returned_blocks=(1,)))
+    assert (await pool.audit()).references == {1: 1}
+    await pool.commit(Commit(4, shared_blocks=(1,), returned_blocks=(1, 1)))
+    assert (await pool.audit()).references == {}
+
+
+async def test_a_prompt_equal_to_a_finished_request_hits_its_output_too(store: Store) -> None:
+    tokens = list(range(300))  # 100 of a prompt, 200 of output, the last of them not computed
+    pool = store.pool(4, num_blocks=31)
+    await pool.open(0)
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 7, chain(tokens[:100])),)))
+    reply = await pool.commit(Commit(3, taken_references=(1,) * 12))
+    table = (*range(1, 8), *reply.taken)
+    hashes = chain(tokens[:299])
+    publications = [Publication(table[i], hashes[i]) for i in range(6, len(hashes))]
+    await pool.commit(
+        Commit(4, publications=publications, forgotten=(1,), returned_blocks=table[::-1])
+    )
+    assert await query(pool, tokens) == PrefixMatch(num_hits=18, num_free_hits=18)  # 288 tokens
+    await pool.drop()
+
+
+async def test_late_tokens_of_a_preempted_sequence_are_journaled(pool: Pool) -> None:
+    await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
+    await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1)))
+    late = TokenRuns([1], [0], [1], [7])
+    await pool.commit(Commit(4, runs=late, forgotten=(1,)))
+    assert await pool.journal() == [JournalEntry(4, late)]
+    assert (await pool.audit()).next_indices == {}
+    reply = await pool.commit(Commit(5, admissions=(admission(1, [*SHARED, 1], num_hits=3),)))
+    assert reply.admitted == ((1, 2, 3, 4),)
+
+
+async def test_a_sequence_forgotten_in_the_call_may_be_admitted_again(pool: Pool) -> None:
+    await pool.commit(Commit(2, joined=(Joined(1, 0), Joined(2, 0))))
+    again = (Admission(1, 5, (), 1), Admission(2, 5, (), 99))
+    reply = await pool.commit(Commit(3, forgotten=(1, 2), admissions=again))
+    assert reply.admitted == ((1,), None)
+    assert (await pool.audit()).next_indices == {1: 5}
 
 
 async def test_a_repeated_commit_gets_the_stored_reply(pool: Pool) -> None:
@@ -133,22 +199,26 @@ RUNNING = Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 5, (), 
 @pytest.mark.parametrize(
     "commit",
     [
-        Commit(3, appends=(Append(1, 1), Append(2, 5))),
-        Commit(3, appends=(Append(3, 1),)),
-        Commit(3, runs=(TokenRun(1, 0, (7,)), TokenRun(2, 6, (7,)))),
-        Commit(3, runs=(TokenRun(2, 4, (7, 7)),)),
-        Commit(3, runs=(TokenRun(1, 0, (7,)), TokenRun(1, 0, (7,)))),
-        Commit(3, runs=(TokenRun(9, 0, (7,)),)),
-        Commit(3, departures=(Departure(9, ()),)),
-        Commit(3, departures=(Departure(1, (1, 2, 3, 4)), Departure(1, ()))),
-        Commit(3, departures=(Departure(1, (1, 2, 3, 6)),)),
-        Commit(3, departures=(Departure(1, (1, 1)),)),
-        Commit(3, departures=(Departure(1, (0,)),)),
-        Commit(3, departures=(Departure(1, (11,)),)),
-        Commit(3, departures=(Departure(1, (1, 2, 3, 4)),), appends=(Append(1, 1),)),
+        Commit(3, taken_references=(1,) * 7),
+        Commit(3, taken_references=(1, 0)),
+        Commit(3, runs=TokenRuns([1, 2], [0, 6], [1, 7], [7, 7])),
+        Commit(3, runs=TokenRuns([2], [4], [6], [7, 7])),
+        Commit(3, runs=TokenRuns([1, 1], [0, 0], [1, 1], [7, 7])),
+        Commit(3, runs=TokenRuns([9], [0], [1], [7])),
+        Commit(3, shared_blocks=(6,)),
+        Commit(3, shared_blocks=(0,)),
+        Commit(3, shared_blocks=(11,)),
+        Commit(3, returned_blocks=(4, 3, 2, 6)),
+        Commit(3, returned_blocks=(1, 1)),
+        Commit(3, shared_blocks=(1,), returned_blocks=(1, 1, 1)),
+        Commit(3, returned_blocks=(0,)),
+        Commit(3, returned_blocks=(11,)),
         Commit(3, publications=(Publication(6, HASH),)),
         Commit(3, publications=(Publication(1, HASH),)),
         Commit(3, publications=(Publication(4, HASH), Publication(4, OTHER_HASH))),
+        Commit(3, joined=(Joined(1, 0),)),
+        Commit(3, joined=(Joined(3, 0), Joined(3, 0))),
+        Commit(3, joined=(Joined(3, 0),), admissions=(Admission(3, 0, (), 1),)),
         Commit(3, admissions=(Admission(1, 0, (), 1),)),
         Commit(3, admissions=(Admission(3, 0, (), 1), Admission(3, 0, (), 1))),
     ],
@@ -157,13 +227,16 @@ async def test_a_faulty_commit_changes_nothing(pool: Pool, commit: Commit) -> No
     await pool.commit(RUNNING)
     before = await pool.audit()
     # The good parts of a faulty commit are not done either.
-    good = Commit(
-        commit.step,
+    good = replace(
+        commit,
         withdrawals=(2,),
         publications=(Publication(5, HASH), *commit.publications),
-        runs=commit.runs or (TokenRun(1, 0, (7,)),),
-        departures=commit.departures,
-        appends=commit.appends or (Append(2, 1),),
+        runs=commit.runs if commit.runs.token_ids else TokenRuns([1], [0], [1], [7]),
+        forgotten=(2,) if not commit.runs.token_ids else (),
+        shared_blocks=(2, *commit.shared_blocks),
+        returned_blocks=(5, *commit.returned_blocks),
+        taken_references=commit.taken_references or (1,),
+        joined=(Joined(5, 0), *commit.joined),
         admissions=commit.admissions or (Admission(4, 0, (), 1),),
     )
     with pytest.raises(PoolFault):
@@ -184,7 +257,7 @@ async def test_a_block_is_published_once_its_tokens_are_known(pool: Pool) -> Non
 
 async def test_a_departing_sequence_publishes_first(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 2),)))
-    commit = Commit(3, publications=(Publication(1, HASH),), departures=(Departure(1, (1, 2)),))
+    commit = Commit(3, publications=(Publication(1, HASH),), returned_blocks=(2, 1))
     await pool.commit(commit)
     assert (await pool.audit()).free_order == (2, 3, 4, 5, 6, 7, 8, 9, 10, 1)
     assert await pool.match([[HASH]]) == [PrefixMatch(1, 1)]
@@ -195,7 +268,7 @@ async def test_withdrawing_one_of_equal_hashes_keeps_the_other(pool: Pool) -> No
     await pool.commit(Commit(2, admissions=twins))
     await pool.commit(Commit(3, withdrawals=(1,)))
     assert (await pool.audit()).index == {HASH: (2,)}
-    await pool.commit(Commit(4, withdrawals=(1, 2), departures=(Departure(2, (2,)),)))
+    await pool.commit(Commit(4, withdrawals=(1, 2), returned_blocks=(2,)))
     audit = await pool.audit()
     assert audit.index == {}
     assert audit.free_order[0] == 2
@@ -209,11 +282,11 @@ async def test_withdrawing_one_of_equal_hashes_keeps_the_other(pool: Pool) -> No
 async def test_tokens_are_journaled_step_by_step(pool: Pool) -> None:
     await pool.commit(RUNNING)
     big_id = 2**64 - 1
-    runs = (TokenRun(1, 0, (7, 2**32 - 1)), TokenRun(2, 5, (8,)))
+    runs = TokenRuns([1, 2], [0, 5], [2, 6], [7, 2**32 - 1, 8])
     await pool.commit(Commit(3, runs=runs, admissions=(Admission(big_id, 3, (), 1),)))
     await pool.commit(Commit(4))
-    last = (TokenRun(big_id, 3, (1,)), TokenRun(big_id, 4, (2,)))
-    await pool.commit(Commit(5, runs=last, departures=(Departure(2, (5,)),)))
+    last = TokenRuns([big_id, big_id], [3, 4], [4, 5], [1, 2])
+    await pool.commit(Commit(5, runs=last, forgotten=(2,)))
     assert await pool.journal() == [JournalEntry(3, runs), JournalEntry(5, last)]
     assert (await pool.audit()).next_indices == {1: 2, big_id: 5}
     await pool.trim_journal(through_step=3)
@@ -222,7 +295,7 @@ async def test_tokens_are_journaled_step_by_step(pool: Pool) -> None:
 
 async def test_reopening_frees_held_blocks_from_the_highest_down(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 0, (), 2))))
-    await pool.commit(Commit(3, runs=(TokenRun(1, 0, (9,)),)))
+    await pool.commit(Commit(3, runs=TokenRuns([1], [0], [1], [9])))
     assert await pool.open(last_finished_step=3) == 4
     audit = await pool.audit()
     assert audit.free_order == (4, 5, 6, 7, 8, 9, 10, 3, 2, 1)
@@ -242,13 +315,49 @@ async def test_reopening_forgets_hashes_of_steps_that_did_not_finish(pool: Pool)
     assert await pool.match([[HASH], [OTHER_HASH]]) == [PrefixMatch(1, 1), PrefixMatch(0, 0)]
 
 
+async def test_a_reset_removes_hashes_and_nothing_else(pool: Pool) -> None:
+    prompts = (admission(1, [*SHARED, 1]), Admission(2, 0, (), 1, (OTHER_HASH,)))
+    await pool.commit(Commit(2, admissions=prompts))
+    await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1)))
+    assert await pool.reset_prefix_cache() == 4
+    assert await pool.reset_prefix_cache() == 0
+    audit = await pool.audit()
+    assert (audit.hashes, audit.index, audit.references) == ({}, {}, {5: 1})
+    assert audit.free_order == (4, 6, 7, 8, 9, 10, 3, 2, 1)
+    assert await query(pool, [*SHARED, 1]) == PrefixMatch(0, 0)
+
+
+async def test_several_pools_are_matched_in_one_call(
+    store: Store, pool: Pool, redis_client: redis.Redis
+) -> None:
+    empty = store.pool(2, 11)
+    plain = store.pool(3, 11, enable_prefix_caching=False)
+    await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
+    queries = [chain(SHARED), (OTHER_HASH,)]
+    zeros = [PrefixMatch(0, 0)] * 2
+    redis_client.script_flush()
+    before = store.num_calls
+    matches = await store.match_pools([empty, pool, plain], queries)
+    assert matches == [zeros, [PrefixMatch(3, 0), PrefixMatch(0, 0)], zeros]
+    assert store.num_calls == before + 1
+    assert await store.match_pools([plain], queries) == [zeros]
+    assert await store.match_pools([pool, empty], []) == [[], []]
+    assert store.num_calls == before + 1
+
+
 async def test_a_former_leader_is_refused(store: Store, pool: Pool, redis_url: str) -> None:
     successor = await Store.connect(redis_url)
     assert successor.leadership.epoch > store.leadership.epoch
     await pool.commit(Commit(2))  # the pool is still the former leader's
     theirs = successor.pool(pool.incarnation, pool.num_blocks)
     step = await theirs.open(last_finished_step=2)
-    for refused in (pool.commit(Commit(step + 1)), pool.open(2), pool.trim_journal(2), pool.drop()):
+    for refused in (
+        pool.commit(Commit(step + 1)),
+        pool.open(2),
+        pool.trim_journal(2),
+        pool.reset_prefix_cache(),
+        pool.drop(),
+    ):
         with pytest.raises(StaleEpoch):
             await refused
     await theirs.commit(Commit(step + 1))
@@ -297,7 +406,7 @@ async def test_more_blocks_than_lua_unpacks_at_once(store: Store) -> None:
     assert reply == CommitReply(10_000, (), (tuple(range(1, 10_001)),))
     assert await pool.match([hashes]) == [PrefixMatch(9000, 0)]
     sharer = Admission(2, 0, hashes, 1000)
-    await pool.commit(Commit(3, departures=(Departure(1, tuple(range(1, 10_001))),)))
+    await pool.commit(Commit(3, returned_blocks=tuple(range(10_000, 0, -1))))
     reply = await pool.commit(Commit(4, admissions=(sharer,)))
     assert reply.admitted[0] is not None
     assert reply.admitted[0][:9000] == tuple(range(1, 9001))

@@ -23,12 +23,11 @@ from scheduler_svc.store.hashing import HashChain, root_hash
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import (
     Admission,
-    Append,
     Commit,
     CommitReply,
-    Departure,
+    Joined,
     Publication,
-    TokenRun,
+    TokenRuns,
 )
 
 # Blocks of one token out of two: chains meet often.
@@ -71,6 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = self.store.pool(secrets.randbits(64), num_blocks)
         self.model = PoolModel(num_blocks)
         self.running: dict[int, Running] = {}
+        self.preempted: dict[int, Running] = {}  # without blocks; late tokens may still come
         self.admitted_contents: dict[int, list[int]] = {}
         self.next_id = 0
         self.last: Commit | None = None
@@ -82,30 +82,38 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        leaving = [s for s in self.running.values() if data.draw(st.integers(0, 3)) == 0]
-        staying = [s for s in self.running.values() if s not in leaving]
+        """Sequences end, are preempted, grow, fork and are admitted; late tokens come in."""
+        fates = {
+            s.sequence_id: data.draw(st.sampled_from(["end", "preempt", *["stay"] * 5]))
+            for s in self.running.values()
+        }
+        leaving = [s for s in self.running.values() if fates[s.sequence_id] != "stay"]
+        ending = [s for s in self.running.values() if fates[s.sequence_id] == "end"]
+        staying = [s for s in self.running.values() if fates[s.sequence_id] == "stay"]
+        late = [s for s in self.preempted.values() if data.draw(st.booleans())]
+        forgotten = [*ending, *(s for s in late if data.draw(st.booleans()))]
         for sequence in staying:
             missing = len(sequence.table) - len(sequence.contents)
             sequence.contents += data.draw(st.lists(st.integers(0, 1), max_size=missing))
-        publications = [p for s in staying for p in s.publications()]
+        appended = [s for s in staying for _ in range(data.draw(st.integers(0, 2)))]
+        forks, joined = self._forks(staying, data)
         held = sorted(self.model.references) or [0]
         commit = Commit(
             step=self.model.step + 1,
-            withdrawals=tuple(data.draw(st.lists(st.sampled_from(held), max_size=1))),
-            publications=tuple(publications),
-            runs=tuple(self._run(s, data) for s in self.running.values()),
-            departures=tuple(Departure(s.sequence_id, tuple(s.table)) for s in leaving),
-            appends=tuple(
-                Append(s.sequence_id, count)
-                for s in staying
-                if (count := data.draw(st.integers(0, 2)))
-            ),
-            admissions=tuple(self._admissions(data)),
+            withdrawals=data.draw(st.lists(st.sampled_from(held), max_size=1)),
+            publications=[p for s in staying for p in s.publications()],
+            runs=self._runs([*self.running.values(), *late], data),
+            forgotten=[s.sequence_id for s in forgotten],
+            shared_blocks=[block for fork in forks for block in fork.table],
+            returned_blocks=[block for s in leaving for block in reversed(s.table)],
+            taken_references=[1] * (len(appended) + len(forks)),
+            joined=joined,
+            admissions=self._admissions(forgotten, data),
         )
         reply = self._expect(commit)
         if reply is not None:
             self.last = commit
-            self._apply(commit, reply, staying)
+            self._apply(commit, reply, staying, appended, forks)
 
     @precondition(lambda self: self.last is not None)
     @rule()
@@ -120,9 +128,31 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def gap_in_the_journal(self, data: st.DataObject) -> None:
-        runs = [self._run(s, data, skip=1) for s in self.running.values()]
-        if runs:
-            self._expect(Commit(self.model.step + 1, runs=tuple(runs)))
+        runs = self._runs(list(self.running.values()), data, skip=1)
+        if runs.sequence_ids:
+            self._expect(Commit(self.model.step + 1, runs=runs))
+
+    @rule(count=st.integers(1, 3))
+    def group_block(self, count: int) -> None:
+        """A block is taken for several at once, who give it back in the next call."""
+        if not self.model.free:
+            return
+        reply = self._expect(Commit(self.model.step + 1, taken_references=[count]))
+        assert reply is not None
+        self.last = Commit(self.model.step + 1, returned_blocks=[*reply.taken] * count)
+        assert self._expect(self.last) is not None
+
+    @rule(block=st.integers(0, 16))
+    def block_that_may_not_be_held(self, block: int) -> None:
+        count = self.model.references.get(block, 0)
+        too_many = [block] * (count + 1)
+        self._expect(Commit(self.model.step + 1, returned_blocks=too_many))
+        if count == 0:
+            self._expect(Commit(self.model.step + 1, shared_blocks=[block]))
+
+    @rule()
+    def reset(self) -> None:
+        assert self.runner.run(self.pool.reset_prefix_cache()) == self.model.reset()
 
     @rule(queries=st.lists(CONTENTS, max_size=3))
     def match(self, queries: list[list[int]]) -> None:
@@ -133,7 +163,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(unfinished=st.sampled_from([0, 1, 2, 3, 30]))
     def reopen(self, unfinished: int) -> None:
         finished = max(0, self.model.step - unfinished)
-        self.running, self.last = {}, None
+        self.running, self.preempted, self.last = {}, {}, None
         assert self.runner.run(self.pool.open(finished)) == self.model.open(finished)
 
     @invariant()
@@ -159,40 +189,81 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.runner.run(self.pool.commit(commit)) == expected
         return expected
 
-    def _run(self, sequence: Running, data: st.DataObject, skip: int = 0) -> TokenRun:
-        tokens = tuple(data.draw(st.lists(st.integers(0, 2**32 - 1), max_size=2)))
-        first = sequence.num_output_tokens + skip
-        return TokenRun(sequence.sequence_id, first, tokens)
+    def _runs(self, sequences: list[Running], data: st.DataObject, skip: int = 0) -> TokenRuns:
+        runs = TokenRuns()
+        for sequence in sequences:
+            tokens = data.draw(st.lists(st.integers(0, 2**32 - 1), max_size=2))
+            first = sequence.num_output_tokens + skip
+            runs.sequence_ids.append(sequence.sequence_id)
+            runs.first_indices.append(first)
+            runs.next_indices.append(first + len(tokens))
+            runs.token_ids.extend(tokens)
+        return runs
 
-    def _admissions(self, data: st.DataObject) -> list[Admission]:
+    def _forks(
+        self, staying: list[Running], data: st.DataObject
+    ) -> tuple[list[Running], list[Joined]]:
+        """Children that share all full blocks of a parent but the last one in its table."""
+        forks = []
+        for parent in staying:
+            if data.draw(st.integers(0, 5)) == 0:
+                num_shared = min(len(parent.contents), len(parent.table) - 1)
+                fork = Running(
+                    self.next_id,
+                    parent.contents[:num_shared],
+                    parent.table[:num_shared],
+                    data.draw(st.integers(0, 5)),
+                    set(range(num_shared)),
+                )
+                forks.append(fork)
+                self.next_id += 1
+        return forks, [Joined(fork.sequence_id, fork.num_output_tokens) for fork in forks]
+
+    def _admissions(self, forgotten: list[Running], data: st.DataObject) -> list[Admission]:
         """Some count on hits that are there, some on what the plan fills, some on nothing."""
         admissions = []
+        again = [s.sequence_id for s in forgotten if data.draw(st.booleans())]
         for contents in data.draw(st.lists(CONTENTS, max_size=3)):
             hashes = chain(contents)
             cached = self.model.match(hashes).num_hits
+            sequence_id = again.pop() if again else self.next_id
+            self.next_id += sequence_id == self.next_id
             num_hits = data.draw(st.sampled_from([cached, len(hashes), 0]))
             admissions.append(
                 Admission(
-                    sequence_id=self.next_id,
+                    sequence_id=sequence_id,
                     num_output_tokens=data.draw(st.integers(0, 5)),
                     hit_hashes=tuple(hashes[:num_hits]),
                     num_new_blocks=len(hashes) - num_hits + 1,
                     fill_hashes=tuple(hashes[num_hits:]),
                 )
             )
-            self.admitted_contents[self.next_id] = contents
-            self.next_id += 1
+            self.admitted_contents[sequence_id] = contents
         return admissions
 
-    def _apply(self, commit: Commit, reply: CommitReply, staying: list[Running]) -> None:
-        for run in commit.runs:
-            self.running[run.sequence_id].num_output_tokens += len(run.token_ids)
-        for departure in commit.departures:
-            del self.running[departure.sequence_id]
+    def _apply(
+        self,
+        commit: Commit,
+        reply: CommitReply,
+        staying: list[Running],
+        appended: list[Running],
+        forks: list[Running],
+    ) -> None:
+        sequences = self.running | self.preempted
+        for sequence_id, following in zip(
+            commit.runs.sequence_ids, commit.runs.next_indices, strict=True
+        ):
+            sequences[sequence_id].num_output_tokens = following
         for sequence in staying:
             sequence.published = set(range(len(sequence.contents)))
-        for append, blocks in zip(commit.appends, reply.appended, strict=True):
-            self.running[append.sequence_id].table += blocks
+        for owner, block in zip((*appended, *forks), reply.taken, strict=True):
+            owner.table.append(block)
+        self.running = {s.sequence_id: s for s in (*staying, *forks)}
+        self.preempted = {
+            sequence_id: sequence
+            for sequence_id, sequence in sequences.items()
+            if sequence_id not in self.running and sequence_id not in commit.forgotten
+        }
         for admission, table in zip(commit.admissions, reply.admitted, strict=True):
             if table is not None:
                 contents = self.admitted_contents[admission.sequence_id]
