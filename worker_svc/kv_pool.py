@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.kv_write import copy_blocks, empty_cache
 from worker_svc.plans import BlockMoves
-from worker_svc.settings import WrongSettingError
+from worker_svc.pool_size import require_room
 
 log = structlog.get_logger()
 
@@ -65,17 +65,8 @@ def size_pool(
         swap_space=swap_space,
         num_host_blocks=num_host_blocks,
     )
-    _require_room(chosen, -(-max_model_len // block_size), max_model_len)
+    require_room(chosen, block_size, max_model_len)
     return PoolSize(chosen, num_host_blocks)
-
-
-def _require_room(num_blocks: int, needed: int, max_model_len: int) -> None:
-    usable = max(num_blocks - 1, 0)
-    if usable < needed:
-        raise WrongSettingError(
-            f"a sequence of {max_model_len} tokens needs {needed} blocks, but only {usable} can be "
-            "used; raise --kv-cache-memory or --num-blocks, or lower --max-model-len"
-        )
 
 
 def _summary(layers: tuple[LayerShape, ...]) -> list[str]:

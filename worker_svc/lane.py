@@ -12,7 +12,7 @@ from quire.internal.v1 import worker_pb2
 from quire.service.errors import RequestError, failed
 from worker_svc.device_thread import DeviceThread
 from worker_svc.plans import Plan, StepOutput, result_to_proto
-from worker_svc.runner import Runner
+from worker_svc.step_runner import StepRunner
 
 log = structlog.get_logger()
 
@@ -24,7 +24,7 @@ class Lane:
     keep the order of the plans because one thread runs them and reports each as it ends.
     """
 
-    def __init__(self, epoch: int, thread: DeviceThread, runner: Runner) -> None:
+    def __init__(self, epoch: int, thread: DeviceThread, runner: StepRunner) -> None:
         self._epoch = epoch
         self._thread = thread
         self._runner = runner

@@ -10,7 +10,6 @@ from typing import Any
 
 import structlog
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -22,16 +21,13 @@ from worker_svc.attention import (
 )
 from worker_svc.fingerprint import model_fingerprint
 from worker_svc.kv_pool import LayerShape, dtype_name
+from worker_svc.model_folder import ModelError, find_model
 from worker_svc.settings import WrongSettingError
 
 log = structlog.get_logger()
 
 _FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-class ModelError(ValueError):
-    """A model that cannot be found or served."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def load_model(
     ModelError: not there, no safetensors, or a class that cannot be served. WrongSettingError:
     `max_model_len` is larger than the model's own.
     """
-    folder = find_model(model, revision)
+    folder = find_model(model, revision, _FILES)
     weights = tuple(folder.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{folder} has no *.safetensors file")
@@ -107,21 +103,6 @@ def find_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(device)
-
-
-def find_model(model: str, revision: str | None) -> Path:
-    """The local folder, else the hub's files in its cache. ModelError if neither is to be had."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or model.startswith("."):
-        raise ModelError(f"{model}: no such folder")
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{model}: no such folder, and not to be had from the hub: {error}"
-        ) from error
 
 
 def _read_config(folder: Path) -> Any:

@@ -39,7 +39,8 @@ class Runner:
         """Runs one plan. An error leaves rows undefined until `clear`; the pool stays usable."""
         started_ns = time.monotonic_ns()
         self._apply(plan)
-        inputs, rows, failures = self._prepare(plan)
+        rows, counts, failures = self._tables.without_failed(plan)
+        inputs = self._tables.prepare(rows, counts)
         prepared_ns = time.monotonic_ns()
         logits = self._forward(inputs, rows) if inputs.num_tokens else None
         forwarded_ns = time.monotonic_ns()
@@ -70,14 +71,6 @@ class Runner:
         self._pool.swap_out(plan.swap_outs)
         self._pool.swap_in(plan.swap_ins)
         self._pool.copy(plan.copies)
-
-    def _prepare(self, plan: Plan) -> tuple[StepInputs, Ints, dict[int, str]]:
-        """The inputs, their rows, and the scheduled rows that failed in an earlier step."""
-        failed = self._tables.failures
-        failures = {row: failed[row] for row in plan.rows.tolist() if row in failed}
-        running = ~np.isin(plan.rows, list(failures))
-        rows = plan.rows[running]
-        return self._tables.prepare(rows, plan.num_scheduled_tokens[running]), rows, failures
 
     def _forward(self, inputs: StepInputs, rows: Ints) -> Tensor:
         """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 import grpc
 import structlog
-from huggingface_hub.utils.tqdm import disable_progress_bars
-from transformers.utils.logging import disable_progress_bar
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
@@ -16,11 +16,14 @@ from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.logs import configure_logging
 from worker_svc.device_thread import DeviceThread
-from worker_svc.engine import load_engine
+from worker_svc.engine import Engine
 from worker_svc.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 log = structlog.get_logger()
+
+# Called on the device thread; raises WrongSettingError for what no retry can mend.
+EngineLoader = Callable[[WorkerSettings], Engine]
 
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _MODEL_CHECK = "model"
@@ -31,22 +34,18 @@ _LEAVING_S = 1.0
 _LAST_STEP_S = 5.0
 
 
-def main(settings: WorkerSettings) -> int:
+def main(settings: WorkerSettings, load_engine: EngineLoader) -> int:
     """Runs the worker until it is told to stop; returns the process's status."""
     configure_logging("worker", settings.log_level, settings.log_format)
-    if not sys.stderr.isatty():
-        # Progress bars are no log records.
-        disable_progress_bars()
-        disable_progress_bar()
     try:
-        asyncio.run(run(settings))
+        asyncio.run(run(settings, load_engine))
     except (WrongSettingError, OSError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)
         return _WRONG_SETTING
     return 0
 
 
-async def run(settings: WorkerSettings) -> None:
+async def run(settings: WorkerSettings, load_engine: EngineLoader) -> None:
     """WrongSettingError and OSError if the settings cannot be served; other faults of the model
     leave the worker up and not ready, so that it says why instead of starting over and over."""
     signals = Signals()
@@ -57,8 +56,9 @@ async def run(settings: WorkerSettings) -> None:
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     await start_server(server, settings.listen, [_SERVICE], health, settings.address_file)
+    loaded = thread.submit(partial(load_engine, settings))
     try:
-        await _until_drained(settings, signals, health, thread, servicer)
+        await _until_drained(settings, loaded, signals, health, servicer)
     finally:
         await health.stopping()
         servicer.leave()
@@ -71,12 +71,12 @@ async def run(settings: WorkerSettings) -> None:
 
 async def _until_drained(
     settings: WorkerSettings,
+    loaded: Future[Engine],
     signals: Signals,
     health: Health,
-    thread: DeviceThread,
     servicer: WorkerServicer,
 ) -> None:
-    loading = asyncio.create_task(_load(settings, health, thread, servicer))
+    loading = asyncio.create_task(_load(settings.model, loaded, health, servicer))
     draining = asyncio.create_task(signals.drain.wait())
     try:
         await asyncio.wait({loading, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,14 +92,14 @@ async def _until_drained(
 
 
 async def _load(
-    settings: WorkerSettings, health: Health, thread: DeviceThread, servicer: WorkerServicer
+    model: str | None, loaded: Future[Engine], health: Health, servicer: WorkerServicer
 ) -> None:
     try:
-        engine = await asyncio.wrap_future(thread.submit(partial(load_engine, settings)))
+        engine = await asyncio.wrap_future(loaded)
     except WrongSettingError:
         raise
     except Exception as error:
-        log.error("model not loaded", model=settings.model, reason=str(error))
+        log.error("model not loaded", model=model, reason=str(error))
         await health.failed(_MODEL_CHECK, str(error))
         return
     servicer.serve(engine)

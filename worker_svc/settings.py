@@ -41,7 +41,12 @@ class WorkerSettings(ServiceSettings):
     listen: Address = Field(
         "127.0.0.1:50053", description="host:port (port 0: a free one) or unix:/path."
     )
-    model: str = Field(description="Model folder in Hugging Face format, or a hub id.")
+    engine: Literal["torch", "sim"] = Field(
+        "torch", description="What runs the plans: the model, or a simulation that needs none."
+    )
+    model: str | None = Field(
+        None, description="Model folder in Hugging Face format, or a hub id; sim may do without."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and cache; auto: the one the model was saved in."
@@ -66,4 +71,17 @@ class WorkerSettings(ServiceSettings):
     )
     swap_space: Bytes = Field(
         0, ge=0, description="Host memory for blocks of swapped-out sequences, such as 4GiB."
+    )
+    sim_vocab_size: int | None = Field(
+        None, ge=1, description="sim: tokens of the vocabulary; the model's, or 32000, if absent."
+    )
+    sim_num_host_blocks: int = Field(0, ge=0, description="sim: host blocks for swapping.")
+    sim_step_ms: float = Field(
+        6.0, ge=0, description="sim: milliseconds that every forward pass takes."
+    )
+    sim_token_us: float = Field(
+        30.0, ge=0, description="sim: microseconds more for each scheduled token."
+    )
+    sim_context_ns: float = Field(
+        25.0, ge=0, description="sim: nanoseconds more for each token attended to."
     )

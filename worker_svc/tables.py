@@ -15,9 +15,16 @@ class Tables:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self._block_size = block_size
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._num_pool_blocks = num_blocks
         width = -(-max_model_len // block_size)
         self.token_table = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -53,6 +60,14 @@ class Tables:
         """Releases every row."""
         for row in self.num_tokens.nonzero()[0].tolist():
             self._release(row)
+
+    def without_failed(self, plan: Plan) -> tuple[Ints, Ints, dict[int, str]]:
+        """The scheduled rows that still run, their token counts, and why the others do not."""
+        if not self.failures:
+            return plan.rows, plan.num_scheduled_tokens, {}
+        failures = {row: self.failures[row] for row in plan.rows.tolist() if row in self.failures}
+        running = ~np.isin(plan.rows, list(failures))
+        return plan.rows[running], plan.num_scheduled_tokens[running], failures
 
     def prepare(self, rows: Ints, num_scheduled_tokens: Ints) -> StepInputs:
         """The inputs of the scheduled rows. PlanError where a schedule cannot be run."""
@@ -119,10 +134,13 @@ class Tables:
         self.num_blocks[row] += len(ids)
 
     def _check_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
-        for row in rows.tolist():
-            self._require_held(row)
+        self._refuse("no such row", rows, rows >= self.max_num_seqs)
+        self._refuse("no sequence held", rows, self.num_tokens[rows] == 0)
         if len(np.unique(rows)) != len(rows):
             raise PlanError("a row is scheduled twice")
+        if (total := int(num_scheduled_tokens.sum())) > self._max_num_batched_tokens:
+            limit = self._max_num_batched_tokens
+            raise PlanError(f"{total} tokens scheduled, at most {limit} in one step")
         seq_lens = self.num_computed_tokens[rows] + num_scheduled_tokens
         self._refuse("no token scheduled", rows, num_scheduled_tokens < 1)
         self._refuse("more tokens scheduled than known", rows, seq_lens > self.num_tokens[rows])

@@ -31,6 +31,9 @@ def serve(
         str | None, typer.Option(help="What requests call the model; as MODEL if absent.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="torch, or sim for workers that only simulate a model.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)
     ] = None,
@@ -51,6 +54,7 @@ def serve(
 ) -> None:
     """Serves MODEL until interrupted. Every other setting of a service is its QUIRE_* variable."""
     worker = {
+        "ENGINE": engine,
         "DTYPE": dtype,
         "DEVICE": device,
         "BLOCK_SIZE": block_size,
@@ -72,7 +76,7 @@ def serve(
     _interrupt_on_sigterm()
     typer.echo(f"Starting {model} ...", err=True)
     with stack:
-        typer.echo(_welcome(model, stack.address))
+        typer.echo(_welcome(model, stack.address, stack.scheduler_address))
         _serve_until_interrupted(stack)
 
 
@@ -112,10 +116,11 @@ def _serve_until_interrupted(stack: LocalStack) -> None:
         typer.echo("Draining; interrupt again to stop at once.", err=True)
 
 
-def _welcome(model: str, address: str) -> str:
+def _welcome(model: str, address: str, scheduler: str) -> str:
     target = "" if address == DEFAULT_TARGET else f" --target {address}"
     return (
         f"Quire serves {model} on {address}. Try, in another terminal:\n"
         f'  quire generate{target} "Return the number of"\n'
+        f"  quire status --target {scheduler}\n"
         "Ctrl-C drains and stops."
     )

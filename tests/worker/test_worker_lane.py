@@ -24,7 +24,7 @@ from worker_driver import (
 )
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.engine import load_engine
+from worker_svc.torch_engine import load_engine
 
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
 
@@ -203,7 +203,7 @@ async def test_a_step_that_fails_ends_the_stream(worker: ServedWorker, lane: Lan
     await lane.send(plan)
     await lane.send(worker_pb2.BatchPlan())
     assert await lane.ended() == grpc.StatusCode.INTERNAL
-    assert "row 0 holds no sequence" in await lane.call.details()
+    assert "no sequence held: rows [0]" in await lane.call.details()
     # The next stream finds an empty, working worker.
     again = LaneClient(worker.stub)
     assert (await again.open()).last_finished_step == 0

@@ -13,9 +13,10 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, server_options
 from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.device_thread import DeviceThread
-from worker_svc.engine import Engine, load_engine
+from worker_svc.engine import Engine
 from worker_svc.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings
+from worker_svc.torch_engine import load_engine
 
 BLOCK_SIZE = 4
 

@@ -1,0 +1,185 @@
+"""A simulated worker: its tokens, its time, its service, its process."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from sim_driver import SMALL, SimDriver
+from worker_driver import Driver, LaneClient, Sampling, Sequence, admit, schedule, served
+
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from worker_svc.settings import WorkerSettings
+from worker_svc.sim.engine import sim_engine, sim_model
+from worker_svc.sim.model import SimModel
+from worker_svc.sim.runner import SimRunner
+from worker_svc.sim.tokens import token_at, tokens_at
+
+# Runs the worker as `python -m` does, and writes down at its end what it has loaded.
+_RUNNER = """
+import atexit, json, pathlib, runpy, sys
+modules = sys.argv[1]
+sys.argv = ["worker_svc", *sys.argv[2:]]
+atexit.register(lambda: pathlib.Path(modules).write_text(json.dumps(sorted(sys.modules))))
+runpy.run_module("worker_svc", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_tokens_are_those_of_splitmix64() -> None:
+    # The generator's published outputs for seed 1234567.
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [token_at(1234567, i, 2**64) for i in range(3)] == outputs
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_many_tokens_at_once_are_the_same(seed: int) -> None:
+    positions = np.arange(50)
+    seeds = np.full(50, seed, np.uint64)
+    expected = [token_at(seed, i, 1000) for i in range(50)]
+    assert tokens_at(seeds, positions, 1000).tolist() == expected
+    assert len(set(expected)) > 40
+
+
+def test_a_step_takes_what_the_model_says() -> None:
+    model = SimModel(step_ms=20, token_us=1000, context_ns=100_000)
+    worker = SimDriver(model)
+    started = time.monotonic_ns()
+    times = worker.run(admissions=[(0, [1] * 40, 0, [1, 2, 3])], scheduled=[(0, 40)]).times
+    # 20 ms, 40 tokens of 1 ms, 40 tokens of context of 0.1 ms.
+    assert 64e6 <= times.preparing_ns + times.forward_ns <= time.monotonic_ns() - started
+    assert worker.run(release=[0]).sampled_rows == []
+
+
+def test_a_failing_seed_fails_its_row_alone() -> None:
+    worker = SimDriver()
+    worker.runner.failing_seeds.add(7)
+    worker.run(admissions=[(0, [1, 2], 0, [1])], scheduled=[(0, 2)], seed=1)
+    output = worker.run(admissions=[(1, [1, 2], 0, [2])], scheduled=[(0, 1), (1, 2)], seed=7)
+    assert output.sampled_rows == [0]
+    assert "finite" in output.failures[1]
+    # A plan that was already on its way schedules the row once more.
+    again = worker.run(scheduled=[(0, 1), (1, 1)])
+    assert (again.sampled_rows, list(again.failures)) == ([0], [1])
+
+
+def test_logprobs_begin_with_the_token() -> None:
+    output = SimDriver().run(admissions=[(0, [1, 2], 0, [1])], scheduled=[(0, 2)], num_logprobs=3)
+    entries = output.logprobs[0]
+    assert entries.token_ids[:2] == output.sampled_token_ids * 2
+    assert entries.ranks == [1, 1, 2]
+    assert entries.logprobs[0] == entries.logprobs[1] > entries.logprobs[2]
+
+
+def test_an_empty_plan_gives_an_empty_result() -> None:
+    output = SimDriver().run()
+    assert (output.sampled_rows, output.failures, output.logprobs) == ([], {}, {})
+
+
+async def test_serves_a_lane_like_any_worker() -> None:
+    model = SimModel(
+        vocab_size=1000, max_model_len=96, block_size=4, num_blocks=200, num_host_blocks=9
+    )
+    runner = SimRunner(model)
+    async with served(sim_engine(runner)) as worker:
+        lane = LaneClient(worker.stub)
+        hello = await lane.open()
+        assert (hello.num_blocks, hello.num_host_blocks, hello.block_size) == (200, 9, 4)
+        sequences = [Sequence(row, [row] * 11, 11, sampling=Sampling(seed=row)) for row in range(4)]
+        await Driver(lane).run(sequences, 20)
+        for row, sequence in enumerate(sequences):
+            assert sequence.tokens[11:] == [token_at(row, i, 1000) for i in range(11, 31)]
+        assert runner.ledger.violations == []
+
+
+async def test_a_violation_ends_the_stream_and_the_next_one_works() -> None:
+    runner = SimRunner(SMALL)
+    async with served(sim_engine(runner)) as worker:
+        lane = LaneClient(worker.stub)
+        await lane.open()
+        plan = worker_pb2.BatchPlan()
+        admit(plan, Sequence(2, [1, 2], 2, block_ids=[0]))
+        schedule(plan, 2, 2)
+        await lane.send(plan)
+        assert await lane.ended() == grpc.StatusCode.INTERNAL
+        assert "step 1, row 2, block 0" in await lane.call.details()
+        assert len(runner.ledger.violations) == 1
+        again = LaneClient(worker.stub)
+        await again.open()
+        again.step = 1
+        assert not (await again.run(worker_pb2.BatchPlan())).sampled_rows
+
+
+async def test_the_gate_holds_steps_back() -> None:
+    runner = SimRunner(SMALL)
+    async with served(sim_engine(runner)) as worker:
+        lane = LaneClient(worker.stub)
+        await lane.open()
+        runner.gate.clear()
+        await lane.send(worker_pb2.BatchPlan())
+        response = await lane.call.read()
+        assert response.heartbeat.last_finished_step == 0
+        runner.gate.set()
+        assert (await lane.result()).step == 1
+
+
+def test_vocabulary_and_length_come_from_setting_config_default() -> None:
+    def model(config: dict[str, int], **settings: int) -> tuple[int, int]:
+        values = WorkerSettings(_cli_parse_args=[], engine="sim", **settings)  # type: ignore[arg-type]
+        made = sim_model(values, config)
+        return made.vocab_size, made.max_model_len
+
+    config = {"vocab_size": 300, "max_position_embeddings": 64}
+    assert model({}) == (32000, 4096)
+    assert model(config) == (300, 64)
+    assert model(config, sim_vocab_size=7, max_model_len=8) == (7, 8)
+
+
+async def test_the_process_serves_without_torch(tmp_path: Path) -> None:
+    address, modules = f"unix:{tmp_path}/worker.sock", tmp_path / "modules"
+    (tmp_path / "config.json").write_text(
+        json.dumps({"vocab_size": 300, "max_position_embeddings": 64})
+    )
+    flags = (f"--listen={address}", "--engine=sim", f"--model={tmp_path}", "--sim-step-ms=0")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _RUNNER, str(modules), *flags
+    )
+    try:
+        async with grpc.aio.insecure_channel(
+            address, options=[("grpc.max_reconnect_backoff_ms", 200)]
+        ) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="ready")
+            async for answer in health.Watch(request, wait_for_ready=True, timeout=60):
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+            lane = LaneClient(worker_pb2_grpc.WorkerServiceStub(channel))
+            hello = await lane.open()
+            assert hello.max_model_len == 64
+            assert b"vocab_size=300" in hello.model_fingerprint
+            await lane.call.done_writing()
+            assert await lane.ended() is grpc.StatusCode.OK
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    loaded = {name.partition(".")[0] for name in json.loads(modules.read_text())}
+    assert loaded & {"torch", "transformers", "triton", "kernels"} == set()
+
+
+@pytest.mark.parametrize(
+    "flags", [("--engine=sim", "--num-blocks=5", "--max-model-len=96"), ("--engine=torch",)]
+)
+async def test_wrong_settings_stop_it(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "worker_svc", f"--listen=unix:{tmp_path}/w.sock", *flags),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert ("6 blocks" if "sim" in flags[0] else "--model") in stderr.decode().splitlines()[-1]

@@ -1,0 +1,63 @@
+"""A simulated worker's engine, from settings or from values."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from worker_svc.engine import Engine
+from worker_svc.model_folder import ModelError, find_model
+from worker_svc.pool_size import require_room
+from worker_svc.settings import WorkerSettings
+from worker_svc.sim.model import SimModel
+from worker_svc.sim.runner import SimRunner
+
+log = structlog.get_logger()
+
+_DEFAULTS = SimModel()
+
+
+def sim_engine(runner: SimRunner) -> Engine:
+    return Engine(runner, runner.model.identity)
+
+
+def load_engine(settings: WorkerSettings) -> Engine:
+    """What the settings say; vocabulary and length are those of the model's config.json if there
+    is a model. ModelError if that cannot be read, WrongSettingError if the longest sequence does
+    not fit into the pool."""
+    model = sim_model(settings, _read_config(settings))
+    require_room(model.num_blocks, model.block_size, model.max_model_len)
+    log.info("simulated model", **vars(model))
+    return sim_engine(SimRunner(model))
+
+
+def sim_model(settings: WorkerSettings, config: dict[str, Any]) -> SimModel:
+    """Settings go before the model's `config`, that before defaults."""
+    vocab_size = settings.sim_vocab_size or config.get("vocab_size")
+    max_model_len = settings.max_model_len or config.get("max_position_embeddings")
+    return SimModel(
+        vocab_size=vocab_size or _DEFAULTS.vocab_size,
+        max_model_len=max_model_len or _DEFAULTS.max_model_len,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks or _DEFAULTS.num_blocks,
+        num_host_blocks=settings.sim_num_host_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        step_ms=settings.sim_step_ms,
+        token_us=settings.sim_token_us,
+        context_ns=settings.sim_context_ns,
+    )
+
+
+def _read_config(settings: WorkerSettings) -> dict[str, Any]:
+    """The part of config.json that speaks of text; empty without a model."""
+    if settings.model is None:
+        return {}
+    path: Path = find_model(settings.model, settings.revision, ["config.json"]) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: unreadable: {error}") from error
+    text: dict[str, Any] = config.get("text_config", config)
+    return text

@@ -1,0 +1,120 @@
+"""Runs plans without a model."""
+
+import threading
+import time
+
+from worker_svc.inputs import Ints, StepInputs
+from worker_svc.plans import Logprobs, Plan, PlanError, StepOutput, StepTimes
+from worker_svc.sim.ledger import Ledger
+from worker_svc.sim.model import SimModel
+from worker_svc.sim.tokens import tokens_at
+from worker_svc.tables import Tables
+
+_NOT_FINITE = "the model gave logits that are not finite numbers"
+
+
+class SimRunner:
+    """One simulated worker: tables, a ledger, and a clock. One thread runs all steps.
+
+    For tests: `gate` holds steps back while it is cleared, rows whose seed is in `failing_seeds`
+    fail when they sample, and the ledger's `violations` may be read.
+    """
+
+    def __init__(self, model: SimModel) -> None:
+        self.model = model
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failing_seeds: set[int] = set()
+        self._tables = Tables(
+            max_num_seqs=model.max_num_seqs,
+            max_model_len=model.max_model_len,
+            block_size=model.block_size,
+            num_blocks=model.num_blocks,
+            max_num_batched_tokens=model.max_num_batched_tokens,
+        )
+        self.ledger = Ledger(
+            self._tables, model.num_blocks, model.num_host_blocks, model.block_size
+        )
+        self._idle_since_ns = time.monotonic_ns()
+        self.last_finished_step = 0  # read by other threads
+
+    def run(self, plan: Plan) -> StepOutput:
+        """Runs one plan, in no less time than the model says. Violation if it breaks a rule; rows
+        are then undefined until `clear`."""
+        self.gate.wait()
+        try:
+            return self._run(plan)
+        except PlanError as error:
+            raise self.ledger.noted(plan.step, error) from error
+
+    def clear(self) -> None:
+        """Drops all rows; blocks keep their contents."""
+        self._tables.clear()
+        self.ledger.clear()
+
+    def _run(self, plan: Plan) -> StepOutput:
+        started_ns = time.monotonic_ns()
+        self.ledger.apply(plan)
+        rows, counts, failures = self._tables.without_failed(plan)
+        inputs = self._tables.prepare(rows, counts)
+        prepared_ns = time.monotonic_ns()
+        self.ledger.write(plan, rows, inputs)
+        self._tables.advance(rows, inputs.seq_lens)
+        sampled = self._sample(rows, inputs, failures)
+        _sleep_until(started_ns + self.model.step_ns(inputs))
+        ended_ns = time.monotonic_ns()
+        waiting_ns = started_ns - self._idle_since_ns
+        self._idle_since_ns = ended_ns
+        self.last_finished_step = plan.step
+        return StepOutput(
+            sampled_rows=sampled[0],
+            sampled_token_ids=sampled[1],
+            # Sampling is within the step's time and has none of its own.
+            times=StepTimes(waiting_ns, prepared_ns - started_ns, ended_ns - prepared_ns, 0),
+            logprobs=sampled[2],
+            failures=failures,
+        )
+
+    def _sample(
+        self, rows: Ints, inputs: StepInputs, failures: dict[int, str]
+    ) -> tuple[list[int], list[int], dict[int, Logprobs]]:
+        """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
+        tables = self._tables
+        sampling = rows[inputs.sampling]
+        if self.failing_seeds:
+            failing = [r for r in sampling.tolist() if int(tables.seeds[r]) in self.failing_seeds]
+            for row in failing:
+                tables.fail(row, _NOT_FINITE)
+                failures[row] = _NOT_FINITE
+            sampling = sampling[[row not in failing for row in sampling.tolist()]]
+        tokens = tokens_at(tables.seeds[sampling], tables.num_tokens[sampling], self._vocab_size)
+        self.ledger.extend(sampling, tokens)
+        tables.write_sampled(sampling, tokens)
+        return sampling.tolist(), tokens.tolist(), self._logprobs(sampling, tokens)
+
+    def _logprobs(self, rows: Ints, tokens: Ints) -> dict[int, Logprobs]:
+        """Of the rows that asked."""
+        wanted = self._tables.num_logprobs[rows]
+        return {
+            int(rows[i]): _logprobs_of(int(tokens[i]), int(wanted[i]) - 1, self._vocab_size)
+            for i in wanted.nonzero()[0]
+        }
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.model.vocab_size
+
+
+def _logprobs_of(token: int, num_top: int, vocab_size: int) -> Logprobs:
+    """As if every sampled token were the likeliest, and each that follows it in the vocabulary
+    half as likely."""
+    ranks = range(1, min(num_top, vocab_size) + 1)
+    top = [(token + rank - 1) % vocab_size for rank in ranks]
+    halvings = [-0.6931471805599453 * rank for rank in (1, *ranks)]
+    return Logprobs([token, *top], halvings, [1, *ranks])
+
+
+def _sleep_until(deadline_ns: int) -> None:
+    left_ns = deadline_ns - time.monotonic_ns()
+    if left_ns > 0:
+        time.sleep(left_ns / 1e9)
