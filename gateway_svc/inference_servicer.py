@@ -3,6 +3,7 @@
 import grpc
 
 from gateway_svc import answers, generation, submission, validation
+from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.preparations import Preparations
 from gateway_svc.rpc import Calls, Context
 from gateway_svc.scheduler_link import SchedulerLink
@@ -14,19 +15,23 @@ from quire.v1 import inference_pb2, inference_pb2_grpc
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, served: ServedModel, link: SchedulerLink, calls: Calls) -> None:
+    def __init__(
+        self, served: ServedModel, link: SchedulerLink, calls: Calls, metrics: GatewayMetrics
+    ) -> None:
         self._served = served
         self._link = link
         self._calls = calls
+        self._metrics = metrics
         self._preparations = Preparations()
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         async with self._calls.answering(context):
-            submitted = await self._prepare(request, context)
-            async with generation.running(submitted, self._link.requests) as running:
-                updates = [update async for update in running.updates()]
+            with self._metrics.request() as times:
+                submitted = await self._prepare(request, context)
+                async with generation.running(submitted, self._link.requests) as running:
+                    updates = [update async for update in times.of(running.updates())]
             return answers.response(running, self._served.name, updates)
         raise AssertionError("answering ends the call")
 
@@ -35,11 +40,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         # Written, not yielded: a slow reader's call can then still end with a status.
         async with self._calls.answering(context):
-            submitted = await self._prepare(request, context)
-            async with generation.running(submitted, self._link.requests) as running:
-                async for update in running.updates():
-                    response = answers.stream_response(running, self._served.name, update)
-                    await context.write(response)
+            with self._metrics.request() as times:
+                submitted = await self._prepare(request, context)
+                async with generation.running(submitted, self._link.requests) as running:
+                    async for update in times.of(running.updates()):
+                        response = answers.stream_response(running, self._served.name, update)
+                        await context.write(response)
 
     async def CancelGenerate(  # noqa: N802
         self, request: inference_pb2.CancelGenerateRequest, context: Context

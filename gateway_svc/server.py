@@ -10,6 +10,7 @@ import structlog
 from gateway_svc import model_files
 from gateway_svc.inference_servicer import InferenceServicer
 from gateway_svc.malformed_requests import MalformedRequests
+from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.model_files import ModelFilesError
 from gateway_svc.model_servicer import ModelServicer
 from gateway_svc.rpc import Calls
@@ -21,6 +22,7 @@ from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, serv
 from quire.service.errors import unavailable
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
+from quire.service.metrics import MetricsServer, start_metrics
 from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 
 log = structlog.get_logger()
@@ -36,6 +38,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self.health = Health((_TOKENIZER, _SCHEDULER), SERVICES)
         self.calls = Calls()
+        # None where nobody asked for metrics, and before the start.
+        self.metrics_server: MetricsServer | None = None
+        self._metrics = GatewayMetrics()
         self.channel = grpc.aio.insecure_channel(
             settings.scheduler, options=channel_options(INTERNAL_MESSAGE_BYTES)
         )
@@ -55,6 +60,10 @@ class Gateway:
     async def start(self) -> str:
         """Binds, then loads the model and connects; returns the bound address."""
         settings = self._settings
+        if settings.metrics_listen is not None:
+            self.metrics_server = await start_metrics(
+                settings.metrics_listen, self._metrics.registry
+            )
         address = await start_server(
             self.server, settings.listen, SERVICES, self.health, settings.address_file
         )
@@ -87,11 +96,13 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.channel.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.metrics_server is not None:
+            await self.metrics_server.stop()
 
     def _add_servicers(self) -> None:
         parts = (self.served, self.link, self.calls)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(*parts), self.server
+            InferenceServicer(*parts, self._metrics), self.server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
             TokenizerServicer(*parts), self.server

@@ -6,6 +6,7 @@ from pydantic import Field, StringConstraints
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
+from quire.service.metrics import MetricsAddress
 from quire.service.settings import ServiceSettings
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
@@ -40,4 +41,7 @@ class GatewaySettings(ServiceSettings):
         8192,
         ge=1,
         description="Tokens that wait for a client that reads slowly before its stream is ended.",
+    )
+    metrics_listen: MetricsAddress | None = Field(
+        None, description="Where metrics are served over HTTP: host:port; nowhere if absent."
     )

@@ -1,0 +1,151 @@
+"""What a gateway tells of the times and ends of its requests."""
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+from gateway_fake_scheduler import Delta, FakeScheduler, deltas
+from gateway_stack import Stack
+from grpc_health.v1 import health_pb2
+from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
+
+from gateway_svc.choice import Outcome, Written
+from gateway_svc.metrics import GatewayMetrics
+from gateway_svc.server import Gateway
+from gateway_svc.settings import GatewaySettings
+from quire.service.channels import channel_options
+from quire.v1 import inference_pb2 as pb
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def scrape(gateway: Gateway) -> dict[tuple[str, ...], float]:
+    """Samples by name and labels' values."""
+    server = gateway.metrics_server
+    assert server is not None
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10) as response:
+            return response.read().decode()
+
+    text = await asyncio.to_thread(get)
+    return {
+        (sample.name.removeprefix("quire:"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[Stack]:
+    """A gateway with metrics."""
+    scheduler = FakeScheduler()
+    port = await scheduler.start()
+    settings = settings_for(scheduler=f"127.0.0.1:{port}", metrics_listen="127.0.0.1:0")
+    gateway = Gateway(settings)
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stack = Stack(gateway, scheduler, port, address, channel)
+        await asyncio.wait_for(stack.becomes(health_pb2.HealthCheckResponse.SERVING), 10)
+        yield stack
+    await gateway.stop()
+    await scheduler.stop()
+
+
+async def test_times_and_ends_of_requests_are_told(stack: Stack) -> None:
+    seen = await scrape(stack.gateway)
+    assert seen["request_success_total", "stop"] == seen["request_success_total", "length"] == 0
+    params = pb.SamplingParams(n=2)
+    call = stack.inference.StreamGenerate(
+        pb.StreamGenerateRequest(text="The", sampling_params=params)
+    )
+    submission = await stack.scheduler.submissions.get()
+    responses = aiter(call)
+    stack.scheduler.accept(submission)
+    await anext(responses)
+    for at in (0, 1):
+        entries = (Delta(submission, at, [at + 5], choice) for choice in (0, 1))
+        stack.scheduler.say(deltas=deltas(*entries))
+        await anext(responses)
+    for choice in (0, 1):
+        stack.scheduler.end(submission, 2, choice=choice)
+    assert [response async for response in responses][-1].HasField("usage")
+    seen = await scrape(stack.gateway)
+    assert seen["time_to_first_token_seconds_count",] == 1
+    assert seen["inter_token_latency_seconds_count",] == 2
+    assert seen["e2e_request_latency_seconds_count",] == 1
+    assert seen["request_success_total", "length"] == 2
+    assert ("request_failure_total", "cancelled") not in seen
+
+
+async def test_failures_are_told_by_their_codes(stack: Stack) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stack.inference.Generate(pb.GenerateRequest())
+    failing = stack.inference.Generate(pb.GenerateRequest(text="The"))
+    stack.scheduler.fail(await stack.scheduler.submissions.get(), grpc.StatusCode.UNAVAILABLE)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await failing
+    left = stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="The"))
+    stack.scheduler.accept(await stack.scheduler.submissions.get())
+    await left.read()
+    left.cancel()
+    await until(stack.is_idle, "the end of the cancelled call")
+    seen = await scrape(stack.gateway)
+    for code in ("invalid_argument", "unavailable", "cancelled"):
+        assert seen["request_failure_total", code] == 1
+    assert seen["e2e_request_latency_seconds_count",] == 0
+
+
+async def test_tokens_that_come_together_share_their_time() -> None:
+    clock = Clock()
+    metrics = GatewayMetrics(clock)
+    with metrics.request() as times:
+        clock.now += 2
+
+        async def updates() -> AsyncIterator[list[Written]]:
+            yield []
+            clock.now += 1
+            yield [Written(0, "a", (1, 2), 0, None), Written(1, "a", (1,), 0, None)]
+            clock.now += 0.3
+            yield [Written(0, "bcd", (3, 4, 5), 2, None)]
+            clock.now += 0.1
+            yield [Written(1, "b", (2,), 1, Outcome(0, stop_string="b"))]
+            clock.now += 0.5
+            yield [Written(0, "", (), 5, Outcome(0))]
+
+        assert [len(update) async for update in times.of(updates())] == [0, 2, 1, 1, 1]
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"quire:{name}", labels)
+
+    assert value("time_to_first_token_seconds_count") == 1
+    assert value("time_to_first_token_seconds_sum") == pytest.approx(3)
+    # Three of 0.1 s for choice 0, one of 0.4 s for choice 1.
+    assert value("inter_token_latency_seconds_count") == 4
+    assert value("inter_token_latency_seconds_bucket", le="0.15") == 3
+    assert value("inter_token_latency_seconds_sum") == pytest.approx(0.7)
+    assert value("e2e_request_latency_seconds_sum") == pytest.approx(3.9)
+    assert value("request_success_total", finished_reason="stop") == 1
+    assert value("request_success_total", finished_reason="length") == 1
+
+
+async def test_a_port_in_use_ends_the_start(
+    stack: Stack, settings_for: Callable[..., GatewaySettings]
+) -> None:
+    server = stack.gateway.metrics_server
+    assert server is not None
+    gateway = Gateway(settings_for(metrics_listen=server.address))
+    with pytest.raises(OSError, match="cannot serve metrics on"):
+        await gateway.start()
+    await gateway.stop()
