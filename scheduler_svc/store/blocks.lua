@@ -65,11 +65,12 @@ end
 
 -- Reads fields of a hash into a table, those that are not in it yet.
 local function read(known, key, names)
-  local unknown = {}
+  local unknown, n = {}, 0
   for _, name in ipairs(names) do
     if known[name] == nil then
       known[name] = false
-      unknown[#unknown + 1] = name
+      n = n + 1
+      unknown[n] = name
     end
   end
   for i, value in ipairs(call_chunked('HMGET', key, unknown)) do
@@ -78,14 +79,13 @@ local function read(known, key, names)
 end
 
 local function read_references(blocks)
-  local unknown, arguments = {}, {}
+  local unknown, arguments, n = {}, {}, 0
   for _, block in ipairs(blocks) do
     if references[block] == nil then
       references[block] = 0
-      unknown[#unknown + 1] = block
-      arguments[#arguments + 1] = 'GET'
-      arguments[#arguments + 1] = 'u32'
-      arguments[#arguments + 1] = '#' .. number_of(block)
+      unknown[n / 3 + 1] = block
+      arguments[n + 1], arguments[n + 2], arguments[n + 3] = 'GET', 'u32', '#' .. number_of(block)
+      n = n + 3
     end
   end
   for i, count in ipairs(call_chunked('BITFIELD', REFERENCES, arguments)) do
@@ -137,11 +137,12 @@ end
 
 -- Writes the changed fields of a hash.
 local function write(known, key, changed)
-  local set, deleted = {}, {}
+  local set, deleted, n = {}, {}, 0
   for name in pairs(changed) do
-    if known[name] then
-      set[#set + 1] = name
-      set[#set + 1] = known[name]
+    local value = known[name]
+    if value then
+      set[n + 1], set[n + 2] = name, value
+      n = n + 2
     else
       deleted[#deleted + 1] = name
     end
@@ -152,12 +153,11 @@ end
 
 -- Writes everything that was changed.
 local function flush()
-  local arguments = {}
+  local arguments, n = {}, 0
   for block in pairs(changed_references) do
-    arguments[#arguments + 1] = 'SET'
-    arguments[#arguments + 1] = 'u32'
-    arguments[#arguments + 1] = '#' .. number_of(block)
-    arguments[#arguments + 1] = references[block]
+    arguments[n + 1], arguments[n + 2] = 'SET', 'u32'
+    arguments[n + 3], arguments[n + 4] = '#' .. number_of(block), references[block]
+    n = n + 4
   end
   call_chunked('BITFIELD', REFERENCES, arguments)
   write(hash_of, HASHES, changed_hashes)

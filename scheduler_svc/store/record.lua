@@ -2,8 +2,8 @@
 --
 -- KEYS
 --   1 leadership   hash: epoch, holder
---   2 records...   two per request: hash of the fields below and `state`; string of its output,
---                  packed u32
+--   2 records...   two per request: hash of the fields below and `state`; hash of its output,
+--                  choice -> packed u32
 -- ARGV
 --   1 epoch
 --   2 holder

@@ -40,6 +40,7 @@ class OutputRun:
     """Output tokens to be folded into a record."""
 
     key: RequestKey
+    choice: int
     first_index: int
     token_ids: tuple[int, ...]
 
@@ -58,7 +59,7 @@ class StoredRequest:
 
     record: RequestRecord
     state: RequestState
-    output_token_ids: tuple[int, ...]  # as far as they are folded
+    output_token_ids: Mapping[int, tuple[int, ...]]  # by choice, as far as they are folded
 
 
 def pack_record(record: RequestRecord) -> list[bytes | str | int]:
@@ -75,7 +76,9 @@ def pack_record(record: RequestRecord) -> list[bytes | str | int]:
     ]
 
 
-def unpack_request(fields: Mapping[bytes, bytes], output: bytes) -> StoredRequest:
+def unpack_request(
+    fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes]
+) -> StoredRequest:
     """A record from its hash and its output."""
     deadline_ms = fields[b"deadline_ms"]
     record = RequestRecord(
@@ -87,4 +90,5 @@ def unpack_request(fields: Mapping[bytes, bytes], output: bytes) -> StoredReques
         deadline_ms=int(deadline_ms) if deadline_ms else None,
         opaque=fields[b"opaque"],
     )
-    return StoredRequest(record, RequestState(fields[b"state"].decode()), unpack_u32s(output))
+    choices = {int(choice): unpack_u32s(tokens) for choice, tokens in sorted(output.items())}
+    return StoredRequest(record, RequestState(fields[b"state"].decode()), choices)

@@ -128,7 +128,11 @@ class Store:
         RequestFault for a gap, for tokens that contradict the stored ones and for a request that
         is not live; then nothing has changed.
         """
-        packed = [x for run in runs for x in (run.first_index, pack_u32s(run.token_ids))]
+        packed = [
+            part
+            for run in runs
+            for part in (run.choice, run.first_index, pack_u32s(run.token_ids))
+        ]
         await self._run(scripts.FOLD, [run.key for run in runs], *packed)
 
     async def finish(self, endings: Sequence[Ending], ttl_s: int = 600) -> None:
@@ -143,8 +147,8 @@ class Store:
     async def load(self, key: RequestKey) -> StoredRequest | None:
         """The record of a request, live or finished; None if there is none."""
         record, output = request_keys(key.principal, key.request_id)
-        fields, tokens = await self._connection.snapshot(("HGETALL", record), ("GET", output))
-        return unpack_request(fields, tokens or b"") if fields else None
+        fields, tokens = await self._connection.snapshot(("HGETALL", record), ("HGETALL", output))
+        return unpack_request(fields, tokens) if fields else None
 
     async def live_requests(self) -> list[RequestKey]:
         """Requests whose records are live, whoever wrote them."""

@@ -7,6 +7,7 @@ import pytest
 import redis
 
 from quire.launcher.redis import EmbeddedRedis
+from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.errors import PoolFault, StaleEpoch, StoreUnavailable
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Admission, Commit, CommitReply
@@ -65,6 +66,19 @@ async def test_a_dropped_connection_is_made_again(store: Store, redis_client: re
     redis_client.client_kill_filter(_type="normal", skipme=True)
     assert await pool.commit(Commit(step + 1)) == CommitReply(10, (), ())
     await pool.drop()
+
+
+async def test_a_call_without_an_answer_gives_up_and_the_next_gets_its_own(
+    own_redis: EmbeddedRedis,
+) -> None:
+    connection = Connection.to(own_redis.url, timeout_s=0.2)
+    assert await connection.execute("PING")
+    with pytest.raises(StoreUnavailable, match=r"not answered for 0\.2 s"):
+        await connection.execute("BLPOP", "nothing", 30)
+    assert await connection.execute("ECHO", "mine") == b"mine"
+    assert connection.num_calls == 3
+    assert connection.waited_s > 0.1
+    await connection.close()
 
 
 async def test_redis_away_is_unavailable_until_it_is_back(own_redis: EmbeddedRedis) -> None:

@@ -91,6 +91,16 @@ async def test_hits_on_free_blocks_count_as_needed(pool: Pool) -> None:
     assert reply == CommitReply(0, (), ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10),))
 
 
+async def test_hits_are_passed_over_where_blocks_behind_them_are_evicted(pool: Pool) -> None:
+    other = Admission(2, 0, (), 3, tuple(bytes([i]) * 32 for i in range(3)))
+    await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]), other)))
+    await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1, 7, 6, 5)))
+    assert (await pool.audit()).free_order == (4, 8, 9, 10, 3, 2, 1, 7, 6, 5)
+    commit = Commit(4, admissions=(Admission(3, 0, chain(SHARED), 6),))
+    assert await pool.commit(commit) == CommitReply(1, (), ((1, 2, 3, 4, 8, 9, 10, 7, 6),))
+    assert (await pool.audit()).free_order == (5,)
+
+
 async def test_an_admission_whose_hits_are_evicted_in_the_plan_is_left_out(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
     await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1)))

@@ -57,37 +57,41 @@ async def test_a_live_id_is_refused_and_only_that(store: Store) -> None:
 
 async def test_output_is_folded_once(store: Store) -> None:
     await store.record([record(), record(OTHER_KEY, 2)])
-    await store.fold([OutputRun(KEY, 0, (7, 8)), OutputRun(OTHER_KEY, 0, (1,))])
-    await store.fold([OutputRun(KEY, 2, (9,)), OutputRun(KEY, 3, (10,))])
-    await store.fold([OutputRun(KEY, 1, (8, 9, 10, 2**32 - 1)), OutputRun(OTHER_KEY, 0, ())])
+    await store.fold([OutputRun(KEY, 0, 0, (7, 8)), OutputRun(OTHER_KEY, 0, 0, (1,))])
+    await store.fold([OutputRun(KEY, 0, 2, (9,)), OutputRun(KEY, 0, 3, (10,))])
+    await store.fold([OutputRun(KEY, 0, 1, (8, 9, 10, 2**32 - 1)), OutputRun(OTHER_KEY, 0, 0, ())])
+    await store.fold([OutputRun(OTHER_KEY, 3, 0, (5,)), OutputRun(OTHER_KEY, 3, 1, (6,))])
     stored = await store.load(KEY)
     assert stored is not None
-    assert stored.output_token_ids == (7, 8, 9, 10, 2**32 - 1)
+    assert stored.output_token_ids == {0: (7, 8, 9, 10, 2**32 - 1)}
+    other = await store.load(OTHER_KEY)
+    assert other is not None
+    assert other.output_token_ids == {0: (1,), 3: (5, 6)}
     await store.discard([KEY, OTHER_KEY])
 
 
 @pytest.mark.parametrize(
     "run",
     [
-        OutputRun(KEY, 4, (9,)),  # a gap
-        OutputRun(KEY, 1, (9, 9)),  # another token than the stored one
-        OutputRun(RequestKey("ann", "unknown"), 0, (9,)),
+        OutputRun(KEY, 0, 4, (9,)),  # a gap
+        OutputRun(KEY, 0, 1, (9, 9)),  # another token than the stored one
+        OutputRun(RequestKey("ann", "unknown"), 0, 0, (9,)),
     ],
 )
 async def test_a_run_that_does_not_continue_changes_nothing(store: Store, run: OutputRun) -> None:
     await store.record([record()])
-    await store.fold([OutputRun(KEY, 0, (7, 8))])
+    await store.fold([OutputRun(KEY, 0, 0, (7, 8))])
     with pytest.raises(RequestFault):
-        await store.fold([OutputRun(KEY, 2, (9,)), run])
+        await store.fold([OutputRun(KEY, 0, 2, (9,)), run])
     stored = await store.load(KEY)
     assert stored is not None
-    assert stored.output_token_ids == (7, 8)
+    assert stored.output_token_ids == {0: (7, 8)}
     await store.discard([KEY])
 
 
 async def test_a_finished_record_lives_ten_minutes(store: Store, redis_client: redis.Redis) -> None:
     await store.record([record()])
-    await store.fold([OutputRun(KEY, 0, (7,))])
+    await store.fold([OutputRun(KEY, 0, 0, (7,))])
     assert ttls(redis_client) == [-1, -1]
     await store.finish([Ending(KEY, RequestState.FINISHED), Ending(OTHER_KEY, RequestState.FAILED)])
     assert all(0 < ttl <= 600 for ttl in ttls(redis_client))
@@ -100,12 +104,12 @@ async def test_a_finished_record_lives_ten_minutes(store: Store, redis_client: r
     await store.discard([KEY])  # not live: stays
     assert await store.load(KEY) == stored
     with pytest.raises(RequestFault):
-        await store.fold([OutputRun(KEY, 1, (8,))])
+        await store.fold([OutputRun(KEY, 0, 1, (8,))])
 
 
 async def test_a_finished_id_may_be_used_again(store: Store, redis_client: redis.Redis) -> None:
     await store.record([record(opaque=b"first")])
-    await store.fold([OutputRun(KEY, 0, (7,))])
+    await store.fold([OutputRun(KEY, 0, 0, (7,))])
     await store.finish([Ending(KEY, RequestState.FINISHED)])
     assert await store.record([record(sequence_id=3)]) == [True]
     assert await store.load(KEY) == StoredRequest(record(sequence_id=3), RequestState.LIVE, ())
@@ -125,7 +129,7 @@ async def test_a_former_leader_writes_no_records(store: Store, redis_url: str) -
     successor = await Store.connect(redis_url)
     for refused in (
         store.record([record(OTHER_KEY)]),
-        store.fold([OutputRun(KEY, 0, (7,))]),
+        store.fold([OutputRun(KEY, 0, 0, (7,))]),
         store.finish([Ending(KEY, RequestState.FINISHED)]),
         store.discard([KEY]),
     ):
