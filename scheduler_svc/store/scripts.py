@@ -76,6 +76,7 @@ OPEN: Final = Script(
 )
 RECLAIM: Final = Script("reclaim", _BLOCKS, ("epoch", "holder", "num_blocks"))
 RESET: Final = Script("reset", ("state", "hashes", "index"), ("epoch", "holder"))
+BLOCK_MAP: Final = Script("block_map", ("state", "references", "hashes"), ())
 TRIM: Final = Script("trim", ("state", "journal"), ("epoch", "holder", "first_step"))
 DROP: Final = Script("drop", ("state", "rest..."), ("epoch", "holder"))
 RAISE_EPOCH: Final = Script("raise_epoch", ("leadership",), ("holder",))
@@ -87,6 +88,6 @@ FINISH: Final = Script(
 )
 DISCARD: Final = Script("discard", ("leadership", "records..."), ("epoch", "holder"))
 SCRIPTS: Final = (
-    MATCH, COMMIT, OPEN, RECLAIM, RESET, TRIM, DROP, RAISE_EPOCH, CONFIRM, RECORD, FOLD, FINISH,
-    DISCARD,
+    MATCH, COMMIT, OPEN, RECLAIM, RESET, BLOCK_MAP, TRIM, DROP, RAISE_EPOCH, CONFIRM, RECORD, FOLD,
+    FINISH, DISCARD,
 )  # fmt: skip
