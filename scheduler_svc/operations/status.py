@@ -1,23 +1,13 @@
 """The status as a message."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from quire.internal.v1 import operations_pb2
 from scheduler_svc.operations.views import EngineView, LaneView
-from scheduler_svc.store.audit import PoolAudit
 
-NULL, FREE, CACHED, HELD = range(4)
-
-
-def block_map(audit: PoolAudit) -> bytes:
-    """What each block of a pool is, one byte each, as operations.proto numbers them."""
-    kinds = bytearray([FREE]) * audit.num_blocks
-    for block_id in audit.hashes:
-        kinds[block_id] = CACHED
-    for block_id in audit.references:
-        kinds[block_id] = HELD
-    kinds[0] = NULL
-    return bytes(kinds)
+# In a block map: free, and a prefix may still be found in it.
+CACHED: Final = 2
 
 
 def status_of(
@@ -59,6 +49,6 @@ def _worker(lane: LaneView, kinds: bytes | None) -> operations_pb2.WorkerStatus:
         busy_ns=stats.worker_busy_ns,
         num_blocks=lane.worker.num_blocks - 1,
         num_free_blocks=lane.num_free_blocks,
-        num_cached_blocks=None if kinds is None else kinds.count(CACHED),
+        num_cached_blocks=kinds.count(CACHED) if kinds else None,
         block_map=kinds or b"",
     )

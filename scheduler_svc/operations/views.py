@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sized
 from typing import Protocol
 
 from scheduler_svc.core.stats import EngineStats, LaneStats
-from scheduler_svc.store.audit import PoolAudit
 
 
 class WorkerView(Protocol):
@@ -16,11 +15,19 @@ class WorkerView(Protocol):
     def num_blocks(self) -> int: ...  # the null block included
 
 
+class PoolView(Protocol):
+    async def block_map(self) -> bytes:
+        """As operations.proto has it; empty where there is no pool. StoreError if it cannot."""
+        ...
+
+
 class LaneView(Protocol):
     """One worker's lane."""
 
     @property
     def worker(self) -> WorkerView: ...
+    @property
+    def pool(self) -> PoolView: ...
     @property
     def address(self) -> str: ...
     @property
@@ -37,10 +44,6 @@ class LaneView(Protocol):
     def assigned(self) -> Sized: ...
     @property
     def num_swapped(self) -> int: ...
-
-    async def audit(self) -> PoolAudit:
-        """The pool's blocks; waits while Redis is away. PoolFault where they make no sense."""
-        ...
 
     async def reset_prefix_cache(self) -> int:
         """How many blocks lost their hash; waits while Redis is away."""

@@ -4,8 +4,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.stats import EngineStats, LaneStats
-from scheduler_svc.store.audit import PoolAudit
 from scheduler_svc.store.errors import StoreUnavailable
+
+NULL, FREE, CACHED, HELD = range(4)
 
 
 @dataclass(frozen=True)
@@ -14,48 +15,44 @@ class ScriptedWorker:
     num_blocks: int
 
 
-def audit(num_blocks: int, held: tuple[int, ...], hashed: tuple[int, ...]) -> PoolAudit:
-    return PoolAudit(
-        num_blocks=num_blocks,
-        step=1,
-        free_order=tuple(b for b in range(1, num_blocks) if b not in held),
-        references=dict.fromkeys(held, 1),
-        hashes={block: bytes([block]) for block in hashed},
-        index={bytes([block]): (block,) for block in hashed},
-        next_indices={},
-    )
+@dataclass
+class ScriptedPool:
+    # As operations.proto has it.
+    kinds: bytes
+    # What a look takes.
+    look_s: float = 0.0
+    num_looks: int = 0
+    is_away: bool = False
+
+    async def block_map(self) -> bytes:
+        self.num_looks += 1
+        await asyncio.sleep(self.look_s)
+        self.answer()
+        return self.kinds
+
+    def answer(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("Redis: gone")
 
 
 @dataclass
 class ScriptedLane:
     worker: ScriptedWorker
-    audited: PoolAudit
+    pool: ScriptedPool
     address: str = "unix:/run/worker.sock"
     draining: bool = False
     stats: LaneStats = field(default_factory=LaneStats)
     rows: list[int] = field(default_factory=list)
     assigned: list[int] = field(default_factory=list)
     num_swapped: int = 0
-    is_redis_away: bool = False
-    # What a look at the pool takes.
-    audit_s: float = 0.0
-    num_audits: int = 0
 
     @property
     def num_free_blocks(self) -> int:
-        return self.audited.num_free
-
-    async def audit(self) -> PoolAudit:
-        self.num_audits += 1
-        await asyncio.sleep(self.audit_s)
-        if self.is_redis_away:
-            raise StoreUnavailable("Redis: gone")
-        return self.audited
+        return self.pool.kinds.count(FREE) + self.pool.kinds.count(CACHED)
 
     async def reset_prefix_cache(self) -> int:
-        if self.is_redis_away:
-            raise StoreUnavailable("Redis: gone")
-        return len(self.audited.hashes)
+        self.pool.answer()
+        return self.pool.kinds.count(CACHED)
 
 
 class ScriptedQueue(list[int]):
@@ -72,7 +69,8 @@ class ScriptedEngine:
     waiting: ScriptedQueue = field(default_factory=ScriptedQueue)
     stats: EngineStats = field(default_factory=EngineStats)
 
-    def add(self, incarnation: int, pool: PoolAudit) -> ScriptedLane:
-        lane = ScriptedLane(ScriptedWorker(incarnation, pool.num_blocks), pool)
-        self.lanes[incarnation] = lane
+    def add(self, incarnation: int, *kinds: int) -> ScriptedLane:
+        """A lane whose pool has these blocks behind the null block."""
+        worker = ScriptedWorker(incarnation, num_blocks=1 + len(kinds))
+        lane = self.lanes[incarnation] = ScriptedLane(worker, ScriptedPool(bytes([NULL, *kinds])))
         return lane

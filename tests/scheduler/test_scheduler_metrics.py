@@ -3,7 +3,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 
 import pytest
-from operations_views import ScriptedEngine, audit
+from operations_views import FREE, HELD, ScriptedEngine
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -62,7 +62,7 @@ async def test_the_engine_and_its_lanes_are_told_as_they_are(
     server: MetricsServer, collector: EngineCollector
 ) -> None:
     engine = collector.engine = ScriptedEngine()
-    lane = engine.add(10, audit(num_blocks=11, held=(1, 2), hashed=(2, 3, 4)))
+    lane = engine.add(10, HELD, HELD, *[FREE] * 8)
     lane.rows, lane.assigned, lane.num_swapped = [1, 2, 3], [4], 2
     lane.stats = LaneStats(
         num_steps=7,
@@ -77,7 +77,7 @@ async def test_the_engine_and_its_lanes_are_told_as_they_are(
         worker_idle_ns=1_500_000_000,
         worker_busy_ns=2_500_000_000,
     )
-    engine.add(11, audit(num_blocks=5, held=(), hashed=()))
+    engine.add(11, FREE, FREE)
     engine.waiting.extend([100, 20])
     engine.stats.num_accepted, engine.stats.num_refused = 5, 1
     engine.stats.end("length")
@@ -116,7 +116,7 @@ async def test_each_step_is_counted_by_its_times(
     server: MetricsServer, collector: EngineCollector, steps: StepTimes
 ) -> None:
     engine = collector.engine = ScriptedEngine()
-    engine.add(10, audit(num_blocks=11, held=(), hashed=()))
+    engine.add(10, FREE)
     for step_s in (0.01, 0.011, 100.0):
         steps.observe(StepSample(10, 0.0004, 0.0002, step_s, num_scheduled_tokens=8))
     seen = await scrape(server.address)
@@ -136,8 +136,8 @@ async def test_a_worker_that_left_is_not_told_of_any_more(
     server: MetricsServer, collector: EngineCollector, steps: StepTimes
 ) -> None:
     engine = collector.engine = ScriptedEngine()
-    engine.add(10, audit(num_blocks=11, held=(), hashed=()))
-    engine.add(11, audit(num_blocks=11, held=(), hashed=()))
+    engine.add(10, FREE)
+    engine.add(11, FREE)
     steps.observe(StepSample(10, 0.001, 0.001, 0.01, 1))
     assert {A, B} <= {label for _, *labels in await scrape(server.address) for label in labels}
     del engine.lanes[10]

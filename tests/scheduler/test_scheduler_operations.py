@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from operations_views import ScriptedEngine, audit
+from operations_views import CACHED, FREE, HELD, NULL, ScriptedEngine
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from scheduler_svc.core.stats import LaneStats
@@ -41,8 +41,8 @@ async def test_all_are_turned_away_before_the_lead(operations: Operations) -> No
 
 async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> None:
     engine = ScriptedEngine()
-    engine.add(12, audit(num_blocks=4, held=(), hashed=())).draining = True
-    lane = engine.add(10, audit(num_blocks=8, held=(1, 2), hashed=(2, 5)))
+    engine.add(12, FREE).draining = True
+    lane = engine.add(10, HELD, HELD, FREE, FREE, CACHED, FREE, FREE)
     lane.rows, lane.assigned, lane.num_swapped = [1, 2, 3], [4], 2
     lane.stats = LaneStats(num_steps=3, num_scheduled_tokens=50, worker_idle_ns=5)
     engine.waiting.extend([100, 20])
@@ -58,10 +58,10 @@ async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> 
     assert (first.num_steps, first.num_scheduled_tokens, first.idle_ns) == (3, 50, 5)
     assert (first.num_blocks, first.num_free_blocks) == (7, 5)
     assert not first.HasField("num_cached_blocks")
-    assert lane.num_audits == 0
+    assert lane.pool.num_looks == 0
 
     first, _ = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
-    assert first.block_map == bytes([0, 3, 3, 1, 1, 2, 1, 1])
+    assert first.block_map == bytes([NULL, HELD, HELD, FREE, FREE, CACHED, FREE, FREE])
     assert first.num_cached_blocks == 1
 
 
@@ -69,29 +69,30 @@ async def test_a_pool_that_does_not_answer_is_told_of_without_a_map(
     operations: Operations,
 ) -> None:
     engine = ScriptedEngine()
-    engine.add(10, audit(num_blocks=8, held=(1,), hashed=())).is_redis_away = True
+    engine.add(10, HELD, FREE).pool.is_away = True
     operations.servicer.leads(engine, epoch=1)
     [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
-    assert (worker.num_free_blocks, worker.block_map) == (6, b"")
+    assert (worker.num_free_blocks, worker.block_map) == (1, b"")
+    assert not worker.HasField("num_cached_blocks")
 
 
 async def test_a_map_that_was_dear_is_shown_again(operations: Operations) -> None:
     engine = ScriptedEngine()
-    lane = engine.add(10, audit(num_blocks=8, held=(1,), hashed=()))
-    lane.audit_s = 0.2
+    lane = engine.add(10, HELD, FREE)
+    lane.pool.look_s = 0.2
     operations.servicer.leads(engine, epoch=1)
     for _ in range(3):
         [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
-        assert worker.block_map == bytes([0, 3, 1, 1, 1, 1, 1, 1])
-    assert lane.num_audits == 1
+        assert worker.block_map == bytes([NULL, HELD, FREE])
+    assert lane.pool.num_looks == 1
 
 
 async def test_a_reset_reaches_every_pool(operations: Operations) -> None:
     engine = ScriptedEngine()
-    engine.add(10, audit(num_blocks=8, held=(1,), hashed=(1, 2, 3)))
-    lane = engine.add(11, audit(num_blocks=8, held=(), hashed=(4,)))
+    engine.add(10, CACHED, CACHED, CACHED, HELD)
+    lane = engine.add(11, CACHED, FREE)
     operations.servicer.leads(engine, epoch=1)
     assert (await operations.stub.ResetPrefixCache(RESET)).num_blocks == 4
-    lane.is_redis_away = True
+    lane.pool.is_away = True
     with pytest.raises(grpc.aio.AioRpcError, match="Redis: gone"):
         await operations.stub.ResetPrefixCache(RESET)
