@@ -1,24 +1,26 @@
-"""The engine: one queue of requests, and the lanes that take from its head."""
+"""The engine: one queue of sequences, and the lanes that take from its head."""
 
 import asyncio
-from collections import deque
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import structlog
+from grpc import StatusCode
 
-from quire.service.errors import RequestError, invalid, unavailable
-from scheduler_svc.core.placement import choose_lane
-from scheduler_svc.core.recorder import Recorder, key_of
-from scheduler_svc.core.sequence import Sequence
+from quire.service.errors import RequestError, failed, invalid, unavailable
+from scheduler_svc.core.placement import Placement
+from scheduler_svc.core.policy import blocks_for, fit_of_prompt
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.core.stats import EngineStats
+from scheduler_svc.core.view import Fit
+from scheduler_svc.dispatch import Dispatcher, MatchPools
 from scheduler_svc.lanes.lane import Lane
 from scheduler_svc.store.hashing import HashChain, extra_keys, root_hash
 from scheduler_svc.store.requests import RequestKey
-from scheduler_svc.store.types import PrefixMatch
 
-log = structlog.get_logger()
-
-# Requests at the head of the queue that are matched with the caches in one go.
-PLACEMENT_BATCH = 64
+RETRY_WHEN_FULL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,164 +36,194 @@ class ServedModel:
 class Engine:
     """Live requests, from their acceptance to their end.
 
-    A request waits in `waiting`, then on a lane, then has a row there; `live` holds it all along.
+    A sequence waits in `waiting`, then on a lane, then has a row there; `live` holds its group
+    all along.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        match_pools: MatchPools,
+        placement: Placement,
+        by_priority: bool,
+        max_waiting_requests: int,
+        max_waiting_tokens: int,
+    ) -> None:
         self.lanes: dict[int, Lane] = {}
-        self.live: dict[RequestKey, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
+        self.live: dict[RequestKey, Group] = {}
+        self.waiting = WaitingQueue()
         self.model: ServedModel | None = None
+        self.stats = EngineStats()
         self._recorder = recorder
-        self._dispatch = asyncio.Event()
+        self._by_priority = by_priority
+        self._max_waiting_requests = max_waiting_requests
+        self._max_waiting_tokens = max_waiting_tokens
+        self._arrivals = itertools.count()
+        self._last_model: ServedModel | None = None
         self._idle = asyncio.Event()
+        self._dispatcher = Dispatcher(
+            self.waiting, self.lanes, self._prepare, match_pools, placement
+        )
+
+    async def run(self) -> None:
+        """Hands sequences to lanes, for ever."""
+        await self._dispatcher.run()
 
     # Requests
 
-    def refusal(self, sequence: Sequence) -> RequestError | None:
+    def refusal(self, group: Group) -> RequestError | None:
         """Why a request can never run; None if it can, or if no worker has said yet."""
-        if self.model is None or sequence.num_prompt_tokens < self.model.max_model_len:
+        if self.model is None:
             return None
-        return invalid(
-            "prompt",
-            "PROMPT_TOO_LONG",
-            f"has {sequence.num_prompt_tokens} tokens; with one token of output the model takes "
-            f"at most {self.model.max_model_len - 1}",
-        )
+        num_tokens = group.num_prompt_tokens
+        if num_tokens >= self.model.max_model_len:
+            return invalid(
+                "prompt",
+                "PROMPT_TOO_LONG",
+                f"has {num_tokens} tokens; with one token of output the model takes "
+                f"at most {self.model.max_model_len - 1}",
+            )
+        lane = max(self.lanes.values(), key=lambda lane: lane.num_admissible_blocks)
+        num_usable_blocks = lane.worker.num_blocks - 1
+        if fit_of_prompt(num_tokens, lane.limits, num_usable_blocks) is Fit.NEVER:
+            return invalid(
+                "prompt",
+                "PROMPT_TOO_LONG",
+                f"needs {blocks_for(num_tokens, lane.limits.block_size)} blocks of the cache; "
+                f"the largest one has {lane.num_admissible_blocks} for new requests",
+            )
+        return None
 
-    def submit(self, sequence: Sequence) -> None:
-        self.live[key_of(sequence)] = sequence
+    def overload(self, num_requests: int, num_tokens: int) -> RequestError | None:
+        """Why no request more may wait; counts those that are about to be submitted, too."""
+        waiting = self.waiting
+        if len(waiting) + num_requests > self._max_waiting_requests:
+            return _full(f"{len(waiting)} requests wait, at most {self._max_waiting_requests} may")
+        if waiting and waiting.num_tokens + num_tokens > self._max_waiting_tokens:
+            return _full(
+                f"{waiting.num_tokens} tokens wait, at most {self._max_waiting_tokens} may"
+            )
+        return None
+
+    def submit(self, group: Group) -> None:
+        """Queues the first choice; the others are forked from its prompt."""
+        group.order = (group.priority if self._by_priority else 0, next(self._arrivals))
+        group.siblings = group.sequences[1:]
+        group.num_live = len(group.sequences)
+        self.live[group.key] = group
+        self.stats.num_accepted += 1
         self._idle.clear()
-        self.waiting.append(sequence)
-        self._dispatch.set()
+        self.waiting.add(group.sequences[0])
+        self._dispatcher.stir()
 
-    def end(self, sequence: Sequence, error: RequestError) -> None:
+    def end(self, group: Group, error: RequestError) -> None:
         """Ends a request from outside, wherever it is; its blocks are free in the next step."""
-        sequence.fail(error)
-        self.stir(sequence)
+        group.fail(error)
+        self.stir(group)
 
     def end_all(self, error: RequestError) -> None:
-        for sequence in list(self.live.values()):
-            self.end(sequence, error)
+        for group in list(self.live.values()):
+            self.end(group, error)
 
     async def until_idle(self) -> None:
         """Returns when no request is live."""
         if self.live:
             await self._idle.wait()
 
-    def stir(self, sequence: Sequence) -> None:
-        """Has whoever holds a leaving request let go of it."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-            self.left(sequence)
-        else:
-            for lane in self.lanes.values():
-                lane.wake()
+    def stir(self, group: Group) -> None:
+        """Has whoever holds sequences of the group that are over let go of them."""
+        for sequence in group.sequences:
+            if sequence.is_over and self.waiting.remove(sequence):
+                self.left(sequence)
+        for lane in self.lanes.values():
+            lane.wake()
 
     def left(self, sequence: Sequence) -> None:
-        """A request is over: it holds nothing any more."""
-        del self.live[key_of(sequence)]
+        """A sequence is over: it holds nothing any more."""
+        group = sequence.group
+        group.num_live -= 1
+        if group.error is None:
+            assert sequence.end is not None
+            self.stats.end(sequence.end.reason.value)
+            group.subscriber.ended(sequence, sequence.end)
+        elif sequence is group.sequences[0]:
+            # Those that wait for its prompt go with it.
+            group.num_live -= len(group.siblings)
+            group.siblings = []
+        if group.num_live == 0:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        del self.live[group.key]
         if not self.live:
             self._idle.set()
-        self._recorder.left(sequence)
-        if sequence.end is not None:
-            sequence.subscriber.ended(sequence, sequence.end)
-        elif sequence.error is not None:
-            sequence.subscriber.failed(sequence, sequence.error)
+        self._recorder.left(group)
+        if group.error is not None:
+            self.stats.end(group.error.code.name.lower())
+            group.subscriber.failed(group, group.error)
 
     # Lanes
 
     def add(self, lane: Lane, model: ServedModel) -> None:
         """A lane more. The first one sets the model, until the last one is gone."""
         assert self.model in (None, model)
-        self.model = model
+        if self._last_model not in (None, model):
+            self._start_anew()
+        self.model = self._last_model = model
         self.lanes[lane.worker.incarnation] = lane
-        self._dispatch.set()
+        self._dispatcher.stir()
 
     def remove(self, lane: Lane, why: str) -> None:
         """A lane is gone: those that wait on it go back to the queue, those that ran end."""
         del self.lanes[lane.worker.incarnation]
         self.give_back(lane.assigned)
-        for sequence in list(lane.rows):
-            sequence.lose(unavailable("WORKER_LOST", f"the worker was lost: {why}"))
+        lost = list(lane.roster.everybody())
+        for group in dict.fromkeys(sequence.group for sequence in lost):
+            group.fail(unavailable("WORKER_LOST", f"the worker was lost: {why}"))
+            # The siblings are told of here, not as attached to their first sequence.
+            group.siblings = [other for other in group.siblings if other not in lost]
+        for sequence in lost:
             self.left(sequence)
+            self.stir(sequence.group)
         if not self.lanes:
-            self._forget_model()
-        self._dispatch.set()
+            self.model = None
+        self._dispatcher.stir()
 
-    def _forget_model(self) -> None:
-        """Workers of another model may come; what waits is prepared for theirs."""
-        self.model = None
-        for sequence in self.waiting:
+    def _start_anew(self) -> None:
+        """Other workers serve another model: what waits is prepared for theirs."""
+        for sequence in list(self.waiting):
             sequence.chain = None
+            if sequence.num_output_tokens:
+                self.end(sequence.group, unavailable("MODEL_CHANGED", "another model is served"))
 
-    def give_back(self, sequences: list[Sequence]) -> None:
-        """Takes requests that never got a row back to the head of the queue."""
-        for sequence in reversed(sequences):
-            if sequence.leaving:
+    def give_back(self, sequences: Iterable[Sequence]) -> None:
+        """Takes sequences without a row back to their places in the queue."""
+        for sequence in sequences:
+            if sequence.is_over:
                 self.left(sequence)
             else:
-                self.waiting.appendleft(sequence)
-        self._dispatch.set()
+                self.waiting.add(sequence)
+        self._dispatcher.stir()
 
     def room(self) -> None:
         """Some lane may take more now."""
-        self._dispatch.set()
+        self._dispatcher.stir()
 
-    # Dispatch
-
-    async def run(self) -> None:
-        """Moves requests from the queue to lanes as they get room."""
-        while True:
-            await self._dispatch.wait()
-            self._dispatch.clear()
-            while self.model is not None and await self._place(self.model):
-                pass
-
-    async def _place(self, model: ServedModel) -> bool:
-        """Places requests from the head of the queue; True if there may be more to place."""
-        lanes = [lane for lane in self.lanes.values() if not lane.draining]
-        batch = [self.waiting[i] for i in range(min(len(self.waiting), PLACEMENT_BATCH))]
-        if not lanes or not batch:
-            return False
-        for sequence in batch:
-            self._prepare(sequence, model)
-        matches = await self._match(lanes, batch)
-        if any(self.lanes.get(lane.worker.incarnation) is not lane for lane in lanes):
-            # A lane has gone meanwhile: nobody would step what it is given.
-            return True
-        for sequence, row in zip(batch, matches, strict=True):
-            # The queue may have changed while the caches were asked.
-            if not self.waiting or self.waiting[0] is not sequence:
-                return True
-            if not self._assign_head(lanes, row):
+    def _prepare(self, sequence: Sequence) -> bool:
+        """Readies a sequence for its lane; False if it can never run and has left."""
+        assert self.model is not None
+        if sequence.chain is None:
+            refusal = self.refusal(sequence.group)
+            if refusal is not None:
+                self.end(sequence.group, refusal)
                 return False
-        return bool(self.waiting)
-
-    def _assign_head(self, lanes: list[Lane], matches: list[PrefixMatch]) -> bool:
-        sequence = self.waiting[0]
-        refusal = self.refusal(sequence)
-        if refusal is not None:
-            self.end(sequence, refusal)
-            return True
-        loads = [lane.load(sequence, match) for lane, match in zip(lanes, matches, strict=True)]
-        chosen = choose_lane(loads)
-        if chosen is None:
-            return False
-        lanes[chosen].assign(self.waiting.popleft())
+            root = root_hash(self.model.fingerprint)
+            extra = extra_keys(sequence.group.cache_salt)
+            for other in sequence.group.sequences:
+                other.chain = HashChain(root, self.model.block_size, extra)
+                other.limit(self.model.max_model_len)
         return True
 
-    async def _match(self, lanes: list[Lane], batch: list[Sequence]) -> list[list[PrefixMatch]]:
-        """Per sequence, what each lane's cache holds of it."""
-        if len(lanes) == 1:
-            # The choice is made; the lane asks its cache when it considers the request.
-            return [[PrefixMatch(0, 0)]] * len(batch)
-        columns = await asyncio.gather(*(lane.match(batch) for lane in lanes))
-        return [list(row) for row in zip(*columns, strict=True)]
 
-    def _prepare(self, sequence: Sequence, model: ServedModel) -> None:
-        if sequence.chain is None:
-            root = root_hash(model.fingerprint)
-            extra = extra_keys(sequence.cache_salt)
-            sequence.chain = HashChain(root, model.block_size, extra)
-            sequence.limit(model.max_model_len)
+def _full(message: str) -> RequestError:
+    return failed(StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message, RETRY_WHEN_FULL_S)

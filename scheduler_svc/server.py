@@ -13,10 +13,12 @@ from quire.service.errors import unavailable
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.core.view import Limits
 from scheduler_svc.engine import Engine
 from scheduler_svc.gateways.desk import Desk
 from scheduler_svc.gateways.servicer import SchedulerServicer
 from scheduler_svc.lanes.discovery import Discovery
+from scheduler_svc.lanes.options import LaneHooks, LaneOptions
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import StoreError, StoreUnavailable
 from scheduler_svc.store.requests import Ending, RequestState
@@ -90,15 +92,23 @@ class Scheduler:
 
     async def _lead(self, store: Store) -> None:
         """Serves with Redis until the first signal, then lets requests end."""
-        recorder = Recorder(store, self._settings.finished_ttl_s)
-        engine = Engine(recorder)
+        settings = self._settings
+        recorder = Recorder(store, settings.finished_ttl_s)
+        engine = Engine(
+            recorder,
+            store.match_pools,
+            settings.placement,
+            by_priority=settings.scheduling_policy == "priority",
+            max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+        )
         self._servicer.desk = desk = Desk(engine, store, recorder)
         work = asyncio.create_task(self._work(store, engine, recorder, desk))
         try:
             await self._unless_drained(asyncio.shield(work))
             if not work.done():
                 desk.drain()
-                await self._signals.drain_within(engine.until_idle, self._settings.drain_grace_s)
+                await self._signals.drain_within(engine.until_idle, settings.drain_grace_s)
                 engine.end_all(unavailable("STOPPING", "the scheduler is stopping"))
         finally:
             work.cancel()
@@ -122,18 +132,15 @@ class Scheduler:
             drain.cancel()
 
     async def _work(self, store: Store, engine: Engine, recorder: Recorder, desk: Desk) -> None:
-        settings = self._settings
-        discovery = Discovery(
-            settings.worker_addresses,
-            store,
-            engine,
-            recorder,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            watermark=settings.watermark,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            check_every_step=settings.check_every_step,
+        hooks = LaneHooks(
+            left=engine.left,
+            given_back=engine.give_back,
+            room=engine.room,
+            stepped=lambda sample: None,
+            fold=recorder.fold,
         )
+        names = self._settings.worker_addresses
+        discovery = Discovery(names, store, engine, _lane_options(self._settings), hooks)
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.run())
             group.create_task(recorder.run())
@@ -158,3 +165,24 @@ class Scheduler:
                 await self._health.failed(_WORKER, "no worker has joined")
             desk.announce()
             await asyncio.sleep(CHECK_INTERVAL_S)
+
+
+def _lane_options(settings: SchedulerSettings) -> LaneOptions:
+    return LaneOptions(
+        limits=Limits(
+            block_size=0,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            watermark=0,
+            policy=settings.batch_policy,
+            preemption_mode=settings.preemption_mode,
+            max_num_partial_prefills=settings.max_num_partial_prefills,
+            max_long_partial_prefills=settings.max_long_partial_prefills,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            num_lookahead_slots=settings.num_lookahead_slots,
+        ),
+        watermark=settings.watermark,
+        depth=settings.pipeline_depth,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        check_every_step=settings.check_every_step,
+    )

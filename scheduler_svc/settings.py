@@ -1,12 +1,15 @@
 """The scheduler's settings."""
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
 from quire.service.settings import ServiceSettings
+from scheduler_svc.core.placement import Placement
+from scheduler_svc.core.view import Policy, PreemptionMode
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(rf"unix:.+|(?:\[[0-9a-fA-F:]+\]|{_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})")
@@ -34,6 +37,49 @@ class SchedulerSettings(ServiceSettings):
         2048, ge=1, description="Most tokens in one step of one worker; longer prompts are chunked."
     )
     max_num_seqs: int = Field(256, ge=1, description="Most sequences in one step of one worker.")
+    batch_policy: Policy = Field(
+        Policy.CHUNKED,
+        description="What goes into one step; chunked: decodes and pieces of prompts together; "
+        "prefill_first: prompts as long as there are any, else decodes.",
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="Who is served first: by arrival, or by priority and then arrival."
+    )
+    max_num_partial_prefills: int | None = Field(
+        None, ge=1, description="Most prompts that a step leaves half computed; any if absent."
+    )
+    max_long_partial_prefills: int | None = Field(
+        None,
+        ge=1,
+        description="Most long prompts under way at once, which shorter ones then pass; any if "
+        "absent.",
+    )
+    long_prefill_token_threshold: int = Field(
+        0,
+        ge=0,
+        description="A prompt with more tokens to compute is long, and is cut to this many a step "
+        "while there are others; 0: none is.",
+    )
+    preemption_mode: PreemptionMode = Field(
+        PreemptionMode.AUTO,
+        description="How running sequences give way when blocks run out; recompute, swap (to the "
+        "worker's swap space), or auto: swap groups of several, recompute others.",
+    )
+    num_lookahead_slots: int = Field(
+        0, ge=0, description="Slots kept free for each decoding sequence beyond its next token."
+    )
+    pipeline_depth: int = Field(
+        2, ge=1, le=8, description="Plans sent to a worker before the first one's result is there."
+    )
+    placement: Placement = Field(
+        Placement.LEAST_WORK,
+        description="Which worker gets a request; least_work: the one with the fewest tokens to "
+        "compute before it, cached ones left out; round_robin: the next one.",
+    )
+    max_waiting_requests: int = Field(
+        10_000, ge=1, description="Requests that may wait; more are refused with a time to retry."
+    )
+    max_waiting_tokens: int = Field(20_000_000, ge=1, description="Prompt tokens that may wait.")
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of a pool's blocks that new requests leave free."
     )

@@ -73,22 +73,22 @@ def invalid(field_name: str, reason: str, description: str) -> RequestError:
     )
 
 
-def failed(code: grpc.StatusCode, reason: str, message: str) -> RequestError:
-    """Any other status, with its reason in UPPER_SNAKE_CASE."""
-    return RequestError(code, message, (error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN),))
+def failed(
+    code: grpc.StatusCode, reason: str, message: str, retry_after_s: float | None = None
+) -> RequestError:
+    """Any other status, with its reason in UPPER_SNAKE_CASE; with a time, where a retry after it
+    makes sense."""
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
+    if retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return RequestError(code, message, tuple(details))
 
 
 def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> RequestError:
     """UNAVAILABLE, with the time after which a retry makes sense."""
-    delay = duration_pb2.Duration(nanos=int(retry_after_s % 1 * 1e9), seconds=int(retry_after_s))
-    return RequestError(
-        grpc.StatusCode.UNAVAILABLE,
-        message,
-        (
-            error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN),
-            error_details_pb2.RetryInfo(retry_delay=delay),
-        ),
-    )
+    return failed(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s)
 
 
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:  # type: ignore[type-arg]

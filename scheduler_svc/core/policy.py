@@ -1,15 +1,31 @@
-"""What one lane runs in its next step. A pure function: values in, frozen values out.
+"""What one lane runs in its next step. A pure function: values in, a decision out.
 
-Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024): decodes
-first, then prefills under way, those that finish in this step before the others, then new prompts
-in order of arrival, all within one budget of tokens.
+Continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024), preemption
+by recomputation and by swapping (vLLM, SOSP 2023). Two policies:
 
-A sequence is admitted only when the pool can hold it to its last token, so one that runs always
-gets its next block.
+chunked        decodes, forks, partial prefills, swapped groups, new prompts: all in one step
+prefill_first  prompts while there are any to compute, else decodes, forks and swapped groups
+
+Order is (priority, arrival, choice) among those of one kind, and nobody passes the first that does
+not fit. Blocks for a whole prompt are reserved at its admission, so only decodes ever need more.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Generic
+
+from scheduler_svc.core.preemption import take_back
+from scheduler_svc.core.view import (
+    Admitted,
+    Candidate,
+    Decision,
+    Fit,
+    Forkable,
+    Limits,
+    Policy,
+    R,
+    Swapped,
+    SwappedIn,
+    View,
+)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -17,147 +33,270 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def blocks_to_the_end(max_num_tokens: int, block_size: int) -> int:
-    """Blocks that a sequence holds at its end: its last token is sampled, never computed."""
-    return blocks_for(max_num_tokens - 1, block_size)
+def fit(num_needed: int, num_free: int, num_usable: int, watermark: int) -> Fit:
+    """`num_usable` blocks are all that could ever be free; `watermark` ones stay so."""
+    if num_needed > num_usable - watermark:
+        return Fit.NEVER
+    return Fit.OK if num_needed <= num_free - watermark else Fit.LATER
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    block_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    # Blocks that new requests leave free.
-    watermark: int
+def fit_of_prompt(num_tokens: int, limits: Limits, num_usable: int) -> Fit:
+    """OK or NEVER: whether a pool could hold a prompt if it held nothing else, hit or not."""
+    num_needed = blocks_for(num_tokens + limits.num_lookahead_slots, limits.block_size)
+    return fit(num_needed, num_usable, num_usable, limits.watermark)
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A sequence that has a row."""
-
-    num_tokens: int
-    num_computed_tokens: int
-    num_held_blocks: int
-    max_num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A sequence that wants a row, with what the cache holds of it."""
-
-    num_tokens: int
-    max_num_tokens: int
-    # Of its full blocks, first to last.
-    block_hashes: Sequence[bytes]
-    num_hits: int
-    # Hits that nobody holds: taking them costs free blocks.
-    num_free_hits: int
+def schedule(limits: Limits, view: View[R]) -> Decision[R]:
+    """Decides one step."""
+    step = _Step(limits, view)
+    if limits.policy is Policy.CHUNKED:
+        step.decode()
+        step.fork()
+        step.prefill()
+        step.swap_in()
+        step.admit()
+    else:
+        step.prefill()
+        if not view.swapped:
+            step.admit()
+        if not step.has_work:
+            step.decode()
+            step.fork()
+            step.swap_in()
+    step.unblock()
+    return step.decision
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A running sequence's part of the step."""
+class _Step(Generic[R]):
+    """The budgets of the step being decided, thrown away with it."""
 
-    index: int
-    num_scheduled_tokens: int
-    num_new_blocks: int
+    def __init__(self, limits: Limits, view: View[R]) -> None:
+        self.decision: Decision[R] = Decision()
+        self._limits = limits
+        self._view = view
+        self._num_free_blocks = view.num_free_blocks
+        self._num_tokens = limits.max_num_batched_tokens
+        self._num_rows = len(view.running)
+        # Rows promised to siblings.
+        self._num_siblings = view.num_reserved_rows
+        self._num_siblings += sum(len(group.siblings) for group in view.forkable)
+        self._num_lookahead_slots = 0
+        self._decodes: list[R] = []
+        self._prefills: list[R] = []
+        for row in view.running:
+            is_decode = row.num_tokens - row.num_computed_tokens == 1
+            (self._decodes if is_decode else self._prefills).append(row)
+        self._num_partial = 0
+        self._num_long = 0
+        # Somebody did not fit: those behind wait.
+        self._is_blocked = False
+        # Rows that gave way in this step.
+        self._gone: set[R | None] = set()
+        # Hashes of the blocks that admissions of this step fill; later ones may share them.
+        self._planned: set[bytes] = set()
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.decision.scheduled or self.decision.admitted)
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A waiting sequence's first part of a step."""
+    # Decodes
 
-    index: int
-    num_hits: int
-    num_scheduled_tokens: int
-    num_new_blocks: int
+    def decode(self) -> None:
+        """Schedules every decode; those for whose blocks there is no room are preempted."""
+        self._num_lookahead_slots = self._limits.num_lookahead_slots if self._decodes else 0
+        appends = []
+        num_needed = 0
+        for row in self._decodes:
+            missing = self._missing_blocks(row)
+            if missing > 0:
+                appends.append((row, missing))
+                num_needed += missing
+        if num_needed > self._num_free_blocks:
+            appends = self._preempt(dict(appends), num_needed)
+            num_needed = sum(missing for _, missing in appends)
+        self._num_free_blocks -= num_needed
+        self._num_tokens -= len(self._decodes)
+        self.decision.appends = appends
+        self.decision.scheduled += self._decodes
+        self.decision.num_scheduled_tokens += [1] * len(self._decodes)
 
+    def _missing_blocks(self, row: R) -> int:
+        num_slots = row.num_tokens + self._num_lookahead_slots
+        return -(-num_slots // self._limits.block_size) - len(row.block_ids)
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    scheduled: tuple[Scheduled, ...]
-    admitted: tuple[Admitted, ...]
+    def _preempt(self, missing: dict[R, int], num_needed: int) -> list[tuple[R, int]]:
+        """Has rows give way; what those who stay are missing."""
+        taken = take_back(self._view, self._limits.preemption_mode, missing, num_needed)
+        self.decision.preempted = taken.recomputed
+        self.decision.swapped_out = taken.swapped
+        self._num_free_blocks += taken.num_freed_blocks
+        self._num_rows -= len(taken.rows)
+        self._gone = set(taken.rows)
+        self._decodes = [row for row in self._decodes if row not in self._gone]
+        self._prefills = [row for row in self._prefills if row not in self._gone]
+        for group in taken.unforked:
+            self._unfork(group)
+        self._is_blocked = True
+        return [(row, count) for row, count in missing.items() if row not in self._gone]
 
+    # Forks
 
-def schedule(
-    limits: Limits, running: Sequence[Running], waiting: Sequence[Waiting], num_free_blocks: int
-) -> Decision:
-    """Decides one step. `waiting` is in order of arrival; nobody passes one that does not fit."""
-    step = _Step(limits, len(running), num_free_blocks - _promised(running, limits.block_size))
-    for index in sorted(range(len(running)), key=lambda i: _turn(running[i], limits)):
-        step.run(index, running[index])
-    for index, candidate in enumerate(waiting):
-        if not step.admit(index, candidate):
-            break
-    return Decision(tuple(step.scheduled), tuple(step.admitted))
+    def fork(self) -> None:
+        """Gives rows to siblings of computed prompts: one block and one token each."""
+        for group in self._view.forkable:
+            if group not in self.decision.unforked:
+                self._fork(group)
 
+    def _fork(self, group: Forkable[R]) -> None:
+        if group.source in self._gone:
+            self._unfork(group)
+            return
+        for sibling in group.siblings:
+            if not self._fits_a_fork():
+                self._is_blocked = True
+                return
+            self.decision.forked.append((group, sibling))
+            self._num_free_blocks -= 1
+            self._num_tokens -= 1
+            self._num_rows += 1
+            self._num_siblings -= 1
 
-def _promised(running: Sequence[Running], block_size: int) -> int:
-    """Blocks that running sequences do not hold yet and may need before their ends."""
-    return sum(
-        blocks_to_the_end(row.max_num_tokens, block_size) - row.num_held_blocks for row in running
-    )
+    def _fits_a_fork(self) -> bool:
+        return (
+            not self._is_blocked
+            and self._num_free_blocks > 0
+            and self._num_tokens > 0
+            and self._num_rows < self._limits.max_num_seqs
+        )
 
+    def _unfork(self, group: Forkable[R]) -> None:
+        self.decision.unforked.append(group)
+        self._num_siblings -= len(group.siblings)
 
-def _turn(row: Running, limits: Limits) -> int:
-    remaining = row.num_tokens - row.num_computed_tokens
-    if remaining == 1:
-        return 0
-    return 1 if remaining <= limits.max_num_batched_tokens else 2
+    # Prefills
 
+    def prefill(self) -> None:
+        """Goes on with prompts under way, those that finish in this step first."""
+        for row in sorted(self._prefills, key=self._prefill_order):
+            remaining = row.num_tokens - row.num_computed_tokens
+            num_tokens = self._chunk(remaining)
+            if num_tokens:
+                self._num_tokens -= num_tokens
+                self.decision.scheduled.append(row)
+                self.decision.num_scheduled_tokens.append(num_tokens)
+            self._num_partial += num_tokens < remaining
+            self._num_long += self._is_long(remaining)
 
-@dataclass(slots=True)
-class _Step:
-    """The budget of the step being decided, thrown away with it."""
+    def _prefill_order(self, row: R) -> tuple[bool, tuple[int, int, int]]:
+        remaining = row.num_tokens - row.num_computed_tokens
+        return self._chunk(remaining) < remaining, row.order
 
-    limits: Limits
-    num_rows: int
-    # Free blocks that are not promised to anybody.
-    num_spare_blocks: int
-    scheduled: list[Scheduled] = field(default_factory=list)
-    admitted: list[Admitted] = field(default_factory=list)
-    num_batched_tokens: int = 0
-    # Hashes of the blocks that admissions of this step fill; later ones may share them.
-    planned: set[bytes] = field(default_factory=set)
+    def _chunk(self, remaining: int) -> int:
+        num_tokens = min(remaining, self._num_tokens)
+        threshold = self._limits.long_prefill_token_threshold
+        if threshold and len(self._prefills) + len(self._view.candidates) > 1:
+            return min(num_tokens, threshold)
+        return num_tokens
 
-    def run(self, index: int, row: Running) -> None:
-        num_tokens = self._take_tokens(row.num_tokens - row.num_computed_tokens)
-        if num_tokens:
-            needed = blocks_for(row.num_tokens, self.limits.block_size) - row.num_held_blocks
-            self.scheduled.append(Scheduled(index, num_tokens, needed))
+    def _is_long(self, remaining: int) -> bool:
+        return 0 < self._limits.long_prefill_token_threshold < remaining
 
-    def admit(self, index: int, candidate: Waiting) -> bool:
-        block_size = self.limits.block_size
-        num_hits = self._hits(candidate)
-        to_the_end = blocks_to_the_end(candidate.max_num_tokens, block_size)
-        num_needed = to_the_end - num_hits + candidate.num_free_hits
-        if self.num_rows >= self.limits.max_num_seqs:
+    # Swapped groups
+
+    def swap_in(self) -> None:
+        """Brings swapped groups back, unless blocks were taken from somebody in this step."""
+        for group in self._view.swapped:
+            if self._is_blocked or not self._swap_in(group):
+                self._is_blocked = True
+                return
+
+    def _swap_in(self, group: Swapped[R]) -> bool:
+        num_new_blocks = [max(0, self._missing_blocks(row)) for row in group.sequences]
+        num_needed = group.num_blocks + sum(num_new_blocks)
+        match fit(num_needed, self._num_free_blocks, self._view.num_usable_blocks, 0):
+            case Fit.NEVER:
+                self.decision.given_up.append(group)
+                return True
+            case Fit.LATER:
+                return False
+        num_rows = self._num_rows + self._num_siblings + len(group.sequences)
+        if num_rows > self._limits.max_num_seqs or self._num_tokens < len(group.sequences):
             return False
-        if num_needed > self.num_spare_blocks - self.limits.watermark:
-            return False
-        num_tokens = self._take_tokens(candidate.num_tokens - num_hits * block_size)
-        if not num_tokens:
-            return False
-        num_filled = (num_hits * block_size + num_tokens) // block_size
-        self.planned.update(candidate.block_hashes[num_hits:num_filled])
-        self.num_rows += 1
-        self.num_spare_blocks -= num_needed
-        num_new_blocks = blocks_for(candidate.num_tokens, block_size) - num_hits
-        self.admitted.append(Admitted(index, num_hits, num_tokens, num_new_blocks))
+        # A prompt that was swapped half-way goes on in the next step.
+        num_tokens = [int(row.num_tokens - row.num_computed_tokens == 1) for row in group.sequences]
+        self._num_free_blocks -= num_needed
+        self._num_rows += len(group.sequences)
+        self._num_tokens -= sum(num_tokens)
+        self.decision.swapped_in.append(SwappedIn(group, num_tokens, num_new_blocks))
         return True
 
-    def _hits(self, candidate: Waiting) -> int:
+    # New prompts
+
+    def admit(self) -> None:
+        """Admits in order until one does not fit; who is short passes the long where those
+        are too many."""
+        if self._is_blocked:
+            return
+        for candidate in self._view.candidates:
+            num_hits = self._hits(candidate)
+            remaining = candidate.sequence.num_tokens - num_hits * self._limits.block_size
+            if self._is_long(remaining) and _is_full(
+                self._num_long, self._limits.max_long_partial_prefills
+            ):
+                continue
+            if not self._admit(candidate, num_hits, remaining):
+                return
+
+    def _admit(self, candidate: Candidate[R], num_hits: int, remaining: int) -> bool:
+        limits = self._limits
+        num_rows = self._num_rows + self._num_siblings
+        # A group that wants more rows than there are gets them in turns.
+        if num_rows + min(candidate.num_rows, limits.max_num_seqs) > limits.max_num_seqs:
+            return False
+        num_slots = candidate.sequence.num_tokens + self._num_lookahead_slots
+        num_new_blocks = blocks_for(num_slots, limits.block_size) - num_hits
+        num_needed = num_new_blocks + candidate.num_free_hits
+        watermark = limits.watermark if candidate.is_new else 0
+        num_usable = self._view.num_usable_blocks
+        if fit(num_needed, self._num_free_blocks, num_usable, watermark) is not Fit.OK:
+            return False
+        num_tokens = self._chunk(remaining)
+        is_partial = num_tokens < remaining
+        if not num_tokens or (
+            is_partial and _is_full(self._num_partial, limits.max_num_partial_prefills)
+        ):
+            return False
+        self._num_partial += is_partial
+        self._num_long += self._is_long(remaining)
+        self._num_free_blocks -= num_needed
+        self._num_tokens -= num_tokens
+        self._num_rows += 1
+        self._num_siblings += candidate.num_rows - 1
+        num_filled = (num_hits * limits.block_size + num_tokens) // limits.block_size
+        self._planned.update(candidate.block_hashes[num_hits:num_filled])
+        self.decision.admitted.append(
+            Admitted(candidate.sequence, num_hits, num_tokens, num_new_blocks)
+        )
+        return True
+
+    def _hits(self, candidate: Candidate[R]) -> int:
         """Cached blocks, and those behind them that an earlier admission fills in this step."""
         # The last token is always computed: its logits are wanted.
-        most = min(
-            (candidate.num_tokens - 1) // self.limits.block_size, len(candidate.block_hashes)
-        )
+        matchable = (candidate.sequence.num_tokens - 1) // self._limits.block_size
+        most = min(matchable, len(candidate.block_hashes))
         num_hits = min(candidate.num_hits, most)
-        while num_hits < most and candidate.block_hashes[num_hits] in self.planned:
+        while num_hits < most and candidate.block_hashes[num_hits] in self._planned:
             num_hits += 1
         return num_hits
 
-    def _take_tokens(self, wanted: int) -> int:
-        num_tokens = min(wanted, self.limits.max_num_batched_tokens - self.num_batched_tokens)
-        self.num_batched_tokens += num_tokens
-        return num_tokens
+    # Holds
+
+    def unblock(self) -> None:
+        """Gives up the last hold if nothing runs: what waits behind it could wait for ever."""
+        if self.decision.is_empty:
+            holds = [group for group in self._view.forkable if group.hold is not None]
+            self.decision.unforked += holds[-1:]
+
+
+def _is_full(number: int, most: int | None) -> bool:
+    return most is not None and number >= most

@@ -1,11 +1,11 @@
-"""Folds what sequences have produced into their records in Redis, off the path of the steps."""
+"""Folds what requests have produced into their records in Redis, off the path of the steps."""
 
 import asyncio
 from collections.abc import Iterable
 
 import structlog
 
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.requests import Ending, OutputRun, RequestKey, RequestState
 from scheduler_svc.store.store import Store
@@ -16,18 +16,18 @@ RETRY_S = 0.2
 
 
 class Recorder:
-    """Ends the records of sequences that have left, in batches, in the order they left."""
+    """Ends the records of requests that are over, in batches, in the order they ended."""
 
     def __init__(self, store: Store, finished_ttl_s: int) -> None:
         self._store = store
         self._finished_ttl_s = finished_ttl_s
-        self._left: list[Sequence] = []
+        self._left: list[Group] = []
         self._unanswered: list[RequestKey] = []
         self._pending = asyncio.Event()
         self._writing = asyncio.Lock()
 
-    def left(self, sequence: Sequence) -> None:
-        self._left.append(sequence)
+    def left(self, group: Group) -> None:
+        self._left.append(group)
         self._pending.set()
 
     def unanswered(self, keys: Iterable[RequestKey]) -> None:
@@ -61,8 +61,8 @@ class Recorder:
             batch = list(self._left)
             if not batch:
                 return
-            await self._fold(batch)
-            endings = [Ending(key_of(sequence), _state(sequence)) for sequence in batch]
+            await self._fold([sequence for group in batch for sequence in group.sequences])
+            endings = [Ending(group.key, _state(group)) for group in batch]
             await self._store.finish(endings, self._finished_ttl_s)
             del self._left[: len(batch)]
 
@@ -75,19 +75,15 @@ class Recorder:
                 sequence.num_folded = num_folded
 
 
-def key_of(sequence: Sequence) -> RequestKey:
-    return RequestKey(sequence.principal, sequence.request_id)
-
-
 def _run(sequence: Sequence) -> OutputRun:
     output = sequence.token_ids[sequence.num_prompt_tokens :]
     token_ids = output[sequence.num_folded : sequence.num_journaled]
-    return OutputRun(key_of(sequence), sequence.num_folded, tuple(token_ids))
+    return OutputRun(sequence.group.key, sequence.choice, sequence.num_folded, tuple(token_ids))
 
 
-def _state(sequence: Sequence) -> RequestState:
-    if sequence.error is None:
+def _state(group: Group) -> RequestState:
+    if group.error is None:
         return RequestState.FINISHED
-    if sequence.error.code.name == "CANCELLED":
+    if group.error.code.name == "CANCELLED":
         return RequestState.CANCELLED
     return RequestState.FAILED

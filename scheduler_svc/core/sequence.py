@@ -1,11 +1,15 @@
-"""A sequence: one token list on its way from a prompt to its end."""
+"""A request as a group of sequences: one prompt, and a token list for each of its choices."""
 
+import hashlib
+import struct
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from quire.service.errors import RequestError
 from scheduler_svc.store.hashing import HashChain
+from scheduler_svc.store.requests import RequestKey
 
 
 class EndReason(Enum):
@@ -33,87 +37,151 @@ class Params:
     seed: int
     max_tokens: int
     stop_token_ids: frozenset[int]
+    num_prompt_logprobs: int = 0
 
 
 class Subscriber(Protocol):
     """Who hears of a request: its gateway's stream."""
 
-    def deliver(self, sequence: "Sequence", first_index: int, token_ids: list[int]) -> None: ...
+    def deliver(self, sequences: list["Sequence"]) -> None:
+        """Tells what is journaled and not delivered of each."""
 
     def ended(self, sequence: "Sequence", end: End) -> None: ...
 
-    def failed(self, sequence: "Sequence", error: RequestError) -> None: ...
+    def failed(self, group: "Group", error: RequestError) -> None: ...
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Choice 0 has the request's own seed; the others' are hashed from it."""
+    if choice == 0:
+        return seed
+    digest = hashlib.sha256(struct.pack("<QI", seed, choice)).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A request. It is over when each of its sequences has ended, or with the first error."""
+
+    key: RequestKey
+    params: Params
+    subscriber: Subscriber
+    attachment: int
+    # (priority, arrival); the smaller one is served first. Set when it is queued.
+    order: tuple[int, int] = (0, 0)
+    priority: int = 0
+    cache_salt: bytes = b""
+    sequences: list["Sequence"] = field(default_factory=list)
+    error: RequestError | None = None
+    # Sequences that have not left yet.
+    num_live: int = 0
+
+    # Choices that are to be forked from the prompt once it is computed.
+    siblings: list["Sequence"] = field(default_factory=list)
+    # The prompt's blocks, while the group holds them for its siblings.
+    hold: list[int] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.sequences[0].num_prompt_tokens
+
+    def fail(self, error: RequestError) -> None:
+        """Ends every sequence with an error; the first one stands."""
+        if self.error is None and self.num_live:
+            self.error = error
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One token list, its hash chain, and its place on a lane while it has one.
+    """One choice's tokens, its hash chain, and its place on a lane while it has one.
 
-    `token_ids`:  [0, num_prompt_tokens) prompt   [.., end) sampled, known
-    cache:        [0, num_computed_tokens) written, or written by the plan in flight
-    output:       [0, num_folded) in its record   [.., num_journaled) in the journal, delivered
-                  [.., end) waiting for the next commit
+    token_ids:  [0, num_prompt_tokens) prompt   [.., end) sampled, known
+                behind them num_pending tokens of plans in flight, not known yet
+    cache:      [0, num_computed_tokens) written, or written by plans in flight
+    output:     [0, num_folded) in its record   [.., num_journaled) in the journal
+                [.., end) waiting for the next commit
     """
 
     sequence_id: int
-    principal: str
-    request_id: str
-    params: Params
-    token_ids: list[int]
+    group: Group
+    choice: int
+    token_ids: "array[int]"
     num_prompt_tokens: int
-    subscriber: Subscriber
-    attachment: int
-    cache_salt: bytes = b""
-    choice: int = 0
 
     # Set when the model is known, before the sequence is first considered.
     chain: HashChain | None = None
     max_num_tokens: int = 0
 
     row: int | None = None
+    # Blocks of the device; of the host while the sequence is swapped out.
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    # Blocks that it got with their contents: of others, or of its own former life.
     num_hit_blocks: int = 0
-    num_cached_tokens: int = 0
     num_published_blocks: int = 0
+    former_blocks: list[int] = field(default_factory=list)
+    # A failed row, and who shares blocks with one, publishes nothing.
     blocks_are_sound: bool = True
+    was_preempted: bool = False
+    num_cached_tokens: int | None = None
+
+    # Plans in flight that schedule it, and the tokens they will sample.
+    num_in_flight: int = 0
+    num_pending: int = 0
 
     num_journaled: int = 0
+    num_delivered: int = 0
     num_folded: int = 0
     end: End | None = None
-    error: RequestError | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return (*self.group.order, self.choice)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
+        """Known ones."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_cached_prompt_tokens(self) -> int:
-        """Prompt tokens that the cache held at its admission."""
-        return min(self.num_cached_tokens, self.num_prompt_tokens)
+        """Prompt tokens that the cache held at its first admission."""
+        return min(self.num_cached_tokens or 0, self.num_prompt_tokens)
 
     @property
-    def is_computed(self) -> bool:
-        """Every known token is in the cache: the step that did it samples the next one."""
-        return self.num_computed_tokens == len(self.token_ids)
+    def is_over(self) -> bool:
+        """It gives its row back in the lane's next plan, and takes no more tokens."""
+        return self.end is not None or self.group.error is not None
 
     @property
-    def leaving(self) -> bool:
-        """It gives its row back in the lane's next plan."""
-        return self.end is not None or self.error is not None
+    def is_complete(self) -> bool:
+        """Its last token is known or on its way: it needs no row any more."""
+        return len(self.token_ids) + self.num_pending >= self.max_num_tokens
 
     @property
-    def unjournaled(self) -> list[int]:
+    def num_unjournaled(self) -> int:
         """Output that Redis does not have yet; what lies behind a cut is never journaled."""
-        if self.error is not None or (self.end and self.end.reason is EndReason.STOP_STRING):
-            return []
-        return self.token_ids[self.num_prompt_tokens + self.num_journaled :]
+        if self.group.error is not None:
+            return 0
+        if self.end is not None and self.end.reason is EndReason.STOP_STRING:
+            return 0
+        return len(self.token_ids) - self.num_prompt_tokens - self.num_journaled
 
     @property
-    def withdrawn_blocks(self) -> list[int]:
-        """Blocks whose hashes a failed row takes back: those it published itself."""
-        if self.blocks_are_sound:
-            return []
+    def undelivered(self) -> "array[int]":
+        """Output that is journaled and of which nobody has heard."""
+        start = self.num_prompt_tokens
+        return self.token_ids[start + self.num_delivered : start + self.num_journaled]
+
+    @property
+    def published_blocks(self) -> list[int]:
+        """Blocks that it published itself; those it had if it has none any more."""
+        if not self.block_ids:
+            return self.former_blocks
         return self.block_ids[self.num_hit_blocks : self.num_published_blocks]
 
     def hashes(self) -> tuple[bytes, ...]:
@@ -124,28 +192,28 @@ class Sequence:
 
     def limit(self, max_model_len: int) -> None:
         """Fixes the length at which the sequence ends at the latest."""
-        self.max_num_tokens = min(self.num_prompt_tokens + self.params.max_tokens, max_model_len)
+        max_tokens = self.group.params.max_tokens
+        self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
 
     def take(self, token_id: int) -> None:
         """Appends a sampled token and ends the sequence where it is the last one."""
         self.token_ids.append(token_id)
-        if token_id in self.params.stop_token_ids:
+        if token_id in self.group.params.stop_token_ids:
             self.end = End(EndReason.STOP_TOKEN, self.num_output_tokens, token_id)
         elif len(self.token_ids) >= self.max_num_tokens:
             self.end = End(EndReason.LENGTH, self.num_output_tokens)
 
     def finish(self, num_output_tokens: int) -> None:
         """Ends the sequence where the gateway found a stop string; the first end wins."""
-        if not self.leaving:
+        if not self.is_over:
             self.end = End(EndReason.STOP_STRING, min(num_output_tokens, self.num_output_tokens))
 
-    def fail(self, error: RequestError) -> None:
-        """Ends the sequence with an error; the first end wins."""
-        if not self.leaving:
-            self.error = error
-
-    def lose(self, error: RequestError) -> None:
-        """Ends the sequence with an error although it may have ended: its last tokens are gone."""
-        if self.unjournaled:
-            self.end = None
-        self.fail(error)
+    def lose_place(self) -> None:
+        """Nothing of it is on a worker any more."""
+        # A result that is on its way may say that they were spoilt.
+        self.former_blocks = self.published_blocks if self.num_in_flight else []
+        self.block_ids = []
+        self.num_computed_tokens = 0
+        self.num_hit_blocks = 0
+        self.num_published_blocks = 0
+        self.blocks_are_sound = True

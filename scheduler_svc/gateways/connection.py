@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed
-from scheduler_svc.core.sequence import End, EndReason, Sequence
+from scheduler_svc.core.sequence import End, EndReason, Group, Sequence
 
 # A gateway that has not read this many tokens is cut off: it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
@@ -23,10 +23,10 @@ _REASONS = {
 
 
 class GatewayConnection:
-    """The frames to one gateway, and the sequences that are attached to it."""
+    """The frames to one gateway, and the requests that are attached to it."""
 
     def __init__(self, epoch: int) -> None:
-        self.attached: dict[int, Sequence] = {}
+        self.attached: dict[int, Group] = {}
         self._epoch = epoch
         self._frame = scheduler_pb2.ConnectResponse(epoch=epoch)
         self._pending = asyncio.Event()
@@ -59,9 +59,9 @@ class GatewayConnection:
         self._frame.hello.CopyFrom(hello)
         self._pending.set()
 
-    def accept(self, sequence: Sequence, opaque: bytes) -> None:
-        self.attached[sequence.attachment] = sequence
-        self._frame.acceptances.add(attachment=sequence.attachment, opaque=opaque)
+    def accept(self, group: Group, opaque: bytes) -> None:
+        self.attached[group.attachment] = group
+        self._frame.acceptances.add(attachment=group.attachment, opaque=opaque)
         self._pending.set()
 
     def reject(self, attachment: int, error: RequestError) -> None:
@@ -79,27 +79,32 @@ class GatewayConnection:
 
     # What sequences say to their subscriber
 
-    def deliver(self, sequence: Sequence, first_index: int, token_ids: list[int]) -> None:
+    def deliver(self, sequences: list[Sequence]) -> None:
         deltas = self._frame.deltas
-        deltas.attachments.append(sequence.attachment)
-        deltas.choices.append(sequence.choice)
-        deltas.first_indices.append(first_index)
+        deltas.attachments.extend([sequence.group.attachment for sequence in sequences])
+        deltas.choices.extend([sequence.choice for sequence in sequences])
+        deltas.first_indices.extend([sequence.num_delivered for sequence in sequences])
+        deltas.num_tokens.extend([other.num_journaled - other.num_delivered for other in sequences])
+        token_ids: list[int] = []
+        for sequence in sequences:
+            token_ids.extend(sequence.undelivered)
+            sequence.num_delivered = sequence.num_journaled
         deltas.token_ids.extend(token_ids)
-        deltas.num_tokens.append(len(token_ids))
         self._pending.set()
 
     def ended(self, sequence: Sequence, end: End) -> None:
-        self.attached.pop(sequence.attachment, None)
         self._frame.choice_ends.add(
-            attachment=sequence.attachment,
+            attachment=sequence.group.attachment,
             choice=sequence.choice,
             reason=_REASONS[end.reason],
             stop_token_id=end.stop_token_id,
             num_tokens=end.num_output_tokens,
             num_cached_prompt_tokens=sequence.num_cached_prompt_tokens,
         )
+        if sequence.group.num_live == 0:
+            self.attached.pop(sequence.group.attachment, None)
         self._pending.set()
 
-    def failed(self, sequence: Sequence, error: RequestError) -> None:
-        self.attached.pop(sequence.attachment, None)
-        self.reject(sequence.attachment, error)
+    def failed(self, group: Group, error: RequestError) -> None:
+        self.attached.pop(group.attachment, None)
+        self.reject(group.attachment, error)

@@ -8,11 +8,11 @@ from grpc import StatusCode
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed, unavailable
 from quire.service.protocol import PROTOCOL_VERSION
-from scheduler_svc.core.recorder import Recorder, key_of
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.core.sequence import Group
 from scheduler_svc.engine import Engine
 from scheduler_svc.gateways.connection import GatewayConnection
-from scheduler_svc.gateways.submission import malformed, record_of, sequence_of
+from scheduler_svc.gateways.submission import group_of, malformed, record_of
 from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.store.store import Store
@@ -47,8 +47,8 @@ class Desk:
     def disconnect(self, connection: GatewayConnection) -> None:
         """Ends the requests of a gateway that is gone, those being recorded included."""
         self._connections.discard(connection)
-        for sequence in list(connection.attached.values()):
-            self._cancel(sequence)
+        for group in list(connection.attached.values()):
+            self._cancel(group)
 
     def announce(self) -> None:
         """Tells every gateway where readiness or the model has changed."""
@@ -87,9 +87,9 @@ class Desk:
         for attachment in frame.attachments:
             connection.reject(attachment.attachment, _NOT_RESUMABLE)
         for finish in frame.finishes:
-            if sequence := connection.attached.get(finish.attachment):
-                sequence.finish(finish.num_tokens)
-                self._engine.stir(sequence)
+            if group := connection.attached.get(finish.attachment):
+                _finish(group, finish)
+                self._engine.stir(group)
         for detachment in frame.detachments:
             self._cancel(connection.attached.get(detachment.attachment))
         for cancellation in frame.cancellations:
@@ -101,13 +101,18 @@ class Desk:
         self, submissions: list[scheduler_pb2.Submission], connection: GatewayConnection
     ) -> None:
         """Checks and records a frame's submissions in one go; recorded ones are accepted."""
-        checked = []
+        checked: list[tuple[scheduler_pb2.Submission, Group]] = []
+        num_tokens = 0
         for submission in submissions:
-            sequence = sequence_of(submission, next(self._sequence_ids), connection)
-            refusal = self._refusal(submission, sequence)
+            group = group_of(submission, self._sequence_ids, connection)
+            refusal = self._refusal(submission, group) or self._engine.overload(
+                len(checked) + 1, num_tokens + group.num_prompt_tokens
+            )
             if refusal is None:
-                checked.append((submission, sequence))
+                checked.append((submission, group))
+                num_tokens += group.num_prompt_tokens
             else:
+                self._engine.stats.num_refused += 1
                 connection.reject(submission.attachment, refusal)
         if checked:
             # Not cancelled with the stream: what is recorded is also submitted, and then ends.
@@ -118,49 +123,55 @@ class Desk:
 
     async def _record(
         self,
-        checked: list[tuple[scheduler_pb2.Submission, Sequence]],
+        checked: list[tuple[scheduler_pb2.Submission, Group]],
         connection: GatewayConnection,
     ) -> None:
         try:
             # An id may be used again as soon as its client has seen the end.
             await self._recorder.flush()
             recorded = await self._store.record(
-                [record_of(submission, sequence.sequence_id) for submission, sequence in checked]
+                [
+                    record_of(submission, group.sequences[0].sequence_id)
+                    for submission, group in checked
+                ]
             )
         except (StoreUnavailable, StaleEpoch):
-            self._recorder.unanswered(key_of(sequence) for _, sequence in checked)
+            self._recorder.unanswered(group.key for _, group in checked)
             for submission, _ in checked:
                 connection.reject(submission.attachment, _NO_REDIS)
             return
-        for (submission, sequence), is_new in zip(checked, recorded, strict=True):
+        for (submission, group), is_new in zip(checked, recorded, strict=True):
             if is_new:
-                connection.accept(sequence, submission.opaque)
-                self._engine.submit(sequence)
+                connection.accept(group, submission.opaque)
+                self._engine.submit(group)
             else:
                 connection.reject(submission.attachment, _already_live(submission.request_id))
         if connection not in self._connections:
             self.disconnect(connection)
 
-    def _refusal(
-        self, submission: scheduler_pb2.Submission, sequence: Sequence
-    ) -> RequestError | None:
+    def _refusal(self, submission: scheduler_pb2.Submission, group: Group) -> RequestError | None:
         if self._draining:
             return unavailable("DRAINING", "the scheduler is stopping")
-        return malformed(submission) or self._engine.refusal(sequence)
+        return malformed(submission) or self._engine.refusal(group)
 
     def _target(
         self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
-    ) -> Sequence | None:
+    ) -> Group | None:
         if cancellation.WhichOneof("target") == "attachment":
             return connection.attached.get(cancellation.attachment)
         key = RequestKey(cancellation.request.principal, cancellation.request.request_id)
         return self._engine.live.get(key)
 
-    def _cancel(self, sequence: Sequence | None) -> bool:
-        if sequence is None or sequence.leaving:
+    def _cancel(self, group: Group | None) -> bool:
+        if group is None or group.error is not None:
             return False
-        self._engine.end(sequence, _CANCELLED)
+        self._engine.end(group, _CANCELLED)
         return True
+
+
+def _finish(group: Group, finish: scheduler_pb2.Finish) -> None:
+    if finish.choice < len(group.sequences):
+        group.sequences[finish.choice].finish(finish.num_tokens)
 
 
 def _check_version(frame: scheduler_pb2.ConnectRequest) -> None:

@@ -1,19 +1,24 @@
-"""A gateway's submission as a sequence and as its record."""
+"""A gateway's submission as a group of sequences and as its record."""
+
+from array import array
+from collections.abc import Iterator
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, invalid
-from scheduler_svc.core.sequence import Params, Sequence, Subscriber
+from scheduler_svc.core.sequence import Group, Params, Sequence, Subscriber
 from scheduler_svc.store.requests import RequestKey, RequestRecord
 
+MAX_CHOICES = 16
 
-def sequence_of(
-    submission: scheduler_pb2.Submission, sequence_id: int, subscriber: Subscriber
-) -> Sequence:
+
+def group_of(
+    submission: scheduler_pb2.Submission,
+    sequence_ids: Iterator[int],
+    subscriber: Subscriber,
+) -> Group:
     params = submission.params
-    return Sequence(
-        sequence_id=sequence_id,
-        principal=submission.principal,
-        request_id=submission.request_id,
+    group = Group(
+        key=RequestKey(submission.principal, submission.request_id),
         params=Params(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -21,13 +26,23 @@ def sequence_of(
             seed=params.seed,
             max_tokens=params.max_tokens,
             stop_token_ids=frozenset(params.stop_token_ids),
+            num_prompt_logprobs=params.num_prompt_logprobs,
         ),
-        token_ids=list(submission.prompt_token_ids),
-        num_prompt_tokens=len(submission.prompt_token_ids),
         subscriber=subscriber,
         attachment=submission.attachment,
+        priority=submission.priority,
         cache_salt=submission.cache_salt,
     )
+    prompt = array("I", submission.prompt_token_ids)
+    group.sequences = [
+        Sequence(next(sequence_ids), group, choice, array("I", prompt), len(prompt))
+        for choice in range(_num_choices(submission))
+    ]
+    return group
+
+
+def _num_choices(submission: scheduler_pb2.Submission) -> int:
+    return submission.n if submission.HasField("n") else 1
 
 
 def record_of(submission: scheduler_pb2.Submission, sequence_id: int) -> RequestRecord:
@@ -52,6 +67,8 @@ def malformed(submission: scheduler_pb2.Submission) -> RequestError | None:
         return invalid("sampling_params.temperature", "OUT_OF_RANGE", "must be at least 0")
     if not 0 < submission.params.top_p <= 1:
         return invalid("sampling_params.top_p", "OUT_OF_RANGE", "must be above 0, at most 1")
-    if submission.HasField("n") and submission.n != 1:
-        return invalid("n", "OUT_OF_RANGE", f"must be 1, is {submission.n}")
+    if not 1 <= _num_choices(submission) <= MAX_CHOICES:
+        return invalid(
+            "sampling_params.n", "OUT_OF_RANGE", f"is {submission.n}; must be 1 to {MAX_CHOICES}"
+        )
     return None

@@ -6,11 +6,12 @@ import contextlib
 import structlog
 
 from quire.service.protocol import PROTOCOL_VERSION
-from scheduler_svc.core.policy import Limits, blocks_for
-from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.core.policy import blocks_for
+from scheduler_svc.core.view import Limits
 from scheduler_svc.engine import Engine, ServedModel
 from scheduler_svc.lanes.lane import Lane
 from scheduler_svc.lanes.names import Names
+from scheduler_svc.lanes.options import LaneHooks, LaneOptions
 from scheduler_svc.lanes.stream import LaneLost, Worker, WorkerStream
 from scheduler_svc.store.errors import PoolFault, StoreUnavailable, WrongStep
 from scheduler_svc.store.pool import Pool
@@ -43,22 +44,14 @@ class Discovery:
         names: tuple[str, ...],
         store: Store,
         engine: Engine,
-        recorder: Recorder,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        watermark: float,
-        enable_prefix_caching: bool,
-        check_every_step: bool,
+        options: LaneOptions,
+        hooks: LaneHooks,
     ) -> None:
         self._names = Names(names)
         self._store = store
         self._engine = engine
-        self._recorder = recorder
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_seqs = max_num_seqs
-        self._watermark = watermark
-        self._enable_prefix_caching = enable_prefix_caching
-        self._check_every_step = check_every_step
+        self._options = options
+        self._hooks = hooks
         # Held from a worker's hello to its lane's entry, and from the entry's end to the pool's:
         # a second address of the same worker must not come in between.
         self._changing = asyncio.Lock()
@@ -108,25 +101,16 @@ class Discovery:
         worker = await stream.open(leadership.epoch, leadership.holder, live)
         if worker.incarnation in live:
             return None
-        limits = self._limits(worker)
+        limits = self._options.limits_for(worker)
         model = self._agreed(worker, limits)
-        pool = self._store.pool(worker.incarnation, worker.num_blocks, self._enable_prefix_caching)
+        pool = self._store.pool(
+            worker.incarnation, worker.num_blocks, self._options.enable_prefix_caching
+        )
         first_step = await pool.open(worker.last_finished_step)
         lane = Lane(
-            worker=worker,
-            stream=stream,
-            pool=pool,
-            enable_prefix_caching=self._enable_prefix_caching,
-            epoch=self._store.leadership.epoch,
-            first_step=first_step,
-            num_free_blocks=worker.num_blocks - 1,
-            limits=limits,
-            on_left=self._engine.left,
-            on_room=self._engine.room,
-            on_given_back=self._engine.give_back,
-            fold=self._recorder.fold,
-            check_every_step=self._check_every_step,
-        )
+            worker, address, stream, pool, leadership.epoch, first_step, limits,
+            self._options, self._hooks,
+        )  # fmt: skip
         log.info(
             "worker joined",
             address=address,
@@ -163,14 +147,6 @@ class Discovery:
                 with contextlib.suppress(StoreUnavailable):
                     await self._store.sweep(keep=self._engine.lanes)
                     self._left_pools = False
-
-    def _limits(self, worker: Worker) -> Limits:
-        return Limits(
-            block_size=worker.block_size,
-            max_num_batched_tokens=min(self._max_num_batched_tokens, worker.max_num_batched_tokens),
-            max_num_seqs=min(self._max_num_seqs, worker.max_num_seqs),
-            watermark=int(self._watermark * worker.num_blocks),
-        )
 
     def _agreed(self, worker: Worker, limits: Limits) -> ServedModel:
         """The model that the worker serves; WorkerRefused if it is not that of the others."""

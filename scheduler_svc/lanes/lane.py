@@ -1,25 +1,31 @@
 """One worker's lane: its sequences, and the loop that steps them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
 
 import structlog
 from grpc import StatusCode
 
 from quire.internal.v1 import worker_pb2
 from quire.service.errors import failed
-from scheduler_svc.core.placement import LaneLoad
-from scheduler_svc.core.policy import Limits
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.placement import LaneBudget
+from scheduler_svc.core.policy import blocks_for
+from scheduler_svc.core.sequence import EndReason, Sequence, Subscriber
+from scheduler_svc.core.stats import LaneStats, StepSample
+from scheduler_svc.core.view import Limits
+from scheduler_svc.lanes.flights import Flight, Flights
+from scheduler_svc.lanes.options import LaneHooks, LaneOptions
 from scheduler_svc.lanes.patience import Patience
 from scheduler_svc.lanes.plan import build_plan
-from scheduler_svc.lanes.result import check_result
+from scheduler_svc.lanes.roster import Roster
 from scheduler_svc.lanes.rows import Rows
-from scheduler_svc.lanes.step import Planner, Step
+from scheduler_svc.lanes.step import Step
 from scheduler_svc.lanes.stream import Worker, WorkerStream
+from scheduler_svc.store.audit import PoolAudit
 from scheduler_svc.store.errors import PoolFault
+from scheduler_svc.store.hashing import num_matchable_blocks
 from scheduler_svc.store.pool import Pool
-from scheduler_svc.store.types import CommitReply, PrefixMatch
+from scheduler_svc.store.types import PrefixMatch
 
 log = structlog.get_logger()
 
@@ -29,52 +35,91 @@ IDLE_CHECK_S = 5.0
 
 
 class Lane:
-    """The sequences of one worker.
+    """The sequences of one worker, and up to `depth` plans that it has not answered.
 
-    `assigned` wait for a row here; `rows` have one. A sequence leaves its row in one way: it is
-    marked (ended, failed), the next commit frees its blocks, the next plan releases the row.
+    A sequence leaves its row in one way, whatever the cause: the next commit returns its blocks,
+    the next plan releases the row. What differs is where it goes from there.
     """
 
     def __init__(
         self,
         worker: Worker,
+        address: str,
         stream: WorkerStream,
         pool: Pool,
         epoch: int,
         first_step: int,
-        num_free_blocks: int,
         limits: Limits,
-        on_left: Callable[[Sequence], None],
-        on_room: Callable[[], None],
-        on_given_back: Callable[[list[Sequence]], None],
-        fold: Callable[[list[Sequence]], Awaitable[None]],
-        enable_prefix_caching: bool,
-        check_every_step: bool,
+        options: LaneOptions,
+        hooks: LaneHooks,
     ) -> None:
         self.worker = worker
+        self.address = address
         self.limits = limits
-        self.assigned: list[Sequence] = []
-        self.rows = Rows(limits.max_num_seqs, limits.block_size)
+        self.stats = LaneStats()
+        self.roster = Roster(limits.max_num_seqs, worker.num_host_blocks)
         self.draining = worker.draining
-        self.num_free_blocks = num_free_blocks
-        self._planner = Planner(limits, enable_prefix_caching)
+        self.num_free_blocks = worker.num_blocks - 1
         self._stream = stream
         self._pool = pool
         self._epoch = epoch
         self._step = first_step
-        self._on_left = on_left
-        self._on_room = on_room
-        self._on_given_back = on_given_back
-        self._fold = fold
-        self._check_every_step = check_every_step
+        self._options = options
+        self._hooks = hooks
         self._checked_step = first_step
+        self._flights = Flights()
+        # Sequences with tokens of which the pool has not heard, and those whose rows failed.
+        self._fresh: dict[Sequence, None] = {}
+        self._failed: list[Sequence] = []
+        # What the caches were found to hold of sequences assigned here, until it is used.
+        self._hints: dict[Sequence, PrefixMatch] = {}
+        # Sequences that went back to the queue since the journal was folded.
+        self._unfolded: list[Sequence] = []
         self._wake = asyncio.Event()
         self._patience = Patience()
 
     # What the rest of the scheduler asks of a lane
 
-    def assign(self, sequence: Sequence) -> None:
-        self.assigned.append(sequence)
+    @property
+    def rows(self) -> Rows:
+        return self.roster.rows
+
+    @property
+    def assigned(self) -> list[Sequence]:
+        return self.roster.assigned
+
+    @property
+    def num_swapped(self) -> int:
+        return self.roster.num_swapped
+
+    @property
+    def is_empty(self) -> bool:
+        return self.roster.is_empty and not self.roster.assigned
+
+    @property
+    def num_admissible_blocks(self) -> int:
+        """Blocks that new requests may have when nothing runs."""
+        return self.worker.num_blocks - 1 - self.limits.watermark
+
+    def budget(self) -> LaneBudget:
+        """What the lane has left for others to come."""
+        roster, block_size = self.roster, self.limits.block_size
+        promised = sum(blocks_for(len(other.token_ids), block_size) for other in roster.assigned)
+        queued = sum(len(other.token_ids) for other in roster.assigned)
+        # Decodes have one token to compute, and are not queued.
+        prefills = sum(max(0, r.num_tokens - r.num_computed_tokens - 1) for r in roster.rows)
+        return LaneBudget(
+            limits=self.limits,
+            num_rows=roster.num_wanted_rows,
+            num_free_blocks=self.num_free_blocks - promised,
+            num_queued_tokens=queued + prefills,
+        )
+
+    def assign(self, sequence: Sequence, match: PrefixMatch | None = None) -> None:
+        """Gives the lane a sequence to admit; `match` is what its cache holds of it."""
+        self.roster.assign(sequence)
+        if match is not None:
+            self._hints[sequence] = match
         self.wake()
 
     def wake(self) -> None:
@@ -87,28 +132,24 @@ class Lane:
             self.draining = True
             self.wake()
 
-    async def match(self, sequences: list[Sequence]) -> list[PrefixMatch]:
-        """The longest cached prefix of each sequence, now."""
-        queries = [self._planner.matchable(sequence) for sequence in sequences]
-        return await self._patience.ask(lambda: self._pool.match(queries))
+    def matchable(self, sequence: Sequence) -> tuple[bytes, ...]:
+        """Hashes of the blocks that may be hits."""
+        if not self._options.enable_prefix_caching or sequence.group.params.num_prompt_logprobs:
+            return ()
+        num_blocks = num_matchable_blocks(len(sequence.token_ids), self.limits.block_size)
+        return sequence.hashes()[:num_blocks]
 
-    def load(self, sequence: Sequence, match: PrefixMatch) -> LaneLoad:
-        """What this lane offers to a waiting sequence."""
-        block_size = self.limits.block_size
-        here = [*self.rows, *self.assigned]
-        to_the_end = self._planner.to_the_end
-        promised = sum(to_the_end(other) - len(other.block_ids) for other in here)
-        spare = self.num_free_blocks - promised - self.limits.watermark
-        return LaneLoad(
-            num_uncached_tokens=len(sequence.token_ids) - match.num_hits * block_size,
-            num_queued_tokens=sum(
-                len(other.token_ids) - other.num_computed_tokens for other in here
-            ),
-            num_running=len(here),
-            has_room=not self.draining
-            and len(here) < self.limits.max_num_seqs
-            and to_the_end(sequence) - match.num_hits + match.num_free_hits <= spare,
-        )
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    async def audit(self) -> PoolAudit:
+        """The pool's blocks, now."""
+        return await self._patience.ask(self._pool.audit)
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every hash; the number of them."""
+        return await self._patience.ask(self._pool.reset_prefix_cache)
 
     # The loop
 
@@ -116,15 +157,19 @@ class Lane:
         """Steps until the lane is drained. LaneLost or a StoreError ends it before that."""
         while True:
             self._wake.clear()
+            self._land()
             if self._stream.lost:
                 raise self._stream.lost
-            if not await self._turn() and not self._wake.is_set():
-                if self.draining and not self.rows:
-                    return
-                await self._rest()
+            if len(self._flights) < self._options.depth and await self._turn():
+                continue
+            if self.draining and self.is_empty and not self._flights:
+                return
+            await self._rest()
 
     async def _rest(self) -> None:
         """Waits for something to do; a lane that rests for long enough checks itself once."""
+        if self._wake.is_set():
+            return
         try:
             await asyncio.wait_for(self._wake.wait(), IDLE_CHECK_S)
         except TimeoutError:
@@ -132,9 +177,9 @@ class Lane:
                 await self.check_integrity()
 
     async def check_integrity(self) -> None:
-        """PoolFault unless the pool's references are exactly the block tables of the rows."""
-        audit = await self._patience.ask(self._pool.audit)
-        tables = self.rows.references()
+        """PoolFault unless the pool's references are exactly the lane's tables and holds."""
+        audit = await self.audit()
+        tables = +self.roster.rows.references
         if audit.references != tables or audit.num_free != self.num_free_blocks:
             raise PoolFault(
                 f"after step {self._step} the pool holds {audit.num_held} blocks and has "
@@ -144,99 +189,181 @@ class Lane:
         self._checked_step = self._step
 
     async def _turn(self) -> bool:
-        """Decides, commits, delivers, sends one plan and takes its result. False: nothing to do."""
-        step = await self._decide()
-        if step is None:
+        """Decides one step, commits it, tells of it, sends its plan. False: nothing to do."""
+        candidates = await self._candidates()
+        started = time.perf_counter()
+        step = self._decide(candidates)
+        if step.is_empty:
             return False
+        commit = step.commit()
+        asked = time.perf_counter()
         # A repeated commit gets the stored reply: asking again is safe.
-        reply = await self._patience.ask(lambda: self._pool.commit(step.commit))
-        self._step = step.commit.step
+        reply = await self._patience.ask(lambda: self._pool.commit(commit))
+        answered = time.perf_counter()
+        self._step = step.number
         self.num_free_blocks = reply.num_free_blocks
-        self._deliver(step)
-        plan = self._apply(step, reply)
-        if step.departing or reply.admitted:
-            # Rows and blocks came free, or an admission took fewer than it might have.
-            self._on_room()
-        await self._stream.send(plan)
+        self._tell(step)
+        step.apply(reply)
+        scheduling_s = asked - started + time.perf_counter() - answered
+        self._count(step, scheduling_s, answered - asked)
+        if not step.changes.is_empty:
+            await self._send(step, scheduling_s, answered - asked)
+        self._hooks.room()
         await self._fold_journal()
-        self._take(await self._stream.result(), plan)
-        if self._check_every_step:
+        if self._options.check_every_step:
             await self.check_integrity()
         return True
 
-    async def _decide(self) -> Step | None:
+    def _decide(self, candidates: list[tuple[Sequence, PrefixMatch]]) -> Step:
+        step = Step(
+            self._step + 1,
+            self.roster,
+            self.limits,
+            self.worker.num_blocks - 1,
+            self.num_free_blocks,
+            self._options.enable_prefix_caching,
+            self.stats,
+        )
+        fresh, self._fresh = self._fresh, {}
+        spoilt, self._failed = self._failed, []
+        step.settle(spoilt)
+        step.decide(candidates)
+        step.journal(fresh)
+        return step
+
+    @property
+    def _admits(self) -> bool:
+        """Worth asking the cache: nobody comes before those assigned, and there are rows."""
+        roster = self.roster
+        return not (
+            roster.swapped or roster.is_recalling or len(roster.rows) >= self.limits.max_num_seqs
+        )
+
+    async def _candidates(self) -> list[tuple[Sequence, PrefixMatch]]:
+        """Those who wait for a row, with what the cache holds of them."""
         self._dismiss_assigned()
-        candidates = list(self.assigned)
-        matches = await self.match(candidates) if candidates else []
-        # What has changed since the match is seen from here on, and nothing changes until the
-        # commit is on its way.
-        return self._planner.plan(
-            self._step + 1, self.rows, candidates, matches, self.num_free_blocks
+        if not self._admits:
+            return []
+        waiting = list(self.roster.assigned)
+        unknown = [sequence for sequence in waiting if sequence not in self._hints]
+        if unknown:
+            queries = [self.matchable(sequence) for sequence in unknown]
+            matches = await self._match(queries)
+            self._hints.update(zip(unknown, matches, strict=True))
+            self._dismiss_assigned()
+        hints, self._hints = self._hints, {}
+        return [(other, hints[other]) for other in self.roster.assigned if other in hints]
+
+    async def _match(self, queries: list[tuple[bytes, ...]]) -> list[PrefixMatch]:
+        started = time.perf_counter()
+        matches = await self._patience.ask(lambda: self._pool.match(queries))
+        self.stats.num_redis_calls += 1
+        self.stats.redis_s += time.perf_counter() - started
+        return matches
+
+    def _tell(self, step: Step) -> None:
+        """Tells what Redis has now, and who has left; sends back who has to wait again."""
+        by_subscriber: dict[Subscriber, list[Sequence]] = {}
+        for sequence, next_index in zip(step.journaled, step.runs.next_indices, strict=True):
+            sequence.num_journaled = next_index
+            if not _is_cut(sequence):
+                by_subscriber.setdefault(sequence.group.subscriber, []).append(sequence)
+        for subscriber, sequences in by_subscriber.items():
+            subscriber.deliver(sequences)
+        for sequence in step.left:
+            self._hooks.left(sequence)
+        if step.recalled:
+            # Those who were assigned later must not pass them.
+            assigned, self.roster.assigned = self.roster.assigned, []
+            self._unfolded += step.recalled
+            self._hooks.given_back([*step.recalled, *assigned])
+
+    async def _send(self, step: Step, scheduling_s: float, redis_s: float) -> None:
+        flight = Flight(
+            epoch=self._epoch,
+            step=self._step,
+            rows=step.changes.rows,
+            sequences=step.sequences,
+            due_rows=step.due_rows,
+            due=step.due,
+            num_tokens=sum(step.changes.num_scheduled_tokens),
+            sent_at=time.perf_counter(),
+            scheduling_s=scheduling_s,
+            redis_s=redis_s,
         )
+        self._flights.start(flight)
+        await self._stream.send(build_plan(self._epoch, self._step, step.changes))
 
-    def _deliver(self, step: Step) -> None:
-        """Tells the gateways what Redis has now, and who has left."""
-        for sequence in (*step.running, *step.departing):
-            if token_ids := sequence.unjournaled:
-                first_index = sequence.num_journaled
-                sequence.num_journaled += len(token_ids)
-                sequence.subscriber.deliver(sequence, first_index, token_ids)
-        for sequence in step.departing:
-            self._on_left(sequence)
+    def _land(self) -> None:
+        """Takes every result that has come."""
+        for result in self._stream.results():
+            started = time.perf_counter()
+            landing = self._flights.land(result)
+            fresh = self._fresh
+            for sequence, token_id in zip(landing.sequences, landing.token_ids, strict=True):
+                # What was sampled behind an end is dropped.
+                if sequence.end is None and sequence.group.error is None:
+                    sequence.take(token_id)
+                    fresh[sequence] = None
+            for sequence, reason in landing.failures:
+                self._fail(sequence, reason)
+            self.stats.num_sampled_tokens += len(landing.token_ids)
+            self.stats.worker_idle_ns += result.times.waiting_ns
+            self.stats.worker_busy_ns += _busy_ns(result.times)
+            self.stats.scheduling_s += time.perf_counter() - started
+            self._hooks.stepped(_sample(self.worker.incarnation, landing.flight, started))
 
-    def _apply(self, step: Step, reply: CommitReply) -> worker_pb2.BatchPlan:
-        """Turns the reply into the plan; the lane's tables follow."""
-        released = [self.rows.release(sequence) for sequence in step.departing]
-        block_ids = iter(reply.appended)
-        appended, scheduled, admitted = [], [], []
-        for part in step.decision.scheduled:
-            sequence = step.running[part.index]
-            assert sequence.row is not None
-            scheduled.append((sequence.row, part.num_scheduled_tokens))
-            if part.num_new_blocks:
-                appended.append((sequence.row, next(block_ids)))
-                sequence.block_ids.extend(appended[-1][1])
-        for entry, table in zip(step.decision.admitted, reply.admitted, strict=True):
-            # None: its hits are gone since the match; it is considered again in the next step.
-            if table is not None:
-                sequence = step.candidates[entry.index]
-                self.assigned.remove(sequence)
-                row = self.rows.admit(sequence, table, entry.num_hits)
-                scheduled.append((row, entry.num_scheduled_tokens))
-                admitted.append((sequence, entry.num_scheduled_tokens))
-        plan = build_plan(
-            self._epoch,
-            self._step,
-            released,
-            [sequence for sequence, _ in admitted],
-            appended,
-            scheduled,
-        )
-        for sequence, num_tokens in admitted:
-            sequence.num_computed_tokens += num_tokens
-            sequence.num_published_blocks = sequence.num_computed_tokens // self.limits.block_size
-        return plan
-
-    def _take(self, result: worker_pb2.StepResult, plan: worker_pb2.BatchPlan) -> None:
-        check_result(result, plan, self.rows)
-        for failure in result.failures:
-            sequence = self.rows[failure.row]
-            log.error("row failed", request=sequence.request_id, why=failure.reason)
-            sequence.fail(failed(StatusCode.INTERNAL, "ROW_FAILED", failure.reason))
-            sequence.blocks_are_sound = False
-        for row, token_id in zip(result.sampled_rows, result.sampled_token_ids, strict=True):
-            if not self.rows[row].leaving:
-                self.rows[row].take(token_id)
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        if sequence.group.error is None:
+            log.error("row failed", request=sequence.group.key.request_id, why=reason)
+        sequence.group.fail(failed(StatusCode.INTERNAL, "ROW_FAILED", reason))
+        self._failed.append(sequence)
 
     def _dismiss_assigned(self) -> None:
         """Lets go of those that wait here in vain."""
-        if self.draining or any(sequence.leaving for sequence in self.assigned):
-            stay = [] if self.draining else [other for other in self.assigned if not other.leaving]
-            go = [sequence for sequence in self.assigned if sequence not in stay]
-            self.assigned = stay
-            self._on_given_back(go)
+        assigned = self.roster.assigned
+        if self.draining or any(sequence.is_over for sequence in assigned):
+            stay = [] if self.draining else [other for other in assigned if not other.is_over]
+            go = [sequence for sequence in assigned if sequence not in stay]
+            self.roster.assigned = stay
+            for sequence in go:
+                self._hints.pop(sequence, None)
+            self._hooks.given_back(go)
 
     async def _fold_journal(self) -> None:
         if self._step % FOLD_EVERY_STEPS == 0:
-            await self._patience.ask(lambda: self._fold(list(self.rows)))
+            sequences = [*self.roster.everybody(), *self._unfolded]
+            await self._patience.ask(lambda: self._hooks.fold(sequences))
+            self._unfolded = []
             await self._patience.ask(lambda: self._pool.trim_journal(self._step))
+
+    def _count(self, step: Step, scheduling_s: float, redis_s: float) -> None:
+        stats = self.stats
+        num_tokens = step.changes.num_scheduled_tokens
+        stats.num_steps += 1
+        stats.num_scheduled_tokens += sum(num_tokens)
+        stats.num_prefill_tokens += sum(num_tokens) - num_tokens.count(1)
+        stats.num_redis_calls += 1
+        stats.redis_s += redis_s
+        stats.scheduling_s += scheduling_s
+
+
+def _is_cut(sequence: Sequence) -> bool:
+    """Nothing more of it is delivered."""
+    if sequence.group.error is not None:
+        return True
+    return sequence.end is not None and sequence.end.reason is EndReason.STOP_STRING
+
+
+def _busy_ns(times: worker_pb2.StepTimes) -> int:
+    return times.preparing_ns + times.forward_ns + times.sampling_ns
+
+
+def _sample(incarnation: int, flight: Flight, landed_at: float) -> StepSample:
+    return StepSample(
+        worker=incarnation,
+        scheduling_s=flight.scheduling_s,
+        redis_s=flight.redis_s,
+        step_s=landed_at - flight.sent_at,
+        num_scheduled_tokens=flight.num_tokens,
+    )

@@ -1,49 +1,83 @@
-"""A step's decision as the message that a worker reads."""
+"""A step as the message that a worker reads."""
 
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from quire.internal.v1 import worker_pb2
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence, seed_of_choice
 
 
-def build_plan(
-    epoch: int,
-    step: int,
-    released_rows: Iterable[int],
-    admitted: Iterable[Sequence],
-    appended: Iterable[tuple[int, tuple[int, ...]]],
-    scheduled: Iterable[tuple[int, int]],
-) -> worker_pb2.BatchPlan:
-    """`appended`: (row, block ids); `scheduled`: (row, number of tokens).
+@dataclass(slots=True)
+class Moves:
+    """Whole blocks to move, in parallel."""
 
-    Admitted sequences have their row, block table and number of cached tokens set.
-    """
-    plan = worker_pb2.BatchPlan(epoch=epoch, step=step, released_rows=released_rows)
-    for sequence in admitted:
-        _admit(plan.admissions, sequence)
-    for row, block_ids in appended:
+    sources: list[int] = field(default_factory=list)
+    destinations: list[int] = field(default_factory=list)
+
+    def add(self, source: int, destination: int) -> None:
+        self.sources.append(source)
+        self.destinations.append(destination)
+
+
+@dataclass(slots=True)
+class Changes:
+    """What a step changes in the worker's tables, and what it runs."""
+
+    released_rows: list[int] = field(default_factory=list)
+    admissions: worker_pb2.Admissions = field(default_factory=worker_pb2.Admissions)
+    appended: list[tuple[int, list[int]]] = field(default_factory=list)  # row, block ids
+    swap_outs: Moves = field(default_factory=Moves)
+    swap_ins: Moves = field(default_factory=Moves)
+    copies: Moves = field(default_factory=Moves)
+    rows: list[int] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (
+            self.released_rows or self.admissions.rows or self.rows or self.swap_outs.sources
+        )
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes down the sequence with its row and block table, as it is before the step."""
+        assert sequence.row is not None
+        params, admissions = sequence.group.params, self.admissions
+        admissions.rows.append(sequence.row)
+        admissions.token_ids.extend(sequence.token_ids)
+        admissions.num_tokens.append(len(sequence.token_ids))
+        admissions.num_prompt_tokens.append(sequence.num_prompt_tokens)
+        admissions.num_computed_tokens.append(sequence.num_computed_tokens)
+        admissions.block_ids.extend(sequence.block_ids)
+        admissions.num_blocks.append(len(sequence.block_ids))
+        admissions.temperatures.append(params.temperature)
+        admissions.top_ks.append(params.top_k)
+        admissions.top_ps.append(params.top_p)
+        admissions.seeds.append(seed_of_choice(params.seed, sequence.choice))
+        admissions.num_logprobs.append(0)
+        admissions.num_prompt_logprobs.append(0)
+
+
+def build_plan(epoch: int, step: int, changes: Changes) -> worker_pb2.BatchPlan:
+    plan = worker_pb2.BatchPlan(
+        epoch=epoch,
+        step=step,
+        released_rows=changes.released_rows,
+        schedule=worker_pb2.Schedule(
+            rows=changes.rows, num_scheduled_tokens=changes.num_scheduled_tokens
+        ),
+    )
+    if changes.admissions.rows:
+        plan.admissions.CopyFrom(changes.admissions)
+    for row, block_ids in changes.appended:
         plan.appends.rows.append(row)
         plan.appends.block_ids.extend(block_ids)
         plan.appends.num_blocks.append(len(block_ids))
-    for row, num_tokens in scheduled:
-        plan.schedule.rows.append(row)
-        plan.schedule.num_scheduled_tokens.append(num_tokens)
+    _move(plan.swap_outs, changes.swap_outs)
+    _move(plan.swap_ins, changes.swap_ins)
+    _move(plan.copies, changes.copies)
     return plan
 
 
-def _admit(admissions: worker_pb2.Admissions, sequence: Sequence) -> None:
-    assert sequence.row is not None
-    params = sequence.params
-    admissions.rows.append(sequence.row)
-    admissions.token_ids.extend(sequence.token_ids)
-    admissions.num_tokens.append(len(sequence.token_ids))
-    admissions.num_prompt_tokens.append(sequence.num_prompt_tokens)
-    admissions.num_computed_tokens.append(sequence.num_computed_tokens)
-    admissions.block_ids.extend(sequence.block_ids)
-    admissions.num_blocks.append(len(sequence.block_ids))
-    admissions.temperatures.append(params.temperature)
-    admissions.top_ks.append(params.top_k)
-    admissions.top_ps.append(params.top_p)
-    admissions.seeds.append(params.seed)
-    admissions.num_logprobs.append(0)
-    admissions.num_prompt_logprobs.append(0)
+def _move(message: worker_pb2.BlockMoves, moves: Moves) -> None:
+    if moves.sources:
+        message.sources.extend(moves.sources)
+        message.destinations.extend(moves.destinations)

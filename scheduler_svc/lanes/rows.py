@@ -1,4 +1,4 @@
-"""The rows of one worker: which sequence has which."""
+"""The rows of one worker: which sequence has which, and in how many tables each block stands."""
 
 import heapq
 from collections import Counter
@@ -8,10 +8,14 @@ from scheduler_svc.core.sequence import Sequence
 
 
 class Rows:
-    """Sequences by row number. A free row is the lowest one."""
+    """Sequences by row number. A free row is the lowest one.
 
-    def __init__(self, num_rows: int, block_size: int) -> None:
-        self._block_size = block_size
+    `references` counts, per held block, the tables of rows and the holds of groups it stands in;
+    the pool counts the same.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.references: Counter[int] = Counter()
         self._free = list(range(num_rows))
         self._sequences: dict[int, Sequence] = {}
 
@@ -24,30 +28,36 @@ class Rows:
     def __getitem__(self, row: int) -> Sequence:
         return self._sequences[row]
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._sequences
-
-    def references(self) -> Counter[int]:
-        """How many tables each block stands in."""
-        return Counter(block_id for sequence in self for block_id in sequence.block_ids)
-
-    def admit(self, sequence: Sequence, block_ids: Iterable[int], num_hits: int) -> int:
-        """Gives the sequence a row and its block table, whose first blocks are hits."""
+    def admit(self, sequence: Sequence) -> int:
+        """Gives the sequence, whose blocks are counted already, a row."""
         row = heapq.heappop(self._free)
         self._sequences[row] = sequence
         sequence.row = row
-        sequence.block_ids = list(block_ids)
-        sequence.num_computed_tokens = num_hits * self._block_size
-        sequence.num_hit_blocks = num_hits
-        sequence.num_cached_tokens = sequence.num_computed_tokens
         return row
 
     def release(self, sequence: Sequence) -> int:
-        """Takes the row back; its blocks are the pool's again."""
+        """Takes the row back."""
         row = sequence.row
         assert row is not None
         sequence.row = None
-        sequence.block_ids = []
         heapq.heappush(self._free, row)
         del self._sequences[row]
         return row
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """One reference more for each."""
+        references = self.references
+        for block_id in block_ids:
+            references[block_id] += 1
+
+    def let_go(self, block_ids: Iterable[int]) -> int:
+        """One reference less for each; the number of those that have none left."""
+        references = self.references
+        num_freed = 0
+        for block_id in block_ids:
+            if references[block_id] == 1:
+                del references[block_id]
+                num_freed += 1
+            else:
+                references[block_id] -= 1
+        return num_freed

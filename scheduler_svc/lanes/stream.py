@@ -1,7 +1,8 @@
 """One `Execute` stream: plans down, results and heartbeats up."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -30,6 +31,7 @@ class Worker:
     model_fingerprint: bytes
     block_size: int
     num_blocks: int
+    num_host_blocks: int
     kv_cache_dtype: str
     max_num_seqs: int
     max_model_len: int
@@ -39,13 +41,13 @@ class Worker:
 
 
 class WorkerStream:
-    """An `Execute` call. Results come in the order of the plans."""
+    """An `Execute` call."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         # Why the stream has ended, if it has.
         self.lost: LaneLost | None = None
         self._call: _Call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
-        self._results: asyncio.Queue[worker_pb2.StepResult | LaneLost] = asyncio.Queue()
+        self._results: deque[worker_pb2.StepResult] = deque()
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
@@ -85,9 +87,14 @@ class WorkerStream:
             raise LaneLost(_why(error)) from error
         return _worker(first.hello)
 
-    def start(self, on_draining: Callable[[], None], on_lost: Callable[[], None]) -> None:
-        """Reads the stream from here on."""
-        self._reader = asyncio.create_task(self._read(on_draining, on_lost))
+    def start(self, on_draining: Callable[[], None], on_news: Callable[[], None]) -> None:
+        """Reads the stream from here on; `on_news`: there is a result, or the stream is lost."""
+        self._reader = asyncio.create_task(self._read(on_draining, on_news))
+
+    def results(self) -> Iterator[worker_pb2.StepResult]:
+        """Those that have come since, in the order of the plans."""
+        while self._results:
+            yield self._results.popleft()
 
     async def send(self, plan: worker_pb2.BatchPlan) -> None:
         try:
@@ -95,33 +102,26 @@ class WorkerStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise LaneLost(_why(error)) from error
 
-    async def result(self) -> worker_pb2.StepResult:
-        """The next plan's result. LaneLost if the stream ends before it."""
-        result = await self._results.get()
-        if isinstance(result, LaneLost):
-            raise result
-        return result
-
     async def _close(self) -> None:
         self._call.cancel()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
 
-    async def _read(self, on_draining: Callable[[], None], on_lost: Callable[[], None]) -> None:
+    async def _read(self, on_draining: Callable[[], None], on_news: Callable[[], None]) -> None:
         try:
             # read(), not iteration: the two do not mix on one call, and the hello was read.
             while isinstance(response := await self._call.read(), worker_pb2.ExecuteResponse):
                 if response.HasField("result"):
-                    self._results.put_nowait(response.result)
+                    self._results.append(response.result)
+                    on_news()
                 elif response.HasField("heartbeat") and response.heartbeat.draining:
                     on_draining()
             code, details = await self._call.code(), await self._call.details()
             self.lost = LaneLost(f"the worker ended the stream: {code.name} {details}")
         except grpc.aio.AioRpcError as error:
             self.lost = LaneLost(_why(error))
-        self._results.put_nowait(self.lost)
-        on_lost()
+        on_news()
 
 
 def _why(error: Exception) -> str:
@@ -137,6 +137,7 @@ def _worker(hello: worker_pb2.Hello) -> Worker:
         model_fingerprint=hello.model_fingerprint,
         block_size=hello.block_size,
         num_blocks=hello.num_blocks,
+        num_host_blocks=hello.num_host_blocks,
         kv_cache_dtype=hello.kv_cache_dtype,
         max_num_seqs=hello.max_num_seqs,
         max_model_len=hello.max_model_len,

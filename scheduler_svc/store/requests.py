@@ -76,9 +76,7 @@ def pack_record(record: RequestRecord) -> list[bytes | str | int]:
     ]
 
 
-def unpack_request(
-    fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes]
-) -> StoredRequest:
+def unpack_request(fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes]) -> StoredRequest:
     """A record from its hash and its output."""
     deadline_ms = fields[b"deadline_ms"]
     record = RequestRecord(

@@ -129,9 +129,7 @@ class Store:
         is not live; then nothing has changed.
         """
         packed = [
-            part
-            for run in runs
-            for part in (run.choice, run.first_index, pack_u32s(run.token_ids))
+            part for run in runs for part in (run.choice, run.first_index, pack_u32s(run.token_ids))
         ]
         await self._run(scripts.FOLD, [run.key for run in runs], *packed)
 

@@ -13,22 +13,54 @@ from waiting import until
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from quire.service.lifecycle import Signals
 from quire.service.protocol import PROTOCOL_VERSION
+from scheduler_svc.core.sequence import seed_of_choice
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 
 
 @dataclass
-class Heard:
-    """What a gateway has heard of one request."""
+class HeardChoice:
+    """What a gateway has heard of one choice."""
 
-    accepted: bool = False
     token_ids: list[int] = field(default_factory=list)
     end: scheduler_pb2.ChoiceEnd | None = None
+
+
+@dataclass
+class Heard:
+    """What a gateway has heard of one request, and what it asked."""
+
+    seed: int
+    num_prompt_tokens: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    choices: list[HeardChoice]
+    accepted: bool = False
     failure: scheduler_pb2.RequestFailure | None = None
 
     @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def end(self) -> scheduler_pb2.ChoiceEnd | None:
+        return self.choices[0].end
+
+    @property
     def over(self) -> bool:
-        return self.end is not None or self.failure is not None
+        return self.failure is not None or all(choice.end for choice in self.choices)
+
+    def tokens(self, count: int, choice: int = 0) -> list[int]:
+        """The first tokens that a choice must have, stops left aside."""
+        seed = seed_of_choice(self.seed, choice)
+        first = self.num_prompt_tokens
+        return [token_at(seed, position) for position in range(first, first + count)]
+
+    def output(self, choice: int = 0) -> list[int]:
+        """All that a choice must have if nobody disturbs it."""
+        tokens = self.tokens(self.max_tokens, choice)
+        ends = [index for index, token in enumerate(tokens) if token in self.stop_token_ids]
+        return tokens[: ends[0] + 1] if ends else tokens
 
 
 class Gateway:
@@ -53,13 +85,19 @@ class Gateway:
         seed: int = 1,
         request_id: str | None = None,
         stop_token_ids: tuple[int, ...] = (),
+        n: int = 1,
+        priority: int = 0,
     ) -> int:
         attachment, self._next = self._next, self._next + 1
-        self.heard[attachment] = Heard()
+        self.heard[attachment] = Heard(
+            seed, len(prompt), max_tokens, stop_token_ids, [HeardChoice() for _ in range(n)]
+        )
         submission = scheduler_pb2.Submission(
             attachment=attachment,
             request_id=request_id or f"request-{attachment}",
             prompt_token_ids=prompt,
+            n=n,
+            priority=priority,
             params=scheduler_pb2.ResolvedParams(
                 top_p=1, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids
             ),
@@ -88,7 +126,9 @@ class Gateway:
                 self.heard[acceptance.attachment].accepted = True
             self._take(frame.deltas)
             for end in frame.choice_ends:
-                self.heard[end.attachment].end = end
+                choice = self.heard[end.attachment].choices[end.choice]
+                assert choice.end is None, "a choice ends once"
+                choice.end = end
             for failure in frame.failures:
                 self.heard[failure.attachment].failure = failure
             for result in frame.cancellation_results:
@@ -96,16 +136,12 @@ class Gateway:
 
     def _take(self, deltas: scheduler_pb2.TokenDeltas) -> None:
         tokens = iter(deltas.token_ids)
-        for attachment, first, count in zip(
-            deltas.attachments, deltas.first_indices, deltas.num_tokens, strict=True
+        for attachment, choice, first, count in zip(
+            deltas.attachments, deltas.choices, deltas.first_indices, deltas.num_tokens, strict=True
         ):
-            heard = self.heard[attachment]
+            heard = self.heard[attachment].choices[choice]
             assert first == len(heard.token_ids), "indices go up without a gap"
             heard.token_ids.extend(next(tokens) for _ in range(count))
-
-
-def expected(seed: int, max_tokens: int) -> list[int]:
-    return [token_at(seed, position) for position in range(max_tokens)]
 
 
 @dataclass

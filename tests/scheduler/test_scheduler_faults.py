@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from ledger_worker import LedgerWorker
-from scheduler_stack import Stack, expected, running_stack
+from scheduler_stack import Stack, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.dispatch import Dispatcher
 from scheduler_svc.engine import Engine
 from scheduler_svc.lanes.names import Names
 from scheduler_svc.store.requests import RequestKey, RequestRecord
@@ -38,7 +39,7 @@ async def serves(stack: Stack, seed: int = 1) -> None:
     [heard] = await gateway.over(
         await gateway.submit(prompt(9, seed), seed=seed, request_id=f"next-{seed}")
     )
-    assert heard.token_ids == expected(seed, 4)
+    assert heard.token_ids == heard.tokens(4)
 
 
 async def test_a_worker_that_comes_up_at_two_addresses_is_one_lane(redis_url, sockets):
@@ -56,14 +57,16 @@ async def test_a_lane_that_ends_while_caches_are_asked_is_given_nothing(
 ):
     engines: list[Engine] = []
     asked, answer = asyncio.Event(), asyncio.Event()
-    add, match = Engine.add, Engine._match
+    add, match = Engine.add, Dispatcher._match
 
     def noted_add(engine: Engine, *lane: object) -> None:
         add(engine, *lane)
         engines.append(engine)
 
-    async def slow_match(engine: Engine, lanes: list, batch: list) -> list[list[PrefixMatch]]:
-        found = await match(engine, lanes, batch)
+    async def slow_match(
+        dispatcher: Dispatcher, lanes: list, batch: list
+    ) -> list[list[PrefixMatch | None]]:
+        found = await match(dispatcher, lanes, batch)
         asked.set()
         await answer.wait()
         return found
@@ -73,7 +76,7 @@ async def test_a_lane_that_ends_while_caches_are_asked_is_given_nothing(
     async with running_stack(redis_url, sockets, workers) as stack:
         gateway = await stack.gateway()
         await until(lambda: len(engines) == 2, "both lanes")
-        monkeypatch.setattr(Engine, "_match", slow_match)
+        monkeypatch.setattr(Dispatcher, "_match", slow_match)
         attachments = [await gateway.submit(prompt(8, seed), seed=seed) for seed in range(6)]
         await asked.wait()
         engine = engines[0]
@@ -82,8 +85,8 @@ async def test_a_lane_that_ends_while_caches_are_asked_is_given_nothing(
         await stack.stop_worker("ab"[chosen - 1])
         await until(lambda: chosen not in engine.lanes, "the lane's end")
         answer.set()
-        for seed, heard in enumerate(await gateway.over(*attachments)):
-            assert heard.token_ids == expected(seed, 4)
+        for heard in await gateway.over(*attachments):
+            assert heard.token_ids == heard.tokens(4)
 
 
 async def test_equal_prompts_run_side_by_side_although_caching_is_off(redis_url, sockets):
@@ -97,11 +100,11 @@ async def test_equal_prompts_run_side_by_side_although_caching_is_off(redis_url,
             await gateway.submit(prompt(5), seed=seed, max_tokens=2)
         await until(lambda: all(one.accepted for one in gateway.heard.values()), "acceptance")
         worker.gate.set()
-        for seed, heard in enumerate(await gateway.over()):
-            assert heard.token_ids == expected(seed, 2)
+        for heard in await gateway.over():
+            assert heard.token_ids == heard.tokens(2)
             assert heard.end.num_cached_prompt_tokens == 0
         # Six prompts fill a step's budget; one by one there would never be more than three.
-        assert worker.ledger.max_rows >= 6
+        assert worker.max_rows >= 6
 
 
 DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
@@ -135,7 +138,7 @@ async def test_workers_of_another_model_take_over_when_the_last_one_is_gone(redi
         await until(lambda: gateway.heard[waiting].accepted, "acceptance")
         await stack.start_worker("a", LedgerWorker(2, fingerprint=b"other", block_size=8))
         [heard] = await gateway.over(waiting)
-        assert heard.token_ids == expected(2, 4)
+        assert heard.token_ids == heard.tokens(4)
 
 
 async def test_a_former_leader_s_requests_are_ended(redis_url, redis_client, sockets):

@@ -36,8 +36,8 @@ async def test_a_record_comes_back_as_it_was_written(store: Store) -> None:
     full = record(deadline_ms=1_900_000_000_000, opaque=b"\x00\x01")
     bare = record(OTHER_KEY, 5, prompt_token_ids=())
     assert await store.record([full, bare]) == [True, True]
-    assert await store.load(KEY) == StoredRequest(full, RequestState.LIVE, ())
-    assert await store.load(OTHER_KEY) == StoredRequest(bare, RequestState.LIVE, ())
+    assert await store.load(KEY) == StoredRequest(full, RequestState.LIVE, {})
+    assert await store.load(OTHER_KEY) == StoredRequest(bare, RequestState.LIVE, {})
     assert await store.load(RequestKey("ann", "r-2")) is None
     await store.discard([KEY, OTHER_KEY])
     assert await store.load(KEY) is None
@@ -112,7 +112,7 @@ async def test_a_finished_id_may_be_used_again(store: Store, redis_client: redis
     await store.fold([OutputRun(KEY, 0, 0, (7,))])
     await store.finish([Ending(KEY, RequestState.FINISHED)])
     assert await store.record([record(sequence_id=3)]) == [True]
-    assert await store.load(KEY) == StoredRequest(record(sequence_id=3), RequestState.LIVE, ())
+    assert await store.load(KEY) == StoredRequest(record(sequence_id=3), RequestState.LIVE, {})
     assert ttls(redis_client) == [-1, -2]
     await store.discard([KEY])
 

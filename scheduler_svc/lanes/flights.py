@@ -1,0 +1,92 @@
+"""Plans that were sent and have not returned, oldest first."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from quire.internal.v1 import worker_pb2
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.lanes.stream import LaneLost
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One plan: who ran in it. A result belongs to these, whoever has their rows by then."""
+
+    epoch: int
+    step: int
+    # Rows and sequences in parallel: all that are scheduled, and those that sample a token.
+    rows: list[int]
+    sequences: list[Sequence]
+    due_rows: list[int]
+    due: list[Sequence]
+    num_tokens: int
+    sent_at: float  # of time.perf_counter
+    # What the step had cost by then.
+    scheduling_s: float
+    redis_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What a plan gave: tokens beside their sequences, and sequences whose rows failed."""
+
+    flight: Flight
+    sequences: list[Sequence]
+    token_ids: list[int]
+    failures: list[tuple[Sequence, str]]
+
+
+class Flights:
+    """Results come in the order of the plans."""
+
+    def __init__(self) -> None:
+        self._flights: deque[Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def start(self, flight: Flight) -> None:
+        """Counts the plan's tokens as there."""
+        for sequence in flight.sequences:
+            sequence.num_in_flight += 1
+        for sequence in flight.due:
+            sequence.num_pending += 1
+        self._flights.append(flight)
+
+    def land(self, result: worker_pb2.StepResult) -> Landing:
+        """The oldest plan's result. LaneLost unless each row that was due a token has one, or a
+        reason why not."""
+        if not self._flights:
+            raise LaneLost(f"the worker answered step {result.step}, which nobody asked for")
+        flight = self._flights.popleft()
+        landing = _landing(flight, result)
+        for sequence in flight.sequences:
+            sequence.num_in_flight -= 1
+        for sequence in flight.due:
+            sequence.num_pending -= 1
+        return landing
+
+
+def _landing(flight: Flight, result: worker_pb2.StepResult) -> Landing:
+    if (result.epoch, result.step) != (flight.epoch, flight.step):
+        raise LaneLost(
+            f"the worker answered step {result.step} of epoch {result.epoch}, "
+            f"not step {flight.step} of epoch {flight.epoch}"
+        )
+    sampled_rows, token_ids = list(result.sampled_rows), list(result.sampled_token_ids)
+    if len(sampled_rows) != len(token_ids):
+        raise LaneLost(f"step {flight.step}: {len(sampled_rows)} rows, {len(token_ids)} tokens")
+    if sampled_rows == flight.due_rows and not result.failures:
+        return Landing(flight, flight.due, token_ids, [])
+    running = dict(zip(flight.rows, flight.sequences, strict=True))
+    failures = {failure.row: failure.reason for failure in result.failures}
+    if not failures.keys() <= running.keys():
+        raise LaneLost(f"the worker failed rows that step {flight.step} did not run")
+    if sorted(sampled_rows) != sorted(row for row in flight.due_rows if row not in failures):
+        raise LaneLost(f"the worker's result of step {flight.step} is not that of its plan")
+    return Landing(
+        flight,
+        [running[row] for row in sampled_rows],
+        token_ids,
+        [(running[row], reason) for row, reason in failures.items()],
+    )

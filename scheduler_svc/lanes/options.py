@@ -1,0 +1,49 @@
+"""What lanes are given: the settings that concern them, and whom they tell."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.stats import StepSample
+from scheduler_svc.core.view import Limits
+from scheduler_svc.lanes.stream import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOptions:
+    """The same for every lane."""
+
+    # The most that the settings allow; block size and watermark come from the worker.
+    limits: Limits
+    # Share of a pool's blocks that new requests leave free.
+    watermark: float
+    # Plans in flight.
+    depth: int
+    enable_prefix_caching: bool
+    check_every_step: bool
+
+    def limits_for(self, worker: Worker) -> Limits:
+        most = self.limits
+        return replace(
+            most,
+            block_size=worker.block_size,
+            max_num_batched_tokens=min(most.max_num_batched_tokens, worker.max_num_batched_tokens),
+            max_num_seqs=min(most.max_num_seqs, worker.max_num_seqs),
+            watermark=int(self.watermark * worker.num_blocks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LaneHooks:
+    """Whom a lane tells what."""
+
+    # A sequence is over and holds nothing any more.
+    left: Callable[[Sequence], None]
+    # These have to wait for a row again, here or elsewhere.
+    given_back: Callable[[list[Sequence]], None]
+    # There may be room for others.
+    room: Callable[[], None]
+    # A plan has returned.
+    stepped: Callable[[StepSample], None]
+    # Brings request records up to what is journaled of these.
+    fold: Callable[[list[Sequence]], Awaitable[None]]
