@@ -6,12 +6,19 @@ from typing import TypeVar
 
 import grpc
 import structlog
+from prometheus_client import CollectorRegistry
 
-from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.internal.v1 import (
+    operations_pb2,
+    operations_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+)
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
 from quire.service.errors import unavailable
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
+from quire.service.metrics import MetricsServer, serving_metrics
 from scheduler_svc.core.recorder import Recorder
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine import Engine
@@ -19,6 +26,9 @@ from scheduler_svc.gateways.desk import Desk
 from scheduler_svc.gateways.servicer import SchedulerServicer
 from scheduler_svc.lanes.discovery import Discovery
 from scheduler_svc.lanes.options import LaneHooks, LaneOptions
+from scheduler_svc.operations.collector import EngineCollector
+from scheduler_svc.operations.servicer import OperationsServicer
+from scheduler_svc.operations.step_times import StepTimes
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import StoreError, StoreUnavailable
 from scheduler_svc.store.requests import Ending, RequestState
@@ -26,7 +36,10 @@ from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
 
-_SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+_SERVICES = (
+    scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
+    operations_pb2.DESCRIPTOR.services_by_name["OperationsService"].full_name,
+)
 _REDIS, _WORKER = "redis", "worker"
 REDIS_RETRY_S = 1.0
 CHECK_INTERVAL_S = 0.1
@@ -41,10 +54,16 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, signals: Signals) -> None:
         self._settings = settings
         self._signals = signals
-        self._health = Health([_REDIS, _WORKER], [_SERVICE])
+        # None where nobody asked for metrics, and before the start.
+        self.metrics_server: MetricsServer | None = None
+        self._health = Health([_REDIS, _WORKER], _SERVICES)
         self._servicer = SchedulerServicer()
+        self._operations = OperationsServicer()
+        self._steps = StepTimes()
+        self._collector = EngineCollector(self._steps)
         self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
+        operations_pb2_grpc.add_OperationsServiceServicer_to_server(self._operations, self._server)
 
     @property
     def leading(self) -> bool:
@@ -52,9 +71,15 @@ class Scheduler:
         return self._servicer.desk is not None
 
     async def serve(self) -> None:
+        registry = CollectorRegistry()
+        registry.register(self._collector)
+        async with serving_metrics(self._settings.metrics_listen, registry) as self.metrics_server:
+            await self._serve()
+
+    async def _serve(self) -> None:
         settings = self._settings
         await start_server(
-            self._server, settings.listen, [_SERVICE], self._health, settings.address_file
+            self._server, settings.listen, _SERVICES, self._health, settings.address_file
         )
         try:
             store = await self._unless_drained(self._connect())
@@ -102,6 +127,8 @@ class Scheduler:
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
         )
+        self._collector.engine = engine
+        self._operations.leads(engine, store.leadership.epoch)
         self._servicer.desk = desk = Desk(engine, store, recorder)
         work = asyncio.create_task(self._work(store, engine, recorder, desk))
         try:
@@ -136,7 +163,7 @@ class Scheduler:
             left=engine.left,
             given_back=engine.give_back,
             room=engine.room,
-            stepped=lambda sample: None,
+            stepped=self._steps.observe,
             fold=recorder.fold,
         )
         names = self._settings.worker_addresses

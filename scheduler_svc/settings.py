@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
+from quire.service.metrics import MetricsAddress
 from quire.service.settings import ServiceSettings
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.view import Policy, PreemptionMode
@@ -92,6 +93,9 @@ class SchedulerSettings(ServiceSettings):
     )
     finished_ttl_s: int = Field(
         600, ge=1, description="Seconds that the record of a finished request stays in Redis."
+    )
+    metrics_listen: MetricsAddress | None = Field(
+        None, description="Where metrics are served over HTTP: host:port; nowhere if absent."
     )
 
     @field_validator("workers")

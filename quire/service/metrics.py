@@ -1,6 +1,8 @@
 """Metrics over HTTP, for Prometheus and those that read its format."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Annotated
@@ -57,3 +59,18 @@ async def start_metrics(listen: str, registry: CollectorRegistry) -> MetricsServ
     address = f"{host}:{server.server_port}"
     log.info("serving metrics", address=address)
     return MetricsServer(address, server, thread)
+
+
+@asynccontextmanager
+async def serving_metrics(
+    listen: str | None, registry: CollectorRegistry
+) -> AsyncIterator[MetricsServer | None]:
+    """Serves within the context, if there is an address to do so. OSError as `start_metrics`."""
+    if listen is None:
+        yield None
+        return
+    server = await start_metrics(listen, registry)
+    try:
+        yield server
+    finally:
+        await server.stop()
