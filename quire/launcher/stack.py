@@ -54,13 +54,17 @@ class LocalStack:
         self._processes = ProcessGroup()
         self._undo = ExitStack()
         self._address: str | None = None
+        self._scheduler_address: str | None = None
 
     @property
     def address(self) -> str:
         """Where the public API is served. LaunchError if the stack is not running."""
-        if self._address is None:
-            raise LaunchError("the stack is not running")
-        return self._address
+        return _running(self._address)
+
+    @property
+    def scheduler_address(self) -> str:
+        """Where operators ask. LaunchError if the stack is not running."""
+        return _running(self._scheduler_address)
 
     @property
     def pids(self) -> list[int]:
@@ -85,7 +89,7 @@ class LocalStack:
 
     def stop(self) -> None:
         """Drains and ends gateway, scheduler, workers and Redis, in this order."""
-        self._address = None
+        self._address = self._scheduler_address = None
         self._undo.close()
 
     def kill(self) -> None:
@@ -110,6 +114,7 @@ class LocalStack:
         gateway = spawner.call(lambda: self._start_services(directory, redis_url))
         self._processes.wait_until_ready(self.ready_timeout_s, self.on_wait)
         self._address = gateway.address
+        self._scheduler_address = _scheduler_socket(directory)
 
     def _start_redis(self, directory: Path) -> str:
         redis = EmbeddedRedis(directory)
@@ -119,7 +124,7 @@ class LocalStack:
 
     def _start_services(self, directory: Path, redis_url: str) -> ServiceProcess:
         """Starts all of them at once, in the order in which they are to stop; gives the gateway."""
-        scheduler = f"unix:{directory}/scheduler.sock"
+        scheduler = _scheduler_socket(directory)
         workers = [f"unix:{directory}/worker-{i}.sock" for i in range(self.num_workers)]
         [gateway] = self._processes.start([self._gateway(directory, scheduler)])
         self._processes.start([self._scheduler(directory, scheduler, redis_url, workers)])
@@ -183,3 +188,13 @@ class LocalStack:
             "QUIRE_WORKER_THREADS": str(threads),
         }
         return {**defaults, **os.environ, **self.settings}
+
+
+def _running(address: str | None) -> str:
+    if address is None:
+        raise LaunchError("the stack is not running")
+    return address
+
+
+def _scheduler_socket(directory: Path) -> str:
+    return f"unix:{directory}/scheduler.sock"
