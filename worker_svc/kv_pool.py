@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.kv_write import copy_blocks, empty_cache
-from worker_svc.plans import BlockMoves
+from worker_svc.inputs import Ints
+from worker_svc.plans import BlockMoves, PlanError
 from worker_svc.pool_size import require_room
 
 log = structlog.get_logger()
@@ -95,31 +96,41 @@ class KvPool:
         self.layers = _allocate(layers, size.num_blocks, block_size, device)
         self._host = _allocate(layers, size.num_host_blocks, block_size, torch.device("cpu"))
 
-    def swap_out(self, moves: BlockMoves) -> None:
-        """Device blocks to host blocks."""
-        self._move(self.layers, self._host, moves)
+    def move(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
+        """Device to host, host to device, device to device, in this order; each reads all its
+        sources before it writes. PlanError, and nothing is moved, if they cannot all be."""
+        self._check(swap_outs, swap_ins, copies)
+        _move(self.layers, self._host, swap_outs)
+        _move(self._host, self.layers, swap_ins)
+        _move(self.layers, self.layers, copies)
 
-    def swap_in(self, moves: BlockMoves) -> None:
-        """Host blocks to device blocks."""
-        self._move(self._host, self.layers, moves)
+    def _check(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
+        """Here, because an index out of range takes a GPU's context down."""
+        if len(swap_outs.sources) and len(swap_ins.sources):
+            raise PlanError("blocks are swapped out and in by one plan")
+        for ids in (swap_outs.sources, swap_ins.destinations, copies.sources, copies.destinations):
+            _require_within(ids, 1, self.size.num_blocks)
+        for ids in (swap_outs.destinations, swap_ins.sources):
+            _require_within(ids, 0, self.size.num_host_blocks)
 
-    def copy(self, moves: BlockMoves) -> None:
-        """Device blocks to device blocks."""
-        self._move(self.layers, self.layers, moves)
 
-    @staticmethod
-    def _move(
-        sources: list[tuple[Tensor, Tensor]],
-        destinations: list[tuple[Tensor, Tensor]],
-        moves: BlockMoves,
-    ) -> None:
-        if not len(moves.sources):
-            return
-        source_ids = torch.from_numpy(moves.sources)
-        destination_ids = torch.from_numpy(moves.destinations)
-        for source_layer, destination_layer in zip(sources, destinations, strict=True):
-            for source, destination in zip(source_layer, destination_layer, strict=True):
-                copy_blocks(source, destination, source_ids, destination_ids)
+def _require_within(block_ids: Ints, first: int, end: int) -> None:
+    if len(block_ids) and not (block_ids.min() >= first and block_ids.max() < end):
+        raise PlanError(f"blocks to move must be {first} to {end - 1}: {block_ids.tolist()}")
+
+
+def _move(
+    sources: list[tuple[Tensor, Tensor]],
+    destinations: list[tuple[Tensor, Tensor]],
+    moves: BlockMoves,
+) -> None:
+    if not len(moves.sources):
+        return
+    source_ids = torch.from_numpy(moves.sources)
+    destination_ids = torch.from_numpy(moves.destinations)
+    for source_layer, destination_layer in zip(sources, destinations, strict=True):
+        for source, destination in zip(source_layer, destination_layer, strict=True):
+            copy_blocks(source, destination, source_ids, destination_ids)
 
 
 def _allocate(

@@ -112,6 +112,27 @@ def plan_from_proto(message: worker_pb2.BatchPlan) -> Plan:
     return plan
 
 
+def plan_to_proto(plan: Plan) -> worker_pb2.BatchPlan:
+    """The message that `plan_from_proto` made the plan of."""
+    message = worker_pb2.BatchPlan(
+        epoch=plan.epoch, step=plan.step, released_rows=plan.released_rows
+    )
+    for admission in plan.admissions:
+        _add_admission(message.admissions, admission)
+    for append in plan.appends:
+        message.appends.rows.append(append.row)
+        message.appends.block_ids.extend(append.block_ids)
+        message.appends.num_blocks.append(len(append.block_ids))
+    for name in ("swap_outs", "swap_ins", "copies"):
+        moves: BlockMoves = getattr(plan, name)
+        if len(moves.sources):
+            getattr(message, name).sources.extend(moves.sources)
+            getattr(message, name).destinations.extend(moves.destinations)
+    message.schedule.rows.extend(plan.rows)
+    message.schedule.num_scheduled_tokens.extend(plan.num_scheduled_tokens)
+    return message
+
+
 def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
     times = output.times
     return worker_pb2.StepResult(
@@ -174,6 +195,22 @@ def _admissions(message: worker_pb2.Admissions) -> tuple[Admission, ...]:
         )
         for i, row in enumerate(message.rows)
     )
+
+
+def _add_admission(message: worker_pb2.Admissions, admission: Admission) -> None:
+    message.rows.append(admission.row)
+    message.token_ids.extend(admission.token_ids)
+    message.num_tokens.append(len(admission.token_ids))
+    message.num_prompt_tokens.append(admission.num_prompt_tokens)
+    message.num_computed_tokens.append(admission.num_computed_tokens)
+    message.block_ids.extend(admission.block_ids)
+    message.num_blocks.append(len(admission.block_ids))
+    message.temperatures.append(admission.temperature)
+    message.top_ks.append(admission.top_k)
+    message.top_ps.append(admission.top_p)
+    message.seeds.append(admission.seed)
+    message.num_logprobs.append(admission.num_logprobs)
+    message.num_prompt_logprobs.append(admission.num_prompt_logprobs)
 
 
 def _appends(message: worker_pb2.BlockAppends) -> tuple[BlockAppend, ...]:

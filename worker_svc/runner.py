@@ -68,9 +68,7 @@ class Runner:
 
     def _apply(self, plan: Plan) -> None:
         self._tables.apply(plan)
-        self._pool.swap_out(plan.swap_outs)
-        self._pool.swap_in(plan.swap_ins)
-        self._pool.copy(plan.copies)
+        self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
 
     def _forward(self, inputs: StepInputs, rows: Ints) -> Tensor:
         """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""

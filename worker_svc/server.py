@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -17,6 +18,7 @@ from quire.service.lifecycle import Signals, start_server
 from quire.service.logs import configure_logging
 from worker_svc.device_thread import DeviceThread
 from worker_svc.engine import Engine
+from worker_svc.recorder import Recorder, RecordingRunner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
@@ -55,15 +57,18 @@ async def run(settings: WorkerSettings, load_engine: EngineLoader) -> None:
     servicer = WorkerServicer(thread)
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    recorder = None if settings.record is None else Recorder(settings.record)
     await start_server(server, settings.listen, [_SERVICE], health, settings.address_file)
     loaded = thread.submit(partial(load_engine, settings))
     try:
-        await _until_drained(settings, loaded, signals, health, servicer)
+        await _until_drained(settings, loaded, signals, health, servicer, recorder)
     finally:
         await health.stopping()
         servicer.leave()
         await server.stop(_LEAVING_S)
         ended = thread.stop(_LAST_STEP_S)
+        if recorder is not None:
+            recorder.close()
         log.info("stopped")
         if not ended:
             os._exit(0)
@@ -75,8 +80,9 @@ async def _until_drained(
     signals: Signals,
     health: Health,
     servicer: WorkerServicer,
+    recorder: Recorder | None,
 ) -> None:
-    loading = asyncio.create_task(_load(settings.model, loaded, health, servicer))
+    loading = asyncio.create_task(_load(settings.model, loaded, health, servicer, recorder))
     draining = asyncio.create_task(signals.drain.wait())
     try:
         await asyncio.wait({loading, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +98,11 @@ async def _until_drained(
 
 
 async def _load(
-    model: str | None, loaded: Future[Engine], health: Health, servicer: WorkerServicer
+    model: str | None,
+    loaded: Future[Engine],
+    health: Health,
+    servicer: WorkerServicer,
+    recorder: Recorder | None,
 ) -> None:
     try:
         engine = await asyncio.wrap_future(loaded)
@@ -102,6 +112,10 @@ async def _load(
         log.error("model not loaded", model=model, reason=str(error))
         await health.failed(_MODEL_CHECK, str(error))
         return
-    servicer.serve(engine)
+    if recorder is None:
+        servicer.serve(engine)
+    else:
+        servicer.serve(replace(engine, runner=RecordingRunner(engine.runner, recorder)))
+        recorder.put(servicer.hello())
     await health.passed(_MODEL_CHECK)
     log.info("ready")

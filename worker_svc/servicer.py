@@ -12,6 +12,7 @@ from quire.service.errors import RequestError, abort, failed, unavailable
 from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.device_thread import DeviceThread
 from worker_svc.engine import Engine
+from worker_svc.explain import Explanation
 from worker_svc.lane import Lane
 from worker_svc.plans import PlanError, plan_from_proto
 
@@ -64,7 +65,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._check(opening)
             if self._incarnation in opening.live_incarnations:
                 # A second address of a worker the scheduler has: nothing is taken from anybody.
-                await context.write(worker_pb2.ExecuteResponse(hello=self._hello()))
+                await context.write(worker_pb2.ExecuteResponse(hello=self.hello()))
                 return
             lane = await self._open_lane(opening)
             await self._serve_lane(lane, request_iterator, context)
@@ -76,8 +77,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if lane is not None:
                 await self._close_lane(lane)
 
+    async def Explain(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[worker_pb2.Recording],
+        context: grpc.aio.ServicerContext[worker_pb2.Recording, worker_pb2.ExplainedStep],
+    ) -> worker_pb2.ExplainedStep:
+        explanation = Explanation()
+        try:
+            async for entry in request_iterator:
+                explanation.add(entry)
+            return explanation.step()
+        except ValueError as error:
+            status = grpc.StatusCode.INVALID_ARGUMENT
+            return await abort(context, failed(status, "WRONG_RECORDING", str(error)))
+
     async def _serve_lane(self, lane: Lane, requests: _Requests, context: _Context) -> None:
-        await context.write(worker_pb2.ExecuteResponse(hello=self._hello()))
+        await context.write(worker_pb2.ExecuteResponse(hello=self.hello()))
         tasks = [
             asyncio.create_task(_read_plans(requests, lane)),
             asyncio.create_task(self._beat(lane)),
@@ -146,7 +161,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
         return worker_pb2.ExecuteResponse(heartbeat=beat)
 
-    def _hello(self) -> worker_pb2.Hello:
+    def hello(self) -> worker_pb2.Hello:
+        """What the worker is. RequestError while nothing is served."""
         engine = self._require_engine()
         identity = engine.identity
         return worker_pb2.Hello(

@@ -1,6 +1,7 @@
 """The worker's settings."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -71,6 +72,9 @@ class WorkerSettings(ServiceSettings):
     )
     swap_space: Bytes = Field(
         0, ge=0, description="Host memory for blocks of swapped-out sequences, such as 4GiB."
+    )
+    record: Path | None = Field(
+        None, description="File that receives every plan and result, for `quire replay`."
     )
     sim_vocab_size: int | None = Field(
         None, ge=1, description="sim: tokens of the vocabulary; the model's, or 32000, if absent."

@@ -91,6 +91,13 @@ class Tables:
         self.token_table[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
+    def append_token(self, row: int, token_id: int) -> None:
+        """One row's `write_sampled`. PlanError if it holds no sequence or is full."""
+        self._require_held(row)
+        if self.num_tokens[row] >= self.max_model_len:
+            raise PlanError(f"row {row}: no room for a token")
+        self.write_sampled(np.array([row]), np.array([token_id]))
+
     def fail(self, row: int, reason: str) -> None:
         """The row gives no more tokens until it is released."""
         self.failures[row] = reason

@@ -161,6 +161,76 @@ async def test_blocks_survive_a_swap_and_a_copy(lane: LaneClient, model: Path) -
     assert list((await lane.run(plan)).sampled_token_ids) == [expected[1]]
 
 
+async def test_a_fork_goes_on_beside_its_parent(lane: LaneClient, model: Path) -> None:
+    expected = Reference(model).generate(_PROMPT, 3)
+    await lane.run(whole(sequence(), [3, 2, 1]))
+    # The sibling shares what is full before the prompt's last token, and copies the rest, in which
+    # the parent writes in this same plan.
+    sibling = sequence(1)
+    sibling.block_ids, sibling.num_computed_tokens = [1, 2, 9], len(_PROMPT) - 1
+    fork = whole(sibling, [])
+    schedule(fork, 0, 1)
+    fork.copies.CopyFrom(worker_pb2.BlockMoves(sources=[3], destinations=[9]))
+    result = await lane.run(fork)
+    assert dict(zip(result.sampled_rows, result.sampled_token_ids, strict=True)) == {
+        0: expected[1],
+        1: expected[0],
+    }
+    both = worker_pb2.BatchPlan()
+    append(both, 0, [4])
+    schedule(both, 0, 1)
+    schedule(both, 1, 1)
+    assert list((await lane.run(both)).sampled_token_ids) == [expected[2], expected[1]]
+
+
+async def test_copies_of_one_plan_may_exchange_blocks(lane: LaneClient, model: Path) -> None:
+    expected = Reference(model).generate(_PROMPT, 2)
+    await lane.run(whole(sequence(), [3, 2, 1]))
+    exchange = worker_pb2.BatchPlan(
+        released_rows=[0], copies=worker_pb2.BlockMoves(sources=[1, 2], destinations=[2, 1])
+    )
+    await lane.run(exchange)
+    back = sequence(0, [*_PROMPT, expected[0]])
+    back.block_ids, back.num_computed_tokens = [2, 1, 3], len(_PROMPT)
+    assert list((await lane.run(whole(back, [4]))).sampled_token_ids) == [expected[1]]
+
+
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        ({"swap_outs": (1, 0), "swap_ins": (1, 2)}, "out and in"),
+        ({"swap_outs": (300, 0)}, "1 to 299"),
+        ({"swap_outs": (1, 10**6)}, "blocks to move"),
+        ({"swap_ins": (0, 0)}, "1 to 299"),
+        ({"copies": (0, 1)}, "1 to 299"),
+    ],
+)
+async def test_moves_that_cannot_be_are_refused(
+    lane: LaneClient, moves: dict[str, tuple[int, int]], words: str
+) -> None:
+    pairs = {
+        name: worker_pb2.BlockMoves(sources=[source], destinations=[destination])
+        for name, (source, destination) in moves.items()
+    }
+    await lane.send(worker_pb2.BatchPlan(**pairs))
+    assert await lane.ended() == grpc.StatusCode.INTERNAL
+    assert words in await lane.call.details()
+
+
+async def test_more_tokens_than_a_step_may_have_are_refused(model: Path) -> None:
+    async with served_model(model, max_num_batched_tokens=10) as worker:
+        lane = LaneClient(worker.stub)
+        await lane.open()
+        await lane.send(whole(sequence(), [3, 2, 1]))
+        assert await lane.ended() == grpc.StatusCode.INTERNAL
+        assert "11 tokens scheduled, at most 10" in await lane.call.details()
+
+
+async def test_an_empty_plan_gives_an_empty_result(lane: LaneClient) -> None:
+    result = await lane.run(worker_pb2.BatchPlan())
+    assert (list(result.sampled_rows), list(result.failures)) == ([], [])
+
+
 async def test_logprobs_where_asked(lane: LaneClient) -> None:
     asking, quiet = sequence(0, num_logprobs=3), sequence(1)
     plan = whole(asking, [10, 11, 12])

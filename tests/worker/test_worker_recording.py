@@ -1,0 +1,159 @@
+"""What a worker writes down, and what it makes of it when asked."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import proto
+from sim_driver import SMALL
+from worker_driver import LaneClient, Sampling, Sequence, admit, append, schedule, served
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.plans import plan_from_proto, plan_to_proto
+from worker_svc.recorder import Recorder, RecordingRunner
+from worker_svc.sim.engine import sim_engine
+from worker_svc.sim.runner import SimRunner
+
+_EXAMPLE = json.loads((Path(__file__).parent / "prepare_inputs.json").read_text())
+
+
+def entries(path: Path) -> list[worker_pb2.Recording]:
+    found = []
+    with path.open("rb") as file:
+        while (entry := proto.parse_length_prefixed(worker_pb2.Recording, file)) is not None:
+            found.append(entry)
+    return found
+
+
+def first_plan() -> worker_pb2.BatchPlan:
+    plan = worker_pb2.BatchPlan()
+    admit(plan, Sequence(0, [1, 2, 3], 3, block_ids=[1], sampling=Sampling(seed=9)))
+    schedule(plan, 0, 3)
+    return plan
+
+
+def test_a_plan_survives_the_way_there_and_back() -> None:
+    message = worker_pb2.BatchPlan(
+        epoch=3,
+        step=8,
+        released_rows=[1, 2],
+        swap_outs=worker_pb2.BlockMoves(sources=[4], destinations=[0]),
+        copies=worker_pb2.BlockMoves(sources=[1, 2], destinations=[2, 1]),
+    )
+    sampling = Sampling(temperature=0.5, top_k=3, top_p=0.25, seed=2**64 - 1, num_logprobs=2)
+    admit(message, Sequence(2, [5, 6, 7], 2, 1, [9, 8], sampling))
+    admit(message, Sequence(1, [5], 1, 0, [7]))
+    append(message, 3, [11, 12])
+    schedule(message, 2, 1)
+    assert plan_to_proto(plan_from_proto(message)) == message
+
+
+async def test_plans_and_results_in_the_order_they_were_run(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "steps")
+    engine = sim_engine(SimRunner(SMALL))
+    recorded = replace(engine, runner=RecordingRunner(engine.runner, recorder))
+    async with served(recorded) as worker:
+        recorder.put(worker.servicer.hello())
+        lane = LaneClient(worker.stub)
+        hello = await lane.open()
+        result = await lane.run(first_plan())
+        await lane.send(worker_pb2.BatchPlan(released_rows=[3]))
+        assert await lane.ended() is grpc.StatusCode.INTERNAL
+        again = LaneClient(worker.stub, epoch=2)
+        await again.open()
+        again.step = 5
+        await again.run(worker_pb2.BatchPlan())
+        await again.call.done_writing()
+        assert await again.ended() is grpc.StatusCode.OK
+    recorder.close()
+    found = entries(tmp_path / "steps")
+    kinds = ["hello", "plan", "result", "plan", "rows_cleared", "plan", "result", "rows_cleared"]
+    assert [entry.WhichOneof("entry") for entry in found] == kinds
+    assert (found[0].hello, found[2].result) == (hello, result)
+    assert found[1].plan.admissions == first_plan().admissions
+    assert [(entry.plan.epoch, entry.plan.step) for entry in (found[3], found[5])] == [
+        (1, 2),
+        (2, 6),
+    ]
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
+    recorder = Recorder(Path("/dev/full"))
+    runner = RecordingRunner(SimRunner(SMALL), recorder)
+    for step in (1, 2, 3):
+        message = worker_pb2.BatchPlan(epoch=1, step=step)
+        runner.run(plan_from_proto(message))
+    recorder.close()
+    assert runner.last_finished_step == 3
+
+
+def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Recorder(tmp_path / "nowhere" / "steps")
+
+
+async def test_the_worked_example_is_explained() -> None:
+    hello = worker_pb2.Hello(
+        block_size=_EXAMPLE["block_size"],
+        max_model_len=_EXAMPLE["max_model_len"],
+        max_num_batched_tokens=_EXAMPLE["max_num_batched_tokens"],
+        max_num_seqs=3,
+        num_blocks=9,
+    )
+    first, second = _EXAMPLE["steps"]
+    one, two = worker_pb2.BatchPlan(step=1), worker_pb2.BatchPlan(step=2)
+    for row, length in enumerate(_EXAMPLE["prompts"]):
+        blocks = np.array(first["block_table"][row])
+        tokens = second["token_table"][row][:length]
+        admit(one, Sequence(row, tokens, length, 0, blocks[blocks > 0].tolist()))
+        schedule(one, row, first["num_scheduled_tokens"][row])
+        schedule(two, row, second["num_scheduled_tokens"][row])
+    append(two, 1, [7])
+    append(two, 2, [8])
+    sampled = worker_pb2.StepResult(sampled_rows=[0, 1], sampled_token_ids=[103, 202])
+    told = [
+        worker_pb2.Recording(hello=hello),
+        worker_pb2.Recording(plan=one),
+        worker_pb2.Recording(result=sampled),
+        worker_pb2.Recording(plan=two),
+    ]
+    async with served(sim_engine(SimRunner(SMALL))) as worker:
+        for step, number in ((first, 2), (second, 4)):
+            answer = await worker.stub.Explain(_all(told[:number]))
+            for name, expected in step["expected"].items():
+                if isinstance(expected, list) and hasattr(answer, name):
+                    assert list(getattr(answer, name)) == expected, name
+            assert list(answer.num_computed_tokens) == step["num_computed_tokens"]
+        assert list(answer.token_ids) == [100, 101, 102, 103, 200, 201, 202, *range(300, 308)]
+        assert (list(answer.block_ids), list(answer.num_blocks)) == (
+            [1, 2, 3, 7, 4, 5, 6, 8],
+            [2, 2, 4],
+        )
+
+
+async def _all(
+    told: list[worker_pb2.Recording],
+) -> AsyncIterator[worker_pb2.Recording]:
+    for entry in told:
+        yield entry
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([], "no plan"),
+        ([worker_pb2.Recording(plan=worker_pb2.BatchPlan())], "begins with `hello`"),
+        ([worker_pb2.Recording(hello=worker_pb2.Hello())], "geometry"),
+    ],
+)
+async def test_what_makes_no_lane_cannot_be_explained(
+    told: list[worker_pb2.Recording], words: str
+) -> None:
+    async with served(sim_engine(SimRunner(SMALL))) as worker:
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
+            await worker.stub.Explain(_all(told))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

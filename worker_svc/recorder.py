@@ -1,0 +1,108 @@
+"""A lane's plans and results, written down as they are run."""
+
+import io
+import queue
+import threading
+from pathlib import Path
+
+import structlog
+from google.protobuf import proto
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.plans import Plan, StepOutput, plan_to_proto, result_to_proto
+from worker_svc.step_runner import StepRunner
+
+log = structlog.get_logger()
+
+# Steps that the disk may be behind.
+_MOST_WAITING = 4096
+_Entry = worker_pb2.Hello | Plan | tuple[Plan, StepOutput] | worker_pb2.RowsCleared
+
+
+class Recorder:
+    """Writes entries in a thread of its own, each at once.
+
+    A disk that is full or too slow ends the recording, with one record in the log, and nothing
+    else. OSError if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("wb", buffering=0)
+        self._entries: queue.Queue[_Entry | None] = queue.Queue(_MOST_WAITING)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: _Entry) -> None:
+        """Never waits."""
+        if self._stopped:
+            return
+        try:
+            self._entries.put_nowait(entry)
+        except queue.Full:
+            self._stop("the disk is too slow")
+
+    def close(self) -> None:
+        """Writes what is waiting."""
+        self._entries.put(None)
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        with self._file:
+            while (entry := self._entries.get()) is not None:
+                if not self._stopped:
+                    self._write(entry)
+
+    def _write(self, entry: _Entry) -> None:
+        data = io.BytesIO()
+        for message in _messages(entry):
+            proto.serialize_length_prefixed(message, data)
+        try:
+            if self._file.write(data.getvalue()) != data.tell():
+                self._stop("the disk is full")
+        except OSError as error:
+            self._stop(str(error))
+
+    def _stop(self, reason: str) -> None:
+        self._stopped = True
+        log.error("recording ended", file=str(self._path), reason=reason)
+
+
+class RecordingRunner:
+    """Runs plans on another runner and has them written down."""
+
+    def __init__(self, runner: StepRunner, recorder: Recorder) -> None:
+        self._runner = runner
+        self._recorder = recorder
+
+    @property
+    def last_finished_step(self) -> int:
+        return self._runner.last_finished_step
+
+    def run(self, plan: Plan) -> StepOutput:
+        try:
+            output = self._runner.run(plan)
+        except Exception:
+            self._recorder.put(plan)
+            raise
+        self._recorder.put((plan, output))
+        return output
+
+    def clear(self) -> None:
+        self._runner.clear()
+        self._recorder.put(worker_pb2.RowsCleared())
+
+
+def _messages(entry: _Entry) -> list[worker_pb2.Recording]:
+    if isinstance(entry, worker_pb2.Hello):
+        return [worker_pb2.Recording(hello=entry)]
+    if isinstance(entry, worker_pb2.RowsCleared):
+        return [worker_pb2.Recording(rows_cleared=entry)]
+    if isinstance(entry, Plan):
+        return [worker_pb2.Recording(plan=plan_to_proto(entry))]
+    plan, output = entry
+    return [
+        worker_pb2.Recording(plan=plan_to_proto(plan)),
+        worker_pb2.Recording(result=result_to_proto(plan, output)),
+    ]
