@@ -1,8 +1,11 @@
 """The whole stack as real processes, token for token equal to transformers."""
 
 import asyncio
+import hashlib
 import random
+import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,4 +122,44 @@ async def test_a_seed_gives_the_same_text_alone_and_among_others(family: Family)
         [alone] = await family.generate([prompts[index]], [params[index]])
         assert alone.outputs[0] == together[index].outputs[0]
     assert len({tuple(output.outputs[0].token_ids) for output in together}) == NUM_REQUESTS
+    await family.comes_to_rest()
+
+
+async def test_choices_have_seeds_of_their_own(family: Family) -> None:
+    """Each is what a request of one choice with its seed is, whatever runs beside it."""
+    prompts = mixed_prompts()[:12]
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=seed, n=4, max_tokens=NUM_TOKENS)
+        for seed in range(len(prompts))
+    ]
+    # More sequences than rows.
+    assert 4 * len(prompts) > NUM_REQUESTS
+    outputs = await family.generate(prompts, params)
+    again = await family.generate(prompts, params)
+    assert [output.outputs for output in again] == [output.outputs for output in outputs]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert [choice.index for choice in output.outputs] == [0, 1, 2, 3]
+        assert len({tuple(choice.token_ids) for choice in output.outputs}) == 4
+        assert output.usage.prompt_tokens == len(prompt)
+        assert output.usage.completion_tokens == 4 * NUM_TOKENS
+    alone = [replace(params[5], n=None, seed=seed_of_choice(5, index)) for index in range(4)]
+    singles = await family.generate([prompts[5]] * 4, alone)
+    assert [single.outputs[0].token_ids for single in singles] == [
+        choice.token_ids for choice in outputs[5].outputs
+    ]
+    await family.comes_to_rest()
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(struct.pack("<QI", seed, index)).digest()[:8], "little")
+
+
+async def test_greedy_choices_equal_the_single_run(family: Family) -> None:
+    prompts = mixed_prompts()[:8]
+    outputs = await family.generate(prompts, [replace(GREEDY, n=2)] * len(prompts))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        reference = family.reference.generate(prompt, NUM_TOKENS)
+        assert [choice.token_ids for choice in output.outputs] == [reference] * 2
     await family.comes_to_rest()

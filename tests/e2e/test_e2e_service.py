@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,13 @@ BAD_INPUT = {
         "INVALID_ARGUMENT",
         "sampling_params.max_tokens",
     ),
+    "more choices than allowed": (
+        "t1",
+        {"n": 17},
+        {},
+        "INVALID_ARGUMENT",
+        "sampling_params.n",
+    ),
     "20 MB of text": ("t1 " * 6_700_000, {}, {}, "INVALID_ARGUMENT", "prompt"),
     "a token outside the vocabulary": (
         [1, 2, VOCAB_SIZE],
@@ -145,6 +153,42 @@ async def test_a_client_that_leaves_and_a_deadline_free_the_blocks(
         with pytest.raises(QuireError) as caught:
             await client.generate([1, 2, 3], LONG, timeout_s=0.05)
         assert caught.value.code.name == "DEADLINE_EXCEEDED"
+
+
+async def test_a_stop_string_ends_one_choice_of_several(address: str) -> None:
+    prompt = "t1 t2 t3 t4 t5"
+    params = SamplingParams(n=4, seed=3, max_tokens=20, ignore_eos=True)
+    async with AsyncClient(address) as client:
+        whole = (await client.generate(prompt, params)).outputs
+        expected = [choice.text for choice in whole]
+        others = [text for index, text in enumerate(expected) if index != 2]
+        # A word of choice 2 that no other has, and how the next word begins.
+        words = (f"t{token_id}t" for token_id in whole[2].token_ids[5:-1])
+        stop = next(word for word in words if not any(word in text for text in others))
+        expected[2] = expected[2].partition(stop)[0]
+        texts = [""] * 4
+        stop_reasons: dict[int, str | int | None] = {}
+        async for delta in client.stream_generate(prompt, replace(params, stop=stop)):
+            for output in delta.outputs:
+                texts[output.index] += output.text
+                if output.finish_reason is not None:
+                    stop_reasons[output.index] = output.stop_reason
+    assert texts == expected
+    assert stop_reasons == {0: None, 1: None, 2: stop, 3: None}
+
+
+async def test_a_client_that_leaves_several_choices_frees_all_blocks(
+    address: str, watch: PoolWatch
+) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.stream_generate([1, 2, 3, 4, 5, 6, 7], replace(LONG, n=4, temperature=1))
+        seen: set[int] = set()
+        async for delta in stream:
+            seen |= {output.index for output in delta.outputs}
+            if len(seen) == 4:
+                break
+        await stream.aclose()
+        await until(lambda: watch.num_held == 0, "the blocks' return", timeout_s=1.0)
 
 
 async def test_finished_requests_leave_only_keys_with_a_time_to_live(
