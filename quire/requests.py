@@ -35,7 +35,7 @@ class RequestOptions(TypedDict, total=False):
     model: str | None
     # Keeps the request's cached prefixes apart from those of other salts.
     cache_salt: str
-    # Smaller is served earlier, where the scheduler's order is priority; 0 if absent.
+    # Smaller is served earlier, where the scheduling policy is priority; 0 if absent.
     priority: int | None
 
 

@@ -43,7 +43,9 @@ def generate(
     ] = None,
     priority: Annotated[
         int | None,
-        typer.Option(parser=integer, help="Smaller is served earlier, where that is the order."),
+        typer.Option(
+            parser=integer, help="Smaller is served earlier, where the policy is priority."
+        ),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it is written.")] = True,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
