@@ -146,8 +146,8 @@ class Engine:
             assert sequence.end is not None
             self.stats.end(sequence.end.reason.value)
             group.subscriber.ended(sequence, sequence.end)
-        elif sequence is group.sequences[0]:
-            # Those that wait for its prompt go with it.
+        elif sequence is group.sequences[0] and sequence.end is None:
+            # Those that wait for its prompt go with it; behind its end they are the lane's.
             group.num_live -= len(group.siblings)
             group.siblings = []
         if group.num_live == 0:
