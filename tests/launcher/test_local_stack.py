@@ -89,6 +89,8 @@ def test_a_stack_has_at_least_one_worker(model):
 def test_a_stack_that_does_not_run_has_no_address(model):
     with pytest.raises(LaunchError, match="not running"):
         _ = LocalStack(model).address
+    with pytest.raises(LaunchError, match="not running"):
+        _ = LocalStack(model).scheduler_address
 
 
 def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
@@ -107,6 +109,11 @@ def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
     target = welcome.split(" on ")[1].split()[0].rstrip(".")
     with LLM(target=target) as llm:
         assert llm.generate("t1", SamplingParams(max_tokens=4))[0].usage.completion_tokens == 4
+    # What else it says to try works as it is written.
+    status = next(line for line in server.stdout if "quire status" in line)
+    command = [sys.executable, "-m", *status.split(), "--once", "--interval", "0.05"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "workers 1 " in shown
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 0
     server.stdout.close()

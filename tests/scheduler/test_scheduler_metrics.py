@@ -1,16 +1,22 @@
 import asyncio
 import urllib.request
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from ledger_worker import LedgerWorker
 from operations_views import FREE, HELD, ScriptedEngine
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from scheduler_stack import running_stack
 
+from quire.service.lifecycle import Signals
 from quire.service.metrics import MetricsServer, start_metrics
 from scheduler_svc.core.stats import LaneStats, StepSample
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.step_times import StepTimes
+from scheduler_svc.server import Scheduler
+from scheduler_svc.settings import SchedulerSettings
 
 A, B = f"{10:016x}", f"{11:016x}"
 
@@ -144,3 +150,57 @@ async def test_a_worker_that_left_is_not_told_of_any_more(
     seen = {label for _, *labels in await scrape(server.address) for label in labels}
     assert B in seen
     assert A not in seen
+
+
+async def test_a_scheduler_serves_what_its_lanes_have_counted(
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sockets = tmp_path_factory.mktemp("s")
+    worker = LedgerWorker(incarnation=10, num_blocks=32, block_size=4)
+    settings = {"metrics_listen": "127.0.0.1:0"}
+    async with running_stack(redis_url, sockets, {"a": worker}, **settings) as stack:
+        gateway = await stack.gateway()
+        for seed in (1, 2):
+            # The same prompt twice: 11 tokens, of which 8 are found again.
+            await gateway.submit(list(range(11)), max_tokens=5, seed=seed)
+            await gateway.over()
+        server = stack.scheduler.metrics_server
+        assert server is not None
+        seen = await scrape(server.address)
+    num_steps = seen["num_steps_total", A]
+    # The last one may not have returned: it only releases a row.
+    assert num_steps - 1 <= seen["step_time_seconds_count", A] <= num_steps
+    assert (
+        seen.items()
+        >= {
+            ("requests_accepted_total",): 2,
+            ("sequences_ended_total", "length"): 2,
+            ("num_requests_running", A): 0,
+            ("num_requests_waiting",): 0,
+            ("num_kv_cache_blocks", A): 31,
+            ("num_free_kv_cache_blocks", A): 31,
+            ("prefix_cache_queries_total", A): 22,
+            ("prefix_cache_hits_total", A): 8,
+            ("prompt_tokens_total", A): 14,
+            ("generation_tokens_total", A): 10,
+            # Every token but the last one of each request is computed.
+            ("iteration_tokens_total_sum", A): 22,
+        }.items()
+    )
+    assert seen["redis_calls_total", A] >= num_steps
+    assert seen["redis_time_seconds_sum", A] > 0
+    assert seen["scheduling_time_seconds_sum", A] > 0
+    assert seen["worker_busy_seconds_total", A] > 0
+
+
+async def test_a_port_in_use_ends_the_scheduler(
+    server: MetricsServer, redis_url: str, tmp_path: Path
+) -> None:
+    settings = SchedulerSettings(
+        listen=f"unix:{tmp_path}/s.sock",
+        redis_url=redis_url,
+        workers="127.0.0.1:1",
+        metrics_listen=server.address,
+    )
+    with pytest.raises(OSError, match="cannot serve metrics on"):
+        await Scheduler(settings, Signals()).serve()

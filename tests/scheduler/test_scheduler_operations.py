@@ -3,7 +3,9 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
+from ledger_worker import LedgerWorker
 from operations_views import CACHED, FREE, HELD, NULL, ScriptedEngine
+from scheduler_stack import running_stack
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from scheduler_svc.core.stats import LaneStats
@@ -96,3 +98,31 @@ async def test_a_reset_reaches_every_pool(operations: Operations) -> None:
     lane.pool.is_away = True
     with pytest.raises(grpc.aio.AioRpcError, match="Redis: gone"):
         await operations.stub.ResetPrefixCache(RESET)
+
+
+async def test_a_scheduler_tells_of_its_workers_and_forgets_their_prefixes(
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sockets = tmp_path_factory.mktemp("s")
+    worker = LedgerWorker(incarnation=10, num_blocks=32, block_size=4)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        stub = operations_pb2_grpc.OperationsServiceStub(stack.channel)
+        gateway = await stack.gateway()
+
+        async def hit_tokens() -> int:
+            """Of a prompt that is always the same."""
+            attachment = await gateway.submit(list(range(9)), max_tokens=2)
+            [heard] = await gateway.over(attachment)
+            return heard.end.num_cached_prompt_tokens
+
+        assert [await hit_tokens(), await hit_tokens()] == [0, 8]
+        status = await stub.GetStatus(STATUS_WITH_MAPS)
+        assert (status.num_accepted, status.queue.num_requests) == (2, 0)
+        [told] = status.workers
+        assert told.address == f"unix:{sockets}/a.sock"
+        assert (told.num_blocks, told.num_free_blocks, told.num_cached_blocks) == (31, 31, 2)
+        assert sorted(told.block_map) == [NULL, *[FREE] * 29, *[CACHED] * 2]
+        assert (told.num_queried_tokens, told.num_hit_tokens) == (18, 8)
+
+        assert (await stub.ResetPrefixCache(RESET)).num_blocks == 2
+        assert [await hit_tokens(), await hit_tokens()] == [0, 8]
