@@ -79,6 +79,9 @@ class WorkerSettings(ServiceSettings):
     sim_vocab_size: int | None = Field(
         None, ge=1, description="sim: tokens of the vocabulary; the model's, or 32000, if absent."
     )
+    sim_tokens: Path | None = Field(
+        None, description="sim: a recording whose sampled tokens are sampled again, step by step."
+    )
     sim_num_host_blocks: int = Field(0, ge=0, description="sim: host blocks for swapping.")
     sim_step_ms: float = Field(
         6.0, ge=0, description="sim: milliseconds that every forward pass takes."

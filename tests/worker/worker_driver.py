@@ -39,6 +39,7 @@ def worker_settings(model: Path, **changes: Any) -> WorkerSettings:
 class ServedWorker:
     """A worker that listens."""
 
+    address: str
     stub: worker_pb2_grpc.WorkerServiceStub
     servicer: WorkerServicer
     engine: Engine | None
@@ -62,7 +63,7 @@ async def served(engine: Engine | None) -> AsyncIterator[ServedWorker]:
             address, options=channel_options(INTERNAL_MESSAGE_BYTES)
         ) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            yield ServedWorker(stub, servicer, engine, thread)
+            yield ServedWorker(address, stub, servicer, engine, thread)
     finally:
         servicer.leave()
         await server.stop(5)

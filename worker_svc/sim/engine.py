@@ -11,6 +11,7 @@ from worker_svc.model_folder import ModelError, find_model
 from worker_svc.pool_size import require_room
 from worker_svc.settings import WorkerSettings
 from worker_svc.sim.model import SimModel
+from worker_svc.sim.recorded_tokens import read_tokens
 from worker_svc.sim.runner import SimRunner
 
 log = structlog.get_logger()
@@ -29,7 +30,8 @@ def load_engine(settings: WorkerSettings) -> Engine:
     model = sim_model(settings, _read_config(settings))
     require_room(model.num_blocks, model.block_size, model.max_model_len)
     log.info("simulated model", **vars(model))
-    return sim_engine(SimRunner(model))
+    recorded = None if settings.sim_tokens is None else read_tokens(settings.sim_tokens)
+    return sim_engine(SimRunner(model, recorded))
 
 
 def sim_model(settings: WorkerSettings, config: dict[str, Any]) -> SimModel:

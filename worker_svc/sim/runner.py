@@ -3,10 +3,13 @@
 import threading
 import time
 
+import numpy as np
+
 from worker_svc.inputs import Ints, StepInputs
 from worker_svc.plans import Logprobs, Plan, PlanError, StepOutput, StepTimes
 from worker_svc.sim.ledger import Ledger
 from worker_svc.sim.model import SimModel
+from worker_svc.sim.recorded_tokens import RecordedTokens
 from worker_svc.sim.tokens import tokens_at
 from worker_svc.tables import Tables
 
@@ -20,8 +23,10 @@ class SimRunner:
     fail when they sample, and the ledger's `violations` may be read.
     """
 
-    def __init__(self, model: SimModel) -> None:
+    def __init__(self, model: SimModel, recorded: RecordedTokens | None = None) -> None:
+        """Tokens that are `recorded` are sampled again; `tokens_at` gives the others."""
         self.model = model
+        self._recorded = recorded or {}
         self.gate = threading.Event()
         self.gate.set()
         self.failing_seeds: set[int] = set()
@@ -60,7 +65,7 @@ class SimRunner:
         prepared_ns = time.monotonic_ns()
         self.ledger.write(plan, rows, inputs)
         self._tables.advance(rows, inputs.seq_lens)
-        sampled = self._sample(rows, inputs, failures)
+        sampled = self._sample(plan.step, rows, inputs, failures)
         _sleep_until(started_ns + self.model.step_ns(inputs))
         ended_ns = time.monotonic_ns()
         waiting_ns = started_ns - self._idle_since_ns
@@ -76,7 +81,7 @@ class SimRunner:
         )
 
     def _sample(
-        self, rows: Ints, inputs: StepInputs, failures: dict[int, str]
+        self, step: int, rows: Ints, inputs: StepInputs, failures: dict[int, str]
     ) -> tuple[list[int], list[int], dict[int, Logprobs]]:
         """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
         tables = self._tables
@@ -88,6 +93,9 @@ class SimRunner:
                 failures[row] = _NOT_FINITE
             sampling = sampling[[row not in failing for row in sampling.tolist()]]
         tokens = tokens_at(tables.seeds[sampling], tables.num_tokens[sampling], self._vocab_size)
+        if recorded := self._recorded.get(step):
+            pairs = zip(sampling.tolist(), tokens.tolist(), strict=True)
+            tokens = np.array([recorded.get(row, token) for row, token in pairs], np.int64)
         self.ledger.extend(sampling, tokens)
         tables.write_sampled(sampling, tokens)
         return sampling.tolist(), tokens.tolist(), self._logprobs(sampling, tokens)

@@ -1,0 +1,69 @@
+"""A worker's recording, read entry by entry."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf import proto
+from google.protobuf.message import DecodeError
+
+from quire.internal.v1 import worker_pb2
+
+
+class RecordingError(ValueError):
+    """A file that is no recording, or lacks what is asked of it."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A plan and what it gave; a plan without a result failed as a whole."""
+
+    plan: worker_pb2.BatchPlan
+    result: worker_pb2.StepResult | None
+
+
+def read_hello(path: Path) -> worker_pb2.Hello:
+    """What the recorded worker was. RecordingError, or OSError, if the file does not say."""
+    first = next(read_entries(path), worker_pb2.Recording())
+    if not first.HasField("hello"):
+        raise RecordingError(f"{path} is no recording of a worker")
+    return first.hello
+
+
+def read_entries(path: Path) -> Iterator[worker_pb2.Recording]:
+    """To the end, or to an entry that was not written whole, where a worker was killed."""
+    with path.open("rb") as file:
+        while True:
+            try:
+                entry = proto.parse_length_prefixed(worker_pb2.Recording, file)  # type: ignore[arg-type]
+            except (DecodeError, ValueError):
+                return
+            if entry is None:
+                return
+            yield entry
+
+
+def read_lanes(path: Path) -> Iterator[Iterator[RecordedStep]]:
+    """Lane after lane; each is to be read to its end before the next."""
+    entries = read_entries(path)
+    open_lanes = [True]
+    while open_lanes:
+        open_lanes.clear()
+        yield _lane(entries, open_lanes)
+
+
+def _lane(entries: Iterable[worker_pb2.Recording], followed: list[bool]) -> Iterator[RecordedStep]:
+    """Steps up to the end of a lane; notes in `followed` that the file did not end there."""
+    plan: worker_pb2.BatchPlan | None = None
+    for entry in entries:
+        kind = entry.WhichOneof("entry")
+        if kind == "result" and plan is not None:
+            yield RecordedStep(plan, entry.result)
+            plan = None
+            continue
+        if plan is not None:
+            yield RecordedStep(plan, None)
+        plan = entry.plan if kind == "plan" else None
+        if kind == "rows_cleared":
+            followed.append(True)
+            return

@@ -1,0 +1,141 @@
+"""Feeds recorded plans to a worker, as its scheduler would."""
+
+import queue
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from quire.errors import QuireError, from_status
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.recording import RecordedStep, RecordingError, read_hello, read_lanes
+from quire.service.protocol import PROTOCOL_VERSION
+
+_HOLDER = b"quire replay"
+_EXACT = ("block_size",)
+_AT_LEAST = (
+    "num_blocks",
+    "num_host_blocks",
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A recorded step, and what it gave this time."""
+
+    recorded: RecordedStep
+    result: worker_pb2.StepResult | None
+    # Why there is no result.
+    error: str = ""
+
+    @property
+    def difference(self) -> str | None:
+        """The first thing that is not as recorded; None if all is. Times do not count."""
+        before, now = self.recorded.result, self.result
+        if before is None or now is None:
+            return (
+                None if before is now else f"{_ended(now, self.error)}, recorded: {_ended(before)}"
+            )
+        if _failed(before) != _failed(now):
+            return f"failed rows {_failed(now)}, recorded {_failed(before)}"
+        if list(before.sampled_rows) != list(now.sampled_rows):
+            return f"sampled rows {list(now.sampled_rows)}, recorded {list(before.sampled_rows)}"
+        tokens = zip(now.sampled_rows, now.sampled_token_ids, before.sampled_token_ids, strict=True)
+        for row, token, recorded in tokens:
+            if token != recorded:
+                return f"row {row} sampled {token}, recorded {recorded}"
+        return None
+
+
+def replay(path: Path, target: str, channel: grpc.Channel, depth: int = 2) -> Iterator[Outcome]:
+    """The outcome of every recorded step, in order; up to `depth` plans are under way at once.
+
+    RecordingError if the worker is too small for the recording, QuireError if it cannot be driven.
+    """
+    hello = read_hello(path)
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    for steps in read_lanes(path):
+        first = next(steps, None)
+        if first is not None:
+            lane = _Lane(stub, target, first.plan.epoch)
+            _require_fit(hello, lane.hello)
+            yield from lane.run(first, steps, depth)
+
+
+class _Lane:
+    """One Execute stream."""
+
+    def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub, target: str, epoch: int) -> None:
+        self._target = target
+        self._requests: queue.SimpleQueue[worker_pb2.ExecuteRequest | None] = queue.SimpleQueue()
+        opening = worker_pb2.OpenLane(
+            epoch=epoch, holder=_HOLDER, protocol_version=PROTOCOL_VERSION
+        )
+        self._requests.put(worker_pb2.ExecuteRequest(open=opening))
+        self._responses = stub.Execute(iter(self._requests.get, None))
+        try:
+            self.hello = next(self._responses).hello
+        except grpc.RpcError as error:
+            self._requests.put(None)
+            raise from_status(cast(grpc.Call, error), target) from error
+
+    def run(
+        self, first: RecordedStep, others: Iterator[RecordedStep], depth: int
+    ) -> Iterator[Outcome]:
+        """Ends with the first step that fails."""
+        under_way: deque[RecordedStep] = deque()
+        try:
+            for step in _chain(first, others):
+                if len(under_way) == depth:
+                    yield self._outcome(under_way)
+                under_way.append(step)
+                self._requests.put(worker_pb2.ExecuteRequest(plan=step.plan))
+            self._requests.put(None)
+            while under_way:
+                yield self._outcome(under_way)
+        except grpc.RpcError as error:
+            call = cast(grpc.Call, error)
+            if call.code() is not grpc.StatusCode.INTERNAL:
+                raise from_status(call, self._target) from error
+            yield Outcome(under_way.popleft(), None, str(call.details()))
+            # The lane is over; so is what was recorded of it.
+            deque(others, maxlen=0)
+        finally:
+            self._requests.put(None)
+
+    def _outcome(self, under_way: deque[RecordedStep]) -> Outcome:
+        result = self._next_result()
+        return Outcome(under_way.popleft(), result)
+
+    def _next_result(self) -> worker_pb2.StepResult:
+        for response in self._responses:
+            if response.HasField("result"):
+                return response.result
+        raise QuireError(grpc.StatusCode.ABORTED, "the worker closed the lane")
+
+
+def _chain(first: RecordedStep, others: Iterator[RecordedStep]) -> Iterator[RecordedStep]:
+    yield first
+    yield from others
+
+
+def _require_fit(recorded: worker_pb2.Hello, worker: worker_pb2.Hello) -> None:
+    wrong = [n for n in _EXACT if getattr(worker, n) != getattr(recorded, n)]
+    wrong += [n for n in _AT_LEAST if getattr(worker, n) < getattr(recorded, n)]
+    if wrong:
+        said = [f"{n} {getattr(worker, n)}, recorded {getattr(recorded, n)}" for n in wrong]
+        raise RecordingError(f"this worker does not fit: {'; '.join(said)}")
+
+
+def _failed(result: worker_pb2.StepResult) -> list[int]:
+    return sorted(failure.row for failure in result.failures)
+
+
+def _ended(result: worker_pb2.StepResult | None, error: str = "") -> str:
+    return f"the step failed {error}".rstrip() if result is None else "a result"

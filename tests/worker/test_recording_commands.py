@@ -1,0 +1,191 @@
+"""`quire replay` and `quire explain`, on recordings of simulated and real workers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from google.protobuf import proto
+from tiny_models import llama, save_model
+from typer.testing import CliRunner
+from worker_driver import (
+    Driver,
+    LaneClient,
+    Sampling,
+    Sequence,
+    served,
+    served_model,
+    worker_settings,
+)
+
+from quire.cli import app
+from quire.internal.v1 import worker_pb2
+from quire.recording import read_entries
+from worker_svc.engine import Engine
+from worker_svc.recorder import Recorder, RecordingRunner
+from worker_svc.sim.engine import sim_engine
+from worker_svc.sim.model import SimModel
+from worker_svc.sim.runner import SimRunner
+from worker_svc.torch_engine import load_engine
+
+_MODEL = SimModel(vocab_size=1000, max_model_len=96, block_size=4, num_blocks=200)
+
+
+def quire(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@asynccontextmanager
+async def recorded(engine: Engine, path: Path) -> AsyncIterator[LaneClient]:
+    """A lane of a worker that records."""
+    recorder = Recorder(path)
+    engine = replace(engine, runner=RecordingRunner(engine.runner, recorder))
+    async with served(engine) as worker:
+        recorder.put(worker.servicer.hello())
+        yield LaneClient(worker.stub)
+    recorder.close()
+
+
+async def record(engine: Engine, path: Path) -> None:
+    """A lane that ends with a step that fails."""
+    async with recorded(engine, path) as lane:
+        await lane.open()
+        driver = Driver(lane)
+        sampling = [Sampling(temperature=1.0, seed=row) for row in range(3)]
+        sequences = [
+            Sequence(row, list(range(5, 16 + row)), 11 + row, sampling=sampling[row])
+            for row in range(3)
+        ]
+        await driver.run(sequences, 9)
+        await lane.send(worker_pb2.BatchPlan(released_rows=[7]))
+        await lane.ended()
+
+
+def cut_off(path: Path) -> None:
+    """Leaves the first two thirds."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+
+
+@pytest.fixture
+async def recording(tmp_path: Path) -> Path:
+    path = tmp_path / "steps"
+    await record(sim_engine(SimRunner(_MODEL)), path)
+    return path
+
+
+def rewritten(path: Path, entries: list[worker_pb2.Recording]) -> Path:
+    with path.open("wb") as file:
+        for entry in entries:
+            proto.serialize_length_prefixed(entry, file)
+    return path
+
+
+async def test_a_recording_replays_equal_on_a_worker_like_it(recording: Path) -> None:
+    result = await asyncio.to_thread(quire, "replay", recording)
+    assert result.exit_code == 0, result.output
+    assert "27 tokens on a simulated worker: all as recorded" in result.output
+
+
+async def test_several_lanes_are_opened_as_they_were(recording: Path) -> None:
+    entries = list(read_entries(recording))
+    assert entries[-1].HasField("rows_cleared")
+    [admission] = [e for e in entries if e.plan.admissions.rows]
+    later = worker_pb2.BatchPlan()
+    later.CopyFrom(admission.plan)
+    later.epoch, later.step = 2, 1000
+    entries.append(worker_pb2.Recording(plan=later))
+    entries.append(worker_pb2.Recording(result=worker_pb2.StepResult(epoch=2, step=1000)))
+    result = await asyncio.to_thread(quire, "replay", rewritten(recording, entries))
+    assert result.exit_code == 0, result.output
+
+
+async def test_differences_are_shown(recording: Path) -> None:
+    entries = list(read_entries(recording))
+    sampling = [entry.result for entry in entries if entry.result.sampled_token_ids]
+    sampling[1].sampled_token_ids[0] += 1
+    sampling[2].sampled_rows[0] = 30
+    result = await asyncio.to_thread(quire, "replay", rewritten(recording, entries))
+    assert result.exit_code == 1
+    first, second, summary = result.output.splitlines()
+    assert first.startswith(f"step {sampling[1].step}: row {sampling[1].sampled_rows[0]} sampled ")
+    assert second.startswith(f"step {sampling[2].step}: sampled rows ")
+    assert summary.endswith("2 steps differ")
+
+
+async def test_what_cannot_be_replayed(recording: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("no recording")
+    assert quire("replay", other).exit_code == 2
+    assert quire("replay", tmp_path / "absent").exit_code == 2
+    async with served(sim_engine(SimRunner(replace(_MODEL, num_blocks=100)))) as worker:
+        result = await asyncio.to_thread(quire, "replay", recording, "--worker", worker.address)
+    assert result.exit_code == 2
+    assert "num_blocks 100, recorded 200" in result.output
+
+
+async def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
+    recording: Path,
+) -> None:
+    cut_off(recording)
+    result = await asyncio.to_thread(quire, "replay", recording)
+    assert result.exit_code == 0, result.output
+    assert 0 < int(result.output.split()[0]) < 12
+
+
+async def test_a_model_s_recording_replays_on_the_model_and_on_a_simulation(
+    tmp_path: Path,
+) -> None:
+    model = save_model(llama(), tmp_path / "model")
+    path = tmp_path / "steps"
+    await record(load_engine(worker_settings(model)), path)
+    async with served_model(model) as worker:
+        result = await asyncio.to_thread(quire, "replay", path, "--worker", worker.address)
+        assert result.exit_code == 0, result.output
+    simulated = await asyncio.to_thread(quire, "replay", path)
+    assert simulated.exit_code == 0, simulated.output
+    assert "27 tokens" in simulated.output
+
+
+async def test_a_step_is_drawn(recording: Path) -> None:
+    result = await asyncio.to_thread(quire, "explain", recording, "--step", 1)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "Step 1: 3 rows, 21 scheduled tokens, blocks of 4"
+    assert "  0      11         0          7        7       no" in lines
+    # The first seven of eleven tokens; two blocks are there for them.
+    drawn = "row 0     [5] [6] [7] [8] | [9] [10] [11] 12 | 13 14 15"
+    assert drawn in lines
+    assert lines[lines.index(drawn) + 1].split() == ["blocks", "1", "|", "2", "|", "-"]
+    assert "query_start_loc      0 7 14 21" in lines
+
+
+async def test_a_later_step_knows_the_tokens_sampled_before(recording: Path) -> None:
+    entries = list(read_entries(recording))
+    sampled = next(e.result for e in entries if e.result.sampled_token_ids)
+    [token, *_], step = sampled.sampled_token_ids, sampled.step + 1
+    result = await asyncio.to_thread(quire, "explain", recording, "--step", step)
+    assert f"[{token}]" in result.output
+
+
+async def test_steps_that_are_not_there(recording: Path) -> None:
+    result = await asyncio.to_thread(quire, "explain", recording, "--step", 99)
+    assert result.exit_code == 1
+    assert "no step 99; it has steps 1 to" in result.output
+    assert "needs FILE and --step" in quire("explain").output
+
+
+async def test_the_worked_example_is_as_published() -> None:
+    result = await asyncio.to_thread(quire, "explain", "--example")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("All 10 arrays that were published are the same.") == 2
+    assert "slot_mapping           5  14  13  16  17" in result.output
+
+
+async def test_the_example_asks_a_worker_of_any_size() -> None:
+    async with served(sim_engine(SimRunner(_MODEL))) as worker:
+        result = await asyncio.to_thread(quire, "explain", "--example", "--worker", worker.address)
+    assert result.exit_code == 0, result.output
