@@ -3,10 +3,10 @@
 from collections import Counter
 from typing import Final
 
-HELD, CACHED, FREE = "#", "+", "."
-LEGEND: Final = f"{HELD} held  {CACHED} cached  {FREE} free"
 # As operations.proto numbers what a block is; the null block is not drawn.
-_MARKS: Final = {3: HELD, 2: CACHED, 1: FREE}
+_HELD, _CACHED, _FREE = 3, 2, 1
+_MARKS: Final = {_HELD: "#", _CACHED: "+", _FREE: "."}
+_WORDS: Final = {_HELD: "held", _CACHED: "cached", _FREE: "free"}
 
 
 def draw(block_map: bytes, width: int, height: int) -> tuple[list[str], int]:
@@ -19,6 +19,17 @@ def draw(block_map: bytes, width: int, height: int) -> tuple[list[str], int]:
         _mark(blocks[start : start + per_cell]) for start in range(0, len(blocks), per_cell)
     )
     return [cells[start : start + width] for start in range(0, len(cells), width)], per_cell
+
+
+def legend(block_map: bytes, per_cell: int) -> str:
+    """What the characters mean, with the share of each."""
+    blocks = block_map[1:]
+    total = max(1, len(blocks))
+    shares = (
+        f"{mark} {_WORDS[kind]} {blocks.count(kind) / total:.0%}" for kind, mark in _MARKS.items()
+    )
+    scale = "" if per_cell == 1 else f", {per_cell:,} to a character"
+    return f"{'  '.join(shares)}  of {len(blocks):,} blocks{scale}"
 
 
 def _mark(blocks: bytes) -> str:

@@ -71,19 +71,14 @@ def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
 
 _HEADER: Final = [
     *("WORKER", "RUN", "WAIT", "SWAP", "STEP/S", "TOK/S", "OUT/S", "BUSY", "HITS", "PREEMPTED"),
-    *("BLOCKS", "HELD", "CACHED", "FREE", "ADDRESS"),
+    *("HELD", "ADDRESS"),
 ]
 
 
 def _row(change: Change) -> list[str]:
     worker = change.now
-    is_mapped = worker.HasField("num_cached_blocks")
-    # Free blocks are told apart by the map alone.
-    cached = worker.num_cached_blocks if is_mapped else None
-    num_held = worker.num_blocks - worker.num_free_blocks
     return [
-        # Enough to tell workers apart.
-        f"{worker.incarnation:016x}"[:8],
+        _name(worker),
         f"{worker.num_running:,}",
         f"{worker.num_assigned:,}",
         f"{worker.num_swapped:,}",
@@ -93,10 +88,7 @@ def _row(change: Change) -> list[str]:
         _percent(change.busy_share),
         _percent(_share(worker.num_hit_tokens, worker.num_queried_tokens)),
         f"{worker.num_preempted_by_recompute + worker.num_preempted_by_swap:,}",
-        f"{worker.num_blocks:,}",
-        _percent(_share(num_held, worker.num_blocks)),
-        _percent(None if cached is None else _share(cached, worker.num_blocks)),
-        _percent(_share(worker.num_free_blocks - (cached or 0), worker.num_blocks)),
+        _percent(_share(worker.num_blocks - worker.num_free_blocks, worker.num_blocks)),
         worker.address + (" (draining)" if worker.draining else ""),
     ]
 
@@ -119,9 +111,13 @@ def _maps(now: GetStatusResponse, width: int) -> list[str]:
     lines = []
     for worker in mapped:
         cells, per_cell = block_map.draw(worker.block_map, width, height)
-        scale = "" if per_cell == 1 else f"  (a character stands for {per_cell} blocks)"
-        lines += ["", f"{worker.incarnation:016x}"[:8] + f"  {block_map.LEGEND}{scale}", *cells]
+        lines += ["", f"{_name(worker)}  {block_map.legend(worker.block_map, per_cell)}", *cells]
     return lines
+
+
+def _name(worker: WorkerStatus) -> str:
+    """Enough of the incarnation to tell workers apart."""
+    return f"{worker.incarnation:016x}"[:8]
 
 
 def _scheduled(worker: WorkerStatus) -> int:

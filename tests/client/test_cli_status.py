@@ -11,7 +11,7 @@ from scripted_scheduler import ScriptedScheduler
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.block_map import draw
+from quire.cli.block_map import draw, legend
 from quire.cli.status_report import report
 from quire.internal.v1.operations_pb2 import GetStatusResponse, QueueStatus, WorkerStatus
 
@@ -103,13 +103,10 @@ def test_two_looks_give_rates(address, scheduler):
         "BUSY": "50%",
         "HITS": "75%",
         "PREEMPTED": "5",
-        "BLOCKS": "10",
         "HELD": "40%",
-        "CACHED": "20%",
-        "FREE": "40%",
         "ADDRESS": "unix:/run/worker.sock",
     }
-    assert legend == "abcdef01  # held  + cached  . free"
+    assert legend == "abcdef01  # held 40%  + cached 20%  . free 40%  of 10 blocks"
     assert cells == "####++...."
 
 
@@ -129,8 +126,9 @@ def test_a_worker_that_is_new_drains_and_has_no_map():
     assert lines[0].endswith("workers 2  tokens/s 1")
     row = lines[5].split()
     assert row[:1] + row[4:9] == ["00000000", "-", "-", "-", "-", "-"]
-    assert row[-4:] == ["75%", "-", "25%", "(draining)"]
-    assert lines[6:] == ["", "abcdef01  # held  + cached  . free", "####++...."]
+    assert row[-2:] == ["75%", "(draining)"]
+    assert lines[-1] == "####++...."
+    assert [line for line in lines if "# held" in line] == lines[-2:-1]
 
 
 def test_a_large_pool_is_drawn_small():
@@ -140,6 +138,9 @@ def test_a_large_pool_is_drawn_small():
     assert [len(line) for line in lines] == [20, 20, 20, 20, 12]
     cells = "".join(lines)
     assert cells == "#" * 45 + "+" * 28 + "." * 19
+    assert legend(kinds, per_cell) == (
+        "# held 50%  + cached 30%  . free 20%  of 1,003 blocks, 11 to a character"
+    )
 
 
 def test_a_cell_shows_what_is_used_more_where_two_are_equal():
