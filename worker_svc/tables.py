@@ -143,7 +143,7 @@ class Tables:
     def _check_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
         self._refuse("no such row", rows, rows >= self.max_num_seqs)
         self._refuse("no sequence held", rows, self.num_tokens[rows] == 0)
-        if len(np.unique(rows)) != len(rows):
+        if np.bincount(rows).max(initial=0) > 1:
             raise PlanError("a row is scheduled twice")
         if (total := int(num_scheduled_tokens.sum())) > self._max_num_batched_tokens:
             limit = self._max_num_batched_tokens

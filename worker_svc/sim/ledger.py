@@ -12,7 +12,7 @@ so that a step without admissions is checked by what it writes.
 import numpy as np
 
 from worker_svc.inputs import Ints, StepInputs
-from worker_svc.plans import Admission, BlockMoves, Plan, PlanError
+from worker_svc.plans import Admission, BlockAppend, BlockMoves, Plan, PlanError
 from worker_svc.sim.prefixes import PrefixHashes
 from worker_svc.sim.violations import Place, Rule, Violation
 from worker_svc.tables import Tables
@@ -49,11 +49,13 @@ class Ledger:
         self._check_ids(plan)
         released = self._tables.block_table[plan.released_rows]
         self._tables.apply(plan)
+        placed = _placed(plan)
         np.subtract.at(self._holders, released[released > 0], 1)
-        np.add.at(self._holders, _placed(plan), 1)
+        np.add.at(self._holders, placed, 1)
         for admission in plan.admissions:
             self._prefixes.admit(admission.row, admission.token_ids)
-        self._check_fresh(plan)
+        if (self._holders[placed] > 1).any():
+            self._check_fresh(plan)
         self._move(plan)
 
     def write(self, plan: Plan, rows: Ints, inputs: StepInputs) -> None:
@@ -89,41 +91,46 @@ class Ledger:
         self._epoch, self._step = plan.epoch, plan.step
 
     def _check_rows(self, plan: Plan) -> None:
-        known = self._tables.max_num_seqs
+        if len(plan.released_rows) or plan.admissions:
+            self._check_changes(plan)
+        known = (plan.rows < self._tables.max_num_seqs).all()
+        if known and np.bincount(plan.rows).max(initial=0) > 1:
+            raise Violation(
+                plan.step, Rule.SCHEDULE, Place(_repeated(plan.rows)), "twice in a step"
+            )
+
+    def _check_changes(self, plan: Plan) -> None:
         held = set(self._tables.num_tokens.nonzero()[0].tolist())
         for row in plan.released_rows.tolist():
             if row not in held:
                 raise Violation(plan.step, Rule.RELEASE, Place(row), "released, but not held")
             held.remove(row)
         for row in (admission.row for admission in plan.admissions):
-            if row in held or row >= known:
+            if row in held or row >= self._tables.max_num_seqs:
                 raise Violation(plan.step, Rule.ADMISSION, Place(row), "admitted, but not free")
             held.add(row)
-        if len(np.unique(plan.rows)) != len(plan.rows):
-            row = _repeated(plan.rows)
-            raise Violation(plan.step, Rule.SCHEDULE, Place(row), "scheduled twice")
 
     def _check_ids(self, plan: Plan) -> None:
-        given: list[tuple[int | None, Ints]] = [
-            *((admission.row, admission.block_ids) for admission in plan.admissions),
-            *((append.row, append.block_ids) for append in plan.appends),
-            (None, plan.swap_outs.sources),
-            (None, plan.swap_ins.destinations),
-            (None, plan.copies.sources),
-            (None, plan.copies.destinations),
-        ]
-        for row, block_ids in given:
+        device = (
+            _placed(plan),
+            plan.swap_outs.sources,
+            plan.swap_ins.destinations,
+            plan.copies.sources,
+            plan.copies.destinations,
+        )
+        for block_ids in device:
             if len(block_ids) and not block_ids.min():
-                raise Violation(plan.step, Rule.NULL_BLOCK, Place(row, block=0), "in use")
-            self._check_range(plan.step, row, block_ids, len(self._holders))
+                place = Place(_receiver(plan, 0), block=0)
+                raise Violation(plan.step, Rule.NULL_BLOCK, place, "in use")
+            self._check_range(plan, block_ids, len(self._holders))
         for ids in (plan.swap_outs.destinations, plan.swap_ins.sources):
-            self._check_range(plan.step, None, ids, len(self._host_written))
+            self._check_range(plan, ids, len(self._host_written))
 
     @staticmethod
-    def _check_range(step: int, row: int | None, block_ids: Ints, num_blocks: int) -> None:
-        if len(block_ids) and block_ids.max() >= num_blocks:
-            place = Place(row, block=int(block_ids.max()))
-            raise Violation(step, Rule.BLOCK_RANGE, place, f"there are {num_blocks}")
+    def _check_range(plan: Plan, block_ids: Ints, num_blocks: int) -> None:
+        if len(block_ids) and (block := int(block_ids.max())) >= num_blocks:
+            place = Place(_receiver(plan, block), block=block)
+            raise Violation(plan.step, Rule.BLOCK_RANGE, place, f"there are {num_blocks}")
 
     def _check_fresh(self, plan: Plan) -> None:
         """Whoever else has a fresh block was admitted beside it and counts it as computed."""
@@ -229,6 +236,12 @@ def _placed(plan: Plan) -> Ints:
     blocks = [admission.block_ids for admission in plan.admissions]
     blocks += [append.block_ids for append in plan.appends]
     return np.concatenate(blocks) if blocks else _NONE
+
+
+def _receiver(plan: Plan, block: int) -> int | None:
+    """The row into whose table the plan puts the block, if there is one."""
+    entries: list[Admission | BlockAppend] = [*plan.admissions, *plan.appends]
+    return next((entry.row for entry in entries if block in entry.block_ids), None)
 
 
 def _repeated(values: Ints) -> int:
