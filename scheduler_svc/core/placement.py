@@ -36,8 +36,11 @@ class LaneBudget:
     limits: Limits
     num_rows: int
     num_free_blocks: int
-    # Tokens of prompts on the lane that are not computed yet.
-    num_queued_tokens: int
+    # Tokens of prompts on the lane that are not computed yet, and what its next step could take
+    # of them.
+    num_queued_tokens: int = 0
+    num_next_tokens: int = 0
+    num_long_prompts: int = 0
 
     def cost(self, demand: Demand) -> int:
         """Tokens computed before the request's first one, or beside it in each step."""
@@ -50,14 +53,25 @@ class LaneBudget:
         limits = self.limits
         return (
             self.num_rows + min(demand.num_rows, limits.max_num_seqs) <= limits.max_num_seqs
-            and self.num_queued_tokens < limits.max_num_batched_tokens
+            and self.num_next_tokens < limits.max_num_batched_tokens
             and demand.num_new_blocks <= self.num_free_blocks - demand.watermark
         )
 
     def take(self, demand: Demand) -> None:
         self.num_rows += demand.num_rows
         self.num_free_blocks -= demand.num_new_blocks
-        self.num_queued_tokens += demand.num_uncached_tokens
+        self.queue(demand.num_uncached_tokens)
+
+    def queue(self, num_tokens: int) -> None:
+        """Counts a prompt with so many tokens to compute. Long ones are cut where there are others,
+        and wait where they are too many."""
+        limits = self.limits
+        self.num_queued_tokens += num_tokens
+        if not limits.is_long(num_tokens):
+            self.num_next_tokens += num_tokens
+        elif limits.has_room_for_long(self.num_long_prompts):
+            self.num_next_tokens += limits.long_prefill_token_threshold
+            self.num_long_prompts += 1
 
 
 def choose_lane(lanes: Sequence[LaneBudget], demands: Sequence[Demand]) -> int | None:

@@ -84,8 +84,10 @@ class _Step(Generic[R]):
         self._decodes: list[R] = []
         self._prefills: list[R] = []
         for row in view.running:
-            is_decode = row.num_tokens - row.num_computed_tokens == 1
-            (self._decodes if is_decode else self._prefills).append(row)
+            if row.num_tokens - row.num_computed_tokens == 1:
+                self._decodes.append(row)
+            else:
+                self._prefills.append(row)
         self._num_partial = 0
         self._num_long = 0
         # Somebody did not fit: those behind wait.
@@ -103,20 +105,23 @@ class _Step(Generic[R]):
 
     def decode(self) -> None:
         """Schedules every decode; those for whose blocks there is no room are preempted."""
-        self._num_lookahead_slots = self._limits.num_lookahead_slots if self._decodes else 0
-        appends = []
-        num_needed = 0
-        for row in self._decodes:
-            missing = self._missing_blocks(row)
-            if missing > 0:
-                appends.append((row, missing))
-                num_needed += missing
+        block_size = self._limits.block_size
+        if self._decodes:
+            self._num_lookahead_slots = self._limits.num_lookahead_slots
+        num_slots = self._num_lookahead_slots
+        appends = [
+            (row, self._missing_blocks(row))
+            for row in self._decodes
+            if row.num_tokens + num_slots > len(row.block_ids) * block_size
+        ]
+        num_needed = sum(missing for _, missing in appends)
         if num_needed > self._num_free_blocks:
             appends = self._preempt(dict(appends), num_needed)
             num_needed = sum(missing for _, missing in appends)
         self._num_free_blocks -= num_needed
         self._num_tokens -= len(self._decodes)
         self.decision.appends = appends
+        self.decision.num_decodes = len(self._decodes)
         self.decision.scheduled += self._decodes
         self.decision.num_scheduled_tokens += [1] * len(self._decodes)
 
@@ -185,7 +190,7 @@ class _Step(Generic[R]):
                 self.decision.scheduled.append(row)
                 self.decision.num_scheduled_tokens.append(num_tokens)
             self._num_partial += num_tokens < remaining
-            self._num_long += self._is_long(remaining)
+            self._num_long += self._limits.is_long(remaining)
 
     def _prefill_order(self, row: R) -> tuple[bool, tuple[int, int, int]]:
         remaining = row.num_tokens - row.num_computed_tokens
@@ -197,9 +202,6 @@ class _Step(Generic[R]):
         if threshold and len(self._prefills) + len(self._view.candidates) > 1:
             return min(num_tokens, threshold)
         return num_tokens
-
-    def _is_long(self, remaining: int) -> bool:
-        return 0 < self._limits.long_prefill_token_threshold < remaining
 
     # Swapped groups
 
@@ -240,9 +242,8 @@ class _Step(Generic[R]):
         for candidate in self._view.candidates:
             num_hits = self._hits(candidate)
             remaining = candidate.sequence.num_tokens - num_hits * self._limits.block_size
-            if self._is_long(remaining) and _is_full(
-                self._num_long, self._limits.max_long_partial_prefills
-            ):
+            is_long = self._limits.is_long(remaining)
+            if is_long and not self._limits.has_room_for_long(self._num_long):
                 continue
             if not self._admit(candidate, num_hits, remaining):
                 return
@@ -262,12 +263,10 @@ class _Step(Generic[R]):
             return False
         num_tokens = self._chunk(remaining)
         is_partial = num_tokens < remaining
-        if not num_tokens or (
-            is_partial and _is_full(self._num_partial, limits.max_num_partial_prefills)
-        ):
+        if not num_tokens or (is_partial and not self._has_room_for_partial()):
             return False
         self._num_partial += is_partial
-        self._num_long += self._is_long(remaining)
+        self._num_long += limits.is_long(remaining)
         self._num_free_blocks -= num_needed
         self._num_tokens -= num_tokens
         self._num_rows += 1
@@ -278,6 +277,10 @@ class _Step(Generic[R]):
             Admitted(candidate.sequence, num_hits, num_tokens, num_new_blocks)
         )
         return True
+
+    def _has_room_for_partial(self) -> bool:
+        most = self._limits.max_num_partial_prefills
+        return most is None or self._num_partial < most
 
     def _hits(self, candidate: Candidate[R]) -> int:
         """Cached blocks, and those behind them that an earlier admission fills in this step."""
@@ -296,7 +299,3 @@ class _Step(Generic[R]):
         if self.decision.is_empty:
             holds = [group for group in self._view.forkable if group.hold is not None]
             self.decision.unforked += holds[-1:]
-
-
-def _is_full(number: int, most: int | None) -> bool:
-    return most is not None and number >= most

@@ -45,6 +45,15 @@ class Limits:
     long_prefill_token_threshold: int = 0
     num_lookahead_slots: int = 0
 
+    def is_long(self, num_tokens: int) -> bool:
+        """Of a prefill with so many tokens to compute."""
+        return 0 < self.long_prefill_token_threshold < num_tokens
+
+    def has_room_for_long(self, num_long: int) -> bool:
+        """One more long prefill may run beside so many."""
+        most = self.max_long_partial_prefills
+        return most is None or num_long < most
+
 
 class Row(Protocol):
     """A sequence as the policy sees it. The tokens of plans in flight count as there."""
@@ -146,7 +155,8 @@ class Decision(Generic[R]):
     unforked: list[Forkable[R]] = field(default_factory=list)
     # Swapped groups that the pool can never hold again as they are: to be recomputed.
     given_up: list[Swapped[R]] = field(default_factory=list)
-    # Running rows and the tokens each computes, in parallel.
+    # Running rows and the tokens each computes, in parallel; decodes, one token each, come first.
+    num_decodes: int = 0
     scheduled: list[R] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     appends: list[tuple[R, int]] = field(default_factory=list)  # where rows need blocks

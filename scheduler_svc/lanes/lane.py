@@ -105,15 +105,18 @@ class Lane:
         """What the lane has left for others to come."""
         roster, block_size = self.roster, self.limits.block_size
         promised = sum(blocks_for(len(other.token_ids), block_size) for other in roster.assigned)
-        queued = sum(len(other.token_ids) for other in roster.assigned)
-        # Decodes have one token to compute, and are not queued.
-        prefills = sum(max(0, r.num_tokens - r.num_computed_tokens - 1) for r in roster.rows)
-        return LaneBudget(
+        budget = LaneBudget(
             limits=self.limits,
             num_rows=roster.num_wanted_rows,
             num_free_blocks=self.num_free_blocks - promised,
-            num_queued_tokens=queued + prefills,
         )
+        for row in roster.rows:
+            # Decodes have one token to compute, and are not queued.
+            if (num_tokens := row.num_tokens - row.num_computed_tokens) > 1:
+                budget.queue(num_tokens)
+        for sequence in roster.assigned:
+            budget.queue(len(sequence.token_ids))
+        return budget
 
     def assign(self, sequence: Sequence, match: PrefixMatch | None = None) -> None:
         """Gives the lane a sequence to admit; `match` is what its cache holds of it."""
