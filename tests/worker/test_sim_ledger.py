@@ -195,3 +195,10 @@ def test_what_the_tables_refuse_is_noted(
     worker: SimDriver, plan: dict[str, object], words: str
 ) -> None:
     assert words in str(worker.refuses(Rule.TABLES, **plan))
+
+
+def test_a_running_row_fills_a_block_for_who_is_admitted_beside_it() -> None:
+    worker = SimDriver()
+    worker.run(admissions=[(0, list(range(1, 10)), 0, [1, 2, 3])], scheduled=[(0, 3)])
+    worker.run(admissions=[(1, [*range(1, 9), 50], 8, [1, 2, 4])], scheduled=[(0, 6), (1, 1)])
+    assert worker.runner.ledger.violations == []

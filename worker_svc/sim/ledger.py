@@ -207,8 +207,9 @@ class Ledger:
             place = Place(int(rows[slots == slot][-1]), slot)
             raise Violation(plan.step, Rule.SLOT, place, "written twice")
         shared = self._holders[inputs.block_numbers] > 1
-        pairs = np.stack([rows[shared], inputs.block_numbers[shared], slots[shared]], axis=1)
-        for row, block, slot in pairs.tolist():
+        pairs = np.stack([rows[shared], inputs.block_numbers[shared]], axis=1)
+        written, first = np.unique(pairs, axis=0, return_index=True)
+        for (row, block), slot in zip(written.tolist(), slots[shared][first].tolist(), strict=True):
             others = np.count_nonzero(self._computed(plan, but=row) == block)
             if self._holders[block] != 1 + others:
                 detail = f"written, with {self._holders[block]} holders"
