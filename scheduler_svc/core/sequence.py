@@ -43,12 +43,23 @@ class Params:
 class Subscriber(Protocol):
     """Who hears of a request: its gateway's stream."""
 
-    def deliver(self, sequences: list["Sequence"]) -> None:
-        """Tells what is journaled and not delivered of each."""
+    def deliver(self, delivery: "Delivery") -> None: ...
 
     def ended(self, sequence: "Sequence", end: End) -> None: ...
 
     def failed(self, group: "Group", error: RequestError) -> None: ...
+
+
+@dataclass(slots=True)
+class Delivery:
+    """New tokens for one subscriber, all of them journaled; one place per sequence."""
+
+    attachments: list[int] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    # Of the first token within the sequence's output.
+    first_indices: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # concatenated
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
@@ -96,7 +107,7 @@ class Sequence:
     """One choice's tokens, its hash chain, and its place on a lane while it has one.
 
     token_ids:  [0, num_prompt_tokens) prompt   [.., end) sampled, known
-                behind them num_pending tokens of plans in flight, not known yet
+                [.., num_tokens) sampled by plans in flight, not known yet
     cache:      [0, num_computed_tokens) written, or written by plans in flight
     output:     [0, num_folded) in its record   [.., num_journaled) in the journal
                 [.., end) waiting for the next commit
@@ -107,6 +118,8 @@ class Sequence:
     choice: int
     token_ids: "array[int]"
     num_prompt_tokens: int
+    # Those that plans in flight will sample count as there.
+    num_tokens: int
 
     # Set when the model is known, before the sequence is first considered.
     chain: HashChain | None = None
@@ -125,22 +138,16 @@ class Sequence:
     was_preempted: bool = False
     num_cached_tokens: int | None = None
 
-    # Plans in flight that schedule it, and the tokens they will sample.
-    num_in_flight: int = 0
-    num_pending: int = 0
+    # The last step of its lane that scheduled it.
+    last_step: int = 0
 
     num_journaled: int = 0
-    num_delivered: int = 0
     num_folded: int = 0
     end: End | None = None
 
     @property
     def order(self) -> tuple[int, int, int]:
         return (*self.group.order, self.choice)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
@@ -160,22 +167,14 @@ class Sequence:
     @property
     def is_complete(self) -> bool:
         """Its last token is known or on its way: it needs no row any more."""
-        return len(self.token_ids) + self.num_pending >= self.max_num_tokens
+        return self.num_tokens >= self.max_num_tokens
 
     @property
-    def num_unjournaled(self) -> int:
-        """Output that Redis does not have yet; what lies behind a cut is never journaled."""
+    def is_cut(self) -> bool:
+        """Nothing more of it is journaled or delivered."""
         if self.group.error is not None:
-            return 0
-        if self.end is not None and self.end.reason is EndReason.STOP_STRING:
-            return 0
-        return len(self.token_ids) - self.num_prompt_tokens - self.num_journaled
-
-    @property
-    def undelivered(self) -> "array[int]":
-        """Output that is journaled and of which nobody has heard."""
-        start = self.num_prompt_tokens
-        return self.token_ids[start + self.num_delivered : start + self.num_journaled]
+            return True
+        return self.end is not None and self.end.reason is EndReason.STOP_STRING
 
     @property
     def published_blocks(self) -> list[int]:
@@ -211,7 +210,7 @@ class Sequence:
     def lose_place(self) -> None:
         """Nothing of it is on a worker any more."""
         # A result that is on its way may say that they were spoilt.
-        self.former_blocks = self.published_blocks if self.num_in_flight else []
+        self.former_blocks = self.published_blocks
         self.block_ids = []
         self.num_computed_tokens = 0
         self.num_hit_blocks = 0

@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed
-from scheduler_svc.core.sequence import End, EndReason, Group, Sequence
+from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Sequence
 
 # A gateway that has not read this many tokens is cut off: it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
@@ -79,17 +79,13 @@ class GatewayConnection:
 
     # What sequences say to their subscriber
 
-    def deliver(self, sequences: list[Sequence]) -> None:
+    def deliver(self, delivery: Delivery) -> None:
         deltas = self._frame.deltas
-        deltas.attachments.extend([sequence.group.attachment for sequence in sequences])
-        deltas.choices.extend([sequence.choice for sequence in sequences])
-        deltas.first_indices.extend([sequence.num_delivered for sequence in sequences])
-        deltas.num_tokens.extend([other.num_journaled - other.num_delivered for other in sequences])
-        token_ids: list[int] = []
-        for sequence in sequences:
-            token_ids.extend(sequence.undelivered)
-            sequence.num_delivered = sequence.num_journaled
-        deltas.token_ids.extend(token_ids)
+        deltas.attachments.extend(delivery.attachments)
+        deltas.choices.extend(delivery.choices)
+        deltas.first_indices.extend(delivery.first_indices)
+        deltas.num_tokens.extend(delivery.num_tokens)
+        deltas.token_ids.extend(delivery.token_ids)
         self._pending.set()
 
     def ended(self, sequence: Sequence, end: End) -> None:

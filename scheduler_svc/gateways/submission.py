@@ -35,7 +35,7 @@ def group_of(
     )
     prompt = array("I", submission.prompt_token_ids)
     group.sequences = [
-        Sequence(next(sequence_ids), group, choice, array("I", prompt), len(prompt))
+        Sequence(next(sequence_ids), group, choice, prompt[:], len(prompt), len(prompt))
         for choice in range(_num_choices(submission))
     ]
     return group

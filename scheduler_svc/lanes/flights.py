@@ -46,11 +46,6 @@ class Flights:
         return len(self._flights)
 
     def start(self, flight: Flight) -> None:
-        """Counts the plan's tokens as there."""
-        for sequence in flight.sequences:
-            sequence.num_in_flight += 1
-        for sequence in flight.due:
-            sequence.num_pending += 1
         self._flights.append(flight)
 
     def land(self, result: worker_pb2.StepResult) -> Landing:
@@ -58,13 +53,7 @@ class Flights:
         reason why not."""
         if not self._flights:
             raise LaneLost(f"the worker answered step {result.step}, which nobody asked for")
-        flight = self._flights.popleft()
-        landing = _landing(flight, result)
-        for sequence in flight.sequences:
-            sequence.num_in_flight -= 1
-        for sequence in flight.due:
-            sequence.num_pending -= 1
-        return landing
+        return _landing(self._flights.popleft(), result)
 
 
 def _landing(flight: Flight, result: worker_pb2.StepResult) -> Landing:

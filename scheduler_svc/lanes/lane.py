@@ -10,7 +10,7 @@ from quire.internal.v1 import worker_pb2
 from quire.service.errors import failed
 from scheduler_svc.core.placement import LaneBudget
 from scheduler_svc.core.policy import blocks_for
-from scheduler_svc.core.sequence import EndReason, Sequence, Subscriber
+from scheduler_svc.core.sequence import Delivery, Sequence, Subscriber
 from scheduler_svc.core.stats import LaneStats, StepSample
 from scheduler_svc.core.view import Limits
 from scheduler_svc.lanes.flights import Flight, Flights
@@ -266,13 +266,8 @@ class Lane:
 
     def _tell(self, step: Step) -> None:
         """Tells what Redis has now, and who has left; sends back who has to wait again."""
-        by_subscriber: dict[Subscriber, list[Sequence]] = {}
-        for sequence, next_index in zip(step.journaled, step.runs.next_indices, strict=True):
-            sequence.num_journaled = next_index
-            if not _is_cut(sequence):
-                by_subscriber.setdefault(sequence.group.subscriber, []).append(sequence)
-        for subscriber, sequences in by_subscriber.items():
-            subscriber.deliver(sequences)
+        for subscriber, delivery in _deliveries(step).items():
+            subscriber.deliver(delivery)
         for sequence in step.left:
             self._hooks.left(sequence)
         if step.recalled:
@@ -302,6 +297,7 @@ class Lane:
         for result in self._stream.results():
             started = time.perf_counter()
             landing = self._flights.land(result)
+            self.roster.landed_step = landing.flight.step
             fresh = self._fresh
             for sequence, token_id in zip(landing.sequences, landing.token_ids, strict=True):
                 # What was sampled behind an end is dropped.
@@ -351,11 +347,29 @@ class Lane:
         stats.scheduling_s += scheduling_s
 
 
-def _is_cut(sequence: Sequence) -> bool:
-    """Nothing more of it is delivered."""
-    if sequence.group.error is not None:
-        return True
-    return sequence.end is not None and sequence.end.reason is EndReason.STOP_STRING
+def _deliveries(step: Step) -> dict[Subscriber, Delivery]:
+    """What is journaled now, by who wants to hear of it."""
+    deliveries: dict[Subscriber, Delivery] = {}
+    runs, start = step.runs, 0
+    for sequence, first, end in zip(
+        step.journaled, runs.first_indices, runs.next_indices, strict=True
+    ):
+        count, group = end - first, sequence.group
+        sequence.num_journaled = end
+        if not sequence.is_cut:
+            delivery = deliveries.get(group.subscriber)
+            if delivery is None:
+                delivery = deliveries[group.subscriber] = Delivery()
+            delivery.attachments.append(group.attachment)
+            delivery.choices.append(sequence.choice)
+            delivery.first_indices.append(first)
+            delivery.num_tokens.append(count)
+            if count == 1:
+                delivery.token_ids.append(runs.token_ids[start])
+            else:
+                delivery.token_ids += runs.token_ids[start : start + count]
+        start += count
+    return deliveries
 
 
 def _busy_ns(times: worker_pb2.StepTimes) -> int:

@@ -26,9 +26,9 @@ class SwappedGroup:
         return list(dict.fromkeys(b for other in self.sequences for b in other.block_ids))
 
     @property
-    def is_ready(self) -> bool:
-        """All tokens are known: it can be admitted again."""
-        return all(sequence.num_in_flight == 0 for sequence in self.sequences)
+    def last_step(self) -> int:
+        """Behind it all tokens are known: the group can be admitted again."""
+        return max(sequence.last_step for sequence in self.sequences)
 
 
 class Roster:
@@ -44,6 +44,8 @@ class Roster:
     def __init__(self, num_rows: int, num_host_blocks: int) -> None:
         self.rows = Rows(num_rows)
         self.host_blocks = HostBlocks(num_host_blocks)
+        # The last step whose result is there.
+        self.landed_step = 0
         self.assigned: list[Sequence] = []
         # Groups with siblings to fork, or with a hold to give back; in order of admission.
         self.parents: list[Group] = []

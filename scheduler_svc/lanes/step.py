@@ -90,9 +90,9 @@ class Step:
         return [
             sequence
             for sequence in self._rows
-            if sequence.end is not None
+            if sequence.num_tokens >= sequence.max_num_tokens
+            or sequence.end is not None
             or sequence.group.error is not None
-            or len(sequence.token_ids) + sequence.num_pending >= sequence.max_num_tokens
         ]
 
     def _leave(self, sequence: Sequence) -> None:
@@ -123,7 +123,7 @@ class Step:
         for sequence in late:
             if sequence.is_over:
                 self._let_go(sequence)
-            elif sequence.num_in_flight == 0:
+            elif sequence.last_step <= self._roster.landed_step:
                 self._recall(sequence)
             else:
                 self._roster.late.append(sequence)
@@ -195,7 +195,7 @@ class Step:
     def decide(self, candidates: Iterable[tuple[Sequence, PrefixMatch]]) -> None:
         """Asks the policy, and does what takes no block."""
         roster = self._roster
-        ready = list(takewhile(lambda group: group.is_ready, roster.swapped))
+        ready = list(takewhile(lambda group: group.last_step <= roster.landed_step, roster.swapped))
         self._swapped = {Swapped(group.sequences, len(group.host_blocks)): group for group in ready}
         # Nobody passes a group or a sequence that is to come back and cannot yet.
         is_open = len(ready) == len(roster.swapped) and not roster.is_recalling
@@ -222,10 +222,33 @@ class Step:
         for swapped in decision.given_up:
             self._give_up(self._swapped[swapped])
         self._fork_prefixes()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Running rows count this step's tokens as computed from here on."""
+        decision, number = self._decision, self.number
+        num_decodes = decision.num_decodes
+        for sequence in decision.scheduled[:num_decodes]:
+            sequence.num_computed_tokens += 1
+            sequence.num_tokens += 1
+            sequence.last_step = number
+        self.due += decision.scheduled[:num_decodes]
         for sequence, num_tokens in zip(
-            decision.scheduled, decision.num_scheduled_tokens, strict=True
+            decision.scheduled[num_decodes:],
+            decision.num_scheduled_tokens[num_decodes:],
+            strict=True,
         ):
-            sequence.num_computed_tokens += num_tokens
+            self._compute(sequence, num_tokens)
+            self._publish(sequence)
+        self.sequences += decision.scheduled
+
+    def _compute(self, sequence: Sequence, num_tokens: int) -> None:
+        """The step computes so many tokens of it, and samples the next behind the last one."""
+        sequence.num_computed_tokens += num_tokens
+        sequence.last_step = self.number
+        if sequence.num_computed_tokens == sequence.num_tokens:
+            sequence.num_tokens += 1
+            self.due.append(sequence)
 
     def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:
         is_source = sequence is sequence.group.sequences[0]
@@ -323,23 +346,26 @@ class Step:
 
     def journal(self, fresh: Iterable[Sequence]) -> None:
         """Takes up what sequences have got since the last commit."""
-        runs = self.runs
+        runs, block_size = self.runs, self._limits.block_size
         for sequence in fresh:
-            if (count := sequence.num_unjournaled) > 0:
-                first = sequence.num_journaled
-                runs.sequence_ids.append(sequence.sequence_id)
-                runs.first_indices.append(first)
-                runs.next_indices.append(first + count)
-                runs.token_ids.extend(sequence.token_ids[sequence.num_prompt_tokens + first :])
-                self.journaled.append(sequence)
+            if sequence.is_cut:
+                continue
+            token_ids, first = sequence.token_ids, sequence.num_journaled
+            end = len(token_ids)
+            next_index = end - sequence.num_prompt_tokens
+            runs.sequence_ids.append(sequence.sequence_id)
+            runs.first_indices.append(first)
+            runs.next_indices.append(next_index)
+            if next_index - first == 1:
+                runs.token_ids.append(token_ids[-1])
+            else:
+                runs.token_ids.extend(token_ids[sequence.num_prompt_tokens + first :])
+            self.journaled.append(sequence)
+            if end // block_size > sequence.num_published_blocks and sequence.row is not None:
+                self._publish(sequence)
 
     def commit(self) -> Commit:
         decision = self._decision
-        block_size = self._limits.block_size
-        for sequence in decision.scheduled:
-            num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
-            if num_known // block_size > sequence.num_published_blocks:
-                self._publish(sequence)
         return Commit(
             step=self.number,
             withdrawals=self._withdrawals,
@@ -359,7 +385,7 @@ class Step:
             return
         first = sequence.num_published_blocks
         num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        num_full = num_known // self._limits.block_size
+        num_full = min(num_known // self._limits.block_size, len(sequence.block_ids))
         if num_full > first:
             hashes = sequence.hashes()[first:num_full]
             for block_id, block_hash in zip(
@@ -397,16 +423,13 @@ class Step:
     def apply(self, reply: CommitReply) -> None:
         """Hands the blocks out; `changes` are complete then."""
         decision = self._decision
+        self.changes.num_scheduled_tokens += decision.num_scheduled_tokens
         taken = iter(reply.taken)
         for sequence, count in decision.appends:
             assert sequence.row is not None
             block_ids = list(islice(taken, count))
             self._extend(sequence, block_ids)
             self.changes.appended.append((sequence.row, block_ids))
-        for sequence, num_tokens in zip(
-            decision.scheduled, decision.num_scheduled_tokens, strict=True
-        ):
-            self._run(sequence, num_tokens)
         for back in decision.swapped_in:
             self._swap_in(back, taken)
         for _, sibling in decision.forked:
@@ -415,29 +438,22 @@ class Step:
             # None: its hits are gone since the match; it is considered again.
             if table is not None:
                 self._admit(entry, list(table))
+        # Whoever came in this step has its row now.
+        self.changes.rows = _rows_of(self.sequences)
+        self.due_rows = _rows_of(self.due)
 
     def _extend(self, sequence: Sequence, block_ids: list[int]) -> None:
         sequence.block_ids += block_ids
         self._rows.hold(block_ids)
-
-    def _run(self, sequence: Sequence, num_tokens: int) -> None:
-        """Its computed tokens include those of this step."""
-        row = sequence.row
-        assert row is not None
-        self.changes.rows.append(row)
-        self.changes.num_scheduled_tokens.append(num_tokens)
-        self.sequences.append(sequence)
-        if sequence.num_computed_tokens == len(sequence.token_ids) + sequence.num_pending:
-            self.due.append(sequence)
-            self.due_rows.append(row)
 
     def _start(self, sequence: Sequence, num_tokens: int) -> None:
         """Gives a row to a sequence whose blocks are there, and runs it."""
         self._rows.admit(sequence)
         self.changes.admit(sequence)
         if num_tokens:
-            sequence.num_computed_tokens += num_tokens
-            self._run(sequence, num_tokens)
+            self._compute(sequence, num_tokens)
+            self.sequences.append(sequence)
+            self.changes.num_scheduled_tokens.append(num_tokens)
 
     def _swap_in(self, back: SwappedIn[Sequence], taken: Iterator[int]) -> None:
         swapped = self._swapped[back.group]
@@ -484,3 +500,7 @@ class Step:
         sequence.num_published_blocks = sequence.num_computed_tokens // block_size
         self._stats.num_queried_tokens += len(sequence.token_ids)
         self._stats.num_hit_tokens += num_cached
+
+
+def _rows_of(sequences: list[Sequence]) -> list[int]:
+    return [sequence.row for sequence in sequences if sequence.row is not None]
