@@ -58,6 +58,8 @@ def replay(path: Path, target: str, channel: grpc.Channel, depth: int = 2) -> It
 
     RecordingError if the worker is too small for the recording, QuireError if it cannot be driven.
     """
+    if depth < 1:
+        raise ValueError(f"depth: must be at least 1 (got {depth})")
     hello = read_hello(path)
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     for steps in read_lanes(path):

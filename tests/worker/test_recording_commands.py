@@ -120,6 +120,8 @@ async def test_what_cannot_be_replayed(recording: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("no recording")
     assert quire("replay", other).exit_code == 2
+    refused = await asyncio.to_thread(quire, "replay", recording, "--depth", 0)
+    assert (refused.exit_code, "at least 1 (got 0)" in refused.output) == (2, True)
     assert quire("replay", tmp_path / "absent").exit_code == 2
     async with served(sim_engine(SimRunner(replace(_MODEL, num_blocks=100)))) as worker:
         result = await asyncio.to_thread(quire, "replay", recording, "--worker", worker.address)

@@ -15,6 +15,7 @@ from sim_driver import SMALL, SimDriver
 from worker_driver import Driver, LaneClient, Sampling, Sequence, admit, schedule, served
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from worker_svc.plans import plan_from_proto
 from worker_svc.settings import WorkerSettings
 from worker_svc.sim.engine import sim_engine, sim_model
 from worker_svc.sim.model import SimModel
@@ -66,6 +67,17 @@ def test_a_failing_seed_fails_its_row_alone() -> None:
     # A plan that was already on its way schedules the row once more.
     again = worker.run(scheduled=[(0, 1), (1, 1)])
     assert (again.sampled_rows, list(again.failures)) == ([0], [1])
+
+
+def test_recorded_steps_sample_and_fail_as_they_did() -> None:
+    runner = SimRunner(SMALL, {1: {0: 555}})
+    plan = worker_pb2.BatchPlan(epoch=1, step=1)
+    for row in (0, 1):
+        admit(plan, Sequence(row, [1, 2], 2, block_ids=[row + 1]))
+        schedule(plan, row, 2)
+    output = runner.run(plan_from_proto(plan))
+    assert (output.sampled_rows, output.sampled_token_ids) == ([0], [555])
+    assert list(output.failures) == [1]
 
 
 def test_logprobs_begin_with_the_token() -> None:

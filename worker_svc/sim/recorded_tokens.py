@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 
 from quire.internal.v1 import worker_pb2
 
-# By step, each row's token.
+# By step, each row's token; a row that sampled none there has failed.
 RecordedTokens = Mapping[int, Mapping[int, int]]
 
 
@@ -18,8 +18,9 @@ def read_tokens(path: Path) -> RecordedTokens:
     with path.open("rb") as file:
         while (entry := _next_entry(file)) is not None:
             result = entry.result
-            tokens = zip(result.sampled_rows, result.sampled_token_ids, strict=True)
-            found.setdefault(result.step, {}).update(tokens)
+            if entry.HasField("result"):
+                tokens = zip(result.sampled_rows, result.sampled_token_ids, strict=True)
+                found[result.step] = dict(tokens)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class SimRunner:
     """
 
     def __init__(self, model: SimModel, recorded: RecordedTokens | None = None) -> None:
-        """Tokens that are `recorded` are sampled again; `tokens_at` gives the others."""
+        """In steps that are `recorded` rows sample, or fail, as they did; else `tokens_at` says."""
         self.model = model
         self._recorded = recorded or {}
         self.gate = threading.Event()
@@ -85,20 +86,33 @@ class SimRunner:
     ) -> tuple[list[int], list[int], dict[int, Logprobs]]:
         """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
         tables = self._tables
-        sampling = rows[inputs.sampling]
-        if self.failing_seeds:
-            failing = [r for r in sampling.tolist() if int(tables.seeds[r]) in self.failing_seeds]
-            for row in failing:
-                tables.fail(row, _NOT_FINITE)
-                failures[row] = _NOT_FINITE
-            sampling = sampling[[row not in failing for row in sampling.tolist()]]
-        tokens = tokens_at(tables.seeds[sampling], tables.num_tokens[sampling], self._vocab_size)
-        if recorded := self._recorded.get(step):
-            pairs = zip(sampling.tolist(), tokens.tolist(), strict=True)
-            tokens = np.array([recorded.get(row, token) for row, token in pairs], np.int64)
+        recorded = self._recorded.get(step)
+        sampling = self._healthy(rows[inputs.sampling], recorded, failures)
+        if recorded is None:
+            seeds, positions = tables.seeds[sampling], tables.num_tokens[sampling]
+            tokens = tokens_at(seeds, positions, self._vocab_size)
+        else:
+            tokens = np.array([recorded[row] for row in sampling.tolist()], np.int64)
         self.ledger.extend(sampling, tokens)
         tables.write_sampled(sampling, tokens)
         return sampling.tolist(), tokens.tolist(), self._logprobs(sampling, tokens)
+
+    def _healthy(
+        self, rows: Ints, recorded: Mapping[int, int] | None, failures: dict[int, str]
+    ) -> Ints:
+        """The rows that do not fail now; the others are noted."""
+        if recorded is not None:
+            failing = [row for row in rows.tolist() if row not in recorded]
+        elif self.failing_seeds:
+            seeds = self._tables.seeds[rows].tolist()
+            pairs = zip(rows.tolist(), seeds, strict=True)
+            failing = [row for row, seed in pairs if seed in self.failing_seeds]
+        else:
+            return rows
+        for row in failing:
+            self._tables.fail(row, _NOT_FINITE)
+            failures[row] = _NOT_FINITE
+        return rows[~np.isin(rows, failing)]
 
     def _logprobs(self, rows: Ints, tokens: Ints) -> dict[int, Logprobs]:
         """Of the rows that asked."""
