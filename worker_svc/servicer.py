@@ -79,14 +79,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Explain(  # noqa: N802
         self,
-        request_iterator: AsyncIterator[worker_pb2.Recording],
-        context: grpc.aio.ServicerContext[worker_pb2.Recording, worker_pb2.ExplainedStep],
-    ) -> worker_pb2.ExplainedStep:
+        request_iterator: AsyncIterator[worker_pb2.ExplainRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.ExplainRequest, worker_pb2.ExplainResponse],
+    ) -> worker_pb2.ExplainResponse:
         explanation = Explanation()
         try:
-            async for entry in request_iterator:
-                explanation.add(entry)
-            return explanation.step()
+            async for request in request_iterator:
+                explanation.add(request.entry)
+            return worker_pb2.ExplainResponse(step=explanation.step())
         except ValueError as error:
             status = grpc.StatusCode.INVALID_ARGUMENT
             return await abort(context, failed(status, "WRONG_RECORDING", str(error)))

@@ -76,7 +76,7 @@ def _explained(worker: str | None, entries: list[worker_pb2.Recording]) -> worke
 
 def _ask(target: str, entries: Iterable[worker_pb2.Recording]) -> worker_pb2.ExplainedStep:
     with clear_errors(target), worker_channel(target) as channel:
-        step: worker_pb2.ExplainedStep = worker_pb2_grpc.WorkerServiceStub(channel).Explain(
-            iter(entries)
+        response = worker_pb2_grpc.WorkerServiceStub(channel).Explain(
+            worker_pb2.ExplainRequest(entry=entry) for entry in entries
         )
-        return step
+        return response.step

@@ -123,7 +123,7 @@ async def test_the_worked_example_is_explained() -> None:
     ]
     async with served(sim_engine(SimRunner(SMALL))) as worker:
         for step, number in ((first, 2), (second, 4)):
-            answer = await worker.stub.Explain(_all(told[:number]))
+            answer = (await worker.stub.Explain(_all(told[:number]))).step
             for name, expected in step["expected"].items():
                 if isinstance(expected, list) and hasattr(answer, name):
                     assert list(getattr(answer, name)) == expected, name
@@ -137,9 +137,9 @@ async def test_the_worked_example_is_explained() -> None:
 
 async def _all(
     told: list[worker_pb2.Recording],
-) -> AsyncIterator[worker_pb2.Recording]:
+) -> AsyncIterator[worker_pb2.ExplainRequest]:
     for entry in told:
-        yield entry
+        yield worker_pb2.ExplainRequest(entry=entry)
 
 
 @pytest.mark.parametrize(
