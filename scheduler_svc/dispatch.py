@@ -132,12 +132,12 @@ class Dispatcher:
 
 
 def _demand(sequence: Sequence, lane: Lane, match: PrefixMatch | None) -> Demand:
-    group, limits = sequence.group, lane.limits
+    limits = lane.limits
     num_tokens = len(sequence.token_ids)
     num_hits, num_free_hits = (match.num_hits, match.num_free_hits) if match else (0, 0)
     num_blocks = blocks_for(num_tokens, limits.block_size)
     return Demand(
-        num_rows=1 + len(group.siblings) if sequence is group.sequences[0] else 1,
+        num_rows=sequence.num_wanted_rows,
         # Unknown hits are for the lane to find out.
         num_new_blocks=num_blocks - num_hits + num_free_hits if match else 1,
         num_uncached_tokens=num_tokens - num_hits * limits.block_size,

@@ -146,7 +146,7 @@ class Engine:
             assert sequence.end is not None
             self.stats.end(sequence.end.reason.value)
             group.subscriber.ended(sequence, sequence.end)
-        elif sequence is group.sequences[0] and sequence.end is None:
+        elif sequence.is_first and sequence.end is None:
             # Those that wait for its prompt go with it; behind its end they are the lane's.
             group.num_live -= len(group.siblings)
             group.siblings = []

@@ -146,6 +146,16 @@ class Sequence:
     end: End | None = None
 
     @property
+    def is_first(self) -> bool:
+        """The choice that computes the prompt; the others are forked from it."""
+        return self.group.sequences[0] is self
+
+    @property
+    def num_wanted_rows(self) -> int:
+        """Rows that it and those to be forked from it will have."""
+        return 1 + len(self.group.siblings) if self.is_first else 1
+
+    @property
     def order(self) -> tuple[int, int, int]:
         return (*self.group.order, self.choice)
 

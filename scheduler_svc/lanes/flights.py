@@ -9,16 +9,22 @@ from scheduler_svc.lanes.stream import LaneLost
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """One plan: who ran in it. A result belongs to these, whoever has their rows by then."""
+class Ran:
+    """Rows and sequences in parallel: all that a plan schedules, and those that sample."""
 
-    epoch: int
-    step: int
-    # Rows and sequences in parallel: all that are scheduled, and those that sample a token.
     rows: list[int]
     sequences: list[Sequence]
     due_rows: list[int]
     due: list[Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One plan. Its result belongs to those who ran, whoever has their rows by then."""
+
+    epoch: int
+    step: int
+    ran: Ran
     num_tokens: int
     sent_at: float  # of time.perf_counter
     # What the step had cost by then.
@@ -65,13 +71,13 @@ def _landing(flight: Flight, result: worker_pb2.StepResult) -> Landing:
     sampled_rows, token_ids = list(result.sampled_rows), list(result.sampled_token_ids)
     if len(sampled_rows) != len(token_ids):
         raise LaneLost(f"step {flight.step}: {len(sampled_rows)} rows, {len(token_ids)} tokens")
-    if sampled_rows == flight.due_rows and not result.failures:
-        return Landing(flight, flight.due, token_ids, [])
-    running = dict(zip(flight.rows, flight.sequences, strict=True))
+    if sampled_rows == flight.ran.due_rows and not result.failures:
+        return Landing(flight, flight.ran.due, token_ids, [])
+    running = dict(zip(flight.ran.rows, flight.ran.sequences, strict=True))
     failures = {failure.row: failure.reason for failure in result.failures}
     if not failures.keys() <= running.keys():
         raise LaneLost(f"the worker failed rows that step {flight.step} did not run")
-    if sorted(sampled_rows) != sorted(row for row in flight.due_rows if row not in failures):
+    if sorted(sampled_rows) != sorted(row for row in flight.ran.due_rows if row not in failures):
         raise LaneLost(f"the worker's result of step {flight.step} is not that of its plan")
     return Landing(
         flight,

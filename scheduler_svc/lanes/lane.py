@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import structlog
 from grpc import StatusCode
@@ -10,13 +12,15 @@ from quire.internal.v1 import worker_pb2
 from quire.service.errors import failed
 from scheduler_svc.core.placement import LaneBudget
 from scheduler_svc.core.policy import blocks_for
-from scheduler_svc.core.sequence import Delivery, Sequence, Subscriber
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import LaneStats, StepSample
 from scheduler_svc.core.view import Limits
-from scheduler_svc.lanes.flights import Flight, Flights
+from scheduler_svc.lanes.deliveries import deliver
+from scheduler_svc.lanes.draft import Draft
+from scheduler_svc.lanes.flights import Flight, Flights, Ran
 from scheduler_svc.lanes.options import LaneHooks, LaneOptions
 from scheduler_svc.lanes.patience import Patience
-from scheduler_svc.lanes.plan import build_plan
+from scheduler_svc.lanes.plan import Changes, build_plan
 from scheduler_svc.lanes.roster import Roster
 from scheduler_svc.lanes.rows import Rows
 from scheduler_svc.lanes.step import Step
@@ -32,6 +36,8 @@ log = structlog.get_logger()
 # Journal entries are folded into the request records once in so many steps.
 FOLD_EVERY_STEPS = 64
 IDLE_CHECK_S = 5.0
+
+_Reply = TypeVar("_Reply")
 
 
 class Lane:
@@ -193,24 +199,24 @@ class Lane:
 
     async def _turn(self) -> bool:
         """Decides one step, commits it, tells of it, sends its plan. False: nothing to do."""
+        started, waited_s = time.perf_counter(), self.stats.redis_s
         candidates = await self._candidates()
-        started = time.perf_counter()
         step = self._decide(candidates)
         if step.is_empty:
             return False
         commit = step.commit()
-        asked = time.perf_counter()
         # A repeated commit gets the stored reply: asking again is safe.
-        reply = await self._patience.ask(lambda: self._pool.commit(commit))
-        answered = time.perf_counter()
-        self._step = step.number
+        reply = await self._ask(lambda: self._pool.commit(commit))
+        self._step = commit.step
         self.num_free_blocks = reply.num_free_blocks
-        self._tell(step)
-        step.apply(reply)
-        scheduling_s = asked - started + time.perf_counter() - answered
-        self._count(step, scheduling_s, answered - asked)
-        if not step.changes.is_empty:
-            await self._send(step, scheduling_s, answered - asked)
+        self._tell(step.draft)
+        ran = step.apply(reply)
+        redis_s = self.stats.redis_s - waited_s
+        scheduling_s = time.perf_counter() - started - redis_s
+        changes = step.draft.changes
+        self._count(changes.num_scheduled_tokens, scheduling_s)
+        if not changes.is_empty:
+            await self._send(changes, ran, scheduling_s, redis_s)
         self._hooks.room()
         await self._fold_journal()
         if self._options.check_every_step:
@@ -218,20 +224,17 @@ class Lane:
         return True
 
     def _decide(self, candidates: list[tuple[Sequence, PrefixMatch]]) -> Step:
-        step = Step(
-            self._step + 1,
-            self.roster,
-            self.limits,
-            self.worker.num_blocks - 1,
-            self.num_free_blocks,
-            self._options.enable_prefix_caching,
-            self.stats,
+        draft = Draft(
+            number=self._step + 1,
+            rows=self.roster.rows,
+            block_size=self.limits.block_size,
+            hashed=self._options.enable_prefix_caching,
+            num_free_blocks=self.num_free_blocks,
         )
+        step = Step(draft, self.roster, self.limits, self.worker.num_blocks - 1, self.stats)
         fresh, self._fresh = self._fresh, {}
-        spoilt, self._failed = self._failed, []
-        step.settle(spoilt)
-        step.decide(candidates)
-        step.journal(fresh)
+        failed, self._failed = self._failed, []
+        step.decide(candidates, fresh, failed)
         return step
 
     @property
@@ -251,46 +254,43 @@ class Lane:
         unknown = [sequence for sequence in waiting if sequence not in self._hints]
         if unknown:
             queries = [self.matchable(sequence) for sequence in unknown]
-            matches = await self._match(queries)
+            matches = await self._ask(lambda: self._pool.match(queries))
             self._hints.update(zip(unknown, matches, strict=True))
             self._dismiss_assigned()
         hints, self._hints = self._hints, {}
         return [(other, hints[other]) for other in self.roster.assigned if other in hints]
 
-    async def _match(self, queries: list[tuple[bytes, ...]]) -> list[PrefixMatch]:
+    async def _ask(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
+        """One call of Redis for a step, waited for as long as it takes."""
         started = time.perf_counter()
-        matches = await self._patience.ask(lambda: self._pool.match(queries))
+        reply = await self._patience.ask(call)
         self.stats.num_redis_calls += 1
         self.stats.redis_s += time.perf_counter() - started
-        return matches
+        return reply
 
-    def _tell(self, step: Step) -> None:
+    def _tell(self, draft: Draft) -> None:
         """Tells what Redis has now, and who has left; sends back who has to wait again."""
-        for subscriber, delivery in _deliveries(step).items():
-            subscriber.deliver(delivery)
-        for sequence in step.left:
+        deliver(draft)
+        for sequence in draft.left:
             self._hooks.left(sequence)
-        if step.recalled:
+        if draft.recalled:
             # Those who were assigned later must not pass them.
             assigned, self.roster.assigned = self.roster.assigned, []
-            self._unfolded += step.recalled
-            self._hooks.given_back([*step.recalled, *assigned])
+            self._unfolded += draft.recalled
+            self._hooks.given_back([*draft.recalled, *assigned])
 
-    async def _send(self, step: Step, scheduling_s: float, redis_s: float) -> None:
+    async def _send(self, changes: Changes, ran: Ran, scheduling_s: float, redis_s: float) -> None:
         flight = Flight(
             epoch=self._epoch,
             step=self._step,
-            rows=step.changes.rows,
-            sequences=step.sequences,
-            due_rows=step.due_rows,
-            due=step.due,
-            num_tokens=sum(step.changes.num_scheduled_tokens),
+            ran=ran,
+            num_tokens=sum(changes.num_scheduled_tokens),
             sent_at=time.perf_counter(),
             scheduling_s=scheduling_s,
             redis_s=redis_s,
         )
         self._flights.start(flight)
-        await self._stream.send(build_plan(self._epoch, self._step, step.changes))
+        await self._stream.send(build_plan(self._epoch, self._step, changes))
 
     def _land(self) -> None:
         """Takes every result that has come."""
@@ -336,40 +336,14 @@ class Lane:
             self._unfolded = []
             await self._patience.ask(lambda: self._pool.trim_journal(self._step))
 
-    def _count(self, step: Step, scheduling_s: float, redis_s: float) -> None:
+    def _count(self, num_scheduled_tokens: list[int], scheduling_s: float) -> None:
         stats = self.stats
-        num_tokens = step.changes.num_scheduled_tokens
+        num_tokens = sum(num_scheduled_tokens)
         stats.num_steps += 1
-        stats.num_scheduled_tokens += sum(num_tokens)
-        stats.num_prefill_tokens += sum(num_tokens) - num_tokens.count(1)
-        stats.num_redis_calls += 1
-        stats.redis_s += redis_s
+        stats.num_scheduled_tokens += num_tokens
+        # Whoever computes one token decodes, but for the last tokens of some prompts.
+        stats.num_prefill_tokens += num_tokens - num_scheduled_tokens.count(1)
         stats.scheduling_s += scheduling_s
-
-
-def _deliveries(step: Step) -> dict[Subscriber, Delivery]:
-    """What is journaled now, by who wants to hear of it."""
-    deliveries: dict[Subscriber, Delivery] = {}
-    runs, start = step.runs, 0
-    for sequence, first, end in zip(
-        step.journaled, runs.first_indices, runs.next_indices, strict=True
-    ):
-        count, group = end - first, sequence.group
-        sequence.num_journaled = end
-        if not sequence.is_cut:
-            delivery = deliveries.get(group.subscriber)
-            if delivery is None:
-                delivery = deliveries[group.subscriber] = Delivery()
-            delivery.attachments.append(group.attachment)
-            delivery.choices.append(sequence.choice)
-            delivery.first_indices.append(first)
-            delivery.num_tokens.append(count)
-            if count == 1:
-                delivery.token_ids.append(runs.token_ids[start])
-            else:
-                delivery.token_ids += runs.token_ids[start : start + count]
-        start += count
-    return deliveries
 
 
 def _busy_ns(times: worker_pb2.StepTimes) -> int:

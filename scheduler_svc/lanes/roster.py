@@ -58,6 +58,13 @@ class Roster:
     def swap_out(self, group: SwappedGroup) -> None:
         insort(self.swapped, group, key=lambda other: other.order)
 
+    def swap_in(self, group: SwappedGroup) -> None:
+        """Takes the group's sequences from the host; their contents are moved in this step."""
+        self.host_blocks.give_back(group.host_blocks)
+        self.swapped = [
+            other for other in self.swapped if other.sequences[0] not in group.sequences
+        ]
+
     @property
     def is_empty(self) -> bool:
         return not (self.rows or self.swapped or self.late or self.parents)
@@ -70,12 +77,8 @@ class Roster:
     def num_wanted_rows(self) -> int:
         """Rows that all on the lane have or will want, siblings included."""
         num_siblings = sum(len(group.siblings) for group in self.parents)
-        num_siblings += sum(
-            len(sequence.group.siblings)
-            for sequence in self.assigned
-            if sequence is sequence.group.sequences[0]
-        )
-        return len(self.rows) + len(self.assigned) + self.num_swapped + num_siblings
+        num_assigned = sum(sequence.num_wanted_rows for sequence in self.assigned)
+        return len(self.rows) + num_assigned + self.num_swapped + num_siblings
 
     @property
     def is_recalling(self) -> bool:
