@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 UP_ARGS ?=
 UP_TIMEOUT_S ?= 600
 BUF ?= 1.75.0
@@ -26,7 +27,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-containers lint format stubs clean up down local-images
+.PHONY: help demo test test-slow test-containers bench-scheduler lint format stubs clean up down local-images
 
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +40,9 @@ test: $(STUBS) ## Runs the tests (minutes).
 
 test-slow: $(STUBS) ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+bench-scheduler: $(STUBS) ## Measures the scheduler with simulated workers (minutes).
+	$(BIN)/python -m benchmarks.scheduler $(BENCH_ARGS)
 
 lint: $(STUBS) $(BUF_BIN) ## Checks style, types and protos.
 	$(BIN)/ruff check .

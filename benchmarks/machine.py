@@ -1,0 +1,87 @@
+"""Where and with what a benchmark ran."""
+
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from quire.launcher.redis import find_redis_server
+
+_NUM_SPINS = 10
+_SPIN_STEPS = 100_000
+_PACKAGES = ("grpcio", "protobuf", "redis", "numpy")
+
+
+def description() -> dict[str, object]:
+    """Machine, cores, versions and commit, for a result's file."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "redis_server": _redis_server(),
+        "commit": _commit(),
+        "load_average": os.getloadavg()[0],
+        "spin_ms": _spin_ms(),
+    }
+
+
+def _spin_ms() -> float:
+    """Milliseconds of a fixed piece of Python, at best: tells a slow moment from slow code."""
+    return min(_timed_ms(_spin) for _ in range(_NUM_SPINS))
+
+
+def _timed_ms(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return 1000 * (time.perf_counter() - start_s)
+
+
+def _spin() -> int:
+    total = 0
+    for number in range(_SPIN_STEPS):
+        total += number
+    return total
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _redis_server() -> str | None:
+    binary = find_redis_server()
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v=(\S+)", said)
+    return found and found[1]
+
+
+def _commit() -> str | None:
+    """The commit, with a plus sign if tracked files differ from it."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return commit + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    root = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,65 @@
+"""Results: one JSON file per benchmark and day, and the page that shows the latest of each."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Part, markdown, part_of
+
+_HERE = Path(__file__).parent
+RESULTS = _HERE / "results"
+PAGE = _HERE / "RESULTS.md"
+_INTRODUCTION = """# Results
+
+Rendered from the newest files in `benchmarks/results`; do not edit. What is measured, and how,
+stands in [docs/benchmarks.md](../docs/benchmarks.md).
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A part, and the machine as it was before it."""
+
+    machine: Mapping[str, object]
+    part: Part
+
+
+def write(name: str, measured: Sequence[Measured]) -> Path:
+    """Writes today's file of a benchmark. Parts that were not run keep the day's figures."""
+    today = datetime.now(UTC).date().isoformat()
+    path = RESULTS / f"{name}-{today}.json"
+    former = json.loads(path.read_text())["parts"] if path.exists() else {}
+    latest = {one.part.name: {"machine": one.machine, **asdict(one.part)} for one in measured}
+    document = {"benchmark": name, "date": today, "parts": {**former, **latest}}
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def render(titles: Mapping[str, str], order: Mapping[str, Sequence[str]]) -> None:
+    """Writes the page; `titles` and the `order` of parts are by benchmark."""
+    sections = [_section(name, titles[name], order[name]) for name in titles]
+    PAGE.write_text("\n".join([_INTRODUCTION, *filter(None, sections)]))
+
+
+def _section(name: str, title: str, order: Sequence[str]) -> str:
+    files = sorted(RESULTS.glob(f"{name}-*.json"))
+    if not files:
+        return ""
+    document = json.loads(files[-1].read_text())
+    parts = [document["parts"][key] for key in order if key in document["parts"]]
+    shown = [f"{markdown(part_of(part))}\n\n{_origin(part['machine'])}" for part in parts]
+    return "\n\n".join([f"## {title}", f"Measured on {document['date']}.", *shown]) + "\n"
+
+
+def _origin(machine: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{k} {machine[k]}" for k in ("python", "grpcio", "protobuf", "redis"))
+    return (
+        f"<sub>{machine['cores']} cores of {machine['processor']}, {machine['system']}; {versions}"
+        f" (server {machine['redis_server']}); commit {machine['commit']}; before it the load "
+        f"average was {machine['load_average']:.1f} and 100,000 turns of a Python loop took "
+        f"{machine['spin_ms']:.1f} ms</sub>"
+    )

@@ -1,0 +1,119 @@
+"""`python -m benchmarks.scheduler`: measures, prints, and writes the results."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from benchmarks import results
+from benchmarks.machine import description
+from benchmarks.report import Part, markdown
+from benchmarks.results import Measured
+from benchmarks.scheduler.arrivals import arrivals
+from benchmarks.scheduler.memory import memory
+from benchmarks.scheduler.prefixes import prefixes
+from benchmarks.scheduler.profile import profile
+from benchmarks.scheduler.rows import by_rows
+from benchmarks.scheduler.throughput import Effort, throughput
+
+_Number = TypeVar("_Number", int, float)
+_NAME = "scheduler"
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    workers: tuple[int, ...] = (1, 4, 16)
+    step_ms: tuple[float, ...] = (10.0, 40.0, 160.0)
+    rows: tuple[int, ...] = (16, 64, 256, 1024)
+    effort: Effort = field(default_factory=lambda: Effort(num_windows=3, window_s=4.0))
+    waiting: int = 10_000
+    requests: int = 2_000
+
+
+QUICK = Sizes((1, 4), (10.0,), (64, 256), Effort(1, 2.0), waiting=1_000, requests=300)
+
+
+def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
+    pairs = [(workers, step_ms) for workers in sizes.workers for step_ms in sizes.step_ms]
+    return {
+        "throughput": lambda: throughput(pairs, 256, sizes.effort),
+        "rows": lambda: by_rows(sizes.rows, sizes.effort),
+        "arrivals": lambda: arrivals(sizes.effort),
+        "memory": lambda: memory(sizes.waiting),
+        "prefixes": lambda: prefixes(sizes.requests),
+    }
+
+
+ORDER = tuple(_parts(QUICK))
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    if options.profile:
+        print(profile(options.profile))
+        return 0
+    measured = list(_measured(_parts(_sizes(options)), options.parts))
+    missed = [target for one in measured for target in one.part.targets if not target.met]
+    print(f"{len(missed)} targets missed" if missed else "every target met")
+    if not options.quick:
+        print(f"written: {results.write(_NAME, measured)}")
+        results.render({_NAME: "Scheduler"}, {_NAME: ORDER})
+    return 0
+
+
+def _measured(parts: Mapping[str, Callable[[], Part]], wanted: list[str]) -> Iterator[Measured]:
+    for name in wanted:
+        measured = Measured(description(), parts[name]())
+        print(f"{markdown(measured.part)}\n", flush=True)
+        yield measured
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__)
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(ORDER)}; all of them if absent"
+    )
+    parser.add_argument("--quick", action="store_true", help="a minute; writes nothing")
+    parser.add_argument("--workers", type=_numbers(int), help="such as 1,4,16")
+    parser.add_argument("--step-ms", type=_numbers(float), help="such as 10,40,160")
+    parser.add_argument("--rows", type=_numbers(int), help="such as 16,64,256,1024")
+    parser.add_argument("--windows", type=int, help="figures are medians of so many")
+    parser.add_argument("--window-s", type=float, help="seconds of each")
+    parser.add_argument("--waiting", type=int, help="requests that wait, for memory")
+    parser.add_argument("--requests", type=int, help="requests, for prefixes")
+    parser.add_argument(
+        "--profile", type=float, metavar="SECONDS", help="instead: where the time of a step goes"
+    )
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(ORDER):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    options.parts = options.parts or list(ORDER)
+    return options
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    sizes = QUICK if options.quick else Sizes()
+    given = {k: v for k, v in vars(options).items() if v is not None and hasattr(sizes, k)}
+    effort = sizes.effort
+    return replace(
+        sizes,
+        effort=Effort(options.windows or effort.num_windows, options.window_s or effort.window_s),
+        **given,
+    )
+
+
+def _numbers(kind: type[_Number]) -> Callable[[str], tuple[_Number, ...]]:
+    def parse(text: str) -> tuple[_Number, ...]:
+        return tuple(kind(part) for part in text.split(","))
+
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Shared prefixes on several workers: does placement find the worker that has them?"""
+
+from dataclasses import dataclass
+
+from benchmarks.report import Cell, Column, Part, Target
+from benchmarks.scheduler.stack import BenchStack, Setting
+from benchmarks.scheduler.throughput import BLOCK_SIZE
+from benchmarks.scheduler.workload import Workload
+
+_NUM_WORKERS = 4
+_NUM_PREFIXES = 64
+_PREFIX_TOKENS = 512
+_OWN_TOKENS = (16, 48)
+_OUTPUT_TOKENS = (16, 48)
+# One worker holds a good third of the prefixes, and four hold them all.
+_BLOCKS_PER_WORKER = 768
+_ROWS_PER_WORKER = 16
+_CONCURRENCY = 32
+_TIMEOUT_S = 120.0
+_TARGET_HITS = 0.9
+_TARGET_PREFILL = 0.6
+
+
+@dataclass(frozen=True)
+class _Case:
+    title: str
+    num_workers: int
+    placement: str
+
+
+_SUM = _Case("one worker with the sum of the pools", 1, "least_work")
+_PLACED = _Case("four workers, placed", _NUM_WORKERS, "least_work")
+_IN_TURN = _Case("four workers, round robin", _NUM_WORKERS, "round_robin")
+
+
+def prefixes(num_requests: int) -> Part:
+    rows = [_row(case, num_requests) for case in (_SUM, _PLACED, _IN_TURN)]
+    return Part(
+        name="prefixes",
+        title="Placement by cached prefixes",
+        notes=[
+            f"{num_requests:,} requests, {_CONCURRENCY} at once; each begins with one of "
+            f"{_NUM_PREFIXES} prefixes of {_PREFIX_TOKENS} tokens (Zipf: the one of rank r with a "
+            f"share of 1/r) and has {_OWN_TOKENS[0]} to {_OWN_TOKENS[1]} tokens of its own. "
+            f"{_BLOCKS_PER_WORKER} blocks per worker, where the prefixes need "
+            f"{_NUM_PREFIXES * _PREFIX_TOKENS // BLOCK_SIZE}. The first use of each prefix counts.",
+        ],
+        columns=[
+            Column("case", "case"),
+            Column("hit_rate", "hit rate", ".3f"),
+            Column("prefilled", "tokens prefilled", ",d"),
+            Column("seconds", "seconds", ".1f"),
+        ],
+        rows=rows,
+        targets=_targets(*rows),
+    )
+
+
+def _row(case: _Case, num_requests: int) -> dict[str, Cell]:
+    share = _NUM_WORKERS // case.num_workers
+    setting = Setting(
+        num_workers=case.num_workers,
+        model={
+            "max_model_len": 1024,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": share * _BLOCKS_PER_WORKER + 1,
+            "max_num_seqs": share * _ROWS_PER_WORKER,
+            # About what a small model takes on a GPU.
+            "step_ms": 6.0,
+            "token_us": 30.0 / share,
+        },
+        scheduler={"placement": case.placement},
+    )
+    with BenchStack(setting) as stack:
+        begun_s = stack.progress()["at_s"]
+        stack.run(
+            Workload(
+                num_requests=num_requests,
+                concurrency=_CONCURRENCY,
+                prompt_tokens=_OWN_TOKENS,
+                output_tokens=_OUTPUT_TOKENS,
+                num_prefixes=_NUM_PREFIXES,
+                prefix_tokens=_PREFIX_TOKENS,
+            )
+        )
+        ended_s = stack.wait_for("ended", num_requests, _TIMEOUT_S)["at_s"]
+        lanes = stack.probe.ask("take")["lanes"]
+        stack.check()
+    return {
+        "case": case.title,
+        "hit_rate": lanes["num_hit_tokens"] / lanes["num_queried_tokens"],
+        "prefilled": lanes["num_queried_tokens"] - lanes["num_hit_tokens"],
+        "seconds": ended_s - begun_s,
+    }
+
+
+def _targets(
+    together: dict[str, Cell], placed: dict[str, Cell], in_turn: dict[str, Cell]
+) -> list[Target]:
+    hits = _ratio(placed, together, "hit_rate")
+    prefill = _ratio(placed, in_turn, "prefilled")
+    return [
+        Target(
+            "hit rate, of one worker's with the sum of the pools",
+            f"at least {_TARGET_HITS:g}",
+            f"{hits:.3f}",
+            hits >= _TARGET_HITS,
+        ),
+        Target(
+            "tokens prefilled, of round robin's",
+            f"at most {_TARGET_PREFILL:g}",
+            f"{prefill:.3f}",
+            prefill <= _TARGET_PREFILL,
+        ),
+    ]
+
+
+def _ratio(one: dict[str, Cell], other: dict[str, Cell], key: str) -> float:
+    return float(one[key] or 0) / float(other[key] or 1)

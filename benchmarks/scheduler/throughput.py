@@ -1,0 +1,123 @@
+"""Decoding at full rows: how near the workers come to their own speed, and what a step costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.report import Cell, Column, Part, Target
+from benchmarks.scheduler.measure import Window, measured
+from benchmarks.scheduler.stack import BenchStack, Setting
+from benchmarks.scheduler.workload import Workload
+
+BLOCK_SIZE = 16
+_PROMPT_TOKENS = (17, 48)
+_FILL_TIMEOUT_S = 120.0
+# Steps before the first window and after the last, and what the clock may be ahead of the plan.
+_SPARE_STEPS = 400
+_LEAST_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long and how often is measured."""
+
+    num_windows: int
+    window_s: float
+
+    def of_steps(self, step_ms: float) -> "Effort":
+        """The same, or windows long enough to hold some steps."""
+        return replace(self, window_s=max(self.window_s, _LEAST_STEPS * step_ms / 1000))
+
+
+def full_rows(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -> Setting:
+    """Workers whose rows can decode without an end until everything is measured."""
+    measured_s = effort.num_windows * (effort.window_s + 1) + 10
+    max_model_len = _PROMPT_TOKENS[1] + int(measured_s * 1000 / step_ms) + _SPARE_STEPS
+    num_blocks = int(num_rows * -(-max_model_len // BLOCK_SIZE) * 1.02) + 2
+    model = {
+        "max_model_len": max_model_len,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": num_blocks,
+        "max_num_seqs": num_rows,
+        "step_ms": step_ms,
+    }
+    return Setting(num_workers=num_workers, model=model, scheduler={"max-num-seqs": num_rows})
+
+
+def decoding(stack: BenchStack, setting: Setting) -> None:
+    """Fills every row with a sequence that decodes on."""
+    num_requests = setting.num_workers * int(setting.model["max_num_seqs"])
+    max_tokens = int(setting.model["max_model_len"]) - _PROMPT_TOKENS[1]
+    stack.run(
+        Workload(
+            num_requests=num_requests,
+            concurrency=num_requests,
+            prompt_tokens=_PROMPT_TOKENS,
+            output_tokens=(max_tokens, max_tokens),
+        )
+    )
+    stack.wait_for("started", num_requests, _FILL_TIMEOUT_S)
+
+
+def decode_window(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -> Window:
+    effort = effort.of_steps(step_ms)
+    setting = full_rows(num_workers, num_rows, step_ms, effort)
+    with BenchStack(setting) as stack:
+        decoding(stack, setting)
+        return measured(stack, effort.num_windows, effort.window_s)
+
+
+def throughput(sizes: Sequence[tuple[int, float]], num_rows: int, effort: Effort) -> Part:
+    """`sizes` are pairs of workers and milliseconds per step."""
+    rows = [_row(num_workers, num_rows, step_ms, effort) for num_workers, step_ms in sizes]
+    return Part(
+        name="throughput",
+        title=f"Decoding with {num_rows} rows per worker",
+        notes=[
+            "Every row decodes. *Of ideal* is the tokens that the load received against rows / "
+            "step time. *CPU* is the scheduler process's time per step: its mean by the kernel's "
+            "count, and the distribution between one result and the next. *Cores* are what each "
+            "kind of process used; where their sum is the machine's, the machine is the limit.",
+        ],
+        columns=COLUMNS,
+        rows=rows,
+        targets=[_target(row) for row in rows if (row["workers"], row["step_ms"]) == (1, 10)],
+    )
+
+
+COLUMNS = [
+    Column("workers", "workers", "d"),
+    Column("step_ms", "step ms", "g"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("of_ideal", "of ideal", ".3f"),
+    Column("cpu_ms", "CPU ms", ".2f"),
+    Column("cpu_p50_ms", "p50", ".2f"),
+    Column("cpu_p99_ms", "p99", ".2f"),
+    Column("redis_calls", "Redis calls", ".2f"),
+    Column("redis_p50_ms", "wait p50 ms", ".2f"),
+    Column("redis_p99_ms", "p99", ".2f"),
+    Column("redis_server_ms", "server ms", ".2f"),
+    Column("idle_share", "worker idle", ".1%"),
+    Column("worker_step_ms", "worker's step ms", ".2f"),
+    Column("scheduler_share", "cores: scheduler", ".2f"),
+    Column("redis_share", "Redis", ".2f"),
+    Column("workers_share", "workers", ".2f"),
+    Column("load_share", "load", ".2f"),
+]
+
+
+def _row(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -> dict[str, Cell]:
+    window = decode_window(num_workers, num_rows, step_ms, effort)
+    ideal = num_workers * num_rows * 1000 / step_ms
+    return {
+        "workers": num_workers,
+        "step_ms": step_ms,
+        "of_ideal": window.tokens_per_s / ideal,
+        **window.figures(),
+    }
+
+
+def _target(row: dict[str, Cell]) -> Target:
+    of_ideal = float(row["of_ideal"] or 0)
+    return Target(
+        "one worker at 10 ms, of ideal", "at least 0.98", f"{of_ideal:.3f}", of_ideal >= 0.98
+    )
