@@ -43,9 +43,12 @@ class Leaving:
     def _leave(self, sequence: Sequence) -> None:
         group, block_ids = sequence.group, sequence.block_ids
         if group.siblings and group.error is None and sequence.is_first:
-            # The prompt's blocks stay for the siblings; nobody writes to them any more.
-            num_held = blocks_for(sequence.num_prompt_tokens, self._draft.block_size)
-            group.hold, block_ids = block_ids[:num_held], block_ids[num_held:]
+            if sequence.blocks_are_sound:
+                # The prompt's stay for the siblings; nobody writes to them any more.
+                num_held = blocks_for(sequence.num_prompt_tokens, self._draft.block_size)
+                group.hold, block_ids = block_ids[:num_held], block_ids[num_held:]
+            else:
+                self.unfork(group)
         self._draft.release(sequence, block_ids)
         sequence.lose_place()
         self._roster.late.append(sequence)
@@ -102,11 +105,18 @@ class Leaving:
     def _recompute(self, sequence: Sequence) -> None:
         self._stats.num_preempted_by_recompute += 1
         if sequence.is_first and sequence.group in self._roster.parents:
-            # Its siblings go with it.
-            self._roster.parents.remove(sequence.group)
+            self._leave_siblings(sequence)
         sequence.lose_place()
         sequence.was_preempted = True
         self._roster.late.append(sequence)
+
+    def _leave_siblings(self, source: Sequence) -> None:
+        """Those of a source that gives way."""
+        if source.num_tokens > source.num_prompt_tokens:
+            # It may end before it is back, and they would wait for ever.
+            self.unfork(source.group)
+        else:
+            self._roster.parents.remove(source.group)
 
     def swap_out(self, sequences: list[Sequence]) -> None:
         """A whole group off its rows, its blocks to the host."""

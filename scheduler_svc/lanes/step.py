@@ -54,9 +54,11 @@ class Step:
         ones had rows that failed.
         """
         self._leaving.settle(failed)
-        # Nobody passes a group or a sequence that is to come back and cannot yet.
+        # Nobody passes a group or a sequence that is to come back and cannot yet, or goes back now.
         ready = list(takewhile(self._is_ready, self._roster.swapped))
-        is_open = len(ready) == len(self._roster.swapped) and not self._roster.is_recalling
+        is_open = len(ready) == len(self._roster.swapped) and not (
+            self._roster.is_recalling or self.draft.recalled
+        )
         swapped = {Swapped(other.sequences, len(other.host_blocks)): other for other in ready}
         view = self._view(list(swapped), candidates if is_open else ())
         self._decision = decision = schedule(self._limits, view)
