@@ -30,6 +30,8 @@ EngineLoader = Callable[[WorkerSettings], Engine]
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _MODEL_CHECK = "model"
 _WRONG_SETTING = 2
+# The device thread gets the interpreter back from the loop within this, not within 5 ms.
+_SWITCH_INTERVAL_S = 0.0002
 # For streams to end with a status of their own.
 _LEAVING_S = 1.0
 # For the step on the device. What takes longer, such as a model being loaded, is left behind.
@@ -38,6 +40,7 @@ _LAST_STEP_S = 5.0
 
 def main(settings: WorkerSettings, load_engine: EngineLoader) -> int:
     """Runs the worker until it is told to stop; returns the process's status."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     configure_logging("worker", settings.log_level, settings.log_format)
     try:
         asyncio.run(run(settings, load_engine))

@@ -36,7 +36,6 @@ class Params:
     top_p: float
     seed: int
     max_tokens: int
-    stop_token_ids: frozenset[int]
     num_prompt_logprobs: int = 0
 
 
@@ -120,6 +119,7 @@ class Sequence:
     num_prompt_tokens: int
     # Those that plans in flight will sample count as there.
     num_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
 
     # Set when the model is known, before the sequence is first considered.
     chain: HashChain | None = None
@@ -187,6 +187,11 @@ class Sequence:
         return self.end is not None and self.end.reason is EndReason.STOP_STRING
 
     @property
+    def unjournaled(self) -> "array[int]":
+        """Output that Redis does not have yet."""
+        return self.token_ids[self.num_prompt_tokens + self.num_journaled :]
+
+    @property
     def published_blocks(self) -> list[int]:
         """Blocks that it published itself; those it had if it has none any more."""
         if not self.block_ids:
@@ -204,12 +209,12 @@ class Sequence:
         max_tokens = self.group.params.max_tokens
         self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
 
-    def take(self, token_id: int) -> None:
-        """Appends a sampled token and ends the sequence where it is the last one."""
-        self.token_ids.append(token_id)
-        if token_id in self.group.params.stop_token_ids:
-            self.end = End(EndReason.STOP_TOKEN, self.num_output_tokens, token_id)
-        elif len(self.token_ids) >= self.max_num_tokens:
+    def close(self) -> None:
+        """Ends the sequence at its last token: it is a stop token, or there is room for no more."""
+        last = self.token_ids[-1]
+        if last in self.stop_token_ids:
+            self.end = End(EndReason.STOP_TOKEN, self.num_output_tokens, last)
+        else:
             self.end = End(EndReason.LENGTH, self.num_output_tokens)
 
     def finish(self, num_output_tokens: int) -> None:

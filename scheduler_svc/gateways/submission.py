@@ -25,7 +25,6 @@ def group_of(
             top_p=params.top_p,
             seed=params.seed,
             max_tokens=params.max_tokens,
-            stop_token_ids=frozenset(params.stop_token_ids),
             num_prompt_logprobs=params.num_prompt_logprobs,
         ),
         subscriber=subscriber,
@@ -34,8 +33,17 @@ def group_of(
         cache_salt=submission.cache_salt,
     )
     prompt = array("I", submission.prompt_token_ids)
+    stop_token_ids = frozenset(params.stop_token_ids)
     group.sequences = [
-        Sequence(next(sequence_ids), group, choice, prompt[:], len(prompt), len(prompt))
+        Sequence(
+            next(sequence_ids),
+            group,
+            choice,
+            prompt[:],
+            num_prompt_tokens=len(prompt),
+            num_tokens=len(prompt),
+            stop_token_ids=stop_token_ids,
+        )
         for choice in range(_num_choices(submission))
     ]
     return group

@@ -1,35 +1,54 @@
 """What a commit has journaled, for those who want to hear of it."""
 
-from scheduler_svc.core.sequence import Delivery, Subscriber
+from itertools import accumulate
+
+from scheduler_svc.core.sequence import Delivery, Sequence, Subscriber
 from scheduler_svc.lanes.draft import Draft
 
 
 def deliver(draft: Draft) -> None:
     """Notes what is journaled now, and tells each subscriber of its sequences in one go."""
-    for subscriber, delivery in _deliveries(draft).items():
-        subscriber.deliver(delivery)
+    for sequence, next_index in zip(draft.journaled, draft.runs.next_indices, strict=True):
+        sequence.num_journaled = next_index
+    # Some may have been cut while the commit was on its way.
+    heard = [sequence for sequence in draft.journaled if not sequence.is_cut]
+    subscribers = {sequence.group.subscriber: None for sequence in heard}
+    is_whole = len(subscribers) == 1 and len(heard) == len(draft.journaled)
+    for subscriber in subscribers:
+        subscriber.deliver(_whole(draft) if is_whole else _part(draft, subscriber))
 
 
-def _deliveries(draft: Draft) -> dict[Subscriber, Delivery]:
-    deliveries: dict[Subscriber, Delivery] = {}
-    runs, start = draft.runs, 0
-    for sequence, first, end in zip(
-        draft.journaled, runs.first_indices, runs.next_indices, strict=True
+def _whole(draft: Draft) -> Delivery:
+    """Everything: one gateway has all the requests."""
+    return Delivery(
+        attachments=[sequence.group.attachment for sequence in draft.journaled],
+        choices=[sequence.choice for sequence in draft.journaled],
+        first_indices=draft.runs.first_indices,
+        num_tokens=_counts(draft),
+        token_ids=draft.runs.token_ids,
+    )
+
+
+def _part(draft: Draft, subscriber: Subscriber) -> Delivery:
+    """What one of several is to hear."""
+    delivery, counts = Delivery(), _counts(draft)
+    starts = accumulate(counts, initial=0)
+    for sequence, first, start, count in zip(
+        draft.journaled, draft.runs.first_indices, starts, counts, strict=False
     ):
-        count, group = end - first, sequence.group
-        sequence.num_journaled = end
-        # It may have been cut while the commit was on its way.
-        if not sequence.is_cut:
-            delivery = deliveries.get(group.subscriber)
-            if delivery is None:
-                delivery = deliveries[group.subscriber] = Delivery()
-            delivery.attachments.append(group.attachment)
+        if _hears(subscriber, sequence):
+            delivery.attachments.append(sequence.group.attachment)
             delivery.choices.append(sequence.choice)
             delivery.first_indices.append(first)
             delivery.num_tokens.append(count)
-            if count == 1:
-                delivery.token_ids.append(runs.token_ids[start])
-            else:
-                delivery.token_ids += runs.token_ids[start : start + count]
-        start += count
-    return deliveries
+            delivery.token_ids += draft.runs.token_ids[start : start + count]
+    return delivery
+
+
+def _hears(subscriber: Subscriber, sequence: Sequence) -> bool:
+    return sequence.group.subscriber is subscriber and not sequence.is_cut
+
+
+def _counts(draft: Draft) -> list[int]:
+    runs = draft.runs
+    return [end - first for first, end in zip(runs.first_indices, runs.next_indices, strict=True)]

@@ -70,22 +70,24 @@ class Draft:
 
     def journal(self, fresh: Iterable[Sequence]) -> None:
         """Takes up what sequences have got since the last commit."""
-        runs, block_size = self.runs, self.block_size
-        for sequence in fresh:
-            if sequence.is_cut:
-                continue
-            token_ids, first = sequence.token_ids, sequence.num_journaled
-            end = len(token_ids)
-            next_index = end - sequence.num_prompt_tokens
-            runs.sequence_ids.append(sequence.sequence_id)
-            runs.first_indices.append(first)
-            runs.next_indices.append(next_index)
-            if next_index - first == 1:
-                runs.token_ids.append(token_ids[-1])
-            else:
-                runs.token_ids.extend(token_ids[sequence.num_prompt_tokens + first :])
-            self.journaled.append(sequence)
-            if end // block_size > sequence.num_published_blocks and sequence.row is not None:
+        # Comprehensions, for this runs over all rows in every step.
+        self.journaled = journaled = [sequence for sequence in fresh if not sequence.is_cut]
+        first_indices = [sequence.num_journaled for sequence in journaled]
+        next_indices = [len(other.token_ids) - other.num_prompt_tokens for other in journaled]
+        if sum(next_indices) - sum(first_indices) == len(journaled):
+            token_ids = [sequence.token_ids[-1] for sequence in journaled]
+        else:
+            token_ids = [token for sequence in journaled for token in sequence.unjournaled]
+        self.runs = TokenRuns(
+            sequence_ids=[sequence.sequence_id for sequence in journaled],
+            first_indices=first_indices,
+            next_indices=next_indices,
+            token_ids=token_ids,
+        )
+        block_size = self.block_size
+        for sequence in journaled:
+            num_full = len(sequence.token_ids) // block_size
+            if num_full > sequence.num_published_blocks and sequence.row is not None:
                 self.publish(sequence)
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:

@@ -180,7 +180,8 @@ class Lane:
         if self._wake.is_set():
             return
         try:
-            await asyncio.wait_for(self._wake.wait(), IDLE_CHECK_S)
+            async with asyncio.timeout(IDLE_CHECK_S):
+                await self._wake.wait()
         except TimeoutError:
             if self._checked_step != self._step:
                 await self.check_integrity()
@@ -302,8 +303,14 @@ class Lane:
             for sequence, token_id in zip(landing.sequences, landing.token_ids, strict=True):
                 # What was sampled behind an end is dropped.
                 if sequence.end is None and sequence.group.error is None:
-                    sequence.take(token_id)
+                    token_ids = sequence.token_ids
+                    token_ids.append(token_id)
                     fresh[sequence] = None
+                    if (
+                        len(token_ids) >= sequence.max_num_tokens
+                        or token_id in sequence.stop_token_ids
+                    ):
+                        sequence.close()
             for sequence, reason in landing.failures:
                 self._fail(sequence, reason)
             self.stats.num_sampled_tokens += len(landing.token_ids)
