@@ -42,7 +42,8 @@ def fit(num_needed: int, num_free: int, num_usable: int, watermark: int) -> Fit:
 
 def fit_of_prompt(num_tokens: int, limits: Limits, num_usable: int) -> Fit:
     """OK or NEVER: whether a pool could hold a prompt if it held nothing else, hit or not."""
-    num_needed = blocks_for(num_tokens + limits.num_lookahead_slots, limits.block_size)
+    num_slots = min(num_tokens + limits.num_lookahead_slots, limits.max_model_len)
+    num_needed = blocks_for(num_slots, limits.block_size)
     return fit(num_needed, num_usable, num_usable, limits.watermark)
 
 
@@ -110,9 +111,10 @@ class _Step(Generic[R]):
             self._num_lookahead_slots = self._limits.num_lookahead_slots
         num_slots = self._num_lookahead_slots
         appends = [
-            (row, self._missing_blocks(row))
+            (row, missing)
             for row in self._decodes
             if row.num_tokens + num_slots > len(row.block_ids) * block_size
+            and (missing := self._missing_blocks(row)) > 0
         ]
         num_needed = sum(missing for _, missing in appends)
         if num_needed > self._num_free_blocks:
@@ -126,8 +128,12 @@ class _Step(Generic[R]):
         self.decision.num_scheduled_tokens += [1] * len(self._decodes)
 
     def _missing_blocks(self, row: R) -> int:
-        num_slots = row.num_tokens + self._num_lookahead_slots
-        return -(-num_slots // self._limits.block_size) - len(row.block_ids)
+        return self._num_blocks_of(row) - len(row.block_ids)
+
+    def _num_blocks_of(self, row: R) -> int:
+        """What it needs in all, look-ahead included."""
+        num_slots = min(row.num_tokens + self._num_lookahead_slots, self._limits.max_model_len)
+        return blocks_for(num_slots, self._limits.block_size)
 
     def _preempt(self, missing: dict[R, int], num_needed: int) -> list[tuple[R, int]]:
         """Has rows give way; what those who stay are missing."""
@@ -254,8 +260,7 @@ class _Step(Generic[R]):
         # A group that wants more rows than there are gets them in turns.
         if num_rows + min(candidate.num_rows, limits.max_num_seqs) > limits.max_num_seqs:
             return False
-        num_slots = candidate.sequence.num_tokens + self._num_lookahead_slots
-        num_new_blocks = blocks_for(num_slots, limits.block_size) - num_hits
+        num_new_blocks = self._num_blocks_of(candidate.sequence) - num_hits
         num_needed = num_new_blocks + candidate.num_free_hits
         watermark = limits.watermark if candidate.is_new else 0
         num_usable = self._view.num_usable_blocks

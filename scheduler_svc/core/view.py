@@ -44,6 +44,8 @@ class Limits:
     # A longer prefill is long, and its chunks are cut to this where others want to run; 0: off.
     long_prefill_token_threshold: int = 0
     num_lookahead_slots: int = 0
+    # Tokens of the longest sequence: nobody is given room for more.
+    max_model_len: int = 2**31
 
     def is_long(self, num_tokens: int) -> bool:
         """Of a prefill with so many tokens to compute."""

@@ -30,6 +30,7 @@ class LaneOptions:
             max_num_batched_tokens=min(most.max_num_batched_tokens, worker.max_num_batched_tokens),
             max_num_seqs=min(most.max_num_seqs, worker.max_num_seqs),
             watermark=int(self.watermark * worker.num_blocks),
+            max_model_len=worker.max_model_len,
         )
 
 

@@ -564,3 +564,14 @@ def test_lookahead_slots_count_in_every_need_of_a_step_with_decodes():
 def test_lookahead_slots_do_not_count_in_a_step_of_prefills_only():
     limits = replace(LIMITS, num_lookahead_slots=4)
     assert admitted(schedule(limits, lane(candidates=[waiting(1, 14)]))) == [("w1", 0, 14, 1)]
+
+
+def test_no_slots_are_kept_beyond_the_longest_sequence():
+    limits = replace(LIMITS, num_lookahead_slots=4, max_model_len=32)
+    assert schedule(limits, lane([decoding(0, 31, [1, 2])], num_free_blocks=0)).appends == []
+    one = decoding(0, 13, [1])
+    assert schedule(limits, lane([one], num_free_blocks=1)).appends == [(one, 1)]
+    assert fit_of_prompt(31, limits, num_usable=2) is Fit.OK
+    again = waiting(1, 31)
+    view = lane([decoding(0, 10, [3])], num_free_blocks=2, candidates=[again])
+    assert admitted(schedule(limits, view)) == [("w1", 0, 31, 2)]

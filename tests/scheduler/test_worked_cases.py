@@ -347,3 +347,13 @@ async def test_no_more_plans_are_unanswered_than_the_depth_says(redis_url, socke
         worker.gate.set()
         await gateway.over()
         assert worker.max_unanswered == depth
+
+
+async def test_lookahead_slots_need_no_room_beyond_the_longest_sequence(redis_url, sockets):
+    worker = worker_of(11)
+    async with late_worker(redis_url, sockets, num_lookahead_slots=20) as (stack, gateway):
+        await gateway.submit(prompt(100), max_tokens=60)
+        await gateway.submit(prompt(150, 1), seed=2, max_tokens=10)
+        await together(stack, worker)
+        await check_outputs(gateway)
+        worker.check()
