@@ -151,6 +151,11 @@ class Sequence:
         return self.group.sequences[0] is self
 
     @property
+    def computes_prompt(self) -> bool:
+        """Log-probabilities of the prompt are wanted: hits would leave them out."""
+        return self.group.params.num_prompt_logprobs > 0
+
+    @property
     def num_wanted_rows(self) -> int:
         """Rows that it and those to be forked from it will have."""
         return 1 + len(self.group.siblings) if self.is_first else 1

@@ -143,7 +143,7 @@ class Lane:
 
     def matchable(self, sequence: Sequence) -> tuple[bytes, ...]:
         """Hashes of the blocks that may be hits."""
-        if not self._options.enable_prefix_caching or sequence.group.params.num_prompt_logprobs:
+        if not self._options.enable_prefix_caching or sequence.computes_prompt:
             return ()
         num_blocks = num_matchable_blocks(len(sequence.token_ids), self.limits.block_size)
         return sequence.hashes()[:num_blocks]

@@ -127,7 +127,8 @@ class Step:
     def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:
         return Candidate(
             sequence=sequence,
-            block_hashes=self.draft.hashes(sequence),
+            # Whose prompt's log-probabilities are wanted is computed whole.
+            block_hashes=() if sequence.computes_prompt else self.draft.hashes(sequence),
             num_hits=match.num_hits,
             num_free_hits=match.num_free_hits,
             num_rows=sequence.num_wanted_rows,
