@@ -32,7 +32,7 @@ class Sizes:
     rows: tuple[int, ...] = (16, 64, 256, 1024)
     effort: Effort = field(default_factory=lambda: Effort(num_windows=3, window_s=4.0))
     waiting: int = 10_000
-    requests: int = 2_000
+    requests: int = 1_500
 
 
 QUICK = Sizes((1, 4), (10.0,), (64, 256), Effort(1, 2.0), waiting=1_000, requests=300)
