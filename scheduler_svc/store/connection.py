@@ -67,6 +67,7 @@ class Connection:
         self.waited_s = 0.0  # the sum over all calls
         self._redis = redis
         self._timeout_s = timeout_s
+        self._calls: set[asyncio.Task[Any]] = set()
 
     @classmethod
     def to(cls, url: str, timeout_s: float) -> Self:
@@ -83,6 +84,9 @@ class Connection:
         return cls(redis, timeout_s)
 
     async def close(self) -> None:
+        """Behind the calls under way: the client would give their connection back twice."""
+        while self._calls:
+            await asyncio.wait(self._calls)
         await self._redis.aclose()
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
@@ -136,6 +140,8 @@ class Connection:
         task = asyncio.ensure_future(_translated(call, self._timeout_s))
         # Reads the outcome of a call whose caller has gone, so that nothing complains of it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
         self.num_calls += 1
         start_s = time.perf_counter()
         try:

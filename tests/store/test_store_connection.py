@@ -1,5 +1,6 @@
 """Leadership, the list of pools, and a Redis that is restarted or away."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,3 +144,14 @@ async def test_a_redis_that_takes_no_writes_is_unavailable(
 async def test_a_url_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         await Store.connect("localhost:6379")
+
+
+async def test_calls_under_way_end_before_their_connection_is_closed(redis_url: str) -> None:
+    connection = Connection.to(redis_url, timeout_s=5)
+    await connection.execute("PING")
+    calls = [asyncio.create_task(connection.execute("INCR", "calls")) for _ in range(3)]
+    await asyncio.sleep(0)  # they have begun
+    await connection.close()
+    assert [await call for call in calls] == [1, 2, 3]
+    await connection.execute("DEL", "calls")
+    await connection.close()
