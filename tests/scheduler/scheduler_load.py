@@ -1,0 +1,210 @@
+"""Requests on a running stack, what may become of each, and a watchdog over all of them."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from ledger_worker import LedgerWorker, token_at
+from scheduler_stack import Gateway, Heard, HeardChoice, Stack
+from waiting import until
+
+from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.core.sequence import seed_of_choice
+from scheduler_svc.engine import Engine
+
+# Choices of these (seed, choice) fail when they sample.
+FAILING = ((900_000, 0), (900_001, 1))
+CANCELLED, ALREADY_EXISTS, INTERNAL = 1, 6, 13
+
+WATCHDOG_S = 8.0
+POLL_S = 0.002
+
+
+@dataclass(eq=False)
+class Request:
+    """What was asked, and what was done to it since."""
+
+    gateway: Gateway
+    attachment: int
+    cancelled: bool = False
+    # Cuts by choice, in the order they were sent.
+    cuts: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def heard(self) -> Heard:
+        return self.gateway.heard[self.attachment]
+
+    @property
+    def over(self) -> bool:
+        return self.heard.over
+
+    @property
+    def fails(self) -> bool:
+        """One of its rows fails, unless it ends before it samples."""
+        seed, choices = self.heard.seed, range(len(self.heard.choices))
+        return any(seed == bad and choice in choices for bad, choice in FAILING)
+
+    def check(self) -> None:
+        """It ended as it may, with the tokens that it must have."""
+        heard = self.heard
+        if heard.failure is not None:
+            codes = {CANCELLED} if self.cancelled else set()
+            codes |= {INTERNAL} if self.fails else set()
+            assert heard.failure.code in codes, heard.failure
+        else:
+            assert not self.fails or self.cancelled or self.cuts
+        for index, choice in enumerate(heard.choices):
+            output = heard.output(index)
+            assert choice.token_ids == output[: len(choice.token_ids)]
+            if heard.failure is None:
+                self._check_end(index, choice, output)
+
+    def _check_end(self, index: int, choice: HeardChoice, output: list[int]) -> None:
+        end = choice.end
+        assert end is not None
+        if end.reason == scheduler_pb2.END_REASON_STOP_STRING:
+            assert end.num_tokens in self.cuts[index]
+            return
+        assert choice.token_ids == output
+        assert end.num_tokens == len(output)
+        is_stop = output[-1] in self.heard.stop_token_ids
+        reason = scheduler_pb2.END_REASON_STOP_TOKEN if is_stop else scheduler_pb2.END_REASON_LENGTH
+        assert end.reason == reason
+
+
+class Load:
+    """The requests of two gateways."""
+
+    def __init__(self, stack: Stack, workers: list[LedgerWorker], max_model_len: int) -> None:
+        self.stack = stack
+        self.workers = workers
+        self.requests: list[Request] = []
+        self.gateways: list[Gateway] = []
+        self._max_model_len = max_model_len
+        self._num_submitted = 0
+        for worker in workers:
+            worker.failing_seeds.update(seed_of_choice(*failing) for failing in FAILING)
+
+    async def start(self) -> None:
+        self.gateways = [await self.stack.gateway() for _ in range(2)]
+
+    @property
+    def open(self) -> list[Request]:
+        return [request for request in self.requests if not request.over]
+
+    @property
+    def engine(self) -> Engine:
+        engine = self.stack.scheduler._collector.engine
+        assert engine is not None
+        return engine
+
+    async def submit(
+        self,
+        gateway: int,
+        length: int,
+        tag: int,
+        max_tokens: int,
+        seed: int,
+        stop_at: int | None,
+        n: int,
+        priority: int,
+    ) -> None:
+        length = min(length, self._max_model_len - 1)
+        stop = () if stop_at is None else (token_at(seed, length + stop_at),)
+        self._num_submitted += 1
+        attachment = await self.gateways[gateway].submit(
+            [tag * 100 + index for index in range(length)],
+            max_tokens=min(max_tokens, self._max_model_len - length),
+            seed=seed,
+            request_id=f"request-{self._num_submitted}",
+            stop_token_ids=stop,
+            n=n,
+            priority=priority,
+        )
+        self.requests.append(Request(self.gateways[gateway], attachment))
+
+    async def cancel(self, request: Request) -> None:
+        request.cancelled = True
+        cancellation = scheduler_pb2.Cancellation(attachment=request.attachment)
+        await request.gateway.send(cancellations=[cancellation])
+
+    async def cut(self, request: Request, choice: int, num_tokens: int) -> None:
+        """As where the gateway finds a stop string behind `num_tokens` tokens."""
+        request.cuts.setdefault(choice, []).append(num_tokens)
+        finish = scheduler_pb2.Finish(
+            attachment=request.attachment, choice=choice, num_tokens=num_tokens
+        )
+        await request.gateway.send(finishes=[finish])
+
+    async def replace_gateway(self, index: int) -> None:
+        """One goes, with its requests; another comes."""
+        gateway = self.gateways[index]
+        await gateway.close()
+        for request in self.requests:
+            if request.gateway is gateway and request.over:
+                request.check()
+        self.requests = [other for other in self.requests if other.gateway is not gateway]
+        self.gateways[index] = await self.stack.gateway()
+
+    def progress(self) -> int:
+        """Goes up with every plan, every token and every end."""
+        count = sum(len(worker.plans) for worker in self.workers)
+        for request in self.requests:
+            heard = request.heard
+            count += heard.accepted + heard.over
+            count += sum(
+                len(choice.token_ids) + (choice.end is not None) for choice in heard.choices
+            )
+        return count
+
+    async def pass_time(self, num_moves: int, num_turns: int = 20) -> None:
+        """Until so much has moved, but no more than a number of looks."""
+        target = self.progress() + num_moves
+        for _ in range(num_turns):
+            if self.progress() >= target:
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def settle(self) -> None:
+        """Until every request is over. Fails when nothing moves while some are not."""
+        for worker in self.workers:
+            worker.gate.set()
+        seen, moved_at = -1, time.monotonic()
+        while self.open:
+            if self.stack.serving.done():
+                self.stack.serving.result()
+            if (progress := self.progress()) != seen:
+                seen, moved_at = progress, time.monotonic()
+            assert time.monotonic() < moved_at + WATCHDOG_S, f"nothing moves: {self._state()}"
+            await asyncio.sleep(POLL_S)
+
+    async def check(self) -> None:
+        """Every request ended as it should, and nothing is left of any."""
+        for request in self.requests:
+            request.check()
+        engine = self.engine
+        await until(lambda: not engine.live, "the end of those whose gateways have gone")
+        await until(lambda: all(lane.is_empty for lane in engine.lanes.values()), "empty lanes")
+        await until(lambda: not any(w.rows for w in self.workers), "the release of all rows")
+        for worker in self.workers:
+            worker.check()
+            lane = engine.lanes[worker.hello.incarnation]
+            assert lane.num_free_blocks == worker.hello.num_blocks - 1
+            assert lane.roster.host_blocks.num_free == worker.hello.num_host_blocks
+            await lane.check_integrity()
+        assert not engine.waiting
+        assert engine.waiting.num_tokens == 0
+
+    def _state(self) -> str:
+        lanes = [
+            f"lane {lane.worker.incarnation}: {lane.num_free_blocks} blocks free, "
+            f"rows {[one.sequence_id for one in lane.rows]}, "
+            f"assigned {[one.sequence_id for one in lane.assigned]}, "
+            f"late {[one.sequence_id for one in lane.roster.late]}, "
+            f"parents {[(g.attachment, g.hold) for g in lane.roster.parents]}, "
+            f"{lane.num_swapped} swapped, {len(lane._flights)} in flight"
+            for lane in self.engine.lanes.values()
+        ]
+        waiting = [sequence.sequence_id for sequence in self.engine.waiting]
+        violations = [worker.runner.ledger.violations for worker in self.workers]
+        return f"{len(self.open)} open; waiting {waiting}; {lanes}; {violations}"

@@ -1,0 +1,211 @@
+"""Random load and trouble on the whole scheduler: real gRPC, real Redis, simulated workers."""
+
+import asyncio
+import traceback
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+from ledger_worker import LedgerWorker
+from scheduler_load import FAILING, Load, Request
+from scheduler_stack import Stack, running_stack
+
+LENGTHS = st.one_of(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17]), st.integers(1, 63))
+# Some of which fail.
+SEEDS = st.sampled_from([*range(40), *(seed for seed, _ in FAILING)])
+REQUESTS = st.fixed_dictionaries(
+    {
+        "gateway": st.integers(0, 1),
+        "length": LENGTHS,
+        "tag": st.integers(0, 1),
+        "max_tokens": st.sampled_from([1, 2, 3, 5, 30]),
+        "seed": SEEDS,
+        "stop_at": st.none() | st.integers(0, 6),
+        "n": st.sampled_from([1, 1, 1, 2, 3, 16]),
+        "priority": st.integers(-1, 1),
+    }
+)
+
+
+@st.composite
+def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int]:
+    """Down to one that just holds the longest sequence."""
+    return {
+        "num_blocks": 1 + max_model_len // block_size + draw(st.sampled_from([0, 0, 1, 4, 30])),
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": draw(st.sampled_from([8, 3, 16, 1])),
+        "num_host_blocks": draw(st.sampled_from([64, 4, 0])),
+    }
+
+
+@st.composite
+def worker_sets(draw: st.DrawFn) -> list[dict[str, int]]:
+    """Of different sizes, with one model."""
+    block_size = draw(st.sampled_from([2, 4, 16]))
+    max_model_len = draw(st.sampled_from([32, 64]))
+    return draw(st.lists(pools(block_size, max_model_len), min_size=1, max_size=3))
+
+
+@st.composite
+def scheduler_settings(draw: st.DrawFn) -> dict[str, object]:
+    return {
+        "watermark": draw(st.sampled_from([0.0, 0.02])),
+        "max_num_batched_tokens": draw(st.sampled_from([16, 24, 32])),
+        "batch_policy": draw(st.sampled_from(["chunked", "prefill_first"])),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "preemption_mode": draw(st.sampled_from(["auto", "recompute", "swap"])),
+        "pipeline_depth": draw(st.integers(1, 4)),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 6])),
+        "max_num_partial_prefills": draw(st.sampled_from([None, 1, 2])),
+        "max_long_partial_prefills": draw(st.sampled_from([None, 1])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "num_lookahead_slots": draw(st.sampled_from([0, 0, 1, 5])),
+        "placement": draw(st.sampled_from(["least_work", "round_robin"])),
+    }
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One scheduler, one to three workers, two gateways."""
+
+    runner: ClassVar[asyncio.Runner]
+    redis_url: ClassVar[str]
+    directories: ClassVar[pytest.TempPathFactory]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: AbstractAsyncContextManager[Stack] | None = None
+        self.failed = False
+
+    def drive(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            self.runner.run(work)
+        except BaseException:
+            self.failed = True
+            # Another run of the same steps may go another way: this says what happened in this one.
+            traceback.print_exc()
+            raise
+
+    @initialize(
+        pools=worker_sets(),
+        options=scheduler_settings(),
+        requests=st.lists(REQUESTS, min_size=4, max_size=16),
+    )
+    def start(
+        self,
+        pools: list[dict[str, int]],
+        options: dict[str, object],
+        requests: list[dict[str, Any]],
+    ) -> None:
+        self.drive(self._start(pools, options))
+        self.submit(requests)
+
+    async def _start(self, pools: list[dict[str, int]], options: dict[str, object]) -> None:
+        self.workers = [LedgerWorker(index + 1, **pool) for index, pool in enumerate(pools)]
+        self.running = running_stack(
+            self.redis_url,
+            self.directories.mktemp("m"),
+            {f"w{worker.hello.incarnation}": worker for worker in self.workers},
+            **{**options, "drain_grace_s": 1},
+        )
+        stack = await self.running.__aenter__()
+        self.load = Load(stack, self.workers, pools[0]["max_model_len"])
+        await self.load.start()
+
+    def teardown(self) -> None:
+        if self.running is None:
+            return
+        try:
+            if not self.failed:
+                self.drive(self.load.settle())
+                self.drive(self.load.check())
+        finally:
+            self.runner.run(self._stop(self.running))
+
+    async def _stop(self, running: AbstractAsyncContextManager[Stack]) -> None:
+        for worker in self.workers:
+            worker.gate.set()
+        await running.__aexit__(None, None, None)
+
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=8))
+    def submit(self, requests: list[dict[str, Any]]) -> None:
+        for request in requests:
+            self.drive(self.load.submit(**request))
+
+    @rule(which=st.integers(0, 20))
+    def cancel(self, which: int) -> None:
+        if request := self._pick(self.load.open, which):
+            self.drive(self.load.cancel(request))
+
+    @rule(which=st.integers(0, 20), choice=st.integers(0, 15), back=st.integers(0, 3))
+    def cut(self, which: int, choice: int, back: int) -> None:
+        if request := self._pick(self.load.open, which):
+            choice %= len(request.heard.choices)
+            num_tokens = len(request.heard.choices[choice].token_ids)
+            if num_tokens:
+                self.drive(self.load.cut(request, choice, max(1, num_tokens - back)))
+
+    @rule(gateway=st.sampled_from([*[None] * 9, 0, 1]))
+    def replace_gateway(self, gateway: int | None) -> None:
+        """Seldom, as all of its requests go with it."""
+        if gateway is not None:
+            self.drive(self.load.replace_gateway(gateway))
+
+    @rule(which=st.integers(0, 2))
+    def hold_back(self, which: int) -> None:
+        """The worker's steps take long."""
+        self.workers[which % len(self.workers)].gate.clear()
+
+    @rule(which=st.integers(0, 2))
+    def let_run(self, which: int) -> None:
+        self.workers[which % len(self.workers)].gate.set()
+
+    @rule(num_moves=st.integers(1, 12))
+    def pass_time(self, num_moves: int) -> None:
+        self.drive(self.load.pass_time(num_moves))
+
+    @rule()
+    def settle(self) -> None:
+        self.drive(self.load.settle())
+
+    @staticmethod
+    def _pick(requests: list[Request], which: int) -> Request | None:
+        return requests[which % len(requests)] if requests else None
+
+
+def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile: object) -> None:
+    with asyncio.Runner() as runner:
+        SchedulerMachine.runner = runner
+        SchedulerMachine.redis_url = redis_url
+        SchedulerMachine.directories = directories
+        run_state_machine_as_test(
+            SchedulerMachine,
+            settings=settings(
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                **profile,  # type: ignore[arg-type]
+            ),
+        )
+
+
+@pytest.mark.timeout(300)
+def test_every_request_ends_as_it_should(redis_url, tmp_path_factory):
+    _run_machine(
+        redis_url, tmp_path_factory, max_examples=10, stateful_step_count=40, derandomize=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_request_ends_as_it_should_for_long(redis_url, tmp_path_factory):
+    _run_machine(redis_url, tmp_path_factory, max_examples=80, stateful_step_count=60)
