@@ -20,7 +20,8 @@ from benchmarks.scheduler.throughput import Effort, throughput
 
 _Number = TypeVar("_Number", int, float)
 _NAME = "scheduler"
-_TERMINATED = 128 + signal.SIGTERM
+# The shell's way to say which signal ended a program.
+_SIGNALLED = 128
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ ORDER = tuple(_parts(QUICK))
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: sys.exit(_SIGNALLED + received))
     if options.profile:
         print(profile(options.profile))
         return 0
