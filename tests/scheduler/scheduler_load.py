@@ -14,7 +14,7 @@ from scheduler_svc.engine import Engine
 
 # Choices of these (seed, choice) fail when they sample.
 FAILING = ((900_000, 0), (900_001, 1))
-CANCELLED, ALREADY_EXISTS, INTERNAL = 1, 6, 13
+CANCELLED, INTERNAL, UNAVAILABLE = 1, 13, 14
 
 WATCHDOG_S = 8.0
 POLL_S = 0.002
@@ -27,6 +27,8 @@ class Request:
     gateway: Gateway
     attachment: int
     cancelled: bool = False
+    # A worker was lost meanwhile, on which it may have run.
+    lost: bool = False
     # Cuts by choice, in the order they were sent.
     cuts: dict[int, list[int]] = field(default_factory=dict)
 
@@ -50,6 +52,7 @@ class Request:
         if heard.failure is not None:
             codes = {CANCELLED} if self.cancelled else set()
             codes |= {INTERNAL} if self.fails else set()
+            codes |= {UNAVAILABLE} if self.lost else set()
             assert heard.failure.code in codes, heard.failure
         else:
             assert not self.fails or self.cancelled or self.cuts
@@ -82,8 +85,9 @@ class Load:
         self.gateways: list[Gateway] = []
         self._max_model_len = max_model_len
         self._num_submitted = 0
+        self._lost_workers: list[LedgerWorker] = []
         for worker in workers:
-            worker.failing_seeds.update(seed_of_choice(*failing) for failing in FAILING)
+            _spoil(worker)
 
     async def start(self) -> None:
         self.gateways = [await self.stack.gateway() for _ in range(2)]
@@ -146,9 +150,20 @@ class Load:
         self.requests = [other for other in self.requests if other.gateway is not gateway]
         self.gateways[index] = await self.stack.gateway()
 
+    async def replace_worker(self, index: int, successor: LedgerWorker) -> None:
+        """One is lost, and another one comes up at its address."""
+        former, name = self.workers[index], worker_name(index)
+        await self.stack.stop_worker(name)
+        for request in self.open:
+            request.lost = True
+        self._lost_workers.append(former)
+        _spoil(successor)
+        self.workers[index] = successor
+        await self.stack.start_worker(name, successor)
+
     def progress(self) -> int:
         """Goes up with every plan, every token and every end."""
-        count = sum(len(worker.plans) for worker in self.workers)
+        count = sum(len(worker.plans) for worker in [*self.workers, *self._lost_workers])
         for request in self.requests:
             heard = request.heard
             count += heard.accepted + heard.over
@@ -183,6 +198,8 @@ class Load:
         for request in self.requests:
             request.check()
         engine = self.engine
+        joined = {worker.hello.incarnation for worker in self.workers}
+        await until(lambda: engine.lanes.keys() == joined, "the lanes of all workers")
         await until(lambda: not engine.live, "the end of those whose gateways have gone")
         await until(lambda: all(lane.is_empty for lane in engine.lanes.values()), "empty lanes")
         await until(lambda: not any(w.rows for w in self.workers), "the release of all rows")
@@ -192,6 +209,8 @@ class Load:
             assert lane.num_free_blocks == worker.hello.num_blocks - 1
             assert lane.roster.host_blocks.num_free == worker.hello.num_host_blocks
             await lane.check_integrity()
+        for worker in self._lost_workers:
+            assert not worker.runner.ledger.violations
         assert not engine.waiting
         assert engine.waiting.num_tokens == 0
 
@@ -208,3 +227,11 @@ class Load:
         waiting = [sequence.sequence_id for sequence in self.engine.waiting]
         violations = [worker.runner.ledger.violations for worker in self.workers]
         return f"{len(self.open)} open; waiting {waiting}; {lanes}; {violations}"
+
+
+def worker_name(index: int) -> str:
+    return f"w{index}"
+
+
+def _spoil(worker: LedgerWorker) -> None:
+    worker.failing_seeds.update(seed_of_choice(*failing) for failing in FAILING)

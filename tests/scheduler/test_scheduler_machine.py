@@ -1,6 +1,7 @@
 """Random load and trouble on the whole scheduler: real gRPC, real Redis, simulated workers."""
 
 import asyncio
+import itertools
 import traceback
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from ledger_worker import LedgerWorker
-from scheduler_load import FAILING, Load, Request
+from scheduler_load import FAILING, Load, Request, worker_name
 from scheduler_stack import Stack, running_stack
 
 LENGTHS = st.one_of(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17]), st.integers(1, 63))
@@ -110,11 +111,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.submit(requests)
 
     async def _start(self, pools: list[dict[str, int]], options: dict[str, object]) -> None:
-        self.workers = [LedgerWorker(index + 1, **pool) for index, pool in enumerate(pools)]
+        self.pools = pools
+        self.incarnations = itertools.count(1)
+        self.workers = [LedgerWorker(next(self.incarnations), **pool) for pool in pools]
         self.running = running_stack(
             self.redis_url,
             self.directories.mktemp("m"),
-            {f"w{worker.hello.incarnation}": worker for worker in self.workers},
+            {worker_name(index): worker for index, worker in enumerate(self.workers)},
             **{**options, "drain_grace_s": 1},
         )
         stack = await self.running.__aenter__()
@@ -160,6 +163,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if gateway is not None:
             self.drive(self.load.replace_gateway(gateway))
 
+    @rule(which=st.sampled_from([*[None] * 9, 0, 1, 2]))
+    def replace_worker(self, which: int | None) -> None:
+        if which is not None:
+            which %= len(self.workers)
+            worker = LedgerWorker(next(self.incarnations), **self.pools[which])
+            self.drive(self.load.replace_worker(which, worker))
+
     @rule(which=st.integers(0, 2))
     def hold_back(self, which: int) -> None:
         """The worker's steps take long."""
@@ -201,7 +211,7 @@ def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile:
 @pytest.mark.timeout(300)
 def test_every_request_ends_as_it_should(redis_url, tmp_path_factory):
     _run_machine(
-        redis_url, tmp_path_factory, max_examples=10, stateful_step_count=40, derandomize=True
+        redis_url, tmp_path_factory, max_examples=8, stateful_step_count=40, derandomize=True
     )
 
 
