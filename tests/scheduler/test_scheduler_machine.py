@@ -218,4 +218,4 @@ def test_every_request_ends_as_it_should(redis_url, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_request_ends_as_it_should_for_long(redis_url, tmp_path_factory):
-    _run_machine(redis_url, tmp_path_factory, max_examples=80, stateful_step_count=60)
+    _run_machine(redis_url, tmp_path_factory, max_examples=50, stateful_step_count=50)
