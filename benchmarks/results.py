@@ -27,16 +27,15 @@ class Measured:
     part: Part
 
 
-def write(name: str, measured: Sequence[Measured]) -> Path:
-    """Writes today's file of a benchmark. Parts that were not run keep the day's figures."""
+def write(name: str, measured: Measured) -> None:
+    """Enters a part into today's file of a benchmark; the day's other parts stay."""
     today = datetime.now(UTC).date().isoformat()
     path = RESULTS / f"{name}-{today}.json"
     former = json.loads(path.read_text())["parts"] if path.exists() else {}
-    latest = {one.part.name: {"machine": one.machine, **asdict(one.part)} for one in measured}
-    document = {"benchmark": name, "date": today, "parts": {**former, **latest}}
+    latest = {"machine": dict(measured.machine), **asdict(measured.part)}
+    document = {"benchmark": name, "date": today, "parts": {**former, measured.part.name: latest}}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    return path
 
 
 def render(titles: Mapping[str, str], order: Mapping[str, Sequence[str]]) -> None:

@@ -9,7 +9,7 @@ from benchmarks.scheduler.workload import Workload
 PROMPT_TOKENS = 1000
 _OUTPUT_TOKENS = 4
 _MAX_BATCHED_TOKENS = 16384
-_TIMEOUT_S = 180.0
+_TIMEOUT_S = 300.0
 _SETTLE_S = 5.0
 _NUM_WAVES = 2
 _TARGET_MB = 300.0
