@@ -37,6 +37,7 @@ log = structlog.get_logger()
 FOLD_EVERY_STEPS = 64
 IDLE_CHECK_S = 5.0
 
+_UNKNOWN = PrefixMatch(num_hits=0, num_free_hits=0)
 _Reply = TypeVar("_Reply")
 
 
@@ -110,18 +111,20 @@ class Lane:
     def budget(self) -> LaneBudget:
         """What the lane has left for others to come."""
         roster, block_size = self.roster, self.limits.block_size
-        promised = sum(blocks_for(len(other.token_ids), block_size) for other in roster.assigned)
         budget = LaneBudget(
             limits=self.limits,
             num_rows=roster.num_wanted_rows,
-            num_free_blocks=self.num_free_blocks - promised,
+            num_free_blocks=self.num_free_blocks,
         )
         for row in roster.rows:
             # Decodes have one token to compute, and are not queued.
             if (num_tokens := row.num_tokens - row.num_computed_tokens) > 1:
                 budget.queue(num_tokens)
         for sequence in roster.assigned:
-            budget.queue(len(sequence.token_ids))
+            known = self._hints.get(sequence, _UNKNOWN)
+            budget.queue(len(sequence.token_ids) - known.num_hits * block_size)
+            budget.num_free_blocks -= blocks_for(len(sequence.token_ids), block_size)
+            budget.num_free_blocks += known.num_hits - known.num_free_hits
         return budget
 
     def assign(self, sequence: Sequence, match: PrefixMatch | None = None) -> None:
