@@ -366,7 +366,8 @@ def test_any_decision_keeps_the_rules(case):
 
 
 @pytest.mark.slow
-@settings(database=None, deadline=None, max_examples=20_000)
+@pytest.mark.timeout(600)
+@settings(database=None, deadline=None, max_examples=5_000)
 @given(cases())
 def test_any_of_many_decisions_keeps_the_rules(case):
     check(case)
