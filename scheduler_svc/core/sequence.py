@@ -223,8 +223,9 @@ class Sequence:
             self.end = End(EndReason.LENGTH, self.num_output_tokens)
 
     def finish(self, num_output_tokens: int) -> None:
-        """Ends the sequence where the gateway found a stop string; the first end wins."""
-        if not self.is_over:
+        """Ends the sequence where the gateway found a stop string; the first end wins. Without
+        output there is none."""
+        if self.num_output_tokens and not self.is_over:
             self.end = End(EndReason.STOP_STRING, min(num_output_tokens, self.num_output_tokens))
 
     def lose_place(self) -> None:

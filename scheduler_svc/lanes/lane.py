@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from itertools import takewhile
 from typing import TypeVar
 
 import structlog
@@ -262,7 +263,9 @@ class Lane:
             self._hints.update(zip(unknown, matches, strict=True))
             self._dismiss_assigned()
         hints, self._hints = self._hints, {}
-        return [(other, hints[other]) for other in self.roster.assigned if other in hints]
+        # Whoever came meanwhile has no hint yet, and is not to be passed.
+        known = takewhile(lambda other: other in hints, self.roster.assigned)
+        return [(other, hints[other]) for other in known]
 
     async def _ask(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
         """One call of Redis for a step, waited for as long as it takes."""
