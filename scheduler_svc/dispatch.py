@@ -20,7 +20,7 @@ log = structlog.get_logger()
 BATCH = 64
 RETRY_S = 0.2
 
-MatchPools = Callable[[list[Pool], list[tuple[bytes, ...]]], Awaitable[list[list[PrefixMatch]]]]
+MatchPools = Callable[[list[Pool], list[list[bytes]]], Awaitable[list[list[PrefixMatch]]]]
 
 
 class Dispatcher:

@@ -13,6 +13,8 @@ from scheduler_svc.store.store import Store
 log = structlog.get_logger()
 
 RETRY_S = 0.2
+# Steps go on between such parts.
+FOLDED_AT_ONCE = 32
 
 
 class Recorder:
@@ -49,8 +51,10 @@ class Recorder:
     async def fold(self, sequences: list[Sequence]) -> None:
         """Brings the records of running sequences up to what is journaled."""
         await self.flush()
-        async with self._writing:
-            await self._fold(sequences)
+        for start in range(0, len(sequences), FOLDED_AT_ONCE):
+            async with self._writing:
+                part = sequences[start : start + FOLDED_AT_ONCE]
+                await self._fold([other for other in part if not other.group.is_closed])
 
     async def flush(self) -> None:
         """Writes what there is. Repeating it after a failure is harmless."""
@@ -64,6 +68,8 @@ class Recorder:
             await self._fold([sequence for group in batch for sequence in group.sequences])
             endings = [Ending(group.key, _state(group)) for group in batch]
             await self._store.finish(endings, self._finished_ttl_s)
+            for group in batch:
+                group.is_closed = True
             del self._left[: len(batch)]
 
     async def _fold(self, sequences: list[Sequence]) -> None:
@@ -76,9 +82,9 @@ class Recorder:
 
 
 def _run(sequence: Sequence) -> OutputRun:
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
-    token_ids = output[sequence.num_folded : sequence.num_journaled]
-    return OutputRun(sequence.group.key, sequence.choice, sequence.num_folded, tuple(token_ids))
+    first = sequence.num_prompt_tokens
+    token_ids = sequence.token_ids[first + sequence.num_folded : first + sequence.num_journaled]
+    return OutputRun(sequence.group.key, sequence.choice, sequence.num_folded, token_ids)
 
 
 def _state(group: Group) -> RequestState:

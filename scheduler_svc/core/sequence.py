@@ -85,6 +85,8 @@ class Group:
     error: RequestError | None = None
     # Sequences that have not left yet.
     num_live: int = 0
+    # Its record has ended.
+    is_closed: bool = False
 
     # Choices that are to be forked from the prompt once it is computed.
     siblings: list["Sequence"] = field(default_factory=list)
@@ -203,10 +205,10 @@ class Sequence:
             return self.former_blocks
         return self.block_ids[self.num_hit_blocks : self.num_published_blocks]
 
-    def hashes(self) -> tuple[bytes, ...]:
+    def hashes(self) -> list[bytes]:
         """Hashes of its full blocks of known tokens, first to last."""
         assert self.chain is not None
-        self.chain.extend(self.token_ids[self.chain.num_tokens :])
+        self.chain.extend_to(self.token_ids)
         return self.chain.hashes
 
     def limit(self, max_model_len: int) -> None:

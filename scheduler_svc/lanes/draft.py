@@ -53,8 +53,8 @@ class Draft:
             or self.recalled
         )
 
-    def hashes(self, sequence: Sequence) -> tuple[bytes, ...]:
-        return sequence.hashes() if self.hashed else ()
+    def hashes(self, sequence: Sequence) -> list[bytes]:
+        return sequence.hashes() if self.hashed else []
 
     def publish(self, sequence: Sequence) -> None:
         """Its blocks that are full of known tokens, once the step being planned has run."""

@@ -83,6 +83,10 @@ class Lane:
         self._hints: dict[Sequence, PrefixMatch] = {}
         # Sequences that went back to the queue since the journal was folded.
         self._unfolded: list[Sequence] = []
+        self._folded_step = first_step
+        self._folding: asyncio.Task[None] | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._has_idled = False
         self._wake = asyncio.Event()
         self._patience = Patience()
 
@@ -145,10 +149,10 @@ class Lane:
             self.draining = True
             self.wake()
 
-    def matchable(self, sequence: Sequence) -> tuple[bytes, ...]:
+    def matchable(self, sequence: Sequence) -> list[bytes]:
         """Hashes of the blocks that may be hits."""
         if not self._options.enable_prefix_caching or sequence.computes_prompt:
-            return ()
+            return []
         num_blocks = num_matchable_blocks(len(sequence.token_ids), self.limits.block_size)
         return sequence.hashes()[:num_blocks]
 
@@ -168,27 +172,43 @@ class Lane:
 
     async def run(self) -> None:
         """Steps until the lane is drained. LaneLost or a StoreError ends it before that."""
-        while True:
-            self._wake.clear()
-            self._land()
-            if self._stream.lost:
-                raise self._stream.lost
-            if len(self._flights) < self._options.depth and await self._turn():
-                continue
-            if self.draining and self.is_empty and not self._flights:
-                return
-            await self._rest()
+        try:
+            while await self._advance():
+                pass
+        finally:
+            if self._folding is not None:
+                self._folding.cancel()
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+
+    async def _advance(self) -> bool:
+        """Goes one step on, or waits for a reason to. False: the lane is drained."""
+        self._wake.clear()
+        self._land()
+        if self._stream.lost:
+            raise self._stream.lost
+        if len(self._flights) < self._options.depth and await self._turn():
+            return True
+        if self.draining and self.is_empty and not self._flights:
+            return False
+        await self._rest()
+        return True
 
     async def _rest(self) -> None:
         """Waits for something to do; a lane that rests for long enough checks itself once."""
-        if self._wake.is_set():
-            return
-        try:
-            async with asyncio.timeout(IDLE_CHECK_S):
-                await self._wake.wait()
-        except TimeoutError:
-            if self._checked_step != self._step:
-                await self.check_integrity()
+        if self._idle_timer is None:
+            loop = asyncio.get_running_loop()
+            self._idle_timer = loop.call_later(IDLE_CHECK_S, self._idled, self._step)
+        await self._wake.wait()
+        if self._has_idled:
+            self._has_idled = False
+            await self.check_integrity()
+
+    def _idled(self, step: int) -> None:
+        self._idle_timer = None
+        if step == self._step != self._checked_step:
+            self._has_idled = True
+            self.wake()
 
     async def check_integrity(self) -> None:
         """PoolFault unless the pool's references are exactly the lane's tables and holds."""
@@ -223,7 +243,7 @@ class Lane:
         if not changes.is_empty:
             await self._send(changes, ran, scheduling_s, redis_s)
         self._hooks.room()
-        await self._fold_journal()
+        self._fold_journal()
         if self._options.check_every_step:
             await self.check_integrity()
         return True
@@ -342,12 +362,21 @@ class Lane:
                 self._hints.pop(sequence, None)
             self._hooks.given_back(go)
 
-    async def _fold_journal(self) -> None:
-        if self._step % FOLD_EVERY_STEPS == 0:
+    def _fold_journal(self) -> None:
+        """Starts to bring the records up to the journal, once in so many steps."""
+        if self._folding is not None and self._folding.done():
+            self._folding.result()
+            self._folding = None
+        if self._folding is None and self._step >= self._folded_step + FOLD_EVERY_STEPS:
             sequences = [*self.roster.everybody(), *self._unfolded]
-            await self._patience.ask(lambda: self._hooks.fold(sequences))
             self._unfolded = []
-            await self._patience.ask(lambda: self._pool.trim_journal(self._step))
+            self._folded_step = self._step
+            self._folding = asyncio.create_task(self._fold(sequences, self._step))
+
+    async def _fold(self, sequences: list[Sequence], step: int) -> None:
+        """Beside the steps: folding and committing do not touch the same keys."""
+        await Patience().ask(lambda: self._hooks.fold(sequences))
+        await self._patience.ask(lambda: self._pool.trim_journal(step))
 
     def _count(self, num_scheduled_tokens: list[int], scheduling_s: float) -> None:
         stats = self.stats

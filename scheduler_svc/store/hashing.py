@@ -1,8 +1,10 @@
 """Hash chains of full blocks: equal hashes mean equal tokens from the first one on."""
 
 import struct
-from collections.abc import Iterable
+from array import array
 from hashlib import sha256
+
+from scheduler_svc.store.packing import pack_u32s
 
 
 def root_hash(model_fingerprint: bytes) -> bytes:
@@ -30,31 +32,17 @@ class HashChain:
     """
 
     def __init__(self, root: bytes, block_size: int, extra: bytes = b"") -> None:
-        self._parent = root
+        self._root = root
         self._block_size = block_size
         self._extra = extra
-        self._open: list[int] = []
-        self._hashes: list[bytes] = []
+        # One per full block, in order.
+        self.hashes: list[bytes] = []
 
-    @property
-    def hashes(self) -> tuple[bytes, ...]:
-        """One per full block, in order."""
-        return tuple(self._hashes)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._hashes) * self._block_size + len(self._open)
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Adds the tokens that follow those already there."""
-        self._open.extend(token_ids)
-        size = self._block_size
-        full = len(self._open) // size * size
-        for start in range(0, full, size):
-            self._close(self._open[start : start + size])
-        del self._open[:full]
-
-    def _close(self, block: list[int]) -> None:
-        tokens = struct.pack(f"<{len(block)}I", *block)
-        self._parent = sha256(self._parent + tokens + self._extra).digest()
-        self._hashes.append(self._parent)
+    def extend_to(self, token_ids: "array[int]") -> None:
+        """Hashes the blocks that have become full. All tokens from the first one on are given;
+        those hashed before are not looked at."""
+        size, hashes, extra = self._block_size, self.hashes, self._extra
+        parent = hashes[-1] if hashes else self._root
+        for end in range((len(hashes) + 1) * size, len(token_ids) + 1, size):
+            parent = sha256(parent + pack_u32s(token_ids[end - size : end]) + extra).digest()
+            hashes.append(parent)

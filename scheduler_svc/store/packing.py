@@ -1,14 +1,21 @@
 """Commits, matches and replies as the packed arrays that the scripts read and write."""
 
 import struct
-from collections.abc import Iterator, Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from scheduler_svc.store.types import Commit, CommitReply, PrefixMatch
 
 
-def pack_u32s(numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}I", *numbers)
+def pack_u32s(numbers: Iterable[int]) -> bytes:
+    """Little-endian, as the scripts read them. Arrays of the type `I` are quickest."""
+    packed = numbers if isinstance(numbers, array) else array("I", numbers)
+    if sys.byteorder == "big":
+        packed = packed[:]
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def unpack_u32s(packed: bytes) -> tuple[int, ...]:

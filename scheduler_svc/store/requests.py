@@ -1,6 +1,6 @@
 """Request records: what a scheduler needs to go on with a request that it has accepted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,7 +42,7 @@ class OutputRun:
     key: RequestKey
     choice: int
     first_index: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

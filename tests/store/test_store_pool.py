@@ -1,6 +1,7 @@
 """Worked cases of one pool, in literals. Blocks have 16 tokens."""
 
 import asyncio
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -28,8 +29,8 @@ OTHER_HASH = bytes(31) + b"\x01"
 
 def chain(tokens: list[int]) -> tuple[bytes, ...]:
     hashes = HashChain(root_hash(b"model"), block_size=16)
-    hashes.extend(tokens)
-    return hashes.hashes
+    hashes.extend_to(array("I", tokens))
+    return tuple(hashes.hashes)
 
 
 def admission(sequence_id: int, tokens: list[int], num_hits: int = 0) -> Admission:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from array import array
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ CONTENTS = st.lists(st.integers(0, 1), max_size=4)
 
 def chain(contents: list[int]) -> list[bytes]:
     hashes = HashChain(root_hash(b"model"), block_size=1)
-    hashes.extend(contents)
+    hashes.extend_to(array("I", contents))
     return list(hashes.hashes)
 
 
