@@ -44,7 +44,8 @@ def take_back(
             continue
         victims = _group_of_last(alive)
         num_blocks = len({block_id for row in victims for block_id in row.block_ids})
-        if _swaps(mode, victims, alive) and num_blocks <= num_free_host_blocks:
+        fits = num_blocks <= num_free_host_blocks and not _is_broken(victims, taken.recomputed)
+        if fits and _swaps(mode, victims, alive):
             num_free_host_blocks -= num_blocks
             taken.swapped.append(victims)
         else:
@@ -59,6 +60,11 @@ def take_back(
 
 def _group_of_last(alive: Sequence[R]) -> list[R]:
     return [row for row in alive if row.order[:2] == alive[-1].order[:2]]
+
+
+def _is_broken(group: Sequence[R], recomputed: Sequence[R]) -> bool:
+    """A sequence of the group has given way already: a group is swapped whole or not at all."""
+    return bool(recomputed) and recomputed[-1].order[:2] == group[0].order[:2]
 
 
 def _swaps(mode: PreemptionMode, group: Sequence[R], alive: Sequence[R]) -> bool:

@@ -425,6 +425,16 @@ def test_a_group_that_the_host_cannot_hold_is_recomputed_from_its_last_choice_on
     assert decision.preempted == [view.running[2]]
 
 
+@pytest.mark.parametrize("mode", [PreemptionMode.AUTO, PreemptionMode.SWAP])
+def test_the_rest_of_a_group_is_not_swapped_when_a_sequence_of_it_was_recomputed(mode):
+    running = [decoding(0, 17, [1]), decoding(1, 17, [2])]
+    running += [decoding(2, 20, [3, 4 + choice], choice=choice) for choice in range(2)]
+    limits = replace(LIMITS, preemption_mode=mode)
+    decision = schedule(limits, lane(running, 0, num_free_host_blocks=2))
+    assert decision.preempted == [running[3], running[2]]
+    assert decision.swapped_out == []
+
+
 def test_forced_modes():
     recompute = replace(LIMITS, preemption_mode=PreemptionMode.RECOMPUTE)
     view = short_of_blocks()
