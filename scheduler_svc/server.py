@@ -95,6 +95,7 @@ class Scheduler:
         while True:
             try:
                 store = await Store.connect(self._settings.redis_url)
+                await store.take_lead(self._settings.listen, lease_ms=0)
                 await self._tidy(store)
             except StoreUnavailable as error:
                 # Said once, not at every try.
@@ -110,7 +111,7 @@ class Scheduler:
     async def _tidy(self, store: Store) -> None:
         """Ends what a former leader has left: its pools, and requests that nobody serves now."""
         await store.sweep(keep=())
-        lost = [Ending(key, RequestState.FAILED) for key in await store.live_requests()]
+        lost = [Ending(r.record.key, RequestState.FAILED) for r in await store.load_live()]
         await store.finish(lost, self._settings.finished_ttl_s)
         if lost:
             log.warning("requests of a former leader are lost", requests=len(lost))
@@ -178,7 +179,7 @@ class Scheduler:
     async def _watch_redis(self, store: Store) -> None:
         while True:
             try:
-                await store.confirm()
+                await store.renew()
                 await self._health.passed(_REDIS)
             except StoreUnavailable as error:
                 await self._health.failed(_REDIS, str(error))

@@ -1,4 +1,5 @@
 -- commit: applies one step of a pool.
+-- USES fencing.lua
 -- USES blocks.lua
 -- USES free.lua
 -- USES sequences.lua
@@ -41,7 +42,7 @@
 --  22 admitted_num_fills
 --  23 admitted_fill_hashes     concatenated
 -- RETURN packed u32: free blocks; the blocks taken; per admission the length of its table (0:
---   left out) and the table. Errors: STALE_EPOCH, WRONG_STEP, POOL_FAULT.
+--   left out) and the table. Errors: STALE_EPOCH, LEAD_LOST, WRONG_STEP, POOL_FAULT.
 --
 -- Atomic, because between a look at the index and the reservation no other call may evict the
 -- block that was seen; and a step must be stored with exactly the blocks its reply hands out.
@@ -57,11 +58,9 @@ end
 
 local state = redis.call('HMGET', STATE, 'epoch', 'holder', 'step', 'num_blocks', 'fresh', 'front',
   'back', 'unreclaimed', 'sequences', 'next_indices')
-if not state[1] then
-  return fault('the pool is not there')
-end
-if state[1] ~= ARGV[1] or state[2] ~= ARGV[2] then
-  return redis.error_reply('STALE_EPOCH the pool is held at epoch ' .. state[1])
+local refused = refusal_of_pool(state[1], state[2])
+if refused then
+  return refused
 end
 if state[8] then
   return fault('the pool is being opened')

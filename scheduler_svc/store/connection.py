@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from scheduler_svc.store.errors import (
+    LeadLost,
     PoolFault,
     RequestFault,
     StaleEpoch,
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
     "STALE_EPOCH": StaleEpoch,
+    "LEAD_LOST": LeadLost,
     "WRONG_STEP": WrongStep,
     "POOL_FAULT": PoolFault,
     "REQUEST_FAULT": RequestFault,

@@ -13,6 +13,13 @@ class StaleEpoch(StoreError):
     """Another leader has taken over: nothing was changed, and nothing may be sent any more."""
 
 
+class LeadLost(StoreError):
+    """No leadership is held, or Redis does not know it any more: it has lost writes.
+
+    Nothing was changed. A leader takes the lead anew.
+    """
+
+
 class WrongStep(StoreError):
     """A commit for a step that is neither the next nor the stored one. Nothing was changed."""
 

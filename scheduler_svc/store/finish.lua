@@ -1,27 +1,84 @@
--- finish: ends live records.
+-- finish: ends live records, and makes room for them.
+-- USES fencing.lua
 --
 -- KEYS
 --   1 leadership   hash: epoch, holder
---   2 records...   two per request, as in record.lua
+--   2 ended        list: the ended records, oldest first; each packed: begin, end, expires_ms,
+--                  sequence_id, record, output. `begin` and `end` count the bytes of all before
+--                  it and through it, so that the list knows its size by its ends
+--   3 records...   two per request, see records.lua
 -- ARGV
 --   1 epoch
 --   2 holder
---   3 ttl_s        how long the record and its output stay
---   4 states...    one per request
--- RETURN 1. Errors: STALE_EPOCH.
+--   3 ttl_s        how long a record and its output stay
+--   4 max_bytes    of all ended records; the oldest go first
+--   5 endings...   three per request: state; status; num_cached_tokens
+-- RETURN 1. Errors: STALE_EPOCH, LEAD_LOST.
 --
 -- Atomic, because the first ending stands, and a record without `live` must have a time to live.
 
-local leadership = redis.call('HMGET', KEYS[1], 'epoch', 'holder')
-if leadership[1] ~= ARGV[1] or leadership[2] ~= ARGV[2] then
-  return redis.error_reply('STALE_EPOCH the epoch is ' .. (leadership[1] or 'none'))
+local ENDED = KEYS[2]
+local OVERHEAD = 512 -- bytes of a record beside its large fields, roughly
+local LARGE = { 'prompt_token_ids', 'params', 'opaque', 'cache_salt', 'status' }
+
+local refused = refusal_by(KEYS[1])
+if refused then
+  return refused
 end
-for i = 1, (#KEYS - 1) / 2 do
-  local record, output = KEYS[2 * i], KEYS[2 * i + 1]
-  if redis.call('HGET', record, 'state') == 'live' then
-    redis.call('HSET', record, 'state', ARGV[3 + i])
-    redis.call('EXPIRE', record, ARGV[3])
-    redis.call('EXPIRE', output, ARGV[3])
+
+local function size_of(record, output)
+  local size = OVERHEAD
+  for _, field in ipairs(LARGE) do
+    size = size + redis.call('HSTRLEN', record, field)
   end
+  for _, choice in ipairs(redis.call('HKEYS', output)) do
+    size = size + redis.call('HSTRLEN', output, choice)
+  end
+  return size
+end
+
+local function ended_at(place)
+  local packed = redis.call('LINDEX', ENDED, place)
+  return packed and cmsgpack.unpack(packed)
+end
+
+-- Deletes an ended record, unless its id has been used again.
+local function delete(ended)
+  local stored = redis.call('HMGET', ended.record, 'state', 'sequence_id')
+  if stored[1] ~= 'live' and stored[2] == ended.sequence_id then
+    redis.call('UNLINK', ended.record, ended.output)
+  end
+end
+
+local time = redis.call('TIME')
+local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local ttl_ms, max_bytes = tonumber(ARGV[3]) * 1000, tonumber(ARGV[4])
+local num_requests, last = (#KEYS - 2) / 2, ended_at(-1)
+local total = last and last['end'] or 0
+for i = 1, num_requests do
+  local record, output = KEYS[2 * i + 1], KEYS[2 * i + 2]
+  local stored = redis.call('HMGET', record, 'state', 'sequence_id')
+  if stored[1] == 'live' then
+    redis.call('HSET', record, 'state', ARGV[3 * i + 2], 'status', ARGV[3 * i + 3],
+      'num_cached_tokens', ARGV[3 * i + 4])
+    redis.call('PEXPIRE', record, ttl_ms)
+    redis.call('PEXPIRE', output, ttl_ms)
+    local size = size_of(record, output)
+    redis.call('RPUSH', ENDED, cmsgpack.pack({ begin = total, ['end'] = total + size,
+      expires_ms = now_ms + ttl_ms, sequence_id = stored[2], record = record, output = output }))
+    total = total + size
+  end
+end
+if redis.call('PTTL', ENDED) < ttl_ms then
+  redis.call('PEXPIRE', ENDED, ttl_ms)
+end
+
+-- More leave in one call than come with it, so that a few calls bring the size below any bound.
+local oldest, num_left = ended_at(0), 4 * num_requests + 16
+while oldest and num_left > 0
+  and (oldest.expires_ms <= now_ms or total - oldest.begin > max_bytes) do
+  delete(oldest)
+  redis.call('LPOP', ENDED)
+  oldest, num_left = ended_at(0), num_left - 1
 end
 return 1

@@ -1,20 +1,21 @@
 -- fold: adds output tokens to live records.
+-- USES fencing.lua
 --
 -- KEYS
 --   1 leadership   hash: epoch, holder
---   2 records...   two per run, as in record.lua
+--   2 records...   two per run, see records.lua
 -- ARGV
 --   1 epoch
 --   2 holder
 --   3 runs...      three per run: choice; first index; packed u32 token ids
--- RETURN 1. Errors: STALE_EPOCH, REQUEST_FAULT; then nothing was changed.
+-- RETURN 1. Errors: STALE_EPOCH, LEAD_LOST, REQUEST_FAULT; then nothing was changed.
 --
 -- Atomic, because an append is right only while the output has the length that was looked at.
 -- What overlaps the stored output must equal it, so that a journal can be folded twice.
 
-local leadership = redis.call('HMGET', KEYS[1], 'epoch', 'holder')
-if leadership[1] ~= ARGV[1] or leadership[2] ~= ARGV[2] then
-  return redis.error_reply('STALE_EPOCH the epoch is ' .. (leadership[1] or 'none'))
+local refused = refusal_by(KEYS[1])
+if refused then
+  return refused
 end
 local outputs = {} -- key -> choice -> what it will be
 for i = 1, (#KEYS - 1) / 2 do

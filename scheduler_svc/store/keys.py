@@ -5,6 +5,7 @@ from typing import Final
 from urllib.parse import quote
 
 LEADERSHIP: Final = "quire:{leadership}:epoch"
+ENDED: Final = "quire:{requests}:ended"
 POOLS: Final = "quire:{pools}:incarnations"
 
 
@@ -64,3 +65,8 @@ def request_keys(principal: str, request_id: str) -> tuple[str, str]:
     """The record and the output of a request. Quoting keeps ("a/b", "c") from ("a", "b/c")."""
     tag = f"quire:{{request:{quote(principal, safe='')}/{quote(request_id, safe='')}}}"
     return f"{tag}:record", f"{tag}:output"
+
+
+def output_key(record_key: str) -> str:
+    """The output that belongs to a record."""
+    return f"{record_key.removesuffix(':record')}:output"

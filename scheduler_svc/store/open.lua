@@ -2,7 +2,8 @@
 -- USES blocks.lua
 --
 -- Sequences are forgotten, and hashes published for steps that the worker did not finish are
--- removed. Held blocks are then freed by reclaim, call by call; until that is done the pool
+-- removed. A pool that is behind what the worker or the leader has seen has come back without its
+-- last writes: every hash goes, since blocks may have been written over since. Held blocks are then freed by reclaim, call by call; until that is done the pool
 -- takes no commit.
 --
 -- KEYS
@@ -16,7 +17,8 @@
 --   1 epoch
 --   2 holder
 --   3 last_finished_step   the worker's
---   4 num_blocks           the null block included
+--   4 known_step           the last one that the leader knows to be stored; 0: none
+--   5 num_blocks           the null block included
 -- RETURN the step to start above. Errors: STALE_EPOCH, POOL_FAULT.
 --
 -- Atomic, because a commit of the former leader that came in between would hand out blocks under
@@ -24,6 +26,7 @@
 
 local PUBLISHED = KEYS[6]
 local epoch, last_finished_step = tonumber(ARGV[1]), tonumber(ARGV[3])
+local seen_step = math.max(last_finished_step, tonumber(ARGV[4]))
 
 local state = redis.call('HMGET', STATE, 'epoch', 'holder', 'step', 'num_blocks', 'fresh',
   'forgotten')
@@ -31,13 +34,13 @@ local stored_epoch, stored_step = tonumber(state[1] or 0), tonumber(state[3] or 
 if epoch < stored_epoch or (epoch == stored_epoch and ARGV[2] ~= state[2]) then
   return redis.error_reply('STALE_EPOCH the pool is held at epoch ' .. state[1])
 end
-if state[4] and state[4] ~= ARGV[4] then
+if state[4] and state[4] ~= ARGV[5] then
   return redis.error_reply(
-    'POOL_FAULT the pool has ' .. state[4] .. ' blocks, the worker ' .. ARGV[4])
+    'POOL_FAULT the pool has ' .. state[4] .. ' blocks, the worker ' .. ARGV[5])
 end
 
-if last_finished_step < tonumber(state[6] or 0) then
-  -- Publications that came after it are no longer remembered one by one.
+if stored_step < seen_step or last_finished_step < tonumber(state[6] or 0) then
+  -- Behind; or publications above the step are no longer remembered one by one.
   redis.call('DEL', HASHES, INDEX)
 else
   for _, remembered in ipairs(redis.call('LRANGE', PUBLISHED, 0, -1)) do
@@ -52,10 +55,10 @@ else
   flush()
 end
 
--- Above both sides' steps; a call of before that arrives late finds no reply to this number.
-local step = math.max(stored_step, last_finished_step) + 1
+-- Above everybody's steps; a call of before that arrives late finds no reply to this number.
+local step = math.max(stored_step, seen_step) + 1
 if not state[1] then
-  redis.call('HSET', STATE, 'num_blocks', ARGV[4], 'fresh', 1, 'front', 0, 'back', 0)
+  redis.call('HSET', STATE, 'num_blocks', ARGV[5], 'fresh', 1, 'front', 0, 'back', 0)
 end
 redis.call('DEL', PUBLISHED)
 redis.call('HDEL', STATE, 'reply', 'forgotten')

@@ -20,7 +20,8 @@ _RECLAIMED_PER_CALL = 4096
 class Pool:
     """The blocks of one incarnation. One commit is outstanding at a time.
 
-    Every method raises StoreUnavailable; every writing one StaleEpoch.
+    Every method raises StoreUnavailable; every writing one StaleEpoch, or LeadLost
+    where the stored epoch is a former leader's.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class Pool:
         self._leadership = leadership
         self._keys = PoolKeys(incarnation)
 
-    async def open(self, last_finished_step: int) -> int:
+    async def open(self, last_finished_step: int, known_step: int = 0) -> int:
         """Takes the pool over, creates it if absent, and returns the step to start above.
 
         Removes hashes published for steps the worker did not finish, frees every held block in
         descending number and forgets every sequence; the other hashes and the journal stay.
+        A pool whose stored step is below `last_finished_step`, the worker's, or below
+        `known_step`, the last one that the leader had committed, has lost writes: all hashes go.
         PoolFault if the stored pool has another size.
         """
         keys = self._keys
@@ -51,6 +54,7 @@ class Pool:
             scripts.OPEN,
             (*keys.blocks, keys.published),
             last_finished_step,
+            known_step,
             self.num_blocks,
         )
         while await self._run(scripts.RECLAIM, keys.blocks, _RECLAIMED_PER_CALL):

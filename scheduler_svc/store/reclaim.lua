@@ -1,5 +1,6 @@
 -- reclaim: frees held blocks of a pool that is being opened, a range of them a call, in
 -- descending number.
+-- USES fencing.lua
 -- USES blocks.lua
 -- USES free.lua
 --
@@ -13,14 +14,16 @@
 --   1 epoch
 --   2 holder
 --   3 num_blocks   to look at in this call
--- RETURN the number of blocks still to look at; 0: the pool is open. Errors: STALE_EPOCH.
+-- RETURN the number of blocks still to look at; 0: the pool is open. Errors: STALE_EPOCH,
+--   LEAD_LOST, POOL_FAULT.
 --
 -- Atomic, because a block without references that is not in the free order would be lost if
 -- the caller died in between.
 
 local state = redis.call('HMGET', STATE, 'epoch', 'holder', 'unreclaimed', 'front', 'back')
-if state[1] ~= ARGV[1] or state[2] ~= ARGV[2] then
-  return redis.error_reply('STALE_EPOCH the pool is held at epoch ' .. (state[1] or 'none'))
+local refused = refusal_of_pool(state[1], state[2])
+if refused then
+  return refused
 end
 if not state[3] then
   return 0

@@ -1,8 +1,10 @@
 """Request records: what a scheduler needs to go on with a request that it has accepted."""
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from typing import Final
 
 from scheduler_svc.store.packing import pack_u32s, unpack_u32s
 
@@ -28,11 +30,23 @@ class RequestRecord:
 
     key: RequestKey
     digest: bytes  # of the client's message before defaults
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]  # arrays of the type `I` are quickest
     params: bytes  # serialized ResolvedParams
-    sequence_id: int
+    sequence_id: int  # of choice 0; that of choice i is i above
     deadline_ms: int | None = None  # Unix time
     opaque: bytes = b""  # the gateway's own
+    num_choices: int = 1
+    priority: int = 0
+    cache_salt: bytes = b""
+    resume_window_s: int | None = None
+
+
+class Recorded(IntEnum):
+    """What became of a record that was to be written. The values are record.lua's."""
+
+    NEW = 1  # written
+    KNOWN = 2  # there already, with the same digest: live or ended
+    CONFLICT = 3  # its id is taken by another request
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,8 @@ class Ending:
 
     key: RequestKey
     state: RequestState
+    status: bytes = b""  # serialized google.rpc.Status; empty unless cancelled or failed
+    num_cached_tokens: int = 0  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +75,105 @@ class StoredRequest:
 
     record: RequestRecord
     state: RequestState
-    output_token_ids: Mapping[int, tuple[int, ...]]  # by choice, as far as they are folded
+    output_token_ids: Mapping[int, Sequence[int]]  # by choice, as far as they are folded
+    status: bytes = b""  # as its ending said
+    num_cached_tokens: int = 0
 
 
-def pack_record(record: RequestRecord) -> list[bytes | str | int]:
-    """The fields of a record, in the order of record.lua."""
-    return [
-        record.key.principal,
-        record.key.request_id,
-        record.digest,
-        pack_u32s(record.prompt_token_ids),
-        record.params,
-        record.sequence_id,
-        "" if record.deadline_ms is None else record.deadline_ms,
-        record.opaque,
-    ]
+def pack_record(record: RequestRecord) -> bytes:
+    """A record without output, as it travels: see records.lua."""
+    return _joined(_values(record))
+
+
+def pack_live(request: StoredRequest) -> bytes:
+    """A record with its output, as it travels."""
+    values = _values(request.record)
+    for choice, token_ids in request.output_token_ids.items():
+        values += (str(choice).encode(), pack_u32s(token_ids))
+    return _joined(values)
+
+
+def unpack_live(packed: bytes) -> StoredRequest:
+    """A live record with its output, from how it travels."""
+    values = list(_parts(packed))
+    fields, output = values[: len(_FIELDS)], values[len(_FIELDS) :]
+    return StoredRequest(
+        _record(dict(zip(_FIELDS, fields, strict=True))),
+        RequestState.LIVE,
+        _output(dict(zip(output[::2], output[1::2], strict=True))),
+    )
 
 
 def unpack_request(fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes]) -> StoredRequest:
     """A record from its hash and its output."""
-    deadline_ms = fields[b"deadline_ms"]
-    record = RequestRecord(
+    return StoredRequest(
+        _record(fields),
+        RequestState(fields[b"state"].decode()),
+        _output(output),
+        fields.get(b"status", b""),
+        int(fields.get(b"num_cached_tokens", 0)),
+    )
+
+
+# In the order of records.lua.
+_FIELDS: Final = (
+    b"principal", b"request_id", b"digest", b"prompt_token_ids", b"params", b"sequence_id",
+    b"deadline_ms", b"opaque", b"num_choices", b"priority", b"cache_salt", b"resume_window_s",
+)  # fmt: skip
+
+
+def _values(record: RequestRecord) -> list[bytes]:
+    return [
+        record.key.principal.encode(),
+        record.key.request_id.encode(),
+        record.digest,
+        pack_u32s(record.prompt_token_ids),
+        record.params,
+        _digits(record.sequence_id),
+        _digits(record.deadline_ms),
+        record.opaque,
+        _digits(record.num_choices),
+        _digits(record.priority),
+        record.cache_salt,
+        _digits(record.resume_window_s),
+    ]
+
+
+def _record(fields: Mapping[bytes, bytes]) -> RequestRecord:
+    return RequestRecord(
         key=RequestKey(fields[b"principal"].decode(), fields[b"request_id"].decode()),
         digest=fields[b"digest"],
         prompt_token_ids=unpack_u32s(fields[b"prompt_token_ids"]),
         params=fields[b"params"],
         sequence_id=int(fields[b"sequence_id"]),
-        deadline_ms=int(deadline_ms) if deadline_ms else None,
+        deadline_ms=_number(fields[b"deadline_ms"]),
         opaque=fields[b"opaque"],
+        num_choices=int(fields[b"num_choices"]),
+        priority=int(fields[b"priority"]),
+        cache_salt=fields[b"cache_salt"],
+        resume_window_s=_number(fields[b"resume_window_s"]),
     )
-    choices = {int(choice): unpack_u32s(tokens) for choice, tokens in sorted(output.items())}
-    return StoredRequest(record, RequestState(fields[b"state"].decode()), choices)
+
+
+def _output(output: Mapping[bytes, bytes]) -> dict[int, tuple[int, ...]]:
+    return {int(choice): unpack_u32s(output[choice]) for choice in sorted(output, key=int)}
+
+
+def _digits(number: int | None) -> bytes:
+    return b"" if number is None else b"%d" % number
+
+
+def _number(digits: bytes) -> int | None:
+    return int(digits) if digits else None
+
+
+def _joined(values: Sequence[bytes]) -> bytes:
+    return b"".join([part for value in values for part in (struct.pack("<I", len(value)), value)])
+
+
+def _parts(packed: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(packed):
+        end = start + 4 + int.from_bytes(packed[start : start + 4], "little")
+        yield packed[start + 4 : end]
+        start = end

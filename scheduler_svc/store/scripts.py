@@ -72,22 +72,32 @@ COMMIT: Final = Script(
 OPEN: Final = Script(
     "open",
     (*_BLOCKS, "published"),
-    ("epoch", "holder", "last_finished_step", "num_blocks"),
+    ("epoch", "holder", "last_finished_step", "known_step", "num_blocks"),
 )
 RECLAIM: Final = Script("reclaim", _BLOCKS, ("epoch", "holder", "num_blocks"))
 RESET: Final = Script("reset", ("state", "hashes", "index"), ("epoch", "holder"))
 BLOCK_MAP: Final = Script("block_map", ("state", "references", "hashes"), ())
 TRIM: Final = Script("trim", ("state", "journal"), ("epoch", "holder", "first_step"))
 DROP: Final = Script("drop", ("state", "rest..."), ("epoch", "holder"))
-RAISE_EPOCH: Final = Script("raise_epoch", ("leadership",), ("holder",))
-CONFIRM: Final = Script("confirm", ("leadership",), ("epoch", "holder"))
-RECORD: Final = Script("record", ("leadership", "records..."), ("epoch", "holder", "fields..."))
+TAKE_LEAD: Final = Script("take_lead", ("leadership",), ("holder", "address", "lease_ms"))
+RETAKE_LEAD: Final = Script(
+    "retake_lead", ("leadership",), ("epoch", "holder", "new_holder", "address")
+)
+RENEW_LEAD: Final = Script("renew_lead", ("leadership",), ("epoch", "holder"))
+RELEASE_LEAD: Final = Script("release_lead", ("leadership",), ("epoch", "holder"))
+RECORD: Final = Script("record", ("leadership", "records..."), ("epoch", "holder", "requests..."))
+REPLACE: Final = Script("replace", ("leadership", "records..."), ("epoch", "holder", "requests..."))
+LIVE: Final = Script("live", ("records...",), ())
 FOLD: Final = Script("fold", ("leadership", "records..."), ("epoch", "holder", "runs..."))
 FINISH: Final = Script(
-    "finish", ("leadership", "records..."), ("epoch", "holder", "ttl_s", "states...")
+    "finish",
+    ("leadership", "ended", "records..."),
+    ("epoch", "holder", "ttl_s", "max_bytes", "endings..."),
 )
-DISCARD: Final = Script("discard", ("leadership", "records..."), ("epoch", "holder"))
+DISCARD: Final = Script(
+    "discard", ("leadership", "records..."), ("epoch", "holder", "sequences...")
+)
 SCRIPTS: Final = (
-    MATCH, COMMIT, OPEN, RECLAIM, RESET, BLOCK_MAP, TRIM, DROP, RAISE_EPOCH, CONFIRM, RECORD, FOLD,
-    FINISH, DISCARD,
+    MATCH, COMMIT, OPEN, RECLAIM, RESET, BLOCK_MAP, TRIM, DROP, TAKE_LEAD, RETAKE_LEAD,
+    RENEW_LEAD, RELEASE_LEAD, RECORD, REPLACE, LIVE, FOLD, FINISH, DISCARD,
 )  # fmt: skip

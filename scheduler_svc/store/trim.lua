@@ -1,4 +1,5 @@
 -- trim: drops journal entries that are folded into the request records.
+-- USES fencing.lua
 --
 -- KEYS
 --   1 state        hash, see commit.lua
@@ -7,12 +8,12 @@
 --   1 epoch
 --   2 holder
 --   3 first_step   the first one kept
--- RETURN the number of entries dropped. Errors: STALE_EPOCH.
+-- RETURN the number of entries dropped. Errors: STALE_EPOCH, LEAD_LOST, POOL_FAULT.
 --
 -- Atomic, because a former leader must not drop what its successor has not read.
 
-local state = redis.call('HMGET', KEYS[1], 'epoch', 'holder')
-if state[1] ~= ARGV[1] or state[2] ~= ARGV[2] then
-  return redis.error_reply('STALE_EPOCH the pool is held at epoch ' .. (state[1] or 'none'))
+local refused = refusal_of_pool(unpack(redis.call('HMGET', KEYS[1], 'epoch', 'holder')))
+if refused then
+  return refused
 end
 return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[3] .. '-0')
