@@ -1,24 +1,17 @@
-"""Child processes: one service each, and the group that starts, watches and stops them."""
+"""Services as child processes, and the group that starts, watches and stops them."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import QuireError
-from quire.launcher import tether
-from quire.launcher.errors import LaunchError
-from quire.launcher.logs import log_tail
+from quire.launcher.child import ChildProcess, Process, Spawn, in_this_thread, start_tethered
 from quire.probe import NOT_SERVING, SERVING, health_of
 
 _POLL_S = 0.05
 # A start that takes no longer needs no words.
 _SILENT_S = 3.0
-_STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -44,35 +37,38 @@ class ServiceSpec:
     # All of it, as for `subprocess.Popen`.
     environment: Mapping[str, str]
     start_check: StartCheck | None = None
+    # Becomes the command's `--listen`. A port that is left open is the same at every start.
+    listen: str | None = None
 
 
-class ServiceProcess:
-    """One service as a child process that does not outlive this process."""
+class ServiceProcess(ChildProcess):
+    """One service as a child process."""
 
-    def __init__(self, spec: ServiceSpec) -> None:
+    def __init__(self, spec: ServiceSpec, spawn: Spawn = in_this_thread) -> None:
+        super().__init__(spec.name, spawn)
         self.spec = spec
-        self._process = self._start()
+        self._bound: str | None = None
         self._check_passes = False
         self._check_fails_since: float | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.launch()
 
     @property
     def address(self) -> str | None:
-        """Where the service listens; None until it does."""
-        path = self.spec.address_file
-        return path.read_text() if path.exists() else None
+        """Where the service listens; None until that is known."""
+        if self._bound is None and self.spec.address_file.exists():
+            self._bound = self.spec.address_file.read_text()
+        return self._bound
 
     def is_ready(self) -> bool:
         return self._health("ready") == SERVING
 
-    def check(self) -> None:
-        """LaunchError if the process has ended."""
-        status = self._process.poll()
-        if status is not None:
-            raise self.error(f"ended {_describe(status)}")
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """LaunchError if the process is not ready in time; it may end meanwhile, and come back."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if time.monotonic() > deadline:
+                raise self.error(f"is not ready after {timeout_s:g} s")
+            time.sleep(_POLL_S)
 
     def check_start(self) -> None:
         """LaunchError if the process has ended or its start check has failed for too long."""
@@ -93,41 +89,19 @@ class ServiceProcess:
     def awaited(self) -> str | None:
         """What the service was still to do at the last `check_start`."""
         check = self.spec.start_check
-        return None if check is None or self._check_passes else f"{self.spec.name} to {check.deed}"
+        return None if check is None or self._check_passes else f"{self.name} to {check.deed}"
 
-    def error(self, what: str) -> LaunchError:
-        return LaunchError(f"{self.spec.name} {what}{self._log_tail()}")
+    @property
+    def _log_file(self) -> Path | None:
+        return self.spec.log_file
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout_s: float) -> None:
-        """Until the process has ended; it is killed when the time is over."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._process.wait()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        log_file = self.spec.log_file
-        output = _STDERR if log_file is None else os.open(log_file, os.O_CREAT | os.O_WRONLY, 0o600)
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-IS", tether.__file__, str(os.getpid()), *self.spec.command],
-                env=self.spec.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                # A Ctrl-C in the terminal is ours to hand on, in order.
-                process_group=0,
-            )
-        finally:
-            if output != _STDERR:
-                os.close(output)
+    def _start(self) -> Process:
+        spec = self.spec
+        listen = spec.listen and (self.address or spec.listen)
+        self._bound = listen if self.num_starts else None
+        spec.address_file.unlink(missing_ok=True)
+        flags = [f"--listen={listen}"] if listen is not None else []
+        return start_tethered([*spec.command, *flags], spec.log_file, spec.environment)
 
     def _health(self, service: str) -> int | None:
         """The status of a health check; None while nobody answers."""
@@ -136,44 +110,61 @@ class ServiceProcess:
         except QuireError:
             return None
 
-    def _log_tail(self) -> str:
-        log_file = self.spec.log_file
-        return "; its log is above" if log_file is None else log_tail(log_file)
+
+@dataclass(frozen=True)
+class Tier:
+    """Services of one kind."""
+
+    processes: list[ServiceProcess]
+    # Of whether each is ready: whether the tier is.
+    enough: Callable[[Iterable[bool]], bool]
+
+    def is_ready(self) -> bool:
+        return self.enough(process.is_ready() for process in self.processes)
 
 
 class ProcessGroup:
     """Processes in tiers: they start together and stop tier by tier."""
 
-    def __init__(self) -> None:
-        self._tiers: list[list[ServiceProcess]] = []
+    def __init__(self, spawn: Spawn = in_this_thread) -> None:
+        self._spawn = spawn
+        self._tiers: list[Tier] = []
+
+    @property
+    def processes(self) -> list[ServiceProcess]:
+        return [process for tier in self._tiers for process in tier.processes]
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self.processes]
 
-    def start(self, tier: Sequence[ServiceSpec]) -> list[ServiceProcess]:
-        """Starts a tier, which will be stopped after the tiers that were started before it."""
-        self._tiers.append([])
-        for spec in tier:
-            self._tiers[-1].append(ServiceProcess(spec))
-        return self._tiers[-1]
+    def start(
+        self, specs: Sequence[ServiceSpec], enough: Callable[[Iterable[bool]], bool] = all
+    ) -> list[ServiceProcess]:
+        """Starts a tier, which will be stopped after the tiers that were started before it.
+        `enough` is `any` where the others of the tier stand by until that one ends."""
+        tier = Tier([], enough)
+        self._tiers.append(tier)
+        for spec in specs:
+            tier.processes.append(ServiceProcess(spec, self._spawn))
+        return tier.processes
 
     def wait_until_ready(
         self, timeout_s: float, on_wait: Callable[[str], object] | None = None
     ) -> None:
-        """LaunchError as soon as one cannot start, or if one is not ready in time.
+        """LaunchError as soon as one cannot start, or if a tier is not ready in time.
 
         A wait that is not short is told to `on_wait` in words that follow "waiting for", at its
         beginning and whenever they change.
         """
         started = time.monotonic()
         said = None
-        for process in self._processes:
-            while not process.is_ready():
+        for tier in self._tiers:
+            while not tier.is_ready():
                 self._check_start()
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
-                    raise process.error(f"is not ready after {timeout_s:g} s")
+                    raise tier.processes[0].error(f"is not ready after {timeout_s:g} s")
                 if on_wait and waited_s > _SILENT_S and said != self._awaited:
                     said = self._awaited
                     on_wait(said)
@@ -181,35 +172,30 @@ class ProcessGroup:
 
     def check(self) -> None:
         """LaunchError if one has ended."""
-        for process in self._processes:
+        for process in self.processes:
             process.check()
 
     def stop(self, grace_s: float) -> None:
         """Drains tier after tier; each gets this many seconds before it is killed."""
         for tier in self._tiers:
-            for process in tier:
+            for process in tier.processes:
+                process.retired = True
                 process.terminate()
             deadline = time.monotonic() + grace_s
-            for process in tier:
+            for process in tier.processes:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        for process in self._processes:
+        """Ends all for good, at once."""
+        for process in self.processes:
+            process.retired = True
             process.kill()
 
     def _check_start(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.check_start()
 
     @property
     def _awaited(self) -> str:
-        awaited = [what for process in self._processes if (what := process.awaited())]
+        awaited = [what for process in self.processes if (what := process.awaited())]
         return ", ".join(awaited) or "the services to find each other"
-
-    @property
-    def _processes(self) -> list[ServiceProcess]:
-        return [process for tier in self._tiers for process in tier]
-
-
-def _describe(status: int) -> str:
-    return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"

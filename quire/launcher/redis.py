@@ -1,39 +1,44 @@
-"""A private Redis: a child process on a unix socket, without a port and without a file."""
+"""A private Redis: a child process on a unix socket, without a port and, unless asked, a file."""
 
 import importlib.util
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Self
 
-from quire.launcher import tether
+from quire.launcher.child import ChildProcess, Process, Spawn, in_this_thread, start_tethered
 from quire.launcher.errors import LaunchError
-from quire.launcher.logs import log_tail
 
 _POLL_S = 0.01
 _LONGEST_SOCKET_PATH = 107
 
 
-class EmbeddedRedis:
+class EmbeddedRedis(ChildProcess):
     """A `redis-server` whose socket lies in `directory`, from `start` to `stop` or within the
     context.
 
-    The directory is created with mode 0700 if absent. Everything is kept in memory. On Linux the
-    server dies with the thread that called `start`.
+    The directory is created with mode 0700 if absent. Everything is kept in memory, and with
+    `appendonly` also in a file there, written to the disk every second, that the next start reads.
     """
 
-    def __init__(self, directory: Path, ready_timeout_s: float = 20.0) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        ready_timeout_s: float = 20.0,
+        *,
+        appendonly: bool = False,
+        spawn: Spawn = in_this_thread,
+    ) -> None:
+        super().__init__("redis", spawn)
+        self.directory = directory
         self._ready_timeout_s = ready_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._appendonly = appendonly
 
     @property
     def socket_path(self) -> Path:
-        return self._directory / "redis.sock"
+        return self.directory / "redis.sock"
 
     @property
     def url(self) -> str:
@@ -41,31 +46,20 @@ class EmbeddedRedis:
 
     def start(self) -> Self:
         """Returns when the server answers. LaunchError if there is no server to run, or it ends."""
-        if len(os.fsencode(self.socket_path)) > _LONGEST_SOCKET_PATH:
-            raise LaunchError(f"redis: the path is too long for a socket: {self.socket_path}")
-        binary = find_redis_server()
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._process = subprocess.Popen(
-            [sys.executable, "-IS", tether.__file__, str(os.getpid()), *self._command(binary)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # A Ctrl-C in the terminal is for the launcher, which stops Redis last.
-            process_group=0,
-        )
+        self.launch()
         try:
-            self._wait_until_ready(self._process)
+            self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
         return self
 
     def stop(self) -> None:
-        """Ends the server; what it held is gone."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        """Ends the server for good; what it held in memory is gone."""
+        self.retired = True
+        if self.num_starts:
+            self.kill()
+            self.wait(self._ready_timeout_s)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -75,7 +69,14 @@ class EmbeddedRedis:
 
     @property
     def _log_file(self) -> Path:
-        return self._directory / "redis.log"
+        return self.directory / "redis.log"
+
+    def _start(self) -> Process:
+        if len(os.fsencode(self.socket_path)) > _LONGEST_SOCKET_PATH:
+            raise LaunchError(f"redis: the path is too long for a socket: {self.socket_path}")
+        command = self._command(find_redis_server())
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return start_tethered(command, self._log_file)
 
     def _command(self, binary: Path) -> list[str]:
         options = {
@@ -83,23 +84,20 @@ class EmbeddedRedis:
             "unixsocket": str(self.socket_path),
             "unixsocketperm": "700",
             "save": "",
-            "appendonly": "no",
+            "appendonly": "yes" if self._appendonly else "no",
+            "appendfsync": "everysec",
             "daemonize": "no",
-            "dir": str(self._directory),
+            "dir": str(self.directory),
             "logfile": str(self._log_file),
         }
         return [str(binary), *(word for k, v in options.items() for word in (f"--{k}", v))]
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
         while not _answers(self.socket_path):
-            if process.poll() is not None:
-                raise LaunchError(
-                    f"redis ended with status {process.returncode}{log_tail(self._log_file)}"
-                )
+            self.check()
             if time.monotonic() > deadline:
-                waited = f"{self._ready_timeout_s:g} s"
-                raise LaunchError(f"redis does not answer after {waited}{log_tail(self._log_file)}")
+                raise self.error(f"does not answer after {self._ready_timeout_s:g} s")
             time.sleep(_POLL_S)
 
 

@@ -25,7 +25,9 @@ with open(address_file + ".partial", "w") as file:
     file.write(f"127.0.0.1:{port}")
 os.rename(address_file + ".partial", address_file)
 print("loading the weights", file=sys.stderr, flush=True)
-stop.wait()
+# Another thread than this one may have been given the signal.
+while not stop.wait(0.05):
+    pass
 with open(order_file, "a") as file:
     file.write(name + "\\n")
 """

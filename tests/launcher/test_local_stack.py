@@ -81,11 +81,6 @@ def test_a_redis_url_that_is_none_is_told(model, short_tmp):
         LocalStack(model, redis_url="foo").start()
 
 
-def test_a_stack_has_at_least_one_worker(model):
-    with pytest.raises(ValueError, match=r"num_workers: .* \(got 0\)"):
-        LocalStack(model, num_workers=0)
-
-
 def test_a_stack_that_does_not_run_has_no_address(model):
     with pytest.raises(LaunchError, match="not running"):
         _ = LocalStack(model).address

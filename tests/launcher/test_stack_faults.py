@@ -1,0 +1,66 @@
+"""What tests of faults do to a stack."""
+
+import pytest
+from process_waiting import wait_until
+from tiny_models import VOCAB_SIZE, llama, save_model
+from tiny_tokenizer import save_tokenizer
+
+from quire import Client, LaunchError, LocalStack, SamplingParams
+
+_SIM = {"QUIRE_WORKER_ENGINE": "sim", "QUIRE_WORKER_SIM_STEP_MS": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = save_model(llama(), tmp_path_factory.mktemp("llama"))
+    save_tokenizer(folder, VOCAB_SIZE)
+    return str(folder)
+
+
+def test_every_process_can_be_had_by_its_role_and_comes_back_when_it_is_killed(model):
+    ends: list[LaunchError] = []
+    stack = LocalStack(
+        model,
+        num_workers=2,
+        num_gateways=2,
+        redis_appendonly=True,
+        settings=_SIM,
+        restart=True,
+        on_end=ends.append,
+    )
+    with pytest.raises(LaunchError, match="not running"):
+        stack.processes("worker")
+    with stack:
+        gateways, workers = stack.processes("gateway"), stack.processes("worker")
+        assert [p.name for p in gateways] == ["gateway-0", "gateway-1"]
+        assert [p.name for p in stack.processes("scheduler")] == ["scheduler"]
+        assert [p.name for p in workers] == ["worker-0", "worker-1"]
+        assert stack.pids == [p.pid for p in (*gateways, *stack.processes("scheduler"), *workers)]
+        assert stack.leader() is stack.processes("scheduler")[0]
+        addresses = stack.addresses
+        assert len(set(addresses)) == 2
+
+        gateways[1].kill()
+        workers[0].kill()
+        wait_until(lambda: len(ends) == 2, "the ends")
+        for process in (gateways[1], workers[0]):
+            wait_until(lambda process=process: process.num_starts == 2, "the second start")
+            process.wait_until_ready(timeout_s=30)
+        # A gateway is where it was.
+        assert stack.addresses == addresses
+        stack.check()
+        with Client(addresses[1]) as client:
+            output = client.generate("t1", SamplingParams(max_tokens=4))
+            assert output.usage.completion_tokens == 4
+
+
+def test_a_stack_on_somebody_elses_redis_has_none(model, redis_url):
+    none = pytest.raises(LaunchError, match="no Redis of its own")
+    with LocalStack(model, redis_url=redis_url, settings=_SIM) as stack, none:
+        _ = stack.redis
+
+
+@pytest.mark.parametrize("name", ["num_workers", "num_schedulers", "num_gateways"])
+def test_a_stack_has_at_least_one_of_each(name):
+    with pytest.raises(ValueError, match=rf"{name}: must be at least 1 \(got 0\)"):
+        LocalStack("model", **{name: 0})
