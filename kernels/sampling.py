@@ -98,15 +98,27 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
-    """Of the model's own distribution, before temperature and filters."""
-    logprobs = logits.log_softmax(-1)
+    """Of the model's own distribution, before temperature and filters: float32 logits.
+
+    Ranked by logit; of equal ones the lower token id comes first.
+    """
+    keys = _ranking_keys(logits)
     chosen = token_ids.unsqueeze(1)
-    chosen_logprobs = logprobs.gather(1, chosen)
-    top_logprobs, top_ids = logprobs.topk(num_top)
+    top_ids = keys.topk(num_top).indices
+    token_ids = torch.cat([chosen, top_ids], -1)
     top_ranks = torch.arange(1, num_top + 1, device=logits.device).expand_as(top_ids)
-    chosen_ranks = (logprobs > chosen_logprobs).sum(-1, keepdim=True) + 1
+    chosen_ranks = (keys > keys.gather(1, chosen)).sum(-1, keepdim=True) + 1
     return TokenLogprobs(
-        token_ids=torch.cat([chosen, top_ids], -1),
-        logprobs=torch.cat([chosen_logprobs, top_logprobs], -1),
+        token_ids=token_ids,
+        logprobs=logits.log_softmax(-1).gather(1, token_ids),
         ranks=torch.cat([chosen_ranks, top_ranks], -1),
     )
+
+
+def _ranking_keys(logits: Tensor) -> Tensor:
+    """int64, all different within a row: the larger logit has the larger key, and of equal logits
+    the one with the lower token id."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    # The bits of a float rise with it if it is positive, and fall if it is negative.
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (rising.long() << 32) - torch.arange(logits.shape[1], device=logits.device)

@@ -4,6 +4,7 @@ import queue
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,8 @@ from quire.recording import RecordedStep, RecordingError, read_hello, read_lanes
 from quire.service.protocol import PROTOCOL_VERSION
 
 _HOLDER = b"quire replay"
+# Log-probabilities closer than this are the same.
+_TOLERANCE = 1e-3
 _EXACT = ("block_size",)
 _AT_LEAST = (
     "num_blocks",
@@ -50,7 +53,7 @@ class Outcome:
         for row, token, recorded in tokens:
             if token != recorded:
                 return f"row {row} sampled {token}, recorded {recorded}"
-        return None
+        return _logprob_difference(now, before)
 
 
 def replay(path: Path, target: str, channel: grpc.Channel, depth: int = 2) -> Iterator[Outcome]:
@@ -133,6 +136,27 @@ def _require_fit(recorded: worker_pb2.Hello, worker: worker_pb2.Hello) -> None:
     if wrong:
         said = [f"{n} {getattr(worker, n)}, recorded {getattr(recorded, n)}" for n in wrong]
         raise RecordingError(f"this worker does not fit: {'; '.join(said)}")
+
+
+def _logprob_difference(now: worker_pb2.StepResult, before: worker_pb2.StepResult) -> str | None:
+    for row, one, other in zip(now.sampled_rows, _entries(now), _entries(before), strict=True):
+        if not _same_entries(one, other):
+            return f"row {row} has log-probabilities {one}, recorded {other}"
+    return None
+
+
+def _entries(result: worker_pb2.StepResult) -> Iterator[list[tuple[int, int, float]]]:
+    """Token id, rank and log-probability of every entry, per sampled token."""
+    found = result.logprobs
+    entries = zip(found.token_ids, found.ranks, found.logprobs, strict=True)
+    for count in found.num_entries or [0] * len(result.sampled_rows):
+        yield list(islice(entries, count))
+
+
+def _same_entries(one: list[tuple[int, int, float]], other: list[tuple[int, int, float]]) -> bool:
+    return [entry[:2] for entry in one] == [entry[:2] for entry in other] and all(
+        abs(a[2] - b[2]) <= _TOLERANCE for a, b in zip(one, other, strict=True)
+    )
 
 
 def _failed(result: worker_pb2.StepResult) -> list[int]:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.inputs import Ints
+from worker_svc.logprobs import Logprobs
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Logprobs:
-    """Of one sampled token: its own entry, then the most likely ones."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
-
-
-@dataclass(frozen=True)
 class StepTimes:
     """Where a step's nanoseconds went."""
 
@@ -85,7 +77,7 @@ class StepOutput:
     sampled_rows: list[int]
     sampled_token_ids: list[int]
     times: StepTimes
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row, where asked for
+    logprobs: Logprobs | None = None  # None where no sampled row asked
     failures: dict[int, str] = field(default_factory=dict)  # the reason, by row
 
 
@@ -140,7 +132,7 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
         step=plan.step,
         sampled_rows=output.sampled_rows,
         sampled_token_ids=output.sampled_token_ids,
-        logprobs=_logprobs(output) if output.logprobs else None,
+        logprobs=None if output.logprobs is None else output.logprobs.to_proto(),
         failures=[
             worker_pb2.RowFailure(row=row, reason=reason) for row, reason in output.failures.items()
         ],
@@ -151,17 +143,6 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
             sampling_ns=times.sampling_ns,
         ),
     )
-
-
-def _logprobs(output: StepOutput) -> worker_pb2.Logprobs:
-    message = worker_pb2.Logprobs()
-    for row in output.sampled_rows:
-        entries = output.logprobs.get(row, Logprobs([], [], []))
-        message.num_entries.append(len(entries.token_ids))
-        message.token_ids.extend(entries.token_ids)
-        message.logprobs.extend(entries.logprobs)
-        message.ranks.extend(entries.ranks)
-    return message
 
 
 def _admissions(message: worker_pb2.Admissions) -> tuple[Admission, ...]:

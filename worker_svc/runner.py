@@ -13,8 +13,9 @@ from kernels.sampling import sample, token_logprobs
 from worker_svc.attention import PagedAttention
 from worker_svc.inputs import Ints, StepInputs
 from worker_svc.kv_pool import KvPool
+from worker_svc.logprobs import Logprobs
 from worker_svc.model import LoadedModel
-from worker_svc.plans import Logprobs, Plan, StepOutput, StepTimes
+from worker_svc.plans import Plan, StepOutput, StepTimes
 from worker_svc.tables import Tables
 
 _NOT_FINITE = "the model gave logits that are not finite numbers"
@@ -89,10 +90,10 @@ class Runner:
 
     def _sample(
         self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, str]
-    ) -> tuple[list[int], list[int], dict[int, Logprobs]]:
+    ) -> tuple[list[int], list[int], Logprobs | None]:
         """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
         if logits is None or not logits.shape[0]:
-            return [], [], {}
+            return [], [], None
         sampling = rows[inputs.sampling]
         finite = torch.isfinite(logits).all(-1).cpu().numpy()
         for row in sampling[~finite].tolist():
@@ -117,24 +118,17 @@ class Runner:
             self._tensor(tables.num_tokens[rows]),
         )
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Ints) -> dict[int, Logprobs]:
-        """Of the rows that asked. A row's entries: the chosen token, then its top k."""
+    def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Ints) -> Logprobs | None:
+        """None if no row asked."""
         wanted = self._tables.num_logprobs[rows]
         asking = wanted.nonzero()[0]
         if not len(asking):
-            return {}
+            return None
         index = self._tensor(asking)
         num_top = min(int(wanted.max()) - 1, logits.shape[1])
         entries = token_logprobs(logits[index], tokens[index], num_top)
-        ids, values, ranks = (
-            t.tolist() for t in (entries.token_ids, entries.logprobs, entries.ranks)
-        )
-        return {
-            int(rows[i]): Logprobs(
-                ids[n][: wanted[i]], values[n][: wanted[i]], ranks[n][: wanted[i]]
-            )
-            for n, i in enumerate(asking)
-        }
+        arrays = (entries.token_ids, entries.logprobs, entries.ranks)
+        return Logprobs.pack(wanted, *(tensor.cpu().numpy() for tensor in arrays))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -35,6 +35,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._epoch = 0
         self._holder = b""
         self._opening = asyncio.Lock()
+        # The newest one, also when its stream is over: its last step may still run.
         self._lane: Lane | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -115,12 +116,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Takes the worker from a former stream, and waits for its last step."""
         engine = self._require_engine()
         async with self._opening:
-            # A newer leader may have come while this one waited for its turn.
-            self._raise_fence(opening.epoch, opening.holder)
             if self._lane is not None:
                 message = "a newer stream has taken this worker"
                 self._lane.end(failed(grpc.StatusCode.ABORTED, "LANE_TAKEN", message))
                 await self._lane.close()
+            # A newer leader may have come while this one waited.
+            self._raise_fence(opening.epoch, opening.holder)
             self._lane = Lane(opening.epoch, self._thread, engine.runner)
             self._idle.clear()
             log.info("lane opened", epoch=opening.epoch, holder=opening.holder.hex())
@@ -128,7 +129,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _close_lane(self, lane: Lane) -> None:
         if self._lane is lane:
-            self._lane = None
             self._idle.set()
             log.info("lane closed")
         await lane.close()

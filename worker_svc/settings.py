@@ -92,3 +92,6 @@ class WorkerSettings(ServiceSettings):
     sim_context_ns: float = Field(
         25.0, ge=0, description="sim: nanoseconds more for each token attended to."
     )
+    sim_poison_token_id: int | None = Field(
+        None, ge=0, description="sim: a prompt with this token kills the worker; for tests."
+    )

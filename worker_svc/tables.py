@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker_svc.inputs import Ints, StepInputs, prepare_inputs
+from worker_svc.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plans import Admission, BlockAppend, Plan, PlanError
 
 
@@ -117,6 +118,8 @@ class Tables:
             raise PlanError(f"row {row}: {length} tokens, at most {self.max_model_len - 1} fit")
         if admission.num_computed_tokens >= length:
             raise PlanError(f"row {row}: no token left to compute")
+        if (count := admission.num_logprobs) > MAX_NUM_LOGPROBS:
+            raise PlanError(f"row {row}: {count} log-probabilities, at most {MAX_NUM_LOGPROBS}")
         if admission.num_prompt_logprobs:
             raise PlanError(f"row {row}: log-probabilities of prompt tokens are not computed")
         self.token_table[row, :length] = admission.token_ids

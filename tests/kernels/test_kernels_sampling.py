@@ -121,3 +121,24 @@ def test_logprobs_of_the_chosen_and_the_top() -> None:
     assert entries.ranks.tolist() == [[3, 1, 2]]
     expected = logits.log_softmax(-1)[0, [0, 1, 2]]
     torch.testing.assert_close(entries.logprobs[0], expected)
+
+
+def test_of_equal_logits_the_lower_token_id_comes_first() -> None:
+    logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, -2.0, -2.0, 1.0]])
+    entries = token_logprobs(logits.expand(3, -1), torch.tensor([3, 4, 6]), 8)
+    order = [1, 3, 0, 7, 2, 4, 5, 6]
+    assert entries.token_ids.tolist() == [[chosen, *order] for chosen in (3, 4, 6)]
+    assert entries.ranks[:, 0].tolist() == [2, 6, 8]
+
+
+def test_logprobs_are_ranked_as_a_stable_sort_ranks_them() -> None:
+    torch.manual_seed(0)
+    # Halves, so that most logits have equals.
+    logits = (torch.randn(17, 1003) * 6).round() / 2
+    chosen = torch.randint(1003, (17,))
+    entries = token_logprobs(logits, chosen, 20)
+    order = logits.sort(descending=True, stable=True).indices
+    assert torch.equal(entries.token_ids[:, 1:], order[:, :20])
+    assert torch.equal(entries.ranks[:, 0], (order == chosen.unsqueeze(1)).nonzero()[:, 1] + 1)
+    expected = logits.double().log_softmax(-1).gather(1, entries.token_ids).float()
+    torch.testing.assert_close(entries.logprobs, expected, atol=1e-5, rtol=0)

@@ -18,7 +18,9 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.plans import plan_from_proto
 from worker_svc.settings import WorkerSettings
 from worker_svc.sim.engine import sim_engine, sim_model
+from worker_svc.sim.logprobs import logprobs_at
 from worker_svc.sim.model import SimModel
+from worker_svc.sim.recorded_tokens import RecordedStep
 from worker_svc.sim.runner import SimRunner
 from worker_svc.sim.tokens import token_at, tokens_at
 
@@ -70,7 +72,7 @@ def test_a_failing_seed_fails_its_row_alone() -> None:
 
 
 def test_recorded_steps_sample_and_fail_as_they_did() -> None:
-    runner = SimRunner(SMALL, {1: {0: 555}})
+    runner = SimRunner(SMALL, {1: RecordedStep({0: 555})})
     plan = worker_pb2.BatchPlan(epoch=1, step=1)
     for row in (0, 1):
         admit(plan, Sequence(row, [1, 2], 2, block_ids=[row + 1]))
@@ -80,17 +82,46 @@ def test_recorded_steps_sample_and_fail_as_they_did() -> None:
     assert list(output.failures) == [1]
 
 
-def test_logprobs_begin_with_the_token() -> None:
-    output = SimDriver().run(admissions=[(0, [1, 2], 0, [1])], scheduled=[(0, 2)], num_logprobs=3)
-    entries = output.logprobs[0]
-    assert entries.token_ids[:2] == output.sampled_token_ids * 2
-    assert entries.ranks == [1, 1, 2]
-    assert entries.logprobs[0] == entries.logprobs[1] > entries.logprobs[2]
+def test_logprobs_are_a_function_of_seed_and_position() -> None:
+    tokens = [1, 2, 3, 4, 5]
+    one = SimDriver().run(
+        admissions=[(0, tokens, 0, [1, 2])], scheduled=[(0, 5)], seed=9, num_logprobs=6
+    )
+    # Elsewhere, continued in the middle of a batch where the row before it asks for less.
+    other = SimDriver()
+    other.run(admissions=[(3, tokens, 0, [3, 4])], scheduled=[(3, 5)], seed=5, num_logprobs=2)
+    both = other.run(
+        admissions=[(1, tokens, 0, [1, 2])],
+        scheduled=[(3, 1), (1, 5)],
+        seed=9,
+        num_logprobs=6,
+    )
+    assert one.logprobs is not None
+    assert both.logprobs is not None
+    assert both.logprobs.num_entries.tolist() == [2, 6]
+    for name in ("token_ids", "logprobs", "ranks"):
+        assert getattr(both.logprobs, name)[2:].tolist() == getattr(one.logprobs, name).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 1000])
+def test_simulated_logprobs_are_ranked(vocab_size: int) -> None:
+    seeds, positions = np.arange(50, dtype=np.uint64), np.arange(50)
+    tokens = tokens_at(seeds, positions, vocab_size)
+    ids, logprobs, ranks = logprobs_at(seeds, positions, tokens, 5, vocab_size)
+    assert ids[:, 0].tolist() == tokens.tolist()
+    assert set(ranks[:, 0].tolist()) == set(range(1, 1 + min(4, vocab_size)))
+    for i in range(50):
+        by_rank = dict(zip(ranks[i], zip(ids[i], logprobs[i], strict=True), strict=True))
+        top = [by_rank[rank] for rank in range(1, 1 + min(5, vocab_size))]
+        assert len({token for token, _ in top}) == len(top)
+        assert [value for _, value in top] == sorted((v for _, v in top), reverse=True)
+        assert by_rank[ranks[i, 0]] == (tokens[i], logprobs[i, 0])
+    assert len(set(logprobs[:, 0].tolist())) > 40
 
 
 def test_an_empty_plan_gives_an_empty_result() -> None:
     output = SimDriver().run()
-    assert (output.sampled_rows, output.failures, output.logprobs) == ([], {}, {})
+    assert (output.sampled_rows, output.failures, output.logprobs) == ([], {}, None)
 
 
 async def test_serves_a_lane_like_any_worker() -> None:

@@ -1,20 +1,15 @@
 """The worker as a process: what it says when it can and cannot serve, and how it leaves."""
 
-import asyncio
-import json
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from tiny_models import llama, save_model
 from worker_driver import LaneClient
+from worker_processes import health_of, logged, worker_process
 
 from quire.internal.v1 import worker_pb2_grpc
 from worker_svc.compatibility import refuse_foreign_kernels
@@ -26,36 +21,6 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama(), tmp_path_factory.mktemp("llama"))
-
-
-@asynccontextmanager
-async def worker_process(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "worker_svc", "--log-format=json", "--device=cpu", *flags,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def logged(process: asyncio.subprocess.Process, words: str) -> str:
-    """The first record on stderr that holds `words`; all before it are records of the worker."""
-    assert process.stderr is not None
-    async for line in process.stderr:
-        assert json.loads(line)["service"] == "worker"
-        if words in line.decode():
-            return line.decode()
-    raise AssertionError(f"the process ended without a word of {words!r}")
-
-
-async def health_of(channel: grpc.aio.Channel, service: str) -> int:
-    request = health_pb2.HealthCheckRequest(service=service)
-    return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
 
 async def test_serves_drains_and_stops(model: Path, tmp_path: Path) -> None:

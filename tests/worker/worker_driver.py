@@ -142,6 +142,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
 
 
 @dataclass
@@ -177,7 +178,7 @@ def admit(plan: worker_pb2.BatchPlan, sequence: Sequence) -> None:
     admissions.top_ps.append(sampling.top_p)
     admissions.seeds.append(sampling.seed)
     admissions.num_logprobs.append(sampling.num_logprobs)
-    admissions.num_prompt_logprobs.append(0)
+    admissions.num_prompt_logprobs.append(sampling.num_prompt_logprobs)
 
 
 def append(plan: worker_pb2.BatchPlan, row: int, block_ids: list[int]) -> None:

@@ -11,6 +11,7 @@ from worker_svc.model_folder import ModelError, find_model
 from worker_svc.pool_size import require_room
 from worker_svc.settings import WorkerSettings
 from worker_svc.sim.model import SimModel
+from worker_svc.sim.poison import Poison
 from worker_svc.sim.recorded_tokens import read_tokens
 from worker_svc.sim.runner import SimRunner
 
@@ -31,7 +32,9 @@ def load_engine(settings: WorkerSettings) -> Engine:
     require_room(model.num_blocks, model.block_size, model.max_model_len)
     log.info("simulated model", **vars(model))
     recorded = None if settings.sim_tokens is None else read_tokens(settings.sim_tokens)
-    return sim_engine(SimRunner(model, recorded))
+    token_id = settings.sim_poison_token_id
+    poison = None if token_id is None else Poison(token_id)
+    return sim_engine(SimRunner(model, recorded, poison))
 
 
 def sim_model(settings: WorkerSettings, config: dict[str, Any]) -> SimModel:

@@ -1,27 +1,41 @@
 """The tokens that another worker sampled."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf import proto
 from google.protobuf.message import DecodeError
 
 from quire.internal.v1 import worker_pb2
-
-# By step, each row's token; a row that sampled none there has failed.
-RecordedTokens = Mapping[int, Mapping[int, int]]
+from worker_svc.logprobs import Logprobs
 
 
-def read_tokens(path: Path) -> RecordedTokens:
+@dataclass(frozen=True)
+class RecordedStep:
+    """What one plan gave."""
+
+    token_ids: Mapping[int, int]  # by row; a row that sampled none has failed
+    logprobs: Logprobs | None = None
+
+
+RecordedSteps = Mapping[int, RecordedStep]
+
+
+def read_tokens(path: Path) -> RecordedSteps:
     """All of a recording, up to an entry that was not written whole. OSError if there is none."""
-    found: dict[int, dict[int, int]] = {}
+    found: dict[int, RecordedStep] = {}
     with path.open("rb") as file:
         while (entry := _next_entry(file)) is not None:
-            result = entry.result
             if entry.HasField("result"):
-                tokens = zip(result.sampled_rows, result.sampled_token_ids, strict=True)
-                found[result.step] = dict(tokens)
+                found[entry.result.step] = _recorded(entry.result)
     return found
+
+
+def _recorded(result: worker_pb2.StepResult) -> RecordedStep:
+    tokens = zip(result.sampled_rows, result.sampled_token_ids, strict=True)
+    logprobs = Logprobs.from_proto(result.logprobs) if result.HasField("logprobs") else None
+    return RecordedStep(dict(tokens), logprobs)
 
 
 def _next_entry(file: object) -> worker_pb2.Recording | None:

@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Mapping
 
 import numpy as np
 
 from worker_svc.inputs import Ints, StepInputs
-from worker_svc.plans import Logprobs, Plan, PlanError, StepOutput, StepTimes
+from worker_svc.logprobs import Logprobs
+from worker_svc.plans import Plan, PlanError, StepOutput, StepTimes
 from worker_svc.sim.ledger import Ledger
+from worker_svc.sim.logprobs import logprobs_at
 from worker_svc.sim.model import SimModel
-from worker_svc.sim.recorded_tokens import RecordedTokens
+from worker_svc.sim.poison import Poison
+from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
 from worker_svc.sim.tokens import tokens_at
 from worker_svc.tables import Tables
 
@@ -26,10 +28,16 @@ class SimRunner:
     fail when they sample, and the ledger's `violations` may be read.
     """
 
-    def __init__(self, model: SimModel, recorded: RecordedTokens | None = None) -> None:
+    def __init__(
+        self,
+        model: SimModel,
+        recorded: RecordedSteps | None = None,
+        poison: Poison | None = None,
+    ) -> None:
         """In steps that are `recorded` rows sample, or fail, as they did; else `tokens_at` says."""
         self.model = model
         self._recorded = recorded or {}
+        self._poison = poison
         self.gate = threading.Event()
         self.gate.set()
         self.failing_seeds: set[int] = set()
@@ -59,6 +67,8 @@ class SimRunner:
         """Drops all rows; blocks keep their contents."""
         self._tables.clear()
         self.ledger.clear()
+        if self._poison is not None:
+            self._poison.clear()
 
     def _run(self, plan: Plan) -> StepOutput:
         started_ns = time.monotonic_ns()
@@ -66,6 +76,8 @@ class SimRunner:
         rows, counts, failures = self._tables.without_failed(plan)
         inputs = self._tables.prepare(rows, counts)
         prepared_ns = time.monotonic_ns()
+        if self._poison is not None:
+            self._poison.take(plan)
         self.ledger.write(plan, rows, inputs)
         self._tables.advance(rows, inputs.seq_lens)
         sampled = self._sample(plan.step, rows, inputs, failures)
@@ -85,26 +97,26 @@ class SimRunner:
 
     def _sample(
         self, step: int, rows: Ints, inputs: StepInputs, failures: dict[int, str]
-    ) -> tuple[list[int], list[int], dict[int, Logprobs]]:
+    ) -> tuple[list[int], list[int], Logprobs | None]:
         """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
         tables = self._tables
         recorded = self._recorded.get(step)
         sampling = self._healthy(rows[inputs.sampling], recorded, failures)
         if recorded is None:
             seeds, positions = tables.seeds[sampling], tables.num_tokens[sampling]
-            tokens = tokens_at(seeds, positions, self._vocab_size)
+            tokens = tokens_at(seeds, positions, self.model.vocab_size)
+            logprobs = self._logprobs(sampling, tokens)
         else:
-            tokens = np.array([recorded[row] for row in sampling.tolist()], np.int64)
+            tokens = np.array([recorded.token_ids[row] for row in sampling.tolist()], np.int64)
+            logprobs = recorded.logprobs
         self.ledger.extend(sampling, tokens)
         tables.write_sampled(sampling, tokens)
-        return sampling.tolist(), tokens.tolist(), self._logprobs(sampling, tokens)
+        return sampling.tolist(), tokens.tolist(), logprobs
 
-    def _healthy(
-        self, rows: Ints, recorded: Mapping[int, int] | None, failures: dict[int, str]
-    ) -> Ints:
+    def _healthy(self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, str]) -> Ints:
         """The rows that do not fail now; the others are noted."""
         if recorded is not None:
-            failing = [row for row in rows.tolist() if row not in recorded]
+            failing = [row for row in rows.tolist() if row not in recorded.token_ids]
         elif self.failing_seeds:
             seeds = self._tables.seeds[rows].tolist()
             pairs = zip(rows.tolist(), seeds, strict=True)
@@ -116,26 +128,19 @@ class SimRunner:
             failures[row] = _NOT_FINITE
         return rows[~np.isin(rows, failing)]
 
-    def _logprobs(self, rows: Ints, tokens: Ints) -> dict[int, Logprobs]:
-        """Of the rows that asked."""
+    def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:
+        """None if no row asked."""
         wanted = self._tables.num_logprobs[rows]
-        return {
-            int(rows[i]): _logprobs_of(int(tokens[i]), int(wanted[i]) - 1, self._vocab_size)
-            for i in wanted.nonzero()[0]
-        }
-
-    @property
-    def _vocab_size(self) -> int:
-        return self.model.vocab_size
-
-
-def _logprobs_of(token: int, num_top: int, vocab_size: int) -> Logprobs:
-    """As if every sampled token were the likeliest, and each that follows it in the vocabulary
-    half as likely."""
-    ranks = range(1, min(num_top, vocab_size) + 1)
-    top = [(token + rank - 1) % vocab_size for rank in ranks]
-    halvings = [-0.6931471805599453 * rank for rank in (1, *ranks)]
-    return Logprobs([token, *top], halvings, [1, *ranks])
+        asking = wanted > 0
+        if not asking.any():
+            return None
+        asked = rows[asking]
+        seeds, positions = self._tables.seeds[asked], self._tables.num_tokens[asked]
+        num_top = int(wanted.max()) - 1
+        vocab_size = self.model.vocab_size
+        return Logprobs.pack(
+            wanted, *logprobs_at(seeds, positions, tokens[asking], num_top, vocab_size)
+        )
 
 
 def _sleep_until(deadline_ns: int) -> None:

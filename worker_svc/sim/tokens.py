@@ -20,10 +20,15 @@ def mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
+def words_at(seeds: Words, positions: Ints) -> Words:
+    """Output `position` of the generator SplitMix64 that starts at `seed`, of every pair."""
+    steps = (positions + 1).astype(np.uint64)
+    return mix(seeds + steps * np.uint64(_GOLDEN))
+
+
 def tokens_at(seeds: Words, positions: Ints, vocab_size: int) -> Ints:
     """`token_at` of every pair."""
-    steps = (positions + 1).astype(np.uint64)
-    return (mix(seeds + steps * np.uint64(_GOLDEN)) % np.uint64(vocab_size)).astype(np.int64)
+    return (words_at(seeds, positions) % np.uint64(vocab_size)).astype(np.int64)
 
 
 def token_at(seed: int, position: int, vocab_size: int) -> int:

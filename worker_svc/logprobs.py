@@ -1,0 +1,50 @@
+"""Log-probabilities of a step's sampled tokens."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.inputs import Ints
+
+Floats = NDArray[np.float32]
+
+# The chosen token and the top 20.
+MAX_NUM_LOGPROBS = 21
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """One run of entries per sampled token, concatenated: its own, then the most likely ones."""
+
+    num_entries: Ints  # per sampled token; 0 where nobody asked
+    token_ids: Ints
+    logprobs: Floats
+    ranks: Ints  # 1 is the most likely
+
+    @classmethod
+    def pack(cls, wanted: Ints, token_ids: Ints, logprobs: Floats, ranks: Ints) -> Self:
+        """`wanted` has a number of entries per sampled token. The others have a line for each that
+        wants some; a line shorter than what is wanted is all there is."""
+        width = token_ids.shape[1]
+        kept = np.arange(width) < wanted[wanted > 0, None]
+        return cls(np.minimum(wanted, width), token_ids[kept], logprobs[kept], ranks[kept])
+
+    @classmethod
+    def from_proto(cls, message: worker_pb2.Logprobs) -> Self:
+        return cls(
+            np.array(message.num_entries, np.int64),
+            np.array(message.token_ids, np.int64),
+            np.array(message.logprobs, np.float32),
+            np.array(message.ranks, np.int64),
+        )
+
+    def to_proto(self) -> worker_pb2.Logprobs:
+        return worker_pb2.Logprobs(
+            num_entries=self.num_entries.tolist(),
+            token_ids=self.token_ids.tolist(),
+            logprobs=self.logprobs.tolist(),
+            ranks=self.ranks.tolist(),
+        )
