@@ -32,7 +32,10 @@ class PoolModel:
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
 
-    def open(self, last_finished_step: int) -> int:
+    def open(self, last_finished_step: int, known_step: int = 0) -> int:
+        seen_step = max(last_finished_step, known_step)
+        if self.step < seen_step:
+            self.reset()
         for position, (step, blocks) in enumerate(reversed(self.published)):
             if step <= last_finished_step:
                 continue
@@ -44,7 +47,7 @@ class PoolModel:
             self._put_back(block)
         self.references, self.next_indices = {}, {}
         self.published, self.reply = [], None
-        self.step = max(self.step, last_finished_step) + 1
+        self.step = max(self.step, seen_step) + 1
         return self.step
 
     def match(self, query: list[bytes]) -> PrefixMatch:

@@ -1,7 +1,6 @@
-"""Leadership, the list of pools, and a Redis that is restarted or away."""
+"""The list of pools, and a Redis that is restarted or away."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,30 +8,9 @@ import redis
 
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.store.connection import Connection
-from scheduler_svc.store.errors import PoolFault, StaleEpoch, StoreUnavailable
+from scheduler_svc.store.errors import LeadLost, PoolFault, StoreUnavailable
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Admission, Commit, CommitReply
-
-
-@pytest.fixture
-def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    """A server that the test may stop."""
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    yield server.start()
-    server.stop()
-
-
-async def test_each_leader_has_a_higher_epoch_and_another_holder(
-    store: Store, redis_client: redis.Redis
-) -> None:
-    first = store.leadership
-    seconds, _ = redis_client.time()
-    assert abs(first.epoch - seconds * 1000) < 60_000
-    redis_client.hset("quire:{leadership}:epoch", "epoch", first.epoch + 10**9)
-    second = await store.raise_epoch()
-    assert second.epoch == first.epoch + 10**9 + 1
-    assert second.holder != first.holder
-    assert len(second.holder) == 16
 
 
 async def test_sweeping_drops_the_pools_of_lost_workers(
@@ -84,16 +62,17 @@ async def test_a_call_without_an_answer_gives_up_and_the_next_gets_its_own(
 
 async def test_redis_away_is_unavailable_until_it_is_back(own_redis: EmbeddedRedis) -> None:
     store = await Store.connect(own_redis.url)
+    await store.take_lead("", lease_ms=3000)
     pool = store.pool(1, 11)
     step = await pool.open(0)
     own_redis.stop()
     with pytest.raises(StoreUnavailable):
-        await store.confirm()
+        await store.renew()
     with pytest.raises(StoreUnavailable):
         await pool.commit(Commit(step + 1))
     own_redis.start()
-    with pytest.raises(StaleEpoch, match="none"):  # it kept nothing
-        await store.confirm()
+    with pytest.raises(LeadLost, match="none"):  # it kept nothing
+        await store.renew()
     with pytest.raises(PoolFault, match="not there"):
         await pool.commit(Commit(step + 1))
     await store.close()
@@ -111,7 +90,7 @@ async def test_no_redis_or_a_wrong_password_is_unavailable(
     with pytest.raises(StoreUnavailable, match=r"(?i)auth"):
         await Store.connect(own_redis.url)
     store = await Store.connect(own_redis.url.replace("unix://", "unix://:right@"))
-    await store.confirm()
+    await store.take_lead("", lease_ms=3000)
     await store.close()
 
 
@@ -127,16 +106,17 @@ async def test_a_redis_that_takes_no_writes_is_unavailable(
     own_redis: EmbeddedRedis, refuse: tuple[str, ...], allow: tuple[str, ...]
 ) -> None:
     store = await Store.connect(own_redis.url)
+    await store.take_lead("", lease_ms=3000)
     pool = store.pool(1, 11)
     step = await pool.open(0)
     with redis.Redis.from_url(own_redis.url) as client:
         client.execute_command(*refuse)
         with pytest.raises(StoreUnavailable):
-            await store.confirm()
+            await store.renew()
         with pytest.raises(StoreUnavailable):
             await pool.commit(Commit(step + 1))
         client.execute_command(*allow)
-    await store.confirm()
+    await store.renew()
     await pool.commit(Commit(step + 1))
     await store.close()
 

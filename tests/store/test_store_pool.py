@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from scheduler_svc.store.errors import PoolFault, StaleEpoch, WrongStep
+from scheduler_svc.store.errors import LeadLost, PoolFault, StaleEpoch, WrongStep
 from scheduler_svc.store.hashing import HashChain, num_matchable_blocks, root_hash
 from scheduler_svc.store.journal import JournalEntry
 from scheduler_svc.store.pool import Pool
@@ -326,6 +326,20 @@ async def test_reopening_forgets_hashes_of_steps_that_did_not_finish(pool: Pool)
     assert await pool.match([[HASH], [OTHER_HASH]]) == [PrefixMatch(1, 1), PrefixMatch(0, 0)]
 
 
+@pytest.mark.parametrize(
+    ("last_finished_step", "known_step", "num_hits"),
+    [(2, 0, 1), (2, 2, 1), (3, 0, 0), (2, 3, 0), (0, 3, 0)],
+)
+async def test_a_pool_behind_what_was_seen_loses_every_hash(
+    pool: Pool, last_finished_step: int, known_step: int, num_hits: int
+) -> None:
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1, (HASH,)),)))
+    step = await pool.open(last_finished_step, known_step)
+    assert step == max(2, last_finished_step, known_step) + 1
+    assert await pool.match([[HASH]]) == [PrefixMatch(num_hits, num_hits)]
+    assert (await pool.audit()).references == {}
+
+
 async def test_a_reset_removes_hashes_and_nothing_else(pool: Pool) -> None:
     prompts = (admission(1, [*SHARED, 1]), Admission(2, 0, (), 1, (OTHER_HASH,)))
     await pool.commit(Commit(2, admissions=prompts))
@@ -356,8 +370,7 @@ async def test_several_pools_are_matched_in_one_call(
     assert store.num_calls == before + 1
 
 
-async def test_a_former_leader_is_refused(store: Store, pool: Pool, redis_url: str) -> None:
-    successor = await Store.connect(redis_url)
+async def test_a_former_leader_is_refused(store: Store, pool: Pool, successor: Store) -> None:
     assert successor.leadership.epoch > store.leadership.epoch
     await pool.commit(Commit(2))  # the pool is still the former leader's
     theirs = successor.pool(pool.incarnation, pool.num_blocks)
@@ -373,14 +386,14 @@ async def test_a_former_leader_is_refused(store: Store, pool: Pool, redis_url: s
             await refused
     await theirs.commit(Commit(step + 1))
     await theirs.drop()
-    await successor.close()
 
 
 async def test_a_new_epoch_of_the_same_store_opens_the_pool_anew(store: Store, pool: Pool) -> None:
-    await store.raise_epoch()
+    await store.retake_lead("first")
     again = store.pool(pool.incarnation, pool.num_blocks)
-    with pytest.raises(StaleEpoch):
-        await again.commit(Commit(2))
+    for early in (again.commit(Commit(2)), again.reset_prefix_cache(), again.trim_journal(1)):
+        with pytest.raises(LeadLost):
+            await early
     await again.open(0)
     with pytest.raises(StaleEpoch):
         await pool.commit(Commit(3))
@@ -396,6 +409,10 @@ async def test_a_pool_that_is_not_there_is_a_fault(store: Store) -> None:
         await store.pool(1, 11).commit(Commit(1))
     with pytest.raises(PoolFault, match="not there"):
         await store.pool(1, 11).audit()
+    with pytest.raises(PoolFault, match="not there"):
+        await store.pool(1, 11).reset_prefix_cache()
+    with pytest.raises(PoolFault, match="not there"):
+        await store.pool(1, 11).trim_journal(1)
 
 
 async def test_without_prefix_caching_hashes_are_ignored(store: Store) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from array import array
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,10 +18,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from redis.asyncio import Redis
 from store_pool_model import PoolModel
 
 from scheduler_svc.store.errors import PoolFault, WrongStep
 from scheduler_svc.store.hashing import HashChain, root_hash
+from scheduler_svc.store.keys import PoolKeys
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import (
     Admission,
@@ -65,6 +68,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     runner: ClassVar[asyncio.Runner]
     store: ClassVar[Store]
+    redis: ClassVar[Redis]
 
     @initialize(num_blocks=st.integers(2, 16))
     def create(self, num_blocks: int) -> None:
@@ -75,6 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.admitted_contents: dict[int, list[int]] = {}
         self.next_id = 0
         self.last: Commit | None = None
+        self.saved: tuple[dict[str, bytes | None], PoolModel] | None = None
         assert self.runner.run(self.pool.open(0)) == self.model.open(0)
 
     def teardown(self) -> None:
@@ -164,8 +169,37 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(unfinished=st.sampled_from([0, 1, 2, 3, 30]))
     def reopen(self, unfinished: int) -> None:
         finished = max(0, self.model.step - unfinished)
+        self._reopen(finished, known_step=0)
+
+    @rule()
+    def snapshot(self) -> None:
+        """Redis writes its file."""
+        self.saved = self.runner.run(self._dump()), deepcopy(self.model)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        """Redis comes back from its file; whoever knows more says so."""
+        assert self.saved is not None
+        dumped, model = self.saved
+        step = self.model.step
+        self.model = deepcopy(model)
+        self.runner.run(self._restore(dumped))
+        self._reopen(data.draw(st.integers(0, step)), data.draw(st.integers(0, step)))
+
+    def _reopen(self, finished: int, known_step: int) -> None:
         self.running, self.preempted, self.last = {}, {}, None
-        assert self.runner.run(self.pool.open(finished)) == self.model.open(finished)
+        step = self.runner.run(self.pool.open(finished, known_step))
+        assert step == self.model.open(finished, known_step)
+
+    async def _dump(self) -> dict[str, bytes | None]:
+        return {key: await self.redis.dump(key) for key in PoolKeys(self.pool.incarnation).all}
+
+    async def _restore(self, dumped: dict[str, bytes | None]) -> None:
+        await self.redis.delete(*dumped)
+        for key, value in dumped.items():
+            if value is not None:
+                await self.redis.restore(key, 0, value)
 
     @invariant()
     def redis_holds_what_the_model_holds(self) -> None:
@@ -281,6 +315,8 @@ def _run_machine(redis_url: str, **profile: object) -> None:
     with asyncio.Runner() as runner:
         PoolMachine.runner = runner
         PoolMachine.store = runner.run(Store.connect(redis_url))
+        PoolMachine.redis = Redis.from_url(redis_url)
+        runner.run(PoolMachine.store.take_lead("", lease_ms=3000))
         try:
             run_state_machine_as_test(
                 PoolMachine,
@@ -293,6 +329,7 @@ def _run_machine(redis_url: str, **profile: object) -> None:
             )
         finally:
             runner.run(PoolMachine.store.close())
+            runner.run(PoolMachine.redis.aclose())
 
 
 def test_pool_does_what_the_rules_say(redis_url: str) -> None:

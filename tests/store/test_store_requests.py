@@ -1,13 +1,17 @@
 """Request records: written, folded, ended, and gone in time."""
 
+from collections.abc import Coroutine
+from typing import Any
+
 import pytest
 import redis
 
-from scheduler_svc.store.errors import RequestFault, StaleEpoch
-from scheduler_svc.store.keys import request_keys
+from scheduler_svc.store.errors import LeadLost, RequestFault, StaleEpoch
+from scheduler_svc.store.keys import ENDED, LEADERSHIP, request_keys
 from scheduler_svc.store.requests import (
     Ending,
     OutputRun,
+    Recorded,
     RequestKey,
     RequestRecord,
     RequestState,
@@ -17,6 +21,7 @@ from scheduler_svc.store.store import Store
 
 KEY = RequestKey("ann", "r-1")
 OTHER_KEY = RequestKey("", "r-1")
+NEW, KNOWN, CONFLICT = Recorded
 
 
 def record(key: RequestKey = KEY, sequence_id: int = 2**64 - 1, **given: object) -> RequestRecord:
@@ -28,35 +33,104 @@ def record(key: RequestKey = KEY, sequence_id: int = 2**64 - 1, **given: object)
     return RequestRecord(key=key, sequence_id=sequence_id, **{**fields, **given})
 
 
+async def write(store: Store, *records: RequestRecord) -> None:
+    assert await store.record(records, [False] * len(records)) == [NEW] * len(records)
+
+
+async def discard(store: Store, *keys: RequestKey) -> None:
+    """Deletes the live ones, whoever wrote them."""
+    await store.discard([r.record for r in await store.load_live() if r.record.key in keys])
+
+
 def ttls(client: redis.Redis, key: RequestKey = KEY) -> list[int]:
     return [client.ttl(name) for name in request_keys(key.principal, key.request_id)]
 
 
 async def test_a_record_comes_back_as_it_was_written(store: Store) -> None:
-    full = record(deadline_ms=1_900_000_000_000, opaque=b"\x00\x01")
+    full = record(
+        deadline_ms=1_900_000_000_000,
+        opaque=b"\x00\x01",
+        num_choices=16,
+        priority=-(2**31),
+        cache_salt=b"\x00salt",
+        resume_window_s=0,
+    )
     bare = record(OTHER_KEY, 5, prompt_token_ids=())
-    assert await store.record([full, bare]) == [True, True]
+    await write(store, full, bare)
     assert await store.load(KEY) == StoredRequest(full, RequestState.LIVE, {})
     assert await store.load(OTHER_KEY) == StoredRequest(bare, RequestState.LIVE, {})
     assert await store.load(RequestKey("ann", "r-2")) is None
-    await store.discard([KEY, OTHER_KEY])
+    assert [found.record for found in await store.load_live()] == [bare, full]
+    await store.discard([full, bare])
     assert await store.load(KEY) is None
+    assert await store.load_live() == []
 
 
-async def test_a_live_id_is_refused_and_only_that(store: Store) -> None:
-    await store.record([record(sequence_id=1)])
-    again = [record(sequence_id=2), record(OTHER_KEY, 3), record(OTHER_KEY, 4)]
-    assert await store.record(again) == [False, True, False]
+async def test_a_live_id_is_known_or_taken(store: Store) -> None:
+    await write(store, record(sequence_id=1))
+    other = {"digest": b"another"}
+    records = [
+        record(sequence_id=2),
+        record(sequence_id=3, **other),
+        record(OTHER_KEY, 4),
+        record(OTHER_KEY, 5, **other),
+        record(OTHER_KEY, 6),
+    ]
+    answers = [KNOWN, CONFLICT, NEW, CONFLICT, KNOWN]
+    assert await store.record(records, [False] * 5) == answers
     stored = await store.load(KEY)
     assert stored is not None
     assert stored.record.sequence_id == 1
     # The same call once more, after a lost connection, is not taken for another request.
-    assert await store.record(again) == [False, True, False]
-    await store.discard([KEY, OTHER_KEY])
+    assert await store.record(records, [True] * 5) == answers
+    await discard(store, KEY, OTHER_KEY)
+
+
+@pytest.mark.parametrize(
+    ("state", "answers"),
+    [
+        # The same digest; the same again; another digest; another again.
+        (RequestState.FINISHED, (KNOWN, KNOWN, CONFLICT, CONFLICT)),
+        (RequestState.CANCELLED, (NEW, KNOWN, NEW, NEW)),
+        (RequestState.FAILED, (NEW, KNOWN, NEW, NEW)),
+    ],
+)
+async def test_what_becomes_of_an_ended_id(
+    store: Store,
+    redis_client: redis.Redis,
+    state: RequestState,
+    answers: tuple[Recorded, ...],
+) -> None:
+    cases = [(b"d", False), (b"d", True), (b"other", False), (b"other", True)]
+    for number, ((digest, again), answer) in enumerate(zip(cases, answers, strict=True)):
+        key = RequestKey("ann", f"ended-{number}")
+        first = record(key, 10, digest=b"d", opaque=b"first")
+        await write(store, first)
+        await store.fold([OutputRun(key, 0, 0, (7,))])
+        await store.finish([Ending(key, state, b"why")])
+        second = record(key, 20, digest=digest)
+        for _ in range(2):  # the call, and its repeat
+            assert await store.record([second], [again]) == [answer]
+        stored = await store.load(key)
+        if answer == NEW:
+            assert stored == StoredRequest(second, RequestState.LIVE, {})
+            assert ttls(redis_client, key) == [-1, -2]
+            await store.discard([second])
+        else:
+            assert stored == StoredRequest(first, state, {0: (7,)}, b"why")
+
+
+async def test_only_what_was_not_accepted_is_discarded(store: Store) -> None:
+    await write(store, record(sequence_id=1))
+    # Submitted again, and recorded without an answer: it was there before.
+    await store.record([record(sequence_id=2)], [True])
+    await store.discard([record(sequence_id=2)])
+    assert await store.load(KEY) == StoredRequest(record(sequence_id=1), RequestState.LIVE, {})
+    await discard(store, KEY)
 
 
 async def test_output_is_folded_once(store: Store) -> None:
-    await store.record([record(), record(OTHER_KEY, 2)])
+    await write(store, record(), record(OTHER_KEY, 2))
     await store.fold([OutputRun(KEY, 0, 0, (7, 8)), OutputRun(OTHER_KEY, 0, 0, (1,))])
     await store.fold([OutputRun(KEY, 0, 2, (9,)), OutputRun(KEY, 0, 3, (10,))])
     await store.fold([OutputRun(KEY, 0, 1, (8, 9, 10, 2**32 - 1)), OutputRun(OTHER_KEY, 0, 0, ())])
@@ -67,7 +141,7 @@ async def test_output_is_folded_once(store: Store) -> None:
     other = await store.load(OTHER_KEY)
     assert other is not None
     assert other.output_token_ids == {0: (1,), 3: (5, 6)}
-    await store.discard([KEY, OTHER_KEY])
+    await discard(store, KEY, OTHER_KEY)
 
 
 @pytest.mark.parametrize(
@@ -79,64 +153,165 @@ async def test_output_is_folded_once(store: Store) -> None:
     ],
 )
 async def test_a_run_that_does_not_continue_changes_nothing(store: Store, run: OutputRun) -> None:
-    await store.record([record()])
+    await write(store, record())
     await store.fold([OutputRun(KEY, 0, 0, (7, 8))])
     with pytest.raises(RequestFault):
         await store.fold([OutputRun(KEY, 0, 2, (9,)), run])
     stored = await store.load(KEY)
     assert stored is not None
     assert stored.output_token_ids == {0: (7, 8)}
-    await store.discard([KEY])
+    await discard(store, KEY)
 
 
 async def test_a_finished_record_lives_ten_minutes(store: Store, redis_client: redis.Redis) -> None:
-    await store.record([record()])
+    await write(store, record())
     await store.fold([OutputRun(KEY, 0, 0, (7,))])
     assert ttls(redis_client) == [-1, -1]
     await store.finish([Ending(KEY, RequestState.FINISHED), Ending(OTHER_KEY, RequestState.FAILED)])
     assert all(0 < ttl <= 600 for ttl in ttls(redis_client))
     assert await store.load(OTHER_KEY) is None
-    await store.finish([Ending(KEY, RequestState.CANCELLED)], ttl_s=10_000)
+    await store.finish([Ending(KEY, RequestState.CANCELLED, b"late", 9)], ttl_s=10_000)
     stored = await store.load(KEY)
-    assert stored is not None
-    assert stored.state == RequestState.FINISHED
+    assert stored == StoredRequest(record(), RequestState.FINISHED, {0: (7,)})
     assert all(0 < ttl <= 600 for ttl in ttls(redis_client))
-    await store.discard([KEY])  # not live: stays
+    await store.discard([record()])  # not live: stays
     assert await store.load(KEY) == stored
     with pytest.raises(RequestFault):
         await store.fold([OutputRun(KEY, 0, 1, (8,))])
 
 
-async def test_a_finished_id_may_be_used_again(store: Store, redis_client: redis.Redis) -> None:
-    await store.record([record(opaque=b"first")])
-    await store.fold([OutputRun(KEY, 0, 0, (7,))])
-    await store.finish([Ending(KEY, RequestState.FINISHED)])
-    assert await store.record([record(sequence_id=3)]) == [True]
-    assert await store.load(KEY) == StoredRequest(record(sequence_id=3), RequestState.LIVE, {})
-    assert ttls(redis_client) == [-1, -2]
-    await store.discard([KEY])
+async def test_a_record_says_how_it_ended(store: Store) -> None:
+    await write(store, record())
+    await store.finish([Ending(KEY, RequestState.FAILED, b"\x08\x0d\x00", 48)])
+    failed = StoredRequest(record(), RequestState.FAILED, {}, b"\x08\x0d\x00", 48)
+    assert await store.load(KEY) == failed
+
+
+async def test_ended_records_stay_under_their_bytes_and_the_oldest_go(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    records = [record(RequestKey("ann", str(i)), i, opaque=bytes(9_400)) for i in range(20)]
+    await write(store, *records, record(sequence_id=50))
+    # Its id is used again, and ended again: it is as old as its last end.
+    await store.finish([Ending(records[0].key, RequestState.CANCELLED)])
+    again = record(records[0].key, 60)
+    await write(store, again)
+    for ended in records[1:]:
+        await store.finish([Ending(ended.key, RequestState.FINISHED)], finished_max_bytes=55_000)
+    kept = [ended for ended in records if await store.load(ended.key)]
+    assert kept == [records[0], *records[15:]]  # about 10,000 bytes each
+    assert [found.record for found in await store.load_live()] == [record(sequence_id=50), again]
+    await store.finish([Ending(KEY, RequestState.FINISHED)], finished_max_bytes=0)
+    assert await store.load(KEY) is None
+    assert not redis_client.exists(ENDED)
+    assert await store.load(records[19].key) is None
+    await store.discard([again])
+
+
+async def test_one_call_removes_a_bounded_number_of_ended_records(store: Store) -> None:
+    records = [record(RequestKey("ann", str(i)), i) for i in range(100)]
+    await write(store, *records)
+    await store.finish([Ending(r.key, RequestState.FINISHED) for r in records])
+    await write(store, record())
+    await store.finish([Ending(KEY, RequestState.FINISHED)], finished_max_bytes=0)
+    kept = [r for r in records if await store.load(r.key)]
+    assert kept == records[20:]
+
+
+async def test_the_list_of_ended_records_lives_as_long_as_the_last(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    await write(store, record(sequence_id=1), record(OTHER_KEY, 2))
+    await store.finish([Ending(KEY, RequestState.FINISHED)], ttl_s=1000)
+    await store.finish([Ending(OTHER_KEY, RequestState.FINISHED)], ttl_s=1)
+    assert 1 < redis_client.ttl(ENDED) <= 1000
+
+
+async def test_the_live_ones_are_found_among_all(store: Store) -> None:
+    records = [record(RequestKey(f"{i}/ä", "x:record"), 2**63 + i) for i in range(1200)]
+    for start in range(0, 1200, 200):
+        await write(store, *records[start : start + 200])
+    await store.finish([Ending(r.key, RequestState.FINISHED) for r in records[::2]])
+    await store.fold([OutputRun(records[1].key, c, 0, (c, 2**32 - 1)) for c in (0, 10, 9, 2)])
+    output = {c: (c, 2**32 - 1) for c in (0, 2, 9, 10)}
+    assert await store.load_live() == [
+        StoredRequest(r, RequestState.LIVE, output if r is records[1] else {})
+        for r in records[1::2]
+    ]
+    await store.replace_live([])
+    assert await store.load_live() == []
+    assert await store.load(records[0].key) is not None
+
+
+async def test_a_leader_puts_its_requests_in_the_place_of_the_stored_ones(store: Store) -> None:
+    """Lost writes: output is missing, a record too; one that has ended seems to live."""
+    ended, behind, unknown = (RequestKey("ann", name) for name in ("ended", "behind", "unknown"))
+    await write(store, record(ended, 1), record(behind, 2))
+    await store.fold([OutputRun(behind, 1, 0, (5,))])
+    ours = [
+        StoredRequest(record(behind, 2), RequestState.LIVE, {0: (7, 8), 1: (5, 6)}),
+        StoredRequest(record(unknown, 3, opaque=bytes(3 << 20)), RequestState.LIVE, {}),
+        *(
+            StoredRequest(record(RequestKey("bob", str(i)), 10 + i), RequestState.LIVE, {0: (i,)})
+            for i in range(600)
+        ),
+    ]
+    for _ in range(2):  # repeated, it changes nothing
+        await store.replace_live(ours)
+        assert await store.load_live() == ours
+    assert await store.load(ended) is None
+    await store.fold([OutputRun(behind, 1, 2, (9,))])
+    await store.replace_live([])
 
 
 async def test_nothing_to_do_is_no_call(store: Store) -> None:
-    assert await store.record([]) == []
+    assert await store.record([], []) == []
     await store.fold([])
     await store.finish([])
     await store.discard([])
 
 
-async def test_a_former_leader_writes_no_records(store: Store, redis_url: str) -> None:
-    await store.record([record()])
-    successor = await Store.connect(redis_url)
-    for refused in (
-        store.record([record(OTHER_KEY)]),
+def writes(store: Store) -> list[Coroutine[Any, Any, object]]:
+    """Every way to change what is stored of requests."""
+    return [
+        store.record([record(OTHER_KEY)], [False]),
         store.fold([OutputRun(KEY, 0, 0, (7,))]),
         store.finish([Ending(KEY, RequestState.FINISHED)]),
-        store.discard([KEY]),
-    ):
+        store.discard([record()]),
+        store.replace_live([StoredRequest(record(), RequestState.LIVE, {0: (1,)})]),
+    ]
+
+
+async def test_a_former_leader_writes_no_records(store: Store, successor: Store) -> None:
+    await write(successor, record())
+    for refused in writes(store):
         with pytest.raises(StaleEpoch):
             await refused
-    await successor.discard([KEY])
-    await successor.close()
+    assert await successor.load_live() == [StoredRequest(record(), RequestState.LIVE, {})]
+    await discard(successor, KEY)
+
+
+@pytest.mark.parametrize("lost", ["entry", "last second"])
+async def test_a_leader_whose_epoch_redis_has_lost_writes_no_records(
+    store: Store, redis_client: redis.Redis, lost: str
+) -> None:
+    await write(store, record())
+    if lost == "entry":
+        redis_client.delete(LEADERSHIP)
+    else:
+        redis_client.hset(LEADERSHIP, mapping={"epoch": 1, "holder": store.leadership.holder})
+    for refused in writes(store):
+        with pytest.raises(LeadLost):
+            await refused
+    await store.retake_lead("first")
+    assert await store.load_live() == [StoredRequest(record(), RequestState.LIVE, {})]
+    await discard(store, KEY)
+
+
+async def test_a_standby_writes_no_records(standby: Store) -> None:
+    for refused in writes(standby):
+        with pytest.raises(LeadLost):
+            await refused
 
 
 def test_principals_and_ids_do_not_run_into_each_other() -> None:

@@ -12,7 +12,7 @@ from scheduler_svc.store.scripts import SCRIPTS, Script
 from scheduler_svc.store.types import Commit
 
 FOLDER = Path(scripts.__file__).parent
-LIBRARIES = {"blocks", "free", "sequences"}
+LIBRARIES = {"blocks", "fencing", "free", "records", "sequences"}
 
 
 def named(script: Script, section: str) -> tuple[str, ...]:
