@@ -9,6 +9,7 @@ TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CHAOS_ARGS ?=
 UP_ARGS ?=
 UP_TIMEOUT_S ?= 600
 BUF ?= 1.75.0
@@ -27,7 +28,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-containers bench-scheduler lint format stubs clean up down local-images
+.PHONY: help demo test test-slow test-containers bench-scheduler chaos lint format stubs clean up down local-images
 
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +44,9 @@ test-slow: $(STUBS) ## Runs the long tests.
 
 bench-scheduler: $(STUBS) ## Measures the scheduler with simulated workers (minutes).
 	$(BIN)/python -m benchmarks.scheduler $(BENCH_ARGS)
+
+chaos: $(STUBS) ## Kills parts of a running service, over and over, and compares every stream.
+	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
 
 lint: $(STUBS) $(BUF_BIN) ## Checks style, types and protos.
 	$(BIN)/ruff check .

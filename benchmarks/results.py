@@ -12,10 +12,12 @@ from benchmarks.report import Part, markdown, part_of
 _HERE = Path(__file__).parent
 RESULTS = _HERE / "results"
 PAGE = _HERE / "RESULTS.md"
+# Of the page's sections, by benchmark, in their order.
+_TITLES = {"chaos": "Nothing is lost", "scheduler": "Scheduler"}
 _INTRODUCTION = """# Results
 
 Rendered from the newest files in `benchmarks/results`; do not edit. What is measured, and how,
-stands in [docs/benchmarks.md](../docs/benchmarks.md).
+stands in [docs/benchmarks.md](../docs/benchmarks.md), and in [docs/chaos.md](../docs/chaos.md).
 """
 
 
@@ -27,29 +29,32 @@ class Measured:
     part: Part
 
 
-def write(name: str, measured: Measured) -> None:
-    """Enters a part into today's file of a benchmark; the day's other parts stay."""
+def write(name: str, measured: Measured, order: Sequence[str]) -> None:
+    """Enters a part into today's file of a benchmark, and renders the page. The day's other parts
+    stay; `order` is that of all parts."""
     today = datetime.now(UTC).date().isoformat()
     path = RESULTS / f"{name}-{today}.json"
     former = json.loads(path.read_text())["parts"] if path.exists() else {}
     latest = {"machine": dict(measured.machine), **asdict(measured.part)}
-    document = {"benchmark": name, "date": today, "parts": {**former, measured.part.name: latest}}
+    parts = {**former, measured.part.name: latest}
+    ordered = {key: parts[key] for key in order if key in parts}
+    document = {"benchmark": name, "date": today, "parts": ordered}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    _render()
 
 
-def render(titles: Mapping[str, str], order: Mapping[str, Sequence[str]]) -> None:
-    """Writes the page; `titles` and the `order` of parts are by benchmark."""
-    sections = [_section(name, titles[name], order[name]) for name in titles]
+def _render() -> None:
+    sections = [_section(name, title) for name, title in _TITLES.items()]
     PAGE.write_text("\n".join([_INTRODUCTION, *filter(None, sections)]))
 
 
-def _section(name: str, title: str, order: Sequence[str]) -> str:
+def _section(name: str, title: str) -> str:
     files = sorted(RESULTS.glob(f"{name}-*.json"))
     if not files:
         return ""
     document = json.loads(files[-1].read_text())
-    parts = [document["parts"][key] for key in order if key in document["parts"]]
+    parts = document["parts"].values()
     shown = [f"{markdown(part_of(part))}\n\n{_origin(part['machine'])}" for part in parts]
     return "\n\n".join([f"## {title}", f"Measured on {document['date']}.", *shown]) + "\n"
 

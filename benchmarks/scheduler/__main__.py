@@ -65,8 +65,7 @@ def main() -> int:
         num_missed += sum(not target.met for target in measured.part.targets)
         if not options.quick:
             # After each part: one that fails does not take the others with it.
-            results.write(_NAME, measured)
-            results.render({_NAME: "Scheduler"}, {_NAME: ORDER})
+            results.write(_NAME, measured, ORDER)
     print(f"{num_missed} targets missed" if num_missed else "every target met")
     return 0
 

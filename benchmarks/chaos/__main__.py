@@ -1,0 +1,82 @@
+"""`python -m benchmarks.chaos`: whether anything is lost when parts of the service die."""
+
+import argparse
+import asyncio
+import random
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.chaos.events import Events
+from benchmarks.chaos.experiment import Plan, run
+from benchmarks.chaos.faults import FAULTS
+from benchmarks.chaos.stack import SETTINGS
+from benchmarks.chaos.tables import part_of_run
+from benchmarks.machine import description
+from benchmarks.report import markdown
+from benchmarks.results import Measured
+
+_ROOT = Path(__file__).parents[2]
+_LARGEST_SEED = 2**32
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if nothing was lost, repeated, changed, failed or left behind; 1 otherwise."""
+    options = _options(arguments)
+    plan = _plan(options)
+    plan.logs.mkdir(parents=True, exist_ok=True)
+    events = Events(plan.logs / "events.log")
+    machine = description()
+    outcome = asyncio.run(run(plan, events))
+    measured = Measured(machine, part_of_run(plan, outcome))
+    print(f"\n{markdown(measured.part)}\n")
+    for violation in outcome.violations:
+        print(f"VIOLATION: {violation}")
+    if options.write:
+        results.write("chaos", measured, list(SETTINGS))
+    verdict = "nothing is lost" if outcome.is_clean else "NOT CLEAN"
+    events.say(f"seed {plan.seed}: {verdict}; logs are in {plan.logs}")
+    return 0 if outcome.is_clean else 1
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument(
+        "faults", nargs="*", metavar="FAULT", help=f"{', '.join(names)}; all of them if absent"
+    )
+    parser.add_argument("--times", type=int, default=25, help="how often each; 25")
+    parser.add_argument("--engine", choices=list(SETTINGS), default="sim")
+    parser.add_argument("--seed", type=int, help="of requests and moments; a random one")
+    parser.add_argument("--streams", type=int, default=32, help="always open; 32")
+    parser.add_argument("--requests", type=int, default=96, help="distinct ones; 96")
+    parser.add_argument("--model", default=str(_ROOT / "demo/model"), help="the demo model")
+    parser.add_argument("--bound-s", type=float, default=60.0, help="for each recovery; 60")
+    parser.add_argument("--logs", type=Path, help="folder; one in .cache/chaos")
+    parser.add_argument("--write", action="store_true", help="enters the results")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.faults) - set(names):
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    return options
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    seed = options.seed if options.seed is not None else random.randrange(_LARGEST_SEED)
+    began = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Plan(
+        model=options.model,
+        engine=options.engine,
+        seed=seed,
+        faults=[fault for fault in FAULTS if not options.faults or fault.name in options.faults],
+        times=options.times,
+        num_streams=options.streams,
+        num_requests=options.requests,
+        bound_s=options.bound_s,
+        logs=options.logs or _ROOT / f".cache/chaos/{began}-{seed}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

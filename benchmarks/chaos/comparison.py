@@ -1,0 +1,135 @@
+"""One stream against the same request run undisturbed: token by token, character by character."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from quire.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput, Usage
+
+
+class Verdict(StrEnum):
+    """What can be wrong with a stream."""
+
+    LOST = "lost"
+    REPEATED = "repeated"
+    CHANGED = "changed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    verdict: Verdict
+    # What was expected, what came, and where.
+    said: str
+
+
+class Comparison:
+    """Judges the messages of one stream as they come; `findings` has what is wrong so far."""
+
+    def __init__(self, expected: RequestOutput) -> None:
+        self.findings: list[Finding] = []
+        self._expected = expected.usage
+        self._choices = [_Choice(output, self.findings) for output in expected.outputs]
+        self._usage: Usage | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    def take(self, message: RequestDelta) -> None:
+        if self._usage is not None:
+            self._find(Verdict.REPEATED, "a message after the last one")
+        for delta in message.outputs:
+            if delta.index < len(self._choices):
+                self._choices[delta.index].take(delta)
+            else:
+                self._find(Verdict.CHANGED, f"choice {delta.index}: there is no such choice")
+        self._usage = message.usage or self._usage
+
+    def fail(self, why: str) -> None:
+        """The stream ended with an error."""
+        self._find(Verdict.FAILED, why)
+
+    def end(self) -> None:
+        """The stream ended by itself: everything has to be there."""
+        for choice in self._choices:
+            choice.end()
+        if self._usage is None:
+            self._find(Verdict.LOST, "usage")
+            return
+        for what in ("prompt_tokens", "completion_tokens"):
+            expected, counted = getattr(self._expected, what), getattr(self._usage, what)
+            if expected != counted:
+                self._find(Verdict.CHANGED, f"usage: {what} {counted}, expected {expected}")
+
+    def _find(self, verdict: Verdict, said: str) -> None:
+        self.findings.append(Finding(verdict, said))
+
+
+class _Choice:
+    """One choice: [0, num_tokens) of the expected tokens and [0, num_chars) of the text came."""
+
+    def __init__(self, expected: CompletionOutput, findings: list[Finding]) -> None:
+        self.num_tokens = 0
+        self._expected = expected
+        self._findings = findings
+        self._num_chars = 0
+        self._has_ended = False
+
+    def take(self, delta: CompletionDelta) -> None:
+        if self._has_ended:
+            self._find(Verdict.REPEATED, "a message after the choice's end")
+        self._take_tokens(delta.first_token_index, delta.token_ids)
+        self._take_text(delta.text)
+        if delta.finish_reason is not None:
+            self._has_ended = True
+            self._compare("finish_reason", self._expected.finish_reason, delta.finish_reason)
+            self._compare("stop_reason", self._expected.stop_reason, delta.stop_reason)
+
+    def end(self) -> None:
+        expected = self._expected
+        if not self._has_ended:
+            self._find(Verdict.LOST, "the end")
+        if self.num_tokens < len(expected.token_ids):
+            self._find(Verdict.LOST, f"tokens from {self.num_tokens} of {len(expected.token_ids)}")
+        if self._num_chars < len(expected.text):
+            self._find(Verdict.LOST, f"text from {self._num_chars} of {len(expected.text)}")
+
+    def _take_tokens(self, first: int, token_ids: Sequence[int]) -> None:
+        """After a gap or an overlap, what follows is compared where it says it belongs."""
+        if not token_ids:
+            return
+        if first > self.num_tokens:
+            self._find(Verdict.LOST, f"tokens {self.num_tokens} to {first - 1}")
+        elif first < self.num_tokens:
+            self._find(Verdict.REPEATED, f"tokens from {first}, {self.num_tokens} had come")
+        expected = self._expected.token_ids[first : first + len(token_ids)]
+        for index, wanted, came in _differences(first, expected, token_ids):
+            self._find(Verdict.CHANGED, f"token {index}: {came}, expected {wanted}")
+        self.num_tokens = first + len(token_ids)
+
+    def _take_text(self, text: str) -> None:
+        start = self._num_chars
+        self._num_chars += len(text)
+        expected = self._expected.text[start : self._num_chars]
+        if text != expected:
+            self._find(Verdict.CHANGED, f"text from {start}: {text!r}, expected {expected!r}")
+
+    def _compare(self, what: str, expected: object, came: object) -> None:
+        if expected != came:
+            self._find(Verdict.CHANGED, f"{what}: {came!r}, expected {expected!r}")
+
+    def _find(self, verdict: Verdict, said: str) -> None:
+        self._findings.append(Finding(verdict, f"choice {self._expected.index}: {said}"))
+
+
+def _differences(
+    first: int, expected: Sequence[int], came: Sequence[int]
+) -> Iterator[tuple[int, int | None, int]]:
+    """The first index at which they differ, if there is one."""
+    for offset, token in enumerate(came):
+        wanted = expected[offset] if offset < len(expected) else None
+        if wanted != token:
+            yield first + offset, wanted, token
+            return

@@ -1,0 +1,83 @@
+"""What is done to a stack, one at a time."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import redis
+
+from benchmarks.chaos.stack import ChaosStack
+from quire.launcher.child import ChildProcess
+
+_PAUSE_S = 5.0
+# Does the deed and says to whom. What is paused goes on before it returns.
+Strike = Callable[[ChaosStack, random.Random], Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault."""
+
+    name: str
+    what: str
+    strike: Strike
+    # Seconds that 99 % of the affected streams' gaps are to stay below; None: nothing is promised.
+    aim_s: float | None = None
+
+
+async def _kill_worker(stack: ChaosStack, rng: random.Random) -> str:
+    return await _kill(stack, rng.choice(stack.local.processes("worker")))
+
+
+async def _kill_leader(stack: ChaosStack, _: random.Random) -> str:
+    return await _kill(stack, await stack.leader())
+
+
+async def _kill_gateway(stack: ChaosStack, rng: random.Random) -> str:
+    return await _kill(stack, rng.choice(stack.local.processes("gateway")))
+
+
+async def _kill_redis(stack: ChaosStack, _: random.Random) -> str:
+    return await _kill(stack, stack.local.redis)
+
+
+async def _pause_worker(stack: ChaosStack, rng: random.Random) -> str:
+    return await _pause(rng.choice(stack.local.processes("worker")))
+
+
+async def _pause_leader(stack: ChaosStack, _: random.Random) -> str:
+    return await _pause(await stack.leader())
+
+
+async def _empty_redis(stack: ChaosStack, _: random.Random) -> str:
+    with redis.Redis.from_url(stack.local.redis.url) as client:
+        await asyncio.to_thread(client.flushall)
+    return "redis"
+
+
+async def _kill(stack: ChaosStack, child: ChildProcess) -> str:
+    said = f"{child.name} (pid {child.pid})"
+    stack.expect_end(child)
+    child.kill()
+    return said
+
+
+async def _pause(child: ChildProcess) -> str:
+    child.pause()
+    try:
+        await asyncio.sleep(_PAUSE_S)
+    finally:
+        child.resume()
+    return f"{child.name} (pid {child.pid})"
+
+
+FAULTS = (
+    Fault("worker-killed", "`kill -9` of a worker", _kill_worker, aim_s=1.0),
+    Fault("worker-stopped", "`SIGSTOP` of a worker for 5 s", _pause_worker, aim_s=5.0),
+    Fault("leader-killed", "`kill -9` of the leading scheduler", _kill_leader, aim_s=5.0),
+    Fault("leader-stopped", "`SIGSTOP` of the leading scheduler for 5 s", _pause_leader),
+    Fault("gateway-killed", "`kill -9` of a gateway", _kill_gateway, aim_s=1.0),
+    Fault("redis-killed", "`kill -9` of Redis, which keeps its file", _kill_redis),
+    Fault("redis-emptied", "`FLUSHALL`", _empty_redis),
+)

@@ -1,0 +1,103 @@
+"""The requests: a mix drawn from a seed."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.sampling import SamplingParams
+
+# Prompts that begin alike find each other's blocks.
+_OPENINGS = (
+    "Return a list of the names that are defined in the given module, in the order in which",
+    "Read the records of a file and return them as a list of tuples, one for each line that",
+    "Raised when an operation runs out of time before the other side has answered, whether",
+    "",
+)
+_TEXT = (
+    "the value of a file name is given as string or bytes object and may be any number that "
+    "this method takes when it reads from an open stream until its end or raises an error if "
+    "there is no such attribute in the class instance which was called with these arguments"
+)
+# Pairs of letters that some outputs come upon soon, others late or never.
+_PAIRS = ("gh", "mp", "ul", "ck", "pp", "qu", "sm", "ew")
+_SHORT = (4, 24)
+_MEDIUM = (32, 96)
+_LONG = (160, 320)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of the catalogue."""
+
+    kind: str
+    prompt: str | list[int]
+    params: SamplingParams
+    # Tokens after which the client goes away; None: it stays to the end.
+    leaves_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of request."""
+
+    name: str
+    # Of all requests, relative to the others.
+    weight: int
+    max_tokens: tuple[int, int]
+    sampling: Callable[[random.Random], dict[str, Any]]
+    leaves: bool = False
+
+
+def _greedy(_: random.Random) -> dict[str, Any]:
+    return {"temperature": 0.0}
+
+
+def _sampled(rng: random.Random) -> dict[str, Any]:
+    return {"temperature": rng.choice((0.7, 1.0, 1.3)), "top_p": rng.choice((0.9, 1.0))}
+
+
+def _choices(rng: random.Random) -> dict[str, Any]:
+    return {**_sampled(rng), "n": 4}
+
+
+def _stopping(rng: random.Random) -> dict[str, Any]:
+    return {**_sampled(rng), "stop": rng.sample(_PAIRS, 2)}
+
+
+KINDS = (
+    Kind("greedy", 3, _MEDIUM, _greedy),
+    Kind("sampled", 5, _MEDIUM, _sampled),
+    Kind("short", 2, _SHORT, _sampled),
+    Kind("long", 3, _LONG, _sampled),
+    Kind("choices", 3, _MEDIUM, _choices),
+    Kind("stopping", 4, _LONG, _stopping),
+    Kind("stopping choices", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4}),
+    Kind("leaving", 2, _LONG, _sampled, leaves=True),
+    Kind("leaving choices", 1, _MEDIUM, _choices, leaves=True),
+)
+
+
+def catalogue(seed: int, size: int, kinds: Sequence[Kind] = KINDS) -> list[Ask]:
+    """So many distinct requests; every kind is among them where there is room."""
+    rng = random.Random(seed)
+    drawn = rng.choices(kinds, [kind.weight for kind in kinds], k=max(0, size - len(kinds)))
+    return [_ask(kind, rng) for kind in [*kinds, *drawn][:size]]
+
+
+def _ask(kind: Kind, rng: random.Random) -> Ask:
+    max_tokens = rng.randint(*kind.max_tokens)
+    params = SamplingParams(
+        **kind.sampling(rng),
+        max_tokens=max_tokens,
+        seed=rng.getrandbits(64),
+        # Half of them end where the model would.
+        ignore_eos=rng.random() < 0.5,
+    )
+    leaves_after = rng.randint(1, max_tokens) if kind.leaves else None
+    return Ask(kind.name, _prompt(rng), params, leaves_after)
+
+
+def _prompt(rng: random.Random) -> str:
+    length = rng.choice((3, 12, 40, 160))
+    return " ".join([rng.choice(_OPENINGS), *rng.choices(_TEXT.split(), k=length)]).strip()

@@ -1,0 +1,98 @@
+"""A run's findings as a part of the results."""
+
+from benchmarks.chaos.experiment import Outcome, Plan
+from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.gaps import Spread, threshold_s
+from benchmarks.report import Cell, Column, Part, Target
+
+_COLUMNS = [
+    Column("fault", "fault"),
+    Column("times", "times", "d"),
+    Column("steady_s", "steady again, median s", ".1f"),
+    Column("affected", "streams with a gap", "d"),
+    Column("p50_s", "p50 s", ".2f"),
+    Column("p99_s", "p99", ".2f"),
+    Column("max_s", "max", ".2f"),
+    Column("alive", "streams alive", "d"),
+    Column("all_p50_s", "p50", ".2f"),
+    Column("all_p99_s", "p99", ".2f"),
+]
+_ENGINES = {
+    "sim": "simulated workers",
+    "demo": "the demo model in fp32 on the CPU",
+}
+
+
+def part_of_run(plan: Plan, outcome: Outcome) -> Part:
+    least_s = threshold_s(outcome.calm)
+    struck = [fault for fault in plan.faults if fault.name in outcome.pauses]
+    return Part(
+        name=plan.engine,
+        title=f"Gaps by fault, with {_ENGINES[plan.engine]}",
+        notes=[_summary(plan, outcome), _reading(least_s)],
+        columns=_COLUMNS,
+        rows=[_row(fault, outcome, least_s) for fault in struck],
+        targets=[
+            *(_nothing(verdict.value, count) for verdict, count in outcome.num_wrong.items()),
+            _nothing("left behind, or ended by itself", len(outcome.violations)),
+            *(_aim(fault, outcome, least_s) for fault in struck if _is_promised(fault, plan)),
+        ],
+    )
+
+
+def _summary(plan: Plan, outcome: Outcome) -> str:
+    num_faults = sum(map(len, outcome.recoveries.values()))
+    return (
+        f"Two schedulers, three workers, two gateways and Redis; {plan.num_streams} streams always "
+        f"open; {num_faults} faults at moments drawn from seed {plan.seed}. "
+        f"{outcome.num_requests:,} streams with {outcome.num_tokens:,} tokens were compared, token "
+        f"by token, with the same requests undisturbed; the clients of {outcome.num_left:,} left "
+        "in the middle."
+    )
+
+
+def _reading(least_s: float) -> str:
+    return (
+        "A gap is a stream's longest pause between two messages that overlaps the time from the "
+        "fault to the steady state. Left: streams whose gap was clearly longer than what they do "
+        f"undisturbed ({least_s:.2f} s or more); right: all that were alive then."
+    )
+
+
+def _row(fault: Fault, outcome: Outcome, least_s: float) -> dict[str, Cell]:
+    pauses = outcome.pauses[fault.name]
+    affected, every = Spread.of(_affected(pauses, least_s)), Spread.of(pauses)
+    recoveries = outcome.recoveries.get(fault.name, [])
+    return {
+        "fault": fault.what,
+        "times": len(recoveries),
+        "steady_s": Spread.of(recoveries).p50_s,
+        "affected": affected.count,
+        "p50_s": affected.p50_s,
+        "p99_s": affected.p99_s,
+        "max_s": affected.max_s,
+        "alive": every.count,
+        "all_p50_s": every.p50_s,
+        "all_p99_s": every.p99_s,
+    }
+
+
+def _affected(pauses: list[float], least_s: float) -> list[float]:
+    return [pause for pause in pauses if pause >= least_s]
+
+
+def _is_promised(fault: Fault, plan: Plan) -> bool:
+    """Loading a model takes the processors that the others need."""
+    return fault.aim_s is not None and plan.engine == "sim"
+
+
+def _aim(fault: Fault, outcome: Outcome, least_s: float) -> Target:
+    p99_s = Spread.of(_affected(outcome.pauses[fault.name], least_s)).p99_s or 0.0
+    aim_s = fault.aim_s or 0.0
+    return Target(
+        f"{fault.what}: p99 of the gaps", f"at most {aim_s:g} s", f"{p99_s:.2f} s", p99_s <= aim_s
+    )
+
+
+def _nothing(what: str, count: int) -> Target:
+    return Target(what, "0", str(count), count == 0)

@@ -1,0 +1,48 @@
+"""Pauses, and what is said of many of them."""
+
+import pytest
+
+from benchmarks.chaos.gaps import Spread, Window, longest_pause, percentile, threshold_s
+
+WINDOW = Window(10.0, 20.0)
+
+
+def test_a_pause_counts_where_it_overlaps_the_window():
+    assert longest_pause([9.0, 12.0, 13.0, 18.0, 19.0], WINDOW) == 5.0
+    # Whole, also what lies outside.
+    assert longest_pause([2.0, 11.0, 12.0], WINDOW) == 9.0
+    assert longest_pause([19.0, 26.0], WINDOW) == 7.0
+    assert longest_pause([1.0, 30.0], WINDOW) == 29.0
+
+
+def test_pauses_outside_do_not_count():
+    assert longest_pause([1.0, 9.0, 11.0, 12.0, 21.0, 22.0, 40.0], WINDOW) == 9.0
+    assert longest_pause([1.0, 8.0, 10.0], WINDOW) is None
+    assert longest_pause([20.0, 25.0], WINDOW) is None
+
+
+def test_a_request_of_which_nothing_is_known_has_no_pause():
+    assert longest_pause([], WINDOW) is None
+    assert longest_pause([15.0], WINDOW) is None
+
+
+def test_percentiles_are_values_that_occurred():
+    values = [float(value) for value in range(100, 0, -1)]
+    assert percentile(values, 50) == 50.0
+    assert percentile(values, 99) == 99.0
+    assert percentile(values, 100) == 100.0
+    assert percentile([3.0], 50) == percentile([3.0], 99) == 3.0
+    assert percentile([1.0, 2.0], 50) == 1.0
+
+
+def test_a_spread_of_nothing_counts_nothing():
+    assert Spread.of([]) == Spread(0)
+    assert Spread.of([2.0, 1.0, 4.0]) == Spread(3, 2.0, 4.0, 4.0)
+
+
+def test_a_gap_is_told_from_the_ordinary_pace():
+    assert threshold_s([]) == 0.25
+    assert threshold_s([0.03] * 200) == 0.25
+    assert threshold_s([0.2] * 200) == pytest.approx(0.6)
+    # One that was slow does not decide.
+    assert threshold_s([0.2] * 199 + [9.0]) == pytest.approx(0.6)
