@@ -1,6 +1,5 @@
 """The engine: one queue of sequences, and the lanes that take from its head."""
 
-import asyncio
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,7 +59,6 @@ class Engine:
         self._max_waiting_tokens = max_waiting_tokens
         self._arrivals = itertools.count()
         self._last_model: ServedModel | None = None
-        self._idle = asyncio.Event()
         self._dispatcher = Dispatcher(
             self.waiting, self.lanes, self._prepare, match_pools, placement
         )
@@ -71,11 +69,11 @@ class Engine:
 
     # Requests
 
-    def refusal(self, group: Group) -> RequestError | None:
-        """Why a request can never run; None if it can, or if no worker has said yet."""
+    def refusal(self, num_tokens: int) -> RequestError | None:
+        """Why a prompt of so many tokens can never run; None if it can, or if no worker has said
+        yet."""
         if self.model is None:
             return None
-        num_tokens = group.num_prompt_tokens
         if num_tokens >= self.model.max_model_len:
             return invalid(
                 "prompt",
@@ -106,15 +104,16 @@ class Engine:
         return None
 
     def submit(self, group: Group) -> None:
-        """Queues the first choice; the others are forked from its prompt."""
+        """Queues a new request."""
+        self.stats.num_accepted += 1
+        self.restore(group)
+
+    def restore(self, group: Group) -> None:
+        """Takes up a request, new or with the tokens that it has already."""
         group.order = (group.priority if self._by_priority else 0, next(self._arrivals))
-        group.siblings = group.sequences[1:]
         group.num_live = len(group.sequences)
         self.live[group.key] = group
-        self.stats.num_accepted += 1
-        self._idle.clear()
-        self.waiting.add(group.sequences[0])
-        self._dispatcher.stir()
+        self._requeue(group, group.sequences)
 
     def end(self, group: Group, error: RequestError) -> None:
         """Ends a request from outside, wherever it is; its blocks are free in the next step."""
@@ -124,11 +123,6 @@ class Engine:
     def end_all(self, error: RequestError) -> None:
         for group in list(self.live.values()):
             self.end(group, error)
-
-    async def until_idle(self) -> None:
-        """Returns when no request is live."""
-        if self.live:
-            await self._idle.wait()
 
     def stir(self, group: Group) -> None:
         """Has whoever holds sequences of the group that are over let go of them."""
@@ -142,6 +136,7 @@ class Engine:
         """A sequence is over: it holds nothing any more."""
         group = sequence.group
         group.num_live -= 1
+        sequence.has_left = True
         if group.error is None:
             assert sequence.end is not None
             self.stats.end(sequence.end.reason.value)
@@ -149,14 +144,14 @@ class Engine:
         elif sequence.is_first and sequence.end is None:
             # Those that wait for its prompt go with it; behind its end they are the lane's.
             group.num_live -= len(group.siblings)
+            for sibling in group.siblings:
+                sibling.has_left = True
             group.siblings = []
         if group.num_live == 0:
             self._close(group)
 
     def _close(self, group: Group) -> None:
         del self.live[group.key]
-        if not self.live:
-            self._idle.set()
         self._recorder.left(group)
         if group.error is not None:
             self.stats.end(group.error.code.name.lower())
@@ -173,20 +168,44 @@ class Engine:
         self.lanes[lane.worker.incarnation] = lane
         self._dispatcher.stir()
 
-    def remove(self, lane: Lane, why: str) -> None:
-        """A lane is gone: those that wait on it go back to the queue, those that ran end."""
-        del self.lanes[lane.worker.incarnation]
-        self.give_back(lane.assigned)
-        lost = list(lane.roster.everybody())
-        for group in dict.fromkeys(sequence.group for sequence in lost):
-            group.fail(unavailable("WORKER_LOST", f"the worker was lost: {why}"))
-            # The siblings are told of here, not as attached to their first sequence.
-            group.siblings = [other for other in group.siblings if other not in lost]
-        for sequence in lost:
-            self.left(sequence)
-            self.stir(sequence.group)
+    def remove(self, lane: Lane) -> list[Sequence]:
+        """A lane is gone: what was on it goes back to the queue with the tokens that it has, and
+        is returned."""
+        incarnation = lane.worker.incarnation
+        del self.lanes[incarnation]
+        lost = []
+        for group in list(self.live.values()):
+            theirs = [other for other in group.sequences if other.lane == incarnation]
+            if theirs:
+                lost += theirs
+                self._recover(group, theirs)
         if not self.lanes:
             self.model = None
+        self._dispatcher.stir()
+        return lost
+
+    def _recover(self, group: Group, lost: list[Sequence]) -> None:
+        """Has sequences go on elsewhere."""
+        if any(other in group.siblings for other in lost):
+            group.siblings = [other for other in group.siblings if other not in lost]
+            group.hold = None
+        for sequence in lost:
+            sequence.rewind()
+        self._requeue(group, lost)
+
+    def _requeue(self, group: Group, sequences: list[Sequence]) -> None:
+        """Queues those that are not over. Where the first has its prompt still to compute, the
+        others are forked from it then; else each computes what the caches have not."""
+        waiting = [other for other in sequences if not other.is_over]
+        if waiting and waiting[0].is_first and not waiting[0].num_output_tokens:
+            forked = [other for other in waiting[1:] if not other.num_output_tokens]
+            group.siblings += forked
+            waiting = [other for other in waiting if other not in forked]
+        for sequence in waiting:
+            self.waiting.add(sequence)
+        for sequence in sequences:
+            if sequence.is_over:
+                self.left(sequence)
         self._dispatcher.stir()
 
     def _start_anew(self) -> None:
@@ -199,11 +218,16 @@ class Engine:
     def give_back(self, sequences: Iterable[Sequence]) -> None:
         """Takes sequences without a row back to their places in the queue."""
         for sequence in sequences:
+            sequence.place_on(None)
             if sequence.is_over:
                 self.left(sequence)
             else:
                 self.waiting.add(sequence)
         self._dispatcher.stir()
+
+    def others_open(self, incarnation: int) -> bool:
+        """Another worker's lane takes requests."""
+        return any(not lane.draining for other, lane in self.lanes.items() if other != incarnation)
 
     def room(self) -> None:
         """Some lane may take more now."""
@@ -213,7 +237,7 @@ class Engine:
         """Readies a sequence for its lane; False if it can never run and has left."""
         assert self.model is not None
         if sequence.chain is None:
-            refusal = self.refusal(sequence.group)
+            refusal = self.refusal(sequence.num_prompt_tokens)
             if refusal is not None:
                 self.end(sequence.group, refusal)
                 return False
@@ -222,6 +246,11 @@ class Engine:
             for other in sequence.group.sequences:
                 other.chain = HashChain(root, self.model.block_size, extra)
                 other.limit(self.model.max_model_len)
+        sequence.end_if_complete()
+        if sequence.end is not None:
+            # A restored one, which had all its tokens.
+            self.stir(sequence.group)
+            return False
         return True
 
 

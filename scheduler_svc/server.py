@@ -1,4 +1,4 @@
-"""The scheduler's life: start up, serve, drain, stop."""
+"""The scheduler's life: start up, stand by, lead, hand over, stop."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -15,24 +15,20 @@ from quire.internal.v1 import (
     scheduler_pb2_grpc,
 )
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
-from quire.service.errors import unavailable
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, serving_metrics
-from scheduler_svc.core.recorder import Recorder
-from scheduler_svc.core.view import Limits
-from scheduler_svc.engine import Engine
-from scheduler_svc.gateways.desk import Desk
 from scheduler_svc.gateways.servicer import SchedulerServicer
-from scheduler_svc.lanes.discovery import Discovery
-from scheduler_svc.lanes.options import LaneHooks, LaneOptions
+from scheduler_svc.lanes.patience import Patience
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.servicer import OperationsServicer
 from scheduler_svc.operations.step_times import StepTimes
+from scheduler_svc.reign import Estate, Reign, found, rewritten
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.errors import StoreError, StoreUnavailable
-from scheduler_svc.store.requests import Ending, RequestState
+from scheduler_svc.standby import Standby
+from scheduler_svc.store.errors import LeadLost, RequestFault, StaleEpoch, StoreError
 from scheduler_svc.store.store import Store
+from scheduler_svc.tenure import Tenure, WritesLost
 
 log = structlog.get_logger()
 
@@ -40,9 +36,8 @@ _SERVICES = (
     scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
     operations_pb2.DESCRIPTOR.services_by_name["OperationsService"].full_name,
 )
-_REDIS, _WORKER = "redis", "worker"
-REDIS_RETRY_S = 1.0
-CHECK_INTERVAL_S = 0.1
+_REDIS, _LEAD, _WORKER = "redis", "lead", "worker"
+HEALTH_INTERVAL_S = 0.1
 STOP_GRACE_S = 1.0
 
 _Result = TypeVar("_Result")
@@ -56,9 +51,11 @@ class Scheduler:
         self._signals = signals
         # None where nobody asked for metrics, and before the start.
         self.metrics_server: MetricsServer | None = None
-        self._health = Health([_REDIS, _WORKER], _SERVICES)
-        self._servicer = SchedulerServicer()
-        self._operations = OperationsServicer()
+        self._health = Health([_REDIS, _LEAD, _WORKER], _SERVICES)
+        self._standby: Standby | None = None
+        self._reign: Reign | None = None
+        self._servicer = SchedulerServicer(self._leader_address)
+        self._operations = OperationsServicer(self._leader_address)
         self._steps = StepTimes()
         self._collector = EngineCollector(self._steps)
         self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
@@ -78,75 +75,104 @@ class Scheduler:
 
     async def _serve(self) -> None:
         settings = self._settings
-        await start_server(
+        address = await start_server(
             self._server, settings.listen, _SERVICES, self._health, settings.address_file
         )
+        store = await Store.connect(settings.redis_url)
+        telling = asyncio.create_task(self._tell_health())
         try:
-            store = await self._unless_drained(self._connect())
-            if store is not None:
-                await self._lead(store)
+            await self._rule(store, settings.advertise or address)
         finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
             await self._health.stopping()
             await self._server.stop(grace=STOP_GRACE_S)
+            await store.close()
 
-    async def _connect(self) -> Store:
-        """Connects to Redis as soon as it is there and lets us in."""
-        said = ""
-        while True:
-            try:
-                store = await Store.connect(self._settings.redis_url)
-                await store.take_lead(self._settings.listen, lease_ms=0)
-                await self._tidy(store)
-            except StoreUnavailable as error:
-                # Said once, not at every try.
-                if str(error) != said:
-                    said = str(error)
-                    log.error("no Redis", why=said)
-                await self._health.failed(_REDIS, said)
-                await asyncio.sleep(REDIS_RETRY_S)
+    async def _rule(self, store: Store, address: str) -> None:
+        """Stands by and leads, again and again, until the first signal."""
+        self._standby = standby = Standby(store, address, self._settings.lease_s)
+        estate: Estate | None = None
+        while not self._signals.drain.is_set():
+            if estate is None:
+                leadership = await self._unless_drained(standby.won())
             else:
-                log.info("leading", epoch=store.leadership.epoch)
-                return store
+                leadership = await self._unless_drained(standby.won_again())
+            if leadership is None:
+                estate = None
+                continue
+            log.info("leading", epoch=leadership.epoch)
+            estate = await self._lead(store, estate)
 
-    async def _tidy(self, store: Store) -> None:
-        """Ends what a former leader has left: its pools, and requests that nobody serves now."""
-        await store.sweep(keep=())
-        lost = [Ending(r.record.key, RequestState.FAILED) for r in await store.load_live()]
-        await store.finish(lost, self._settings.finished_ttl_s)
-        if lost:
-            log.warning("requests of a former leader are lost", requests=len(lost))
+    async def _lead(self, store: Store, known: Estate | None) -> Estate | None:
+        """Leads with what it knows, else with what Redis has. What is to be gone on with when Redis
+        has lost writes; None when somebody else leads, or after a drain."""
+        tenure = Tenure(store, self._settings.lease_s)
+        reign: Reign | None = None
+        is_stale = has_lost_writes = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                renewing = group.create_task(tenure.run())
+                estate = await Patience().ask(
+                    lambda: found(store) if known is None else rewritten(store, known)
+                )
+                reign = Reign(self._settings, store, tenure, estate, self._steps)
+                await self._reign_until_drained(store, reign)
+                renewing.cancel()
+        except* StaleEpoch as errors:
+            log.warning("another scheduler leads", why=_reason(errors))
+            is_stale = True
+        except* (LeadLost, WritesLost, RequestFault) as errors:
+            log.warning("Redis has lost writes", why=_reason(errors))
+            has_lost_writes = True
+        finally:
+            self._abdicate(reign)
+        if is_stale or not has_lost_writes:
+            return None
+        return known if reign is None else reign.estate()
 
-    async def _lead(self, store: Store) -> None:
-        """Serves with Redis until the first signal, then lets requests end."""
-        settings = self._settings
-        recorder = Recorder(store, settings.finished_ttl_s)
-        engine = Engine(
-            recorder,
-            store.match_pools,
-            settings.placement,
-            by_priority=settings.scheduling_policy == "priority",
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-        )
-        self._collector.engine = engine
-        self._operations.leads(engine, store.leadership.epoch)
-        self._servicer.desk = desk = Desk(engine, store, recorder)
-        work = asyncio.create_task(self._work(store, engine, recorder, desk))
+    async def _reign_until_drained(self, store: Store, reign: Reign) -> None:
+        self._reign = reign
+        self._collector.engine = reign.engine
+        self._operations.leads(reign.engine, reign.epoch)
+        self._servicer.desk = reign.desk
+        work = asyncio.create_task(reign.run())
         try:
             await self._unless_drained(asyncio.shield(work))
             if not work.done():
-                desk.drain()
-                await self._signals.drain_within(engine.until_idle, settings.drain_grace_s)
-                engine.end_all(unavailable("STOPPING", "the scheduler is stopping"))
+                await self._signals.drain_within(
+                    lambda: self._hand_over(reign, work), self._settings.drain_grace_s
+                )
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            desk.close()
-            try:
-                await recorder.flush()
-            except StoreError as error:
-                log.warning("the last records are not written", reason=str(error))
-            await store.close()
+        if self._signals.drain.is_set():
+            await self._release(store, reign)
+
+    async def _hand_over(self, reign: Reign, work: asyncio.Task[None]) -> None:
+        """Lets what is in flight come back and be delivered."""
+        log.info("draining", requests=len(reign.engine.live))
+        reign.halt()
+        await asyncio.wait({work})
+
+    async def _release(self, store: Store, reign: Reign) -> None:
+        """Leaves everything in Redis, and the lead to whoever wants it."""
+        try:
+            await reign.flush()
+            await store.release_lead()
+        except StoreError as error:
+            log.warning("the lead is not released", why=str(error))
+
+    def _abdicate(self, reign: Reign | None) -> None:
+        self._reign = None
+        self._servicer.desk = None
+        self._operations.follows()
+        self._collector.engine = None
+        if reign is not None:
+            reign.desk.close()
+
+    def _leader_address(self) -> str:
+        return self._standby.leader_address if self._standby else ""
 
     async def _unless_drained(self, work: Awaitable[_Result]) -> _Result | None:
         """The work's result; None, and the work is cancelled, if the first signal comes before."""
@@ -159,58 +185,30 @@ class Scheduler:
             task.cancel()
             drain.cancel()
 
-    async def _work(self, store: Store, engine: Engine, recorder: Recorder, desk: Desk) -> None:
-        hooks = LaneHooks(
-            left=engine.left,
-            given_back=engine.give_back,
-            room=engine.room,
-            stepped=self._steps.observe,
-            fold=recorder.fold,
-        )
-        names = self._settings.worker_addresses
-        discovery = Discovery(names, store, engine, _lane_options(self._settings), hooks)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(engine.run())
-            group.create_task(recorder.run())
-            group.create_task(discovery.run())
-            group.create_task(self._watch_redis(store))
-            group.create_task(self._watch_workers(engine, desk))
+    # Health
 
-    async def _watch_redis(self, store: Store) -> None:
+    async def _tell_health(self) -> None:
         while True:
-            try:
-                await store.renew()
-                await self._health.passed(_REDIS)
-            except StoreUnavailable as error:
-                await self._health.failed(_REDIS, str(error))
-            await asyncio.sleep(REDIS_RETRY_S)
+            for check, why_not in self._checks().items():
+                if why_not is None:
+                    await self._health.passed(check)
+                else:
+                    await self._health.failed(check, why_not)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
-    async def _watch_workers(self, engine: Engine, desk: Desk) -> None:
-        while True:
-            if engine.lanes:
-                await self._health.passed(_WORKER)
-            else:
-                await self._health.failed(_WORKER, "no worker has joined")
-            desk.announce()
-            await asyncio.sleep(CHECK_INTERVAL_S)
+    def _checks(self) -> dict[str, str | None]:
+        """Why each fails; None where it holds."""
+        reign, standby = self._reign, self._standby
+        if reign is None:
+            trouble = standby.trouble if standby else "not asked yet"
+            return {_REDIS: trouble, _LEAD: "another scheduler leads", _WORKER: "not led from here"}
+        no_worker = None if reign.engine.lanes else "no worker has joined"
+        return {_REDIS: reign.tenure.trouble, _LEAD: None, _WORKER: no_worker}
 
 
-def _lane_options(settings: SchedulerSettings) -> LaneOptions:
-    return LaneOptions(
-        limits=Limits(
-            block_size=0,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            watermark=0,
-            policy=settings.batch_policy,
-            preemption_mode=settings.preemption_mode,
-            max_num_partial_prefills=settings.max_num_partial_prefills,
-            max_long_partial_prefills=settings.max_long_partial_prefills,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            num_lookahead_slots=settings.num_lookahead_slots,
-        ),
-        watermark=settings.watermark,
-        depth=settings.pipeline_depth,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        check_every_step=settings.check_every_step,
-    )
+def _reason(errors: BaseExceptionGroup[BaseException]) -> str:
+    """The first leaf's."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)

@@ -94,6 +94,30 @@ class SchedulerSettings(ServiceSettings):
     finished_ttl_s: int = Field(
         600, ge=1, description="Seconds that the record of a finished request stays in Redis."
     )
+    finished_max_bytes: int = Field(
+        256 * 2**20,
+        ge=0,
+        description="Bytes that these records may take; beyond them the oldest go early.",
+    )
+    orphan_grace_s: float = Field(
+        30,
+        ge=0,
+        description="Seconds that a request runs on when its gateway has gone, until another one "
+        "takes it.",
+    )
+    lease_s: float = Field(
+        3,
+        gt=0,
+        description="Seconds after which a leading scheduler that is not heard of is replaced.",
+    )
+    advertise: Address | None = Field(
+        None,
+        description="Where standbys say that this scheduler is, when it leads; as --listen if "
+        "absent.",
+    )
+    step_timeout_s: float = Field(
+        60, gt=0, description="Seconds that a worker may take for a step before it counts as lost."
+    )
     metrics_listen: MetricsAddress | None = Field(
         None, description="Where metrics are served over HTTP: host:port; nowhere if absent."
     )

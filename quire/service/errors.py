@@ -1,7 +1,8 @@
 """Errors as gRPC statuses with `google.rpc` details: the field, the reason, what to do."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -14,6 +15,7 @@ DOMAIN = "quire"
 # takes 8 KiB for certain, and text triples there: everything below stays under that together.
 MAX_TEXT_BYTES = 1024
 _MAX_DETAILS_BYTES = 2048
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(eq=False)
@@ -32,6 +34,17 @@ class RequestError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    @classmethod
+    def from_status(cls, status: status_pb2.Status) -> Self:
+        """What another service said; a code that is none is UNKNOWN."""
+        code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+        return cls(code, status.message, tuple(status.details))
+
+    def to_status(self) -> status_pb2.Status:
+        return status_pb2.Status(
+            code=self.code.value[0], message=self.message, details=self.packed_details()
+        )
 
     def packed_details(self) -> list[any_pb2.Any]:
         """All of them, or none where they are too large for a status."""
@@ -74,11 +87,16 @@ def invalid(field_name: str, reason: str, description: str) -> RequestError:
 
 
 def failed(
-    code: grpc.StatusCode, reason: str, message: str, retry_after_s: float | None = None
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    retry_after_s: float | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> RequestError:
     """Any other status, with its reason in UPPER_SNAKE_CASE; with a time, where a retry after it
-    makes sense."""
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
+    makes sense. `metadata` goes into the ErrorInfo."""
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
+    details: list[Message] = [info]
     if retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(retry_after_s * 1e9))
@@ -86,16 +104,18 @@ def failed(
     return RequestError(code, message, tuple(details))
 
 
-def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> RequestError:
+def unavailable(
+    reason: str,
+    message: str,
+    retry_after_s: float = 1.0,
+    metadata: Mapping[str, str] | None = None,
+) -> RequestError:
     """UNAVAILABLE, with the time after which a retry makes sense."""
-    return failed(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s)
+    return failed(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s, metadata)
 
 
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:  # type: ignore[type-arg]
     """Ends a call with the error's status and details."""
-    status = status_pb2.Status(
-        code=error.code.value[0], message=error.message, details=error.packed_details()
-    )
-    rich = rpc_status.to_status(status)
+    rich = rpc_status.to_status(error.to_status())
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
     raise AssertionError("abort returned")

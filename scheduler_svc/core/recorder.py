@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 import structlog
 
+from scheduler_svc.core.restoring import ending_of
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.store.errors import StoreUnavailable
-from scheduler_svc.store.requests import Ending, OutputRun, RequestKey, RequestState
+from scheduler_svc.store.requests import OutputRun, RequestRecord
 from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
@@ -20,11 +21,12 @@ FOLDED_AT_ONCE = 32
 class Recorder:
     """Ends the records of requests that are over, in batches, in the order they ended."""
 
-    def __init__(self, store: Store, finished_ttl_s: int) -> None:
+    def __init__(self, store: Store, finished_ttl_s: int, finished_max_bytes: int) -> None:
         self._store = store
         self._finished_ttl_s = finished_ttl_s
+        self._finished_max_bytes = finished_max_bytes
         self._left: list[Group] = []
-        self._unanswered: list[RequestKey] = []
+        self._unanswered: list[RequestRecord] = []
         self._pending = asyncio.Event()
         self._writing = asyncio.Lock()
 
@@ -32,9 +34,9 @@ class Recorder:
         self._left.append(group)
         self._pending.set()
 
-    def unanswered(self, keys: Iterable[RequestKey]) -> None:
+    def unanswered(self, records: Iterable[RequestRecord]) -> None:
         """Records that Redis may or may not have written; their requests were turned away."""
-        self._unanswered.extend(keys)
+        self._unanswered.extend(records)
         self._pending.set()
 
     async def run(self) -> None:
@@ -59,15 +61,15 @@ class Recorder:
     async def flush(self) -> None:
         """Writes what there is. Repeating it after a failure is harmless."""
         async with self._writing:
-            if keys := list(self._unanswered):
-                await self._store.discard(keys)
-                del self._unanswered[: len(keys)]
+            if records := list(self._unanswered):
+                await self._store.discard(records)
+                del self._unanswered[: len(records)]
             batch = list(self._left)
             if not batch:
                 return
             await self._fold([sequence for group in batch for sequence in group.sequences])
-            endings = [Ending(group.key, _state(group)) for group in batch]
-            await self._store.finish(endings, self._finished_ttl_s)
+            endings = [ending_of(group) for group in batch]
+            await self._store.finish(endings, self._finished_ttl_s, self._finished_max_bytes)
             for group in batch:
                 group.is_closed = True
             del self._left[: len(batch)]
@@ -85,11 +87,3 @@ def _run(sequence: Sequence) -> OutputRun:
     first = sequence.num_prompt_tokens
     token_ids = sequence.token_ids[first + sequence.num_folded : first + sequence.num_journaled]
     return OutputRun(sequence.group.key, sequence.choice, sequence.num_folded, token_ids)
-
-
-def _state(group: Group) -> RequestState:
-    if group.error is None:
-        return RequestState.FINISHED
-    if group.error.code.name == "CANCELLED":
-        return RequestState.CANCELLED
-    return RequestState.FAILED

@@ -49,6 +49,19 @@ class Subscriber(Protocol):
     def failed(self, group: "Group", error: RequestError) -> None: ...
 
 
+class Nobody:
+    """Hears of requests that are attached to no stream."""
+
+    def deliver(self, delivery: "Delivery") -> None:
+        pass
+
+    def ended(self, sequence: "Sequence", end: End) -> None:
+        pass
+
+    def failed(self, group: "Group", error: RequestError) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class Delivery:
     """New tokens for one subscriber, all of them journaled; one place per sequence."""
@@ -69,14 +82,30 @@ def seed_of_choice(seed: int, choice: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the scheduler keeps of a request without reading it, but for the windows."""
+
+    digest: bytes = b""
+    # Serialized ResolvedParams.
+    params: bytes = b""
+    opaque: bytes = b""
+    deadline_ms: int | None = None  # Unix time
+    # How long it runs on when its client has gone; None: it does not.
+    resume_window_s: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """A request. It is over when each of its sequences has ended, or with the first error."""
 
     key: RequestKey
     params: Params
+    # Whom its stream belongs to; the attachment is the stream's number there.
     subscriber: Subscriber
-    attachment: int
+    attachment: int = 0
+    # As its gateway gave it, for the record and for whoever attaches.
+    terms: "Terms" = field(default_factory=lambda: Terms())
     # (priority, arrival); the smaller one is served first. Set when it is queued.
     order: tuple[int, int] = (0, 0)
     priority: int = 0
@@ -140,12 +169,18 @@ class Sequence:
     was_preempted: bool = False
     num_cached_tokens: int | None = None
 
+    # The incarnation of the worker on whose lane it is; None in the queue.
+    lane: int | None = None
     # The last step of its lane that scheduled it.
     last_step: int = 0
+    # It was in a step that a worker did not survive: it is tried alone.
+    is_suspect: bool = False
 
     num_journaled: int = 0
     num_folded: int = 0
     end: End | None = None
+    # It is over and holds nothing any more; its subscriber has heard of its end.
+    has_left: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -194,6 +229,17 @@ class Sequence:
         return self.end is not None and self.end.reason is EndReason.STOP_STRING
 
     @property
+    def journaled(self) -> "array[int]":
+        """Output that Redis has."""
+        first = self.num_prompt_tokens
+        return self.token_ids[first : first + self.num_journaled]
+
+    @property
+    def delivered(self) -> "array[int]":
+        """Output that its subscriber has heard of, if there was one."""
+        return self.journaled if self.end is None else self.journaled[: self.end.num_output_tokens]
+
+    @property
     def unjournaled(self) -> "array[int]":
         """Output that Redis does not have yet."""
         return self.token_ids[self.num_prompt_tokens + self.num_journaled :]
@@ -229,6 +275,38 @@ class Sequence:
         output there is none."""
         if self.num_output_tokens and not self.is_over:
             self.end = End(EndReason.STOP_STRING, min(num_output_tokens, self.num_output_tokens))
+
+    def end_if_complete(self) -> None:
+        """Ends the sequence where its known tokens say that it is over."""
+        if self.end is None and self.num_output_tokens:
+            is_long = self.num_output_tokens >= self.group.params.max_tokens
+            is_long |= 0 < self.max_num_tokens <= len(self.token_ids)
+            if is_long or self.token_ids[-1] in self.stop_token_ids:
+                self.close()
+
+    def rewind(self) -> None:
+        """Back to what is journaled, with nothing on any worker: its lane is gone. What was sampled
+        behind it is sampled again, as it was."""
+        del self.token_ids[self.num_prompt_tokens + self.num_journaled :]
+        if self.chain is not None:
+            self.chain.cut(len(self.token_ids))
+        if self.end is not None and self.end.reason is not EndReason.STOP_STRING:
+            self.end = None
+        self.end_if_complete()
+        # Whoever has begun goes before the new ones.
+        self.was_preempted |= self.last_step > 0
+        self.num_tokens = len(self.token_ids)
+        self.row = self.lane = None
+        self.last_step = 0
+        self.lose_place()
+        self.former_blocks = []
+
+    def place_on(self, lane: int | None) -> None:
+        """Its lane, and that of those to be forked from it."""
+        self.lane = lane
+        if self.is_first:
+            for sibling in self.group.siblings:
+                sibling.lane = lane
 
     def lose_place(self) -> None:
         """Nothing of it is on a worker any more."""

@@ -1,13 +1,14 @@
 """One gateway's stream: everything that is to be said to it gathers into the next frame."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from itertools import islice
 
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed
-from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Sequence
+from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Nobody, Sequence
 
 # A gateway that has not read this many tokens is cut off: it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
@@ -25,9 +26,11 @@ _REASONS = {
 class GatewayConnection:
     """The frames to one gateway, and the requests that are attached to it."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, may_send: Callable[[], Awaitable[None]]) -> None:
+        """`may_send` returns when the lead is held for certain."""
         self.attached: dict[int, Group] = {}
         self._epoch = epoch
+        self._may_send = may_send
         self._frame = scheduler_pb2.ConnectResponse(epoch=epoch)
         self._pending = asyncio.Event()
         self._closed = False
@@ -44,6 +47,7 @@ class GatewayConnection:
             frame, self._frame = self._frame, scheduler_pb2.ConnectResponse(epoch=self._epoch)
             if len(frame.deltas.token_ids) > MAX_PENDING_TOKENS:
                 raise _TOO_SLOW
+            await self._may_send()
             yield frame
             if self._error is not None:
                 raise self._error
@@ -59,10 +63,29 @@ class GatewayConnection:
         self._frame.hello.CopyFrom(hello)
         self._pending.set()
 
-    def accept(self, group: Group, opaque: bytes) -> None:
-        self.attached[group.attachment] = group
-        self._frame.acceptances.add(attachment=group.attachment, opaque=opaque)
+    def attach(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
+        """Takes over a request's stream: its tokens from these indices on, then what comes."""
+        group.subscriber, group.attachment = self, attachment
+        self.attached[attachment] = group
+        self.replay(group, attachment, next_indices)
+
+    def replay(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
+        """Accepts an attachment, and says again what there is of the request."""
+        self._frame.acceptances.add(attachment=attachment, opaque=group.terms.opaque)
+        for sequence in group.sequences:
+            first = _at(next_indices, sequence.choice)
+            if token_ids := sequence.delivered[first:].tolist():
+                self.deliver(
+                    Delivery([attachment], [sequence.choice], [first], [len(token_ids)], token_ids)
+                )
+            if sequence.has_left and sequence.end is not None:
+                self._add_end(attachment, sequence, sequence.end)
         self._pending.set()
+
+    def let_go(self, group: Group) -> None:
+        """Nobody hears of the request from here on."""
+        self.attached.pop(group.attachment, None)
+        group.subscriber = Nobody()
 
     def reject(self, attachment: int, error: RequestError) -> None:
         self._frame.failures.add(
@@ -89,18 +112,26 @@ class GatewayConnection:
         self._pending.set()
 
     def ended(self, sequence: Sequence, end: End) -> None:
+        self._add_end(sequence.group.attachment, sequence, end)
+        if sequence.group.num_live == 0:
+            self.attached.pop(sequence.group.attachment, None)
+
+    def failed(self, group: Group, error: RequestError) -> None:
+        self.attached.pop(group.attachment, None)
+        self.reject(group.attachment, error)
+
+    def _add_end(self, attachment: int, sequence: Sequence, end: End) -> None:
         self._frame.choice_ends.add(
-            attachment=sequence.group.attachment,
+            attachment=attachment,
             choice=sequence.choice,
             reason=_REASONS[end.reason],
             stop_token_id=end.stop_token_id,
             num_tokens=end.num_output_tokens,
             num_cached_prompt_tokens=sequence.num_cached_prompt_tokens,
         )
-        if sequence.group.num_live == 0:
-            self.attached.pop(sequence.group.attachment, None)
         self._pending.set()
 
-    def failed(self, group: Group, error: RequestError) -> None:
-        self.attached.pop(group.attachment, None)
-        self.reject(group.attachment, error)
+
+def _at(indices: Iterable[int], choice: int) -> int:
+    """0 where absent."""
+    return next(islice(indices, choice, None), 0)

@@ -1,7 +1,7 @@
 """`SchedulerService`: one stream per gateway."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import structlog
@@ -19,18 +19,24 @@ _Frames = AsyncIterator[scheduler_pb2.ConnectRequest]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Frames in, frames out. Without a desk, while Redis is not there yet, it turns all away."""
+    """Frames in, frames out. Without a desk, while this scheduler does not lead, it turns all away
+    and names the leader."""
 
-    def __init__(self) -> None:
+    def __init__(self, leader_address: Callable[[], str]) -> None:
+        """`leader_address`: as far as it is known; empty if it is not."""
         self.desk: Desk | None = None
+        self._leader_address = leader_address
 
     async def Connect(  # noqa: N802
         self, request_iterator: _Frames, context: _Context
     ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
         desk = self.desk
         if desk is None:
-            await abort(context, unavailable("STARTING", "the scheduler is not ready yet"))
-        connection = desk.connect()
+            await abort(context, standby(self._leader_address()))
+        try:
+            connection = desk.connect()
+        except RequestError as error:
+            await abort(context, error)
         reader = asyncio.create_task(_read(request_iterator, desk, connection))
         try:
             async for frame in connection.frames():
@@ -40,6 +46,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             reader.cancel()
             desk.disconnect(connection)
+
+
+def standby(leader_address: str) -> RequestError:
+    """What a scheduler answers that does not lead."""
+    metadata = {"leader": leader_address} if leader_address else {}
+    return unavailable("STANDBY", "this scheduler does not lead", metadata=metadata)
 
 
 async def _read(frames: _Frames, desk: Desk, connection: GatewayConnection) -> None:

@@ -1,14 +1,16 @@
 """Finds workers by name and keeps a lane to each."""
 
 import asyncio
-import contextlib
+from collections.abc import Mapping
 
 import structlog
 
 from quire.service.protocol import PROTOCOL_VERSION
 from scheduler_svc.core.policy import blocks_for
+from scheduler_svc.core.recorder import Recorder
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine import Engine, ServedModel
+from scheduler_svc.lanes.former_pools import FormerPools
 from scheduler_svc.lanes.lane import Lane
 from scheduler_svc.lanes.names import Names
 from scheduler_svc.lanes.options import LaneHooks, LaneOptions
@@ -44,37 +46,56 @@ class Discovery:
         names: tuple[str, ...],
         store: Store,
         engine: Engine,
+        recorder: Recorder,
         options: LaneOptions,
         hooks: LaneHooks,
+        former_pools: Mapping[int, int],
     ) -> None:
+        """`former_pools`: those of a former leadership, by incarnation, with the last step that is
+        known of each."""
         self._names = Names(names)
         self._store = store
         self._engine = engine
         self._options = options
         self._hooks = hooks
-        # Held from a worker's hello to its lane's entry, and from the entry's end to the pool's:
-        # a second address of the same worker must not come in between.
+        # Held from a worker's hello to its lane's entry: a second address of the same worker must
+        # not come in between.
         self._changing = asyncio.Lock()
-        self._left_pools = False
+        self._halting = False
+        self._former = FormerPools(store, recorder, former_pools)
 
     async def run(self) -> None:
-        """Looks up and keeps lanes, for ever. An unexpected error of any lane ends it."""
+        """Looks up and keeps lanes, until it is halted. An unexpected error of any lane ends it."""
         keepers: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._names.run())
-            while True:
+            names = group.create_task(self._names.run())
+            while not self._halting:
                 keepers = {a: keeper for a, keeper in keepers.items() if not keeper.done()}
                 for address in self._names.addresses - keepers.keys():
                     keepers[address] = group.create_task(self._keep(address))
-                await self._sweep()
+                async with self._changing:
+                    await self._former.tidy()
                 await asyncio.sleep(POLL_S)
+            names.cancel()
+
+    def halt(self) -> None:
+        """Opens no lane more; `run` returns when those that are open have come to rest."""
+        self._halting = True
+        for lane in self._engine.lanes.values():
+            lane.halt()
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """The last step of each pool, by incarnation."""
+        open_ones = {incarnation: lane.step for incarnation, lane in self._engine.lanes.items()}
+        return {**self._former.steps, **open_ones}
 
     async def _keep(self, address: str) -> None:
         """Opens the address's lane, and opens it again, while the address is present."""
         said = ""
         task = asyncio.current_task()
         # grpc.aio can swallow a cancellation that meets the end of a call.
-        while address in self._names.addresses and not (task and task.cancelling()):
+        while self._is_wanted(address) and not (task and task.cancelling()):
             try:
                 await self._serve(address)
                 said = ""
@@ -84,7 +105,11 @@ class Discovery:
                     said = str(error)
                     say = log.info if isinstance(error, LaneLost) else log.warning
                     say("no lane", address=address, why=said)
-            await asyncio.sleep(RETRY_S)
+            if self._is_wanted(address):
+                await asyncio.sleep(RETRY_S)
+
+    def _is_wanted(self, address: str) -> bool:
+        return address in self._names.addresses and not self._halting
 
     async def _serve(self, address: str) -> None:
         """One lane's life, from the worker's hello to the end of its stream."""
@@ -96,6 +121,9 @@ class Discovery:
 
     async def _enter(self, address: str, stream: WorkerStream) -> tuple[Lane, Pool] | None:
         """Opens the lane of a worker that has none; None where the address is an alias."""
+        if self._halting:
+            return None
+        await self._former.settle()
         leadership = self._store.leadership
         live = list(self._engine.lanes)
         worker = await stream.open(leadership.epoch, leadership.holder, live)
@@ -106,7 +134,7 @@ class Discovery:
         pool = self._store.pool(
             worker.incarnation, worker.num_blocks, self._options.enable_prefix_caching
         )
-        first_step = await pool.open(worker.last_finished_step)
+        first_step = await self._former.reopen(pool, address, worker.last_finished_step)
         lane = Lane(
             worker, address, stream, pool, leadership.epoch, first_step, limits,
             self._options, self._hooks,
@@ -125,28 +153,18 @@ class Discovery:
         try:
             stream.start(lane.drain, lane.wake)
             await lane.run()
+        except LaneLost as error:
+            why = str(error)
+            lane.blame(error)
+            raise
         except BaseException as error:
             why = str(error) or type(error).__name__
             raise
         finally:
             log.info("worker left", address=address, why=why)
-            async with self._changing:
-                self._engine.remove(lane, why)
-                await self._drop(pool)
-
-    async def _drop(self, pool: Pool) -> None:
-        try:
-            await pool.drop()
-        except StoreUnavailable:
-            self._left_pools = True
-
-    async def _sweep(self) -> None:
-        """Drops what could not be dropped while Redis was away."""
-        if self._left_pools:
-            async with self._changing:
-                with contextlib.suppress(StoreUnavailable):
-                    await self._store.sweep(keep=self._engine.lanes)
-                    self._left_pools = False
+            # At once, for others wait for these; the pool can wait.
+            lost = self._engine.remove(lane)
+            self._former.add(pool, address, lane.step, lost)
 
     def _agreed(self, worker: Worker, limits: Limits) -> ServedModel:
         """The model that the worker serves; WorkerRefused if it is not that of the others."""

@@ -51,6 +51,16 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def oldest_sent_at(self) -> float | None:
+        """By time.perf_counter."""
+        return self._flights[0].sent_at if self._flights else None
+
+    @property
+    def sequences(self) -> set[Sequence]:
+        """All that are in flight."""
+        return {sequence for flight in self._flights for sequence in flight.ran.sequences}
+
     def start(self, flight: Flight) -> None:
         self._flights.append(flight)
 
@@ -59,7 +69,9 @@ class Flights:
         reason why not."""
         if not self._flights:
             raise LaneLost(f"the worker answered step {result.step}, which nobody asked for")
-        return _landing(self._flights.popleft(), result)
+        landing = _landing(self._flights[0], result)
+        self._flights.popleft()
+        return landing
 
 
 def _landing(flight: Flight, result: worker_pb2.StepResult) -> Landing:

@@ -25,12 +25,14 @@ from scheduler_svc.lanes.plan import Changes, build_plan
 from scheduler_svc.lanes.roster import Roster
 from scheduler_svc.lanes.rows import Rows
 from scheduler_svc.lanes.step import Step
-from scheduler_svc.lanes.stream import Worker, WorkerStream
+from scheduler_svc.lanes.stream import LaneLost, Worker, WorkerSilent, WorkerStream
+from scheduler_svc.lanes.trial import Trial
+from scheduler_svc.lanes.watch import watch
 from scheduler_svc.store.audit import PoolAudit
 from scheduler_svc.store.errors import PoolFault
 from scheduler_svc.store.hashing import num_matchable_blocks
 from scheduler_svc.store.pool import Pool
-from scheduler_svc.store.types import PrefixMatch
+from scheduler_svc.store.types import Commit, PrefixMatch
 
 log = structlog.get_logger()
 
@@ -76,6 +78,8 @@ class Lane:
         self._hooks = hooks
         self._checked_step = first_step
         self._flights = Flights()
+        self._trial = Trial(self.roster)
+        self._halting = False
         # Sequences with tokens of which the pool has not heard, and those whose rows failed.
         self._fresh: dict[Sequence, None] = {}
         self._failed: list[Sequence] = []
@@ -135,6 +139,7 @@ class Lane:
     def assign(self, sequence: Sequence, match: PrefixMatch | None = None) -> None:
         """Gives the lane a sequence to admit; `match` is what its cache holds of it."""
         self.roster.assign(sequence)
+        sequence.place_on(self.worker.incarnation)
         if match is not None:
             self._hints[sequence] = match
         self.wake()
@@ -148,6 +153,23 @@ class Lane:
         if not self.draining:
             self.draining = True
             self.wake()
+
+    def halt(self) -> None:
+        """No plan more: `run` returns when those in flight have come back and their tokens are
+        delivered."""
+        self._halting = True
+        self.wake()
+
+    def blame(self, why: LaneLost) -> None:
+        """The worker is lost: suspects are those whose steps it did not finish."""
+        if not self.draining:
+            is_dead = not isinstance(why, WorkerSilent)
+            self._trial.blame(self._flights.sequences, is_dead)
+
+    @property
+    def step(self) -> int:
+        """The last one that the pool has heard of."""
+        return self._step
 
     def matchable(self, sequence: Sequence) -> list[bytes]:
         """Hashes of the blocks that may be hits."""
@@ -171,11 +193,17 @@ class Lane:
     # The loop
 
     async def run(self) -> None:
-        """Steps until the lane is drained. LaneLost or a StoreError ends it before that."""
+        """Steps until the lane is drained or halted. LaneLost or a StoreError ends it before."""
+        flights, timeout_s = self._flights, self._options.step_timeout_s
+        watching = asyncio.create_task(
+            watch(self._stream, lambda: flights.oldest_sent_at, timeout_s, self.wake)
+        )
         try:
             while await self._advance():
                 pass
+            await self._journal_rest()
         finally:
+            watching.cancel()
             if self._folding is not None:
                 self._folding.cancel()
             if self._idle_timer is not None:
@@ -187,12 +215,27 @@ class Lane:
         self._land()
         if self._stream.lost:
             raise self._stream.lost
-        if len(self._flights) < self._options.depth and await self._turn():
+        if not self._halting and len(self._flights) < self._depth and await self._turn():
             return True
-        if self.draining and self.is_empty and not self._flights:
+        if not self._flights and (self._halting or (self.draining and self.is_empty)):
             return False
         await self._rest()
         return True
+
+    @property
+    def _depth(self) -> int:
+        """Whoever is tried alone is so from the first plan on that the worker has."""
+        return 1 if self._trial.accused() else self._options.depth
+
+    async def _journal_rest(self) -> None:
+        """Journals and delivers what nobody commits any more."""
+        draft = self._draft()
+        draft.journal(self._fresh)
+        if draft.journaled:
+            commit = Commit(draft.number, publications=draft.publications, runs=draft.runs)
+            await self._ask(lambda: self._pool.commit(commit))
+            self._step = draft.number
+            deliver(draft)
 
     async def _rest(self) -> None:
         """Waits for something to do; a lane that rests for long enough checks itself once."""
@@ -225,8 +268,12 @@ class Lane:
     async def _turn(self) -> bool:
         """Decides one step, commits it, tells of it, sends its plan. False: nothing to do."""
         started, waited_s = time.perf_counter(), self.stats.redis_s
+        accused = self._trial.accused()
         candidates = await self._candidates()
-        step = self._decide(candidates)
+        step = self._decide(candidates, accused)
+        if step.is_empty and accused is not None:
+            # There is no room for it: the others go on.
+            step = self._decide(candidates, None)
         if step.is_empty:
             return False
         commit = step.commit()
@@ -248,18 +295,30 @@ class Lane:
             await self.check_integrity()
         return True
 
-    def _decide(self, candidates: list[tuple[Sequence, PrefixMatch]]) -> Step:
-        draft = Draft(
+    def _draft(self) -> Draft:
+        return Draft(
             number=self._step + 1,
             rows=self.roster.rows,
             block_size=self.limits.block_size,
             hashed=self._options.enable_prefix_caching,
             num_free_blocks=self.num_free_blocks,
         )
-        step = Step(draft, self.roster, self.limits, self.worker.num_blocks - 1, self.stats)
+
+    def _decide(
+        self, candidates: list[tuple[Sequence, PrefixMatch]], accused: Sequence | None
+    ) -> Step:
+        usable = self.worker.num_blocks - 1
+        step = Step(self._draft(), self.roster, self.limits, usable, self.stats)
         fresh, self._fresh = self._fresh, {}
         failed, self._failed = self._failed, []
-        step.decide(candidates, fresh, failed)
+        step.settle(failed)
+        if self.draining and self._hooks.others_open(self.worker.incarnation):
+            step.recall()
+        if accused is None:
+            step.decide([pair for pair in candidates if not pair[0].is_suspect])
+        else:
+            step.try_alone(accused, candidates)
+        step.journal(fresh)
         return step
 
     @property
@@ -316,6 +375,7 @@ class Lane:
             scheduling_s=scheduling_s,
             redis_s=redis_s,
         )
+        await self._hooks.may_send()
         self._flights.start(flight)
         await self._stream.send(build_plan(self._epoch, self._step, changes))
 
@@ -326,6 +386,7 @@ class Lane:
             landing = self._flights.land(result)
             self.roster.landed_step = landing.flight.step
             fresh = self._fresh
+            self._trial.acquit(landing.sequences)
             for sequence, token_id in zip(landing.sequences, landing.token_ids, strict=True):
                 # What was sampled behind an end is dropped.
                 if sequence.end is None and sequence.group.error is None:

@@ -132,6 +132,16 @@ class Leaving:
             sequence.num_hit_blocks = sequence.num_published_blocks = 0
         self._roster.swap_out(SwappedGroup(sequences))
 
+    def recall(self) -> None:
+        """Everybody who can leave, to go on elsewhere."""
+        for group in list(self._roster.parents):
+            if group.siblings:
+                self.unfork(group)
+        for sequence in list(self._roster.rows):
+            self.preempt(sequence)
+        for swapped in list(self._roster.swapped):
+            self.give_up(swapped)
+
     def give_up(self, swapped: SwappedGroup) -> None:
         """Off the host, to be computed anew."""
         self._roster.host_blocks.give_back(swapped.host_blocks)

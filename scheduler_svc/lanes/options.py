@@ -21,6 +21,8 @@ class LaneOptions:
     depth: int
     enable_prefix_caching: bool
     check_every_step: bool
+    # A worker that has a plan for longer is stuck.
+    step_timeout_s: float
 
     def limits_for(self, worker: Worker) -> Limits:
         most = self.limits
@@ -40,6 +42,10 @@ class LaneHooks:
 
     # A sequence is over and holds nothing any more.
     left: Callable[[Sequence], None]
+    # Another lane than that of this worker takes requests.
+    others_open: Callable[[int], bool]
+    # Returns when something may be sent: at once while the lead is held for certain.
+    may_send: Callable[[], Awaitable[None]]
     # These have to wait for a row again, here or elsewhere.
     given_back: Callable[[list[Sequence]], None]
     # There may be room for others.

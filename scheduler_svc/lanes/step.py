@@ -3,7 +3,8 @@
 The roster changes as the step is decided; nothing else may change it until the plan is built.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import takewhile
 
 from scheduler_svc.core.policy import schedule
@@ -42,18 +43,17 @@ class Step:
     def is_empty(self) -> bool:
         return self._decision.is_empty and self.draft.is_empty
 
-    def decide(
-        self,
-        candidates: Iterable[tuple[Sequence, PrefixMatch]],
-        fresh: Iterable[Sequence],
-        failed: Iterable[Sequence],
-    ) -> None:
-        """Settles, asks the policy, and does what takes no block.
-
-        `candidates` come with what the cache holds of them, `fresh` ones have new tokens, `failed`
-        ones had rows that failed.
-        """
+    def settle(self, failed: Iterable[Sequence]) -> None:
+        """Has everybody leave who is over; `failed` ones had rows that failed."""
         self._leaving.settle(failed)
+
+    def recall(self) -> None:
+        """Has everybody give way: there is another worker for them."""
+        self._leaving.recall()
+
+    def decide(self, candidates: Iterable[tuple[Sequence, PrefixMatch]]) -> None:
+        """Asks the policy, and does what takes no block. `candidates` come with what the cache
+        holds of them."""
         # Nobody passes a group or a sequence that is to come back and cannot yet, or goes back now.
         ready = list(takewhile(self._is_ready, self._roster.swapped))
         is_open = len(ready) == len(self._roster.swapped) and not (
@@ -61,7 +61,28 @@ class Step:
         )
         swapped = {Swapped(other.sequences, len(other.host_blocks)): other for other in ready}
         view = self._view(list(swapped), candidates if is_open else ())
-        self._decision = decision = schedule(self._limits, view)
+        self._carry_out(schedule(self._limits, view), swapped)
+
+    def try_alone(
+        self, accused: Sequence, candidates: Iterable[tuple[Sequence, PrefixMatch]]
+    ) -> None:
+        """Runs one sequence with nobody beside it; the others keep their rows and blocks."""
+        view = self._view([], [pair for pair in candidates if pair[0] is accused])
+        running = [accused] if accused.row is not None else []
+        num_others = len(view.running) - len(running)
+        num_siblings = sum(len(group.siblings) for group in view.forkable)
+        alone = replace(
+            view,
+            running=running,
+            forkable=(),
+            num_reserved_rows=view.num_reserved_rows + num_siblings + num_others,
+        )
+        self._carry_out(schedule(self._limits, alone), {})
+
+    def _carry_out(
+        self, decision: Decision[Sequence], swapped: Mapping[Swapped[Sequence], SwappedGroup]
+    ) -> None:
+        self._decision = decision
         for forkable in decision.unforked:
             self._leaving.unfork(forkable.siblings[0].group)
         for sequence in decision.preempted:
@@ -73,6 +94,9 @@ class Step:
         self._arriving = Arriving(self.draft, self._roster, decision, self._stats)
         self._arriving.share_prefixes()
         self._schedule()
+
+    def journal(self, fresh: Iterable[Sequence]) -> None:
+        """Takes up the new tokens of these."""
         self.draft.journal(fresh)
 
     def commit(self) -> Commit:

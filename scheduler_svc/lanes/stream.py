@@ -1,6 +1,7 @@
 """One `Execute` stream: plans down, results and heartbeats up."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,10 @@ OPEN_TIMEOUT_S = 5.0
 
 class LaneLost(Exception):
     """The worker's stream is gone; says why."""
+
+
+class WorkerSilent(LaneLost):
+    """Nothing was heard of the worker for too long: it may live, stopped or cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,20 @@ class WorkerStream:
         self._call: _Call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
         self._results: deque[worker_pb2.StepResult] = deque()
         self._reader: asyncio.Task[None] | None = None
+        self._heard_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the worker was last heard of."""
+        return time.monotonic() - self._heard_at
+
+    def listen_anew(self) -> None:
+        """Counts silence from now on: this process itself did not listen."""
+        self._heard_at = time.monotonic()
+
+    def lose(self, why: LaneLost) -> None:
+        """Gives the stream up."""
+        self.lost = self.lost or why
 
     @classmethod
     @asynccontextmanager
@@ -89,6 +108,7 @@ class WorkerStream:
 
     def start(self, on_draining: Callable[[], None], on_news: Callable[[], None]) -> None:
         """Reads the stream from here on; `on_news`: there is a result, or the stream is lost."""
+        self.listen_anew()
         self._reader = asyncio.create_task(self._read(on_draining, on_news))
 
     def results(self) -> Iterator[worker_pb2.StepResult]:
@@ -112,15 +132,16 @@ class WorkerStream:
         try:
             # read(), not iteration: the two do not mix on one call, and the hello was read.
             while isinstance(response := await self._call.read(), worker_pb2.ExecuteResponse):
+                self._heard_at = time.monotonic()
                 if response.HasField("result"):
                     self._results.append(response.result)
                     on_news()
                 elif response.HasField("heartbeat") and response.heartbeat.draining:
                     on_draining()
             code, details = await self._call.code(), await self._call.details()
-            self.lost = LaneLost(f"the worker ended the stream: {code.name} {details}")
+            self.lose(LaneLost(f"the worker ended the stream: {code.name} {details}"))
         except grpc.aio.AioRpcError as error:
-            self.lost = LaneLost(_why(error))
+            self.lose(LaneLost(_why(error)))
         on_news()
 
 

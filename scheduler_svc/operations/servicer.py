@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import structlog
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from quire.service.errors import abort, unavailable
+from scheduler_svc.gateways.servicer import standby
 from scheduler_svc.operations.block_maps import BlockMaps
 from scheduler_svc.operations.status import status_of
 from scheduler_svc.operations.views import EngineView
@@ -20,9 +22,11 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
-    """Without an engine, while Redis is not there yet, it turns all away."""
+    """Without an engine, while this scheduler does not lead, it turns all away."""
 
-    def __init__(self) -> None:
+    def __init__(self, leader_address: Callable[[], str]) -> None:
+        """`leader_address`: as far as it is known; empty if it is not."""
+        self._leader_address = leader_address
         self._engine: EngineView | None = None
         self._epoch = 0
         self._maps = BlockMaps()
@@ -31,6 +35,10 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
     def leads(self, engine: EngineView, epoch: int) -> None:
         """From here on there is something to tell."""
         self._engine, self._epoch = engine, epoch
+
+    def follows(self) -> None:
+        """From here on somebody else has something to tell."""
+        self._engine = None
 
     async def GetStatus(  # noqa: N802
         self, request: operations_pb2.GetStatusRequest, context: _Context
@@ -53,5 +61,5 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
 
     async def _served(self, context: _Context) -> EngineView:
         if self._engine is None:
-            await abort(context, unavailable("STARTING", "the scheduler is not ready yet"))
+            await abort(context, standby(self._leader_address()))
         return self._engine

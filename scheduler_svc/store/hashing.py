@@ -46,3 +46,7 @@ class HashChain:
         for end in range((len(hashes) + 1) * size, len(token_ids) + 1, size):
             parent = sha256(parent + pack_u32s(token_ids[end - size : end]) + extra).digest()
             hashes.append(parent)
+
+    def cut(self, num_tokens: int) -> None:
+        """Forgets the blocks that are not full with so many tokens."""
+        del self.hashes[num_tokens // self._block_size :]

@@ -1,0 +1,124 @@
+"""Between a request's record in Redis and the group that lives here."""
+
+from array import array
+from collections.abc import Iterable, Mapping
+
+from google.rpc import status_pb2
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError
+from scheduler_svc.core.sequence import Group, Nobody, Params, Sequence, Terms
+from scheduler_svc.store.journal import JournalEntry
+from scheduler_svc.store.requests import Ending, RequestRecord, RequestState, StoredRequest
+
+# First index and tokens of each run that a sequence has in the journals.
+Runs = list[tuple[int, list[int]]]
+
+
+def group_of(record: RequestRecord) -> Group:
+    """A request as it was accepted; nobody is attached to it."""
+    wire = scheduler_pb2.ResolvedParams.FromString(record.params)
+    group = Group(
+        key=record.key,
+        params=Params(
+            temperature=wire.temperature,
+            top_k=wire.top_k,
+            top_p=wire.top_p,
+            seed=wire.seed,
+            max_tokens=wire.max_tokens,
+            num_prompt_logprobs=wire.num_prompt_logprobs,
+        ),
+        subscriber=Nobody(),
+        terms=Terms(
+            record.digest, record.params, record.opaque, record.deadline_ms, record.resume_window_s
+        ),
+        priority=record.priority,
+        cache_salt=record.cache_salt,
+    )
+    prompt = array("I", record.prompt_token_ids)
+    stop_token_ids = frozenset(wire.stop_token_ids)
+    group.sequences = [
+        Sequence(
+            record.sequence_id + choice,
+            group,
+            choice,
+            prompt[:],
+            num_prompt_tokens=len(prompt),
+            num_tokens=len(prompt),
+            stop_token_ids=stop_token_ids,
+        )
+        for choice in range(record.num_choices)
+    ]
+    return group
+
+
+def restored(stored: StoredRequest, journaled: Mapping[int, Runs]) -> Group:
+    """A stored request with what was folded of it, and journaled since."""
+    group = group_of(stored.record)
+    for sequence in group.sequences:
+        token_ids = list(stored.output_token_ids.get(sequence.choice, ()))
+        sequence.num_folded = len(token_ids)
+        for first, run in sorted(journaled.get(sequence.sequence_id, ())):
+            # A run may begin before what is known, never behind it while nothing is lost.
+            if first <= len(token_ids):
+                token_ids += run[len(token_ids) - first :]
+        sequence.token_ids.extend(token_ids)
+        sequence.num_journaled = len(token_ids)
+        sequence.num_tokens = len(sequence.token_ids)
+        sequence.was_preempted = bool(token_ids)
+        if stored.num_cached_tokens:
+            sequence.num_cached_tokens = stored.num_cached_tokens
+        sequence.end_if_complete()
+    return group
+
+
+def runs_of(entries: Iterable[JournalEntry]) -> dict[int, Runs]:
+    """The runs of each sequence, by its id."""
+    runs: dict[int, Runs] = {}
+    for entry in entries:
+        start = 0
+        for sequence_id, first, end in zip(
+            entry.runs.sequence_ids, entry.runs.first_indices, entry.runs.next_indices, strict=True
+        ):
+            token_ids = list(entry.runs.token_ids[start : start + end - first])
+            runs.setdefault(sequence_id, []).append((first, token_ids))
+            start += end - first
+    return runs
+
+
+def stored_of(group: Group) -> StoredRequest:
+    """A live request as its record has to be."""
+    first = group.sequences[0]
+    terms = group.terms
+    record = RequestRecord(
+        key=group.key,
+        digest=terms.digest,
+        prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+        params=terms.params,
+        sequence_id=first.sequence_id,
+        deadline_ms=terms.deadline_ms,
+        opaque=terms.opaque,
+        num_choices=len(group.sequences),
+        priority=group.priority,
+        cache_salt=group.cache_salt,
+        resume_window_s=terms.resume_window_s,
+    )
+    output = {other.choice: other.journaled for other in group.sequences}
+    return StoredRequest(record, RequestState.LIVE, output)
+
+
+def ending_of(group: Group) -> Ending:
+    """How a request that is over has ended."""
+    num_cached = group.sequences[0].num_cached_prompt_tokens
+    if group.error is None:
+        return Ending(group.key, RequestState.FINISHED, num_cached_tokens=num_cached)
+    cancelled = group.error.code.name == "CANCELLED"
+    state = RequestState.CANCELLED if cancelled else RequestState.FAILED
+    return Ending(group.key, state, group.error.to_status().SerializeToString(), num_cached)
+
+
+def error_of(stored: StoredRequest) -> RequestError | None:
+    """Why a stored request ended, if it did so with an error."""
+    if stored.state in (RequestState.LIVE, RequestState.FINISHED):
+        return None
+    return RequestError.from_status(status_pb2.Status.FromString(stored.status))
