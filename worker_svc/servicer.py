@@ -49,7 +49,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._draining = True
         if self._lane is not None:
             self._lane.send(self._heartbeat())
-        await self._idle.wait()
+        while True:
+            await self._idle.wait()
+            # A stream may be waiting for the last step of the one before it.
+            async with self._opening:
+                if self._idle.is_set():
+                    return
 
     def leave(self) -> None:
         """Ends the open stream, if any: the worker is about to go."""

@@ -54,7 +54,7 @@ async def record(engine: Engine, path: Path) -> None:
     async with recorded(engine, path) as lane:
         await lane.open()
         driver = Driver(lane)
-        sampling = [Sampling(temperature=1.0, seed=row) for row in range(3)]
+        sampling = [Sampling(temperature=1.0, seed=row, num_logprobs=2 * row) for row in range(3)]
         sequences = [
             Sequence(row, list(range(5, 16 + row)), 11 + row, sampling=sampling[row])
             for row in range(3)
@@ -114,6 +114,27 @@ async def test_differences_are_shown(recording: Path) -> None:
     assert first.startswith(f"step {sampling[1].step}: row {sampling[1].sampled_rows[0]} sampled ")
     assert second.startswith(f"step {sampling[2].step}: sampled rows ")
     assert summary.endswith("2 steps differ")
+
+
+async def test_log_probabilities_are_compared(recording: Path) -> None:
+    entries = list(read_entries(recording))
+    sampling = [entry.result for entry in entries if entry.result.HasField("logprobs")]
+    sampling[0].logprobs.logprobs[1] += 1e-4
+    sampling[1].logprobs.logprobs[1] += 0.01
+    sampling[2].logprobs.ranks[0] += 1
+    sampling[3].ClearField("logprobs")
+    [row, *_] = (row for row in sampling[1].sampled_rows if row)
+    # The simulated worker gives what was recorded, so that another one is asked.
+    async with served(sim_engine(SimRunner(_MODEL))) as worker:
+        path = rewritten(recording, entries)
+        result = await asyncio.to_thread(quire, "replay", path, "--worker", worker.address)
+    assert result.exit_code == 1
+    *differences, summary = result.output.splitlines()
+    assert [line.partition(":")[0] for line in differences] == [
+        f"step {result.step}" for result in sampling[1:4]
+    ]
+    assert f"row {row} has log-probabilities" in differences[0]
+    assert summary.endswith("3 steps differ")
 
 
 async def test_what_cannot_be_replayed(recording: Path, tmp_path: Path) -> None:

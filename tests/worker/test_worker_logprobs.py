@@ -22,8 +22,8 @@ from worker_driver import (
 from quire.internal.v1 import worker_pb2
 
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
-# float32; the shape of a batch changes the order of sums.
-_TOLERANCE = 2e-4
+# float32 and logits of some tens; the shape of a batch changes the order of sums.
+_TOLERANCE = 5e-5
 _Entries = list[tuple[int, int, float]]  # token id, rank, log-probability
 
 

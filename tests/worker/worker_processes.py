@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -39,3 +40,18 @@ async def logged(process: asyncio.subprocess.Process, words: str) -> str:
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:
     request = health_pb2.HealthCheckRequest(service=service)
     return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
+
+
+@asynccontextmanager
+async def sim_process(
+    folder: Path, *flags: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, grpc.aio.Channel]]:
+    """A simulated worker that is ready, and a channel to it."""
+    address = f"unix:{folder}/worker.sock"
+    small = ("--engine=sim", "--block-size=4", "--num-blocks=200", "--max-model-len=96")
+    async with (
+        worker_process(f"--listen={address}", *small, *flags) as process,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        await logged(process, '"ready"')
+        yield process, channel
