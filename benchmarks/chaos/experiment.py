@@ -144,8 +144,8 @@ class _Experiment:
         streams.forget()
         begin_s = time.monotonic()
         num_wrong = len(streams.wrong)
+        self._events.say(f"{number} {fault.name}")
         struck = await fault.strike(self._stack, self._rng)
-        self._events.say(f"{number} {fault.name}: {struck}")
         try:
             await wait_until_steady(self._stack, streams, self._plan.bound_s)
         finally:
@@ -153,8 +153,8 @@ class _Experiment:
             pauses = streams.pauses(window)
             self._outcome.pauses.setdefault(fault.name, []).extend(pauses)
             self._events.say(
-                f"   {window.end_s - begin_s:.1f} s; longest pause {max(pauses, default=0):.2f} s; "
-                f"{len(streams.wrong) - num_wrong} streams went wrong"
+                f"   {struck}: {window.end_s - begin_s:.1f} s; longest pause "
+                f"{max(pauses, default=0):.2f} s; {len(streams.wrong) - num_wrong} went wrong"
             )
             self._tell_of_wrong(streams, num_wrong)
         self._outcome.recoveries.setdefault(fault.name, []).append(window.end_s - begin_s)
