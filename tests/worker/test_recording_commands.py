@@ -1,6 +1,7 @@
 """`quire replay` and `quire explain`, on recordings of simulated and real workers."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -77,6 +78,20 @@ async def recording(tmp_path: Path) -> Path:
     return path
 
 
+def written(entry: worker_pb2.Recording) -> bytes:
+    data = io.BytesIO()
+    proto.serialize_length_prefixed(entry, data)
+    return data.getvalue()
+
+
+def damage(path: Path) -> int:
+    """Spoils the fifth entry; where it ends."""
+    entries = [written(entry) for entry in read_entries(path)]
+    entries[4] = entries[4][:1] + b"\xff" * (len(entries[4]) - 1)
+    path.write_bytes(b"".join(entries))
+    return sum(map(len, entries[:5]))
+
+
 def rewritten(path: Path, entries: list[worker_pb2.Recording]) -> Path:
     with path.open("wb") as file:
         for entry in entries:
@@ -136,6 +151,13 @@ async def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
     result = await asyncio.to_thread(quire, "replay", recording)
     assert result.exit_code == 0, result.output
     assert 0 < int(result.output.split()[0]) < 12
+
+
+async def test_a_damaged_recording_is_not_called_as_recorded(recording: Path) -> None:
+    end = damage(recording)
+    result = await asyncio.to_thread(quire, "replay", recording)
+    assert result.exit_code == 2
+    assert f"damaged before byte {end}" in result.output
 
 
 async def test_a_model_s_recording_replays_on_the_model_and_on_a_simulation(

@@ -7,15 +7,22 @@ from google.protobuf import proto
 from google.protobuf.message import DecodeError
 
 from quire.internal.v1 import worker_pb2
+from worker_svc.settings import WrongSettingError
 
 # By step, each row's token; a row that sampled none there has failed.
 RecordedTokens = Mapping[int, Mapping[int, int]]
 
 
 def read_tokens(path: Path) -> RecordedTokens:
-    """All of a recording, up to an entry that was not written whole. OSError if there is none."""
+    """All of a recording, up to an entry that was not written whole.
+
+    OSError if there is no file, WrongSettingError if it is none of a worker.
+    """
     found: dict[int, dict[int, int]] = {}
     with path.open("rb") as file:
+        first = _next_entry(file)
+        if first is None or not first.HasField("hello"):
+            raise WrongSettingError(f"--sim-tokens: {path} is no recording of a worker")
         while (entry := _next_entry(file)) is not None:
             result = entry.result
             if entry.HasField("result"):
