@@ -200,6 +200,7 @@ async def test_steps_that_are_not_there(recording: Path) -> None:
     assert result.exit_code == 1
     assert "no step 99; it has steps 1 to" in result.output
     assert "needs FILE and --step" in quire("explain").output
+    assert "leave FILE and --step out" in quire("explain", "--example", "--step", 1).output
 
 
 async def test_the_worked_example_is_as_published() -> None:
