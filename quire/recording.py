@@ -24,19 +24,28 @@ class RecordedStep:
 
 def read_hello(path: Path) -> worker_pb2.Hello:
     """What the recorded worker was. RecordingError, or OSError, if the file does not say."""
-    first = next(read_entries(path), worker_pb2.Recording())
+    try:
+        first = next(read_entries(path), worker_pb2.Recording())
+    except RecordingError:
+        first = worker_pb2.Recording()
     if not first.HasField("hello"):
         raise RecordingError(f"{path} is no recording of a worker")
     return first.hello
 
 
 def read_entries(path: Path) -> Iterator[worker_pb2.Recording]:
-    """To the end, or to an entry that was not written whole, where a worker was killed."""
+    """To the end, or to an entry that was not written whole, where a worker was killed.
+
+    RecordingError for a broken entry with others behind it.
+    """
     with path.open("rb") as file:
         while True:
             try:
                 entry = proto.parse_length_prefixed(worker_pb2.Recording, file)  # type: ignore[arg-type]
-            except (DecodeError, ValueError):
+            except (DecodeError, ValueError) as error:
+                end = file.tell()
+                if file.read(1):
+                    raise RecordingError(f"{path} is damaged before byte {end}") from error
                 return
             if entry is None:
                 return

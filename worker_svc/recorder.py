@@ -1,5 +1,6 @@
 """A lane's plans and results, written down as they are run."""
 
+import fcntl
 import io
 import queue
 import threading
@@ -23,11 +24,14 @@ class Recorder:
     """Writes entries in a thread of its own, each at once.
 
     A disk that is full or too slow ends the recording, with one record in the log, and nothing
-    else. OSError if the file cannot be opened.
+    else. OSError if the file cannot be opened, or if another recorder writes it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Opening it to write would empty it: first comes the right to.
+        self._lock = path.open("ab")
+        _lock(self._lock, path)
         self._file = path.open("wb", buffering=0)
         self._entries: queue.Queue[_Entry | None] = queue.Queue(_MOST_WAITING)
         self._stopped = False
@@ -49,7 +53,7 @@ class Recorder:
         self._thread.join()
 
     def _write_all(self) -> None:
-        with self._file:
+        with self._lock, self._file:
             while (entry := self._entries.get()) is not None:
                 if not self._stopped:
                     self._write(entry)
@@ -92,6 +96,14 @@ class RecordingRunner:
     def clear(self) -> None:
         self._runner.clear()
         self._recorder.put(worker_pb2.RowsCleared())
+
+
+def _lock(file: io.BufferedWriter, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise BlockingIOError(f"--record: another worker writes {path}") from error
 
 
 def _messages(entry: _Entry) -> list[worker_pb2.Recording]:

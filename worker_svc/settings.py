@@ -84,13 +84,22 @@ class WorkerSettings(ServiceSettings):
     )
     sim_num_host_blocks: int = Field(0, ge=0, description="sim: host blocks for swapping.")
     sim_step_ms: float = Field(
-        6.0, ge=0, description="sim: milliseconds that every forward pass takes."
+        6.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="sim: milliseconds that every forward pass takes.",
     )
     sim_token_us: float = Field(
-        30.0, ge=0, description="sim: microseconds more for each scheduled token."
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="sim: microseconds more for each scheduled token.",
     )
     sim_context_ns: float = Field(
-        25.0, ge=0, description="sim: nanoseconds more for each token attended to."
+        25.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="sim: nanoseconds more for each token attended to.",
     )
     sim_poison_token_id: int | None = Field(
         None, ge=0, description="sim: a prompt with this token kills the worker; for tests."

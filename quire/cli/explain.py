@@ -30,6 +30,8 @@ def explain(
 
     A worker's own code makes the tables; its lane and its device are not touched.
     """
+    if example and (file is not None or step is not None):
+        raise ValueError("--example draws steps of its own: leave FILE and --step out")
     if example:
         _explain_example(worker)
     elif file is None or step is None:

@@ -1,6 +1,7 @@
 """`quire replay` and `quire explain`, on recordings of simulated and real workers."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -75,6 +76,20 @@ async def recording(tmp_path: Path) -> Path:
     path = tmp_path / "steps"
     await record(sim_engine(SimRunner(_MODEL)), path)
     return path
+
+
+def written(entry: worker_pb2.Recording) -> bytes:
+    data = io.BytesIO()
+    proto.serialize_length_prefixed(entry, data)
+    return data.getvalue()
+
+
+def damage(path: Path) -> int:
+    """Spoils the fifth entry; where it ends."""
+    entries = [written(entry) for entry in read_entries(path)]
+    entries[4] = entries[4][:1] + b"\xff" * (len(entries[4]) - 1)
+    path.write_bytes(b"".join(entries))
+    return sum(map(len, entries[:5]))
 
 
 def rewritten(path: Path, entries: list[worker_pb2.Recording]) -> Path:
@@ -159,6 +174,13 @@ async def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
     assert 0 < int(result.output.split()[0]) < 12
 
 
+async def test_a_damaged_recording_is_not_called_as_recorded(recording: Path) -> None:
+    end = damage(recording)
+    result = await asyncio.to_thread(quire, "replay", recording)
+    assert result.exit_code == 2
+    assert f"damaged before byte {end}" in result.output
+
+
 async def test_a_model_s_recording_replays_on_the_model_and_on_a_simulation(
     tmp_path: Path,
 ) -> None:
@@ -199,6 +221,7 @@ async def test_steps_that_are_not_there(recording: Path) -> None:
     assert result.exit_code == 1
     assert "no step 99; it has steps 1 to" in result.output
     assert "needs FILE and --step" in quire("explain").output
+    assert "leave FILE and --step out" in quire("explain", "--example", "--step", 1).output
 
 
 async def test_the_worked_example_is_as_published() -> None:

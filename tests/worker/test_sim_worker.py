@@ -216,13 +216,21 @@ async def test_the_process_serves_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [("--engine=sim", "--num-blocks=5", "--max-model-len=96"), ("--engine=torch",)]
+    ("flags", "complaint"),
+    [
+        (("--engine=sim", "--num-blocks=5", "--max-model-len=96"), "6 blocks"),
+        (("--engine=sim", "--sim-step-ms=inf"), "--sim-step-ms"),
+        (("--engine=sim", f"--sim-tokens={__file__}"), "no recording"),
+        (("--engine=torch",), "--model"),
+    ],
 )
-async def test_wrong_settings_stop_it(tmp_path: Path, flags: tuple[str, ...]) -> None:
+async def test_wrong_settings_stop_it(
+    tmp_path: Path, flags: tuple[str, ...], complaint: str
+) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "worker_svc", f"--listen=unix:{tmp_path}/w.sock", *flags),
         stderr=asyncio.subprocess.PIPE,
     )
     _, stderr = await process.communicate()
     assert process.returncode == 2
-    assert ("6 blocks" if "sim" in flags[0] else "--model") in stderr.decode().splitlines()[-1]
+    assert complaint in stderr.decode().splitlines()[-1]

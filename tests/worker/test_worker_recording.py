@@ -96,6 +96,19 @@ def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> N
         Recorder(tmp_path / "nowhere" / "steps")
 
 
+def test_two_workers_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    recorder = Recorder(path)
+    recorder.put(worker_pb2.Hello(incarnation=1))
+    with pytest.raises(BlockingIOError, match="another worker"):
+        Recorder(path)
+    recorder.close()
+    assert path.stat().st_size
+    # The next life of a worker starts anew.
+    Recorder(path).close()
+    assert not path.stat().st_size
+
+
 async def test_the_worked_example_is_explained() -> None:
     hello = worker_pb2.Hello(
         block_size=_EXAMPLE["block_size"],

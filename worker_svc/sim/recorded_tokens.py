@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.logprobs import Logprobs
+from worker_svc.settings import WrongSettingError
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,15 @@ RecordedSteps = Mapping[int, RecordedStep]
 
 
 def read_tokens(path: Path) -> RecordedSteps:
-    """All of a recording, up to an entry that was not written whole. OSError if there is none."""
+    """All of a recording, up to an entry that was not written whole.
+
+    OSError if there is no file, WrongSettingError if it is none of a worker.
+    """
     found: dict[int, RecordedStep] = {}
     with path.open("rb") as file:
+        first = _next_entry(file)
+        if first is None or not first.HasField("hello"):
+            raise WrongSettingError(f"--sim-tokens: {path} is no recording of a worker")
         while (entry := _next_entry(file)) is not None:
             if entry.HasField("result"):
                 found[entry.result.step] = _recorded(entry.result)
