@@ -23,6 +23,8 @@ _CALM_S = 8.0
 # Between a recovery and the next fault.
 _BETWEEN_S = (0.2, 2.5)
 _REFERENCE_TIMEOUT_S = 300.0
+# Of the longest pauses after each fault.
+_NUM_TOLD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,8 @@ class _Experiment:
         streams.forget()
         begin_s = time.monotonic()
         await asyncio.sleep(_CALM_S)
-        self._outcome.calm = streams.pauses(Window(begin_s, time.monotonic()))
+        pauses = streams.pauses(Window(begin_s, time.monotonic()))
+        self._outcome.calm = [pause.seconds for _, pause in pauses]
 
     def _order(self) -> list[Fault]:
         faults = [fault for fault in self._plan.faults for _ in range(self._plan.times)]
@@ -150,14 +153,20 @@ class _Experiment:
             await wait_until_steady(self._stack, streams, self._plan.bound_s)
         finally:
             window = Window(begin_s, time.monotonic())
-            pauses = streams.pauses(window)
-            self._outcome.pauses.setdefault(fault.name, []).extend(pauses)
-            self._events.say(
-                f"   {struck}: {window.end_s - begin_s:.1f} s; longest pause "
-                f"{max(pauses, default=0):.2f} s; {len(streams.wrong) - num_wrong} went wrong"
-            )
+            self._events.say(f"   {struck}: {window.end_s - begin_s:.1f} s")
+            self._note_pauses(fault, window, streams)
             self._tell_of_wrong(streams, num_wrong)
         self._outcome.recoveries.setdefault(fault.name, []).append(window.end_s - begin_s)
+
+    def _note_pauses(self, fault: Fault, window: Window, streams: Streams) -> None:
+        pauses = streams.pauses(window)
+        seconds = [pause.seconds for _, pause in pauses]
+        self._outcome.pauses.setdefault(fault.name, []).extend(seconds)
+        for life, pause in reversed(pauses[-_NUM_TOLD:]):
+            self._events.say(
+                f"   {life}: nothing for {pause.seconds:.2f} s from "
+                f"{pause.begin_s - window.begin_s:+.2f} s"
+            )
 
     def _tell_of_wrong(self, streams: Streams, known: int) -> None:
         for life in streams.wrong[known:]:

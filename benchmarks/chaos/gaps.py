@@ -14,17 +14,29 @@ class Window:
     end_s: float
 
 
-def longest_pause(times_s: Sequence[float], window: Window) -> float | None:
-    """Seconds of the longest pause that overlaps the window; None where none does.
+@dataclass(frozen=True)
+class Pause:
+    """Between two messages of a stream."""
+
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+def longest_pause(times_s: Sequence[float], window: Window) -> Pause | None:
+    """The longest pause that overlaps the window, whole; None where none does.
 
     `times_s` rise: the request, each of its messages, its end, or, where it goes on, the present.
     """
     pauses = [
-        later - earlier
+        Pause(earlier, later)
         for earlier, later in pairwise(times_s)
         if earlier < window.end_s and later > window.begin_s
     ]
-    return max(pauses, default=None)
+    return max(pauses, key=lambda pause: pause.seconds, default=None)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from benchmarks.chaos.comparison import Comparison, Verdict
-from benchmarks.chaos.gaps import Window, longest_pause
+from benchmarks.chaos.gaps import Pause, Window, longest_pause
 from benchmarks.chaos.mix import Ask
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
@@ -46,7 +46,7 @@ class Life:
         leaves_after = self.ask.leaves_after
         return leaves_after is not None and self.comparison.num_tokens >= leaves_after
 
-    def longest_pause(self, window: Window) -> float | None:
+    def longest_pause(self, window: Window) -> Pause | None:
         present = [] if self.is_over else [time.monotonic()]
         return longest_pause([*self.times_s, *present], window)
 
@@ -105,11 +105,11 @@ class Streams:
         """Those that nothing has come for."""
         return [life for life in self._current.values() if life.times_s[-1] <= moment_s]
 
-    def pauses(self, window: Window) -> list[float]:
-        """The longest of each request that lived in the window."""
+    def pauses(self, window: Window) -> list[tuple[Life, Pause]]:
+        """The longest of each request that lived in the window, from the shortest of them on."""
         lives = [*self._over, *self._current.values()]
-        found = (life.longest_pause(window) for life in lives)
-        return [pause for pause in found if pause is not None]
+        found = [(life, pause) for life in lives if (pause := life.longest_pause(window))]
+        return sorted(found, key=lambda one: one[1].seconds)
 
     def forget(self) -> None:
         """What is over is not asked about any more."""

@@ -2,21 +2,27 @@
 
 import pytest
 
-from benchmarks.chaos.gaps import Spread, Window, longest_pause, percentile, threshold_s
+from benchmarks.chaos.gaps import Pause, Spread, Window, longest_pause, percentile, threshold_s
 
 WINDOW = Window(10.0, 20.0)
 
 
+def seconds(times_s: list[float]) -> float | None:
+    pause = longest_pause(times_s, WINDOW)
+    return pause and pause.seconds
+
+
 def test_a_pause_counts_where_it_overlaps_the_window():
-    assert longest_pause([9.0, 12.0, 13.0, 18.0, 19.0], WINDOW) == 5.0
+    assert seconds([9.0, 12.0, 13.0, 18.0, 19.0]) == 5.0
+    assert longest_pause([9.0, 12.0, 13.0], WINDOW) == Pause(9.0, 12.0)
     # Whole, also what lies outside.
-    assert longest_pause([2.0, 11.0, 12.0], WINDOW) == 9.0
-    assert longest_pause([19.0, 26.0], WINDOW) == 7.0
-    assert longest_pause([1.0, 30.0], WINDOW) == 29.0
+    assert seconds([2.0, 11.0, 12.0]) == 9.0
+    assert seconds([19.0, 26.0]) == 7.0
+    assert seconds([1.0, 30.0]) == 29.0
 
 
 def test_pauses_outside_do_not_count():
-    assert longest_pause([1.0, 9.0, 11.0, 12.0, 21.0, 22.0, 40.0], WINDOW) == 9.0
+    assert seconds([1.0, 9.0, 11.0, 12.0, 21.0, 22.0, 40.0]) == 9.0
     assert longest_pause([1.0, 8.0, 10.0], WINDOW) is None
     assert longest_pause([20.0, 25.0], WINDOW) is None
 
