@@ -117,7 +117,7 @@ class Scheduler:
                     lambda: found(store) if known is None else rewritten(store, known)
                 )
                 reign = Reign(self._settings, store, tenure, estate, self._steps)
-                await self._reign_until_drained(store, reign)
+                await self._reign_until_drained(reign)
                 renewing.cancel()
         except* StaleEpoch as errors:
             log.warning("another scheduler leads", why=_reason(errors))
@@ -126,12 +126,16 @@ class Scheduler:
             log.warning("Redis has lost writes", why=_reason(errors))
             has_lost_writes = True
         finally:
+            # What has been said goes out while the lead is still held.
             self._abdicate(reign)
+        if reign is not None and not (is_stale or has_lost_writes):
+            await self._release(store, reign)
+        tenure.end()
         if is_stale or not has_lost_writes:
             return None
         return known if reign is None else reign.estate()
 
-    async def _reign_until_drained(self, store: Store, reign: Reign) -> None:
+    async def _reign_until_drained(self, reign: Reign) -> None:
         self._reign = reign
         self._collector.engine = reign.engine
         self._operations.leads(reign.engine, reign.epoch)
@@ -146,8 +150,6 @@ class Scheduler:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-        if self._signals.drain.is_set():
-            await self._release(store, reign)
 
     async def _hand_over(self, reign: Reign, work: asyncio.Task[None]) -> None:
         """Lets what is in flight come back and be delivered."""

@@ -1,6 +1,7 @@
 """The lead, held for a while at a time: a leader that could not renew it says nothing."""
 
 import asyncio
+import math
 import time
 
 import structlog
@@ -20,6 +21,10 @@ class WritesLost(Exception):
     """Redis may have lost what was written last: it was started anew, or emptied."""
 
 
+class TenureOver(Exception):
+    """Nothing may be sent any more."""
+
+
 class Tenure:
     """Renewed by `run`. `lease_s` is counted by Redis' clock, its certain part by ours."""
 
@@ -29,7 +34,9 @@ class Tenure:
         self._certain_s = lease_s * CERTAIN
         self._run_id: str | None = None
         self._until = time.monotonic() + self._certain_s
-        self._renewed = asyncio.Event()
+        self._is_over = False
+        # Renewed, or over.
+        self._changed = asyncio.Event()
         # Why it could not be renewed; None when it was.
         self.trouble: str | None = None
 
@@ -39,10 +46,18 @@ class Tenure:
         return time.monotonic() < self._until
 
     async def held(self) -> None:
-        """Returns when something may be sent."""
+        """Returns when something may be sent. TenureOver if nothing will."""
         while not self.is_held:
-            self._renewed.clear()
-            await self._renewed.wait()
+            if self._is_over:
+                raise TenureOver
+            self._changed.clear()
+            await self._changed.wait()
+
+    def end(self) -> None:
+        """Whoever waits to send something need not wait."""
+        self._is_over = True
+        self._until = -math.inf
+        self._changed.set()
 
     async def run(self) -> None:
         """Renews it until somebody else leads (StaleEpoch), or writes are lost (WritesLost, and
@@ -63,4 +78,4 @@ class Tenure:
         self._run_id = renewal.run_id
         self._until = began_at + self._certain_s
         self.trouble = None
-        self._renewed.set()
+        self._changed.set()

@@ -7,8 +7,9 @@ from itertools import islice
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
-from quire.service.errors import RequestError, failed
+from quire.service.errors import RequestError, failed, unavailable
 from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Nobody, Sequence
+from scheduler_svc.tenure import TenureOver
 
 # A gateway that has not read this many tokens is cut off: it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
@@ -16,6 +17,7 @@ MAX_PENDING_TOKENS = 1_000_000
 _TOO_SLOW = failed(
     StatusCode.RESOURCE_EXHAUSTED, "TOO_SLOW", "the gateway does not read its frames"
 )
+LEAD_ENDS = unavailable("LEAD_ENDS", "this scheduler leads no more")
 _REASONS = {
     EndReason.STOP_TOKEN: scheduler_pb2.END_REASON_STOP_TOKEN,
     EndReason.LENGTH: scheduler_pb2.END_REASON_LENGTH,
@@ -47,7 +49,10 @@ class GatewayConnection:
             frame, self._frame = self._frame, scheduler_pb2.ConnectResponse(epoch=self._epoch)
             if len(frame.deltas.token_ids) > MAX_PENDING_TOKENS:
                 raise _TOO_SLOW
-            await self._may_send()
+            try:
+                await self._may_send()
+            except TenureOver:
+                raise LEAD_ENDS from None
             yield frame
             if self._error is not None:
                 raise self._error

@@ -13,7 +13,7 @@ from scheduler_svc.core.recorder import Recorder
 from scheduler_svc.core.restoring import error_of, group_of, restored
 from scheduler_svc.core.sequence import End, EndReason, Group
 from scheduler_svc.engine import Engine
-from scheduler_svc.gateways.connection import GatewayConnection
+from scheduler_svc.gateways.connection import LEAD_ENDS, GatewayConnection
 from scheduler_svc.gateways.orphans import Orphans
 from scheduler_svc.gateways.submission import key_of, malformed, record_of
 from scheduler_svc.store.errors import LeadLost, StaleEpoch, StoreUnavailable
@@ -29,7 +29,6 @@ RECORD_RETRY_S = 0.1
 
 _CANCELLED = failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
 _NO_REDIS = unavailable("REDIS_AWAY", "the scheduler has lost Redis or the lead")
-_LEAD_ENDS = unavailable("LEAD_ENDS", "this scheduler leads no more")
 _UNKNOWN = failed(
     StatusCode.NOT_FOUND,
     "UNKNOWN_REQUEST",
@@ -80,7 +79,7 @@ class Desk:
     def connect(self) -> GatewayConnection:
         """RequestError when this leadership is over."""
         if self._is_closed:
-            raise _LEAD_ENDS
+            raise LEAD_ENDS
         connection = GatewayConnection(self._store.leadership.epoch, self._tenure.held)
         connection.say_hello(self._hello)
         self._connections.add(connection)
@@ -108,7 +107,7 @@ class Desk:
         for task in self._submitting:
             task.cancel()
         for connection in self._connections:
-            connection.close(_LEAD_ENDS)
+            connection.close(LEAD_ENDS)
 
     def _hello_now(self) -> scheduler_pb2.SchedulerHello:
         model = self._engine.model

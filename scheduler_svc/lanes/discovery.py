@@ -77,6 +77,9 @@ class Discovery:
                     await self._former.tidy()
                 await asyncio.sleep(POLL_S)
             names.cancel()
+            busy = {lane.address for lane in self._engine.lanes.values()}
+            for address in keepers.keys() - busy:
+                keepers[address].cancel()
 
     def halt(self) -> None:
         """Opens no lane more; `run` returns when those that are open have come to rest."""
