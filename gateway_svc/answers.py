@@ -1,16 +1,22 @@
 """What has been written, in the API's messages."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from gateway_svc.choice import Outcome, Written
 from gateway_svc.generation import Generation
 from quire.v1 import inference_pb2
 
+R = TypeVar("R", inference_pb2.StreamGenerateResponse, inference_pb2.ResumeGenerateResponse)
+
 
 def stream_response(
-    running: Generation, model: str, update: Iterable[Written]
-) -> inference_pb2.StreamGenerateResponse:
-    return inference_pb2.StreamGenerateResponse(
+    running: Generation,
+    model: str,
+    update: Iterable[Written],
+    kind: type[R],
+) -> R:
+    return kind(
         request_id=running.request_id,
         model=model,
         deltas=map(_delta, update),

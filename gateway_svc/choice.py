@@ -7,10 +7,7 @@ from gateway_svc.detokenizer import Detokenizer
 from gateway_svc.request_stream import Ended, NewTokens
 from gateway_svc.stops import StopFinder
 from quire.internal.v1 import scheduler_pb2
-
-
-class MissingTokensError(Exception):
-    """The scheduler skipped tokens: a fault of ours, not of the request."""
+from quire.service.errors import invalid
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,21 @@ class Written:
 
 
 class Choice:
-    """Takes what the scheduler says of one choice, gives what its client hears."""
+    """Takes what the scheduler says of one choice, gives what its client hears.
+
+    The text that has been given out with a token depends on the tokens up to it alone. So a client
+    that has the first tokens of a choice is given the text behind theirs.
+    """
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, stops: Sequence[str], stop_token_ids: Set[int]
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        stop_token_ids: Set[int],
+        next_index: int = 0,
     ) -> None:
+        """Its client has the tokens before `next_index`, with their text."""
         self.index = index
         self.num_tokens = 0
         # The stop string that was found; nothing is written after it.
@@ -53,61 +60,54 @@ class Choice:
         self.outcome: Outcome | None = None
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops)
-        # A stop string is looked for after each token, to know how many the choice keeps.
-        self._tokens_at_once = 1 if stops else None
         self._stop_token_ids = stop_token_ids
+        self._next_index = next_index
 
     def take(self, events: Iterable[NewTokens | Ended]) -> Written:
-        """Events of this choice in their order, the end as the last one.
+        """Events of this choice in their order, without gaps, the end as the last one.
 
-        Tokens known already are dropped, and all that come after a stop string was found.
-        MissingTokensError if some are skipped.
+        Tokens that come after a stop string was found are dropped. RequestError if it ends before
+        `next_index`.
         """
-        first_index = self.num_tokens
+        first_index = max(self.num_tokens, self._next_index)
         texts: list[str] = []
         token_ids: list[int] = []
         for event in events:
-            if isinstance(event, NewTokens):
-                new = self._unknown(event)
-                texts.append(self._write(new))
-                token_ids += new[: self.num_tokens - first_index - len(token_ids)]
-            else:
+            if isinstance(event, Ended):
                 texts.append(self._end(event))
+                continue
+            for token_id in event.token_ids:
+                if self.stop_string is not None:
+                    break
+                text = self._write(token_id)
+                if self.num_tokens > self._next_index:
+                    texts.append(text)
+                    token_ids.append(token_id)
         return Written(self.index, "".join(texts), tuple(token_ids), first_index, self.outcome)
 
-    def _unknown(self, new: NewTokens) -> tuple[int, ...]:
-        if self.stop_string is not None:
-            return ()
-        if new.first_index > self.num_tokens:
-            raise MissingTokensError(
-                f"choice {self.index}: token {new.first_index} came after {self.num_tokens} tokens"
-            )
-        return new.token_ids[self.num_tokens - new.first_index :]
-
-    def _write(self, token_ids: Sequence[int]) -> str:
-        """Counts the tokens up to a stop string, and gives the text that may go out."""
-        size = self._tokens_at_once or max(1, len(token_ids))
-        text = ""
-        for start in range(0, len(token_ids), size):
-            if self.stop_string is not None:
-                break
-            run = token_ids[start : start + size]
-            text += self._pass(self._detokenizer.push(self._with_text(run)))
-            self.num_tokens += len(run)
-        return text
+    def _write(self, token_id: int) -> str:
+        """Counts a token, and gives the text that may go out with it. A stop token ends the choice
+        and is no part of its text.
+        """
+        self.num_tokens += 1
+        if token_id in self._stop_token_ids:
+            return ""
+        return self._pass(self._detokenizer.push(token_id))
 
     def _end(self, ended: Ended) -> str:
         """What was held back. A stop string found before, or in it, wins over the told reason."""
-        if self.stop_string is None and ended.num_tokens > self.num_tokens:
-            raise MissingTokensError(
-                f"choice {self.index}: {ended.num_tokens} tokens at the end, {self.num_tokens} came"
-            )
         text = ""
         if self.stop_string is None:
             text = self._pass(self._detokenizer.flush())
         if self.stop_string is None:
             text += self._stops.flush()
         self.num_tokens = min(self.num_tokens, ended.num_tokens)
+        if self.num_tokens < self._next_index:
+            raise invalid(
+                f"next_token_indices[{self.index}]",
+                "TOKEN_INDEX_PAST_END",
+                f"is {self._next_index}; the choice has ended with {self.num_tokens} tokens",
+            )
         by_token = self.stop_string is None and ended.reason == scheduler_pb2.END_REASON_STOP_TOKEN
         self.outcome = Outcome(
             ended.num_cached_prompt_tokens,
@@ -120,9 +120,3 @@ class Choice:
         passed = self._stops.push(text)
         self.stop_string = passed.stop
         return passed.text
-
-    def _with_text(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """A stop token ends the choice and is no part of its text."""
-        if self._stop_token_ids.isdisjoint(token_ids):
-            return token_ids
-        return [id_ for id_ in token_ids if id_ not in self._stop_token_ids]

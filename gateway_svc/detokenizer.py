@@ -45,7 +45,9 @@ class Detokenizer:
     """The text of one choice.
 
     The deltas of `push` and `flush`, joined, are what decoding all pushed ids at once gives after
-    `context`. Each id is decoded a bounded number of times, however long the choice is.
+    `context`. What has been given out after some ids depends on them alone, so that another
+    detokenizer can go on there. Each id is decoded a bounded number of times, however long the
+    choice is.
 
     Held back are an unfinished character of a byte-level vocabulary, and a run of byte tokens:
     decoders read a run as a whole, and one bad byte spoils all of it.
@@ -60,14 +62,32 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._visible = vocabulary.plain_ids if skip_special_tokens else vocabulary.known_ids
         # window[0, sent characters) has been sent; the rest is to come.
-        self._window = self._closed(context)
+        self._window = self.context_of(vocabulary, skip_special_tokens, context)
         self._sent = len(vocabulary.decode(self._window))
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
-        new = [id_ for id_ in token_ids if id_ in self._visible]
-        self._window += new
-        if not new or new[-1] in self._vocabulary.byte_ids:
+    @staticmethod
+    def context_of(
+        vocabulary: Vocabulary, skip_special_tokens: bool, context: Sequence[int]
+    ) -> list[int]:
+        """What of a context has a say in the text after it: its end, without invisible tokens and
+        without a last run of byte tokens.
+        """
+        visible = vocabulary.plain_ids if skip_special_tokens else vocabulary.known_ids
+        tail: list[int] = []
+        for id_ in reversed(context):
+            if id_ not in visible or (not tail and id_ in vocabulary.byte_ids):
+                continue
+            tail.append(id_)
+            if len(tail) == _CONTEXT_TOKENS:
+                break
+        return tail[::-1]
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token and was not before."""
+        if token_id not in self._visible:
+            return ""
+        self._window.append(token_id)
+        if token_id in self._vocabulary.byte_ids:
             return ""
         text = self._vocabulary.decode(self._window)
         certain = len(text) - text.endswith(_REPLACEMENT)
@@ -87,14 +107,3 @@ class Detokenizer:
         if len(self._window) > _WINDOW_TOKENS:
             self._window = self._window[-_CONTEXT_TOKENS:]
             self._sent = len(self._vocabulary.decode(self._window)) - num_held
-
-    def _closed(self, context: Sequence[int]) -> list[int]:
-        """The end of a context, without invisible tokens and without a last run of byte tokens."""
-        tail: list[int] = []
-        for id_ in reversed(context):
-            if id_ not in self._visible or (not tail and id_ in self._vocabulary.byte_ids):
-                continue
-            tail.append(id_)
-            if len(tail) == _CONTEXT_TOKENS:
-                break
-        return tail[::-1]

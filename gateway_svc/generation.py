@@ -1,37 +1,50 @@
-"""One request's life at the scheduler: submitted, accepted, written, ended; or left."""
+"""One request's life at the scheduler: submitted or resumed, accepted, written, ended; or left."""
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
 
 from gateway_svc.choice import Choice, Written
+from gateway_svc.continuation import choices_of
 from gateway_svc.multiplexer import Multiplexer
 from gateway_svc.request_stream import Accepted, Ended, Event, NewTokens, RequestStream
+from gateway_svc.served_model import ServedModel
 from gateway_svc.submission import Submitted
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError
 
 log = structlog.get_logger()
 
+# Others have a turn between pieces of a long replay: some milliseconds of detokenizing.
+_PIECE_TOKENS = 256
+
+_Choices = Callable[[gateway_pb2.StreamState], Sequence[Choice]]
+
 
 class Generation:
-    """A request that the scheduler has been given, until every choice of it has ended."""
+    """A request that the scheduler has been asked for, until every choice of it has ended."""
 
-    def __init__(self, submitted: Submitted, requests: Multiplexer, stream: RequestStream) -> None:
-        self.request_id = submitted.submission.request_id
-        self.num_prompt_tokens = len(submitted.submission.prompt_token_ids)
-        # By their indices.
-        self.choices = tuple(submitted.choices)
+    def __init__(self, requests: Multiplexer, stream: RequestStream, choices: _Choices) -> None:
+        self.request_id = stream.wanted.request_id
+        # By their indices; none before the acceptance of a request that another gateway began.
+        self.choices: Sequence[Choice] = ()
         self.first_token_at: float | None = None
         self._requests = requests
         self._stream = stream
+        self._choices = choices
 
     @property
     def has_ended(self) -> bool:
-        return all(choice.outcome is not None for choice in self.choices)
+        return bool(self.choices) and all(choice.outcome is not None for choice in self.choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        state = self._stream.state
+        return 0 if state is None else state.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -49,16 +62,19 @@ class Generation:
         """
         while not self.has_ended:
             events = await self._stream.take()
+            if not self.choices and self._stream.state is not None:
+                self.choices = self._choices(self._stream.state)
             if Accepted() in events:
                 yield ()
-            if update := self._write(events):
-                yield update
+            for piece in _pieces(events):
+                if update := self._write(piece):
+                    yield update
+                await asyncio.sleep(0)
 
-    def _write(self, events: Iterable[Event]) -> list[Written]:
+    def _write(self, events: Iterable[NewTokens | Ended]) -> list[Written]:
         by_choice: dict[int, list[NewTokens | Ended]] = defaultdict(list)
         for event in events:
-            if not isinstance(event, Accepted):
-                by_choice[event.choice].append(event)
+            by_choice[event.choice].append(event)
         written = [self._advance(self.choices[i], by_choice[i]) for i in sorted(by_choice)]
         update = [part for part in written if part.token_ids or part.outcome is not None]
         if update and self.first_token_at is None:
@@ -73,18 +89,70 @@ class Generation:
         return written
 
 
+def _pieces(events: Iterable[Event]) -> Iterator[list[NewTokens | Ended]]:
+    """The same events in their order, in lists that are quick to write."""
+    piece: list[NewTokens | Ended] = []
+    room = _PIECE_TOKENS
+    for event in events:
+        if isinstance(event, Ended):
+            piece.append(event)
+        elif isinstance(event, NewTokens):
+            for at in range(0, len(event.token_ids), _PIECE_TOKENS):
+                token_ids = event.token_ids[at : at + _PIECE_TOKENS]
+                if len(token_ids) > room:
+                    yield piece
+                    piece, room = [], _PIECE_TOKENS
+                piece.append(NewTokens(event.choice, event.first_index + at, token_ids))
+                room -= len(token_ids)
+    if piece:
+        yield piece
+
+
 @asynccontextmanager
 async def running(submitted: Submitted, requests: Multiplexer) -> AsyncIterator[Generation]:
-    """Submits a request. Leaving before its end, by whatever way, cancels it."""
-    started_at = time.monotonic()
+    """Submits a request. A client that leaves before its end cancels it, unless it may be
+    resumed.
+    """
+    stream = requests.submit(submitted.submission, submitted.state, on_overflow=_cancel_here())
+    generation = Generation(requests, stream, lambda state: submitted.choices)
+    async with _followed(generation, requests, stream):
+        yield generation
+
+
+@asynccontextmanager
+async def resumed(
+    request_id: str, next_indices: Sequence[int], served: ServedModel, requests: Multiplexer
+) -> AsyncIterator[Generation]:
+    """Takes over a request that runs or has ended, from `next_indices` on; left as another is.
+
+    All of its tokens are asked for: the text behind the client's depends on those before.
+    """
+
+    def choices(state: gateway_pb2.StreamState) -> Sequence[Choice]:
+        return choices_of(state, served.named(state.model), next_indices)
+
+    attachment = scheduler_pb2.Attachment(request_id=request_id)
+    stream = requests.attach(attachment, on_overflow=_cancel_here())
+    generation = Generation(requests, stream, choices)
+    async with _followed(generation, requests, stream):
+        yield generation
+
+
+def _cancel_here() -> Callable[[], object]:
+    """Ends this call: a client that does not read holds it in a write, which nothing else ends."""
     task = asyncio.current_task()
     assert task is not None
-    # A client that does not read holds its call in a write, which only a cancellation ends.
-    stream = requests.submit(submitted.submission, on_overflow=task.cancel)
-    generation = Generation(submitted, requests, stream)
+    return task.cancel
+
+
+@asynccontextmanager
+async def _followed(
+    generation: Generation, requests: Multiplexer, stream: RequestStream
+) -> AsyncIterator[None]:
+    started_at = time.monotonic()
     end = "cancelled"
     try:
-        yield generation
+        yield
         end = ",".join(map(_end_of, generation.choices))
     except asyncio.CancelledError:
         if stream.error is None:
@@ -93,6 +161,7 @@ async def running(submitted: Submitted, requests: Multiplexer) -> AsyncIterator[
         raise stream.error from None
     except RequestError as error:
         end = error.code.name.lower()
+        requests.release(stream)
         raise
     except Exception:
         end = "internal"

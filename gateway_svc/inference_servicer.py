@@ -44,7 +44,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 submitted = await self._prepare(request, context)
                 async with generation.running(submitted, self._link.requests) as running:
                     async for update in times.of(running.updates()):
-                        response = answers.stream_response(running, self._served.name, update)
+                        response = answers.stream_response(
+                            running,
+                            self._served.name,
+                            update,
+                            inference_pb2.StreamGenerateResponse,
+                        )
+                        await context.write(response)
+
+    async def ResumeGenerate(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.ResumeGenerateRequest, context: Context
+    ) -> None:
+        async with self._calls.answering(context):
+            validation.check_resumed(request)
+            with self._metrics.resumed_request() as times:
+                async with generation.resumed(
+                    request.request_id,
+                    request.next_token_indices,
+                    self._served,
+                    self._link.requests,
+                ) as running:
+                    async for update in times.of(running.updates()):
+                        response = answers.stream_response(
+                            running,
+                            self._served.name,
+                            update,
+                            inference_pb2.ResumeGenerateResponse,
+                        )
                         await context.write(response)
 
     async def CancelGenerate(  # noqa: N802
@@ -66,6 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _prepare(self, request: GenerationRequest, context: Context) -> Submitted:
         model = self._served.named(request.model if request.HasField("model") else None)
         with self._preparations.of(request.request_id):
+            await self._link.greeted()
             return await submission.prepare(
                 request, model, self._link.max_model_len, context.time_remaining()
             )

@@ -62,6 +62,16 @@ class GatewayMetrics:
             ["code"],
             registry=registry,
         )
+        self.reattached = Counter(
+            "quire:requests_reattached",
+            "Requests asked for again, of a new leader or where tokens were missing.",
+            registry=registry,
+        )
+        self._resumed = Counter(
+            "quire:requests_resumed",
+            "Calls that go on with a request.",
+            registry=registry,
+        )
         # There from the start, so that a first one is an increase.
         for reason in (_STOP, _LENGTH):
             self._ended_choices.labels(reason)
@@ -70,8 +80,21 @@ class GatewayMetrics:
     def request(self) -> Iterator["RequestTimes"]:
         """The time of a request, from its arrival to its end."""
         arrived_at = self.clock()
-        try:
+        with self._failures_counted():
             yield RequestTimes(self, arrived_at)
+        self._whole.observe(self.clock() - arrived_at)
+
+    @contextmanager
+    def resumed_request(self) -> Iterator["RequestTimes"]:
+        """One whose first token and beginning were seen elsewhere."""
+        self._resumed.inc()
+        with self._failures_counted():
+            yield RequestTimes(self, None)
+
+    @contextmanager
+    def _failures_counted(self) -> Iterator[None]:
+        try:
+            yield
         except RequestError as error:
             self._failures.labels(error.code.name.lower()).inc()
             raise
@@ -81,7 +104,6 @@ class GatewayMetrics:
         except Exception:
             self._failures.labels("internal").inc()
             raise
-        self._whole.observe(self.clock() - arrived_at)
 
     def choice_ended(self, by_stop: bool) -> None:
         self._ended_choices.labels(_STOP if by_stop else _LENGTH).inc()
@@ -90,7 +112,8 @@ class GatewayMetrics:
 class RequestTimes:
     """The times of one request's tokens."""
 
-    def __init__(self, metrics: GatewayMetrics, arrived_at: float) -> None:
+    def __init__(self, metrics: GatewayMetrics, arrived_at: float | None) -> None:
+        """Without `arrived_at` the first token was another's."""
         self._metrics = metrics
         self._arrived_at = arrived_at
         # When the latest tokens came, by choice.
@@ -109,7 +132,7 @@ class RequestTimes:
     def _take(self, written: Written, now: float) -> None:
         metrics = self._metrics
         if num_tokens := len(written.token_ids):
-            if not self._latest_at:
+            if not self._latest_at and self._arrived_at is not None:
                 metrics.first_token.observe(now - self._arrived_at)
             latest_at = self._latest_at.get(written.index)
             if latest_at is not None:

@@ -3,108 +3,172 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass
 
 import grpc
+import structlog
+from google.rpc import error_details_pb2
 
-from gateway_svc.outbox import Outbox
-from gateway_svc.request_stream import Accepted, Ended, NewTokens, RequestStream
-from quire.internal.v1 import scheduler_pb2
-from quire.service.errors import RequestError
+from gateway_svc.outbox import Outbox, check_size
+from gateway_svc.request_stream import Ended, NewTokens, RequestStream, Wanted
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.service.errors import RequestError, unavailable
+
+log = structlog.get_logger()
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+# What a scheduler answers that can do nothing now; another one can, or the same one soon.
+_PASSING = frozenset({"REDIS_AWAY", "LEAD_ENDS", "STANDBY"})
+_RETRY_S = 0.25
+# A scheduler that leaves tokens out again and again is at fault.
+_MAX_GAPS = 3
+
+
+@dataclass(frozen=True)
+class _Cancelling:
+    """Somebody waits to hear whether a request of this id was live."""
+
+    key: scheduler_pb2.RequestKey
+    answer: asyncio.Future[bool]
 
 
 class Multiplexer:
-    """The requests of this gateway that are live at the scheduler.
+    """The requests of this gateway that are live at the scheduler, whichever leads.
 
-    Everything runs on the loop's thread, and a frame is delivered without a pause.
+    While no scheduler is there requests wait, and are submitted again when one is. Whoever has
+    waited `wait_s` fails. Everything runs on the loop's thread, and a frame is delivered without
+    a pause.
     """
 
-    def __init__(self, max_queued_tokens: int, closed_by: RequestError) -> None:
+    def __init__(
+        self,
+        max_queued_tokens: int,
+        wait_s: float,
+        on_reattached: Callable[[], object] = lambda: None,
+    ) -> None:
         self.outbox = Outbox()
+        # A scheduler listens.
+        self.is_open = False
         self._max_queued_tokens = max_queued_tokens
-        # Why nothing can be sent; None while the scheduler listens.
-        self._closed_by: RequestError | None = closed_by
+        self._wait_s = wait_s
+        self._on_reattached = on_reattached
         self._numbers = itertools.count(1)
+        # By their latest attachment numbers, which grow: in order of attachment.
         self._streams: dict[int, RequestStream] = {}
-        self._cancellations: dict[int, asyncio.Future[bool]] = {}
+        # By their tags.
+        self._cancellations: dict[int, _Cancelling] = {}
 
     @property
     def is_idle(self) -> bool:
         return not self._streams and not self._cancellations
 
-    def open(self) -> None:
-        self._closed_by = None
+    # The link
 
-    def close(self, error: RequestError) -> None:
-        """Ends all requests with `error`, and refuses others with it until opened again."""
-        self._closed_by = error
+    def open(self) -> None:
+        """A scheduler listens: everything that is live is asked for again, in its order."""
         self.outbox = Outbox()
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(replace(error))
-        for answer in self._cancellations.values():
-            if not answer.done():
-                answer.set_exception(replace(error))
+        self.is_open = True
+        for stream in list(self._streams.values()):
+            self._attach(stream)
+        for tag, cancelling in self._cancellations.items():
+            self.outbox.cancel(scheduler_pb2.Cancellation(request=cancelling.key, tag=tag))
+
+    def lose(self) -> None:
+        """Nobody listens. What was to be said is forgotten, for it can be said again."""
+        self.is_open = False
+        self.outbox = Outbox()
+        for stream in self._streams.values():
+            self._await_scheduler(stream)
+
+    def detach_all(self, error: RequestError) -> None:
+        """Ends every stream with `error`; the requests run on, for others to go on with."""
+        for stream in list(self._streams.values()):
+            self.release(stream)
+            stream.fail(error)
+        for cancelling in self._cancellations.values():
+            if not cancelling.answer.done():
+                cancelling.answer.set_exception(error)
+
+    # Requests
 
     def submit(
-        self, submission: scheduler_pb2.Submission, on_overflow: Callable[[], object]
+        self,
+        submission: scheduler_pb2.Submission,
+        state: gateway_pb2.StreamState,
+        on_overflow: Callable[[], object],
     ) -> RequestStream:
-        """Sends a request, under an attachment number of its own. RequestError if it cannot."""
-        self._require_open()
-        num_choices = submission.n if submission.HasField("n") else 1
-        stream = RequestStream(
-            next(self._numbers), num_choices, self._max_queued_tokens, on_overflow
-        )
-        submission.attachment = stream.attachment
-        self.outbox.submit(submission)
-        self._streams[stream.attachment] = stream
-        return stream
+        """Gives the scheduler a request, now or when one is there. RequestError if no frame could
+        hold it."""
+        check_size(submission)
+        return self._follow(submission, state, on_overflow)
+
+    def attach(
+        self, attachment: scheduler_pb2.Attachment, on_overflow: Callable[[], object]
+    ) -> RequestStream:
+        """Takes over the stream of a request from its first token on."""
+        return self._follow(attachment, None, on_overflow)
 
     def finish(self, stream: RequestStream, choice: int, num_tokens: int) -> None:
         """Ends a choice at a stop string, unless it has ended; its end is told like any other."""
         if stream.attachment in self._streams and stream.is_live(choice):
-            finish = scheduler_pb2.Finish(
-                attachment=stream.attachment, choice=choice, num_tokens=num_tokens
-            )
-            self.outbox.finish(finish)
+            stream.finishes[choice] = num_tokens
+            if self.is_open:
+                self._say_finish(stream, choice)
 
     def leave(self, stream: RequestStream) -> None:
-        """Cancels the request unless all of it has ended, and forgets it."""
-        if self._streams.pop(stream.attachment, None) is not None:
-            cancellation = scheduler_pb2.Cancellation(attachment=stream.attachment)
-            self.outbox.cancel(cancellation)
+        """The client has gone: the request is cancelled, unless it may be resumed or all of it has
+        ended. Without a scheduler it becomes an orphan of the next one, which ends it in time:
+        by then it may be another gateway's.
+        """
+        if not self._forget(stream):
+            return
+        if stream.state is None or stream.state.resume_window_s:
+            detachment = scheduler_pb2.Detachment(attachment=stream.attachment, client_gone=True)
+            self.outbox.detach(detachment)
+        else:
+            self.outbox.cancel(scheduler_pb2.Cancellation(attachment=stream.attachment))
+
+    def release(self, stream: RequestStream) -> None:
+        """Lets go of a request whose client may still want it."""
+        if self._forget(stream):
+            self.outbox.detach(scheduler_pb2.Detachment(attachment=stream.attachment))
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request of any gateway; False if no such one is live."""
-        self._require_open()
         tag = next(self._numbers)
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._cancellations[tag] = answer
         key = scheduler_pb2.RequestKey(request_id=request_id)
-        self.outbox.cancel(scheduler_pb2.Cancellation(request=key, tag=tag))
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._cancellations[tag] = _Cancelling(key, answer)
+        if self.is_open:
+            self.outbox.cancel(scheduler_pb2.Cancellation(request=key, tag=tag))
         try:
-            return await answer
+            async with asyncio.timeout(self._wait_s):
+                return await answer
+        except TimeoutError:
+            raise _away(was_accepted=False) from None
         finally:
             del self._cancellations[tag]
 
+    # Frames
+
     def deliver(self, frame: scheduler_pb2.ConnectResponse) -> None:
         """Parts of requests that this gateway has left are dropped."""
+        # What comes with an acceptance was there before it.
+        accepted = {acceptance.attachment for acceptance in frame.acceptances}
         for acceptance in frame.acceptances:
             if stream := self._streams.get(acceptance.attachment):
-                stream.put(Accepted())
-        self._deliver_tokens(frame.deltas)
+                stream.accept(acceptance.opaque)
+        self._deliver_tokens(frame.deltas, accepted)
         self._deliver_ends(frame.choice_ends)
         for failure in frame.failures:
-            if stream := self._streams.pop(failure.attachment, None):
-                stream.fail(_error(failure))
+            if stream := self._streams.get(failure.attachment):
+                self._deliver_failure(stream, failure)
         for result in frame.cancellation_results:
-            answer = self._cancellations.get(result.tag)
-            if answer is not None and not answer.done():
-                answer.set_result(result.found)
+            cancelling = self._cancellations.get(result.tag)
+            if cancelling is not None and not cancelling.answer.done():
+                cancelling.answer.set_result(result.found)
 
-    def _deliver_tokens(self, deltas: scheduler_pb2.TokenDeltas) -> None:
+    def _deliver_tokens(self, deltas: scheduler_pb2.TokenDeltas, accepted: set[int]) -> None:
         token_ids = tuple(deltas.token_ids)
         entries = zip(
             deltas.attachments,
@@ -116,21 +180,110 @@ class Multiplexer:
         start = 0
         for attachment, choice, first_index, count in entries:
             if stream := self._streams.get(attachment):
-                stream.put(NewTokens(choice, first_index, token_ids[start : start + count]))
+                new = NewTokens(choice, first_index, token_ids[start : start + count])
+                self._put(stream, new, is_replayed=attachment in accepted)
             start += count
 
     def _deliver_ends(self, ends: Iterable[scheduler_pb2.ChoiceEnd]) -> None:
         """A request is forgotten with the end of its last choice."""
         for end in ends:
             if stream := self._streams.get(end.attachment):
-                stream.put(_ended(end))
+                self._put(stream, _ended(end))
                 if stream.has_ended:
-                    del self._streams[end.attachment]
+                    self._forget(stream)
 
-    def _require_open(self) -> None:
-        if self._closed_by is not None:
-            # A copy: an exception keeps the frames of every place that raised it.
-            raise replace(self._closed_by)
+    def _put(
+        self, stream: RequestStream, event: NewTokens | Ended, is_replayed: bool = False
+    ) -> None:
+        if stream.put(event, is_replayed):
+            return
+        stream.num_gaps += 1
+        log.warning("tokens are missing", choice=event.choice, gaps=stream.num_gaps)
+        if stream.num_gaps > _MAX_GAPS:
+            self.release(stream)
+            stream.fail(RequestError(grpc.StatusCode.INTERNAL, "internal error"))
+        else:
+            self._attach(stream)
+
+    def _deliver_failure(
+        self, stream: RequestStream, failure: scheduler_pb2.RequestFailure
+    ) -> None:
+        error = _error(failure)
+        if _reason(error) in _PASSING:
+            number = stream.attachment
+            self._await_scheduler(stream)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._attach_again, number)
+        else:
+            self._forget(stream)
+            stream.fail(error)
+
+    # One stream
+
+    def _follow(
+        self,
+        wanted: Wanted,
+        state: gateway_pb2.StreamState | None,
+        on_overflow: Callable[[], object],
+    ) -> RequestStream:
+        def overflowed() -> None:
+            self.release(stream)
+            on_overflow()
+
+        stream = RequestStream(wanted, state, self._max_queued_tokens, overflowed)
+        if self.is_open:
+            self._attach(stream)
+        else:
+            self._number(stream)
+            self._await_scheduler(stream)
+        return stream
+
+    def _attach_again(self, number: int) -> None:
+        """Unless it has been left, or attached over another link, meanwhile."""
+        if self.is_open and (stream := self._streams.get(number)):
+            self._attach(stream)
+
+    def _attach(self, stream: RequestStream) -> None:
+        """Asks for a stream, from what it has on, under a new number."""
+        self._number(stream)
+        self._await_scheduler(stream)
+        wanted = stream.wanted
+        del wanted.next_indices[:]
+        wanted.next_indices.extend(stream.next_indices)
+        if isinstance(wanted, scheduler_pb2.Submission):
+            wanted.again = stream.was_sent
+            self.outbox.submit(wanted)
+        else:
+            self.outbox.attach(wanted)
+        for choice in stream.finishes:
+            if stream.is_live(choice):
+                self._say_finish(stream, choice)
+        if stream.was_sent:
+            self._on_reattached()
+        stream.was_sent = True
+
+    def _number(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.attachment, None)
+        stream.wanted.attachment = next(self._numbers)
+        self._streams[stream.attachment] = stream
+
+    def _await_scheduler(self, stream: RequestStream) -> None:
+        stream.wait(self._wait_s, lambda: self._give_up(stream))
+
+    def _give_up(self, stream: RequestStream) -> None:
+        self.release(stream)
+        stream.fail(_away(stream.was_accepted))
+
+    def _forget(self, stream: RequestStream) -> bool:
+        """True where the scheduler is there and has it."""
+        stream.wait_no_more()
+        was_live = self._streams.pop(stream.attachment, None) is not None
+        return was_live and self.is_open
+
+    def _say_finish(self, stream: RequestStream, choice: int) -> None:
+        finish = scheduler_pb2.Finish(
+            attachment=stream.attachment, choice=choice, num_tokens=stream.finishes[choice]
+        )
+        self.outbox.finish(finish)
 
 
 def _ended(end: scheduler_pb2.ChoiceEnd) -> Ended:
@@ -146,3 +299,17 @@ def _ended(end: scheduler_pb2.ChoiceEnd) -> Ended:
 def _error(failure: scheduler_pb2.RequestFailure) -> RequestError:
     code = _CODES.get(failure.code, grpc.StatusCode.UNKNOWN)
     return RequestError(code, failure.message, tuple(failure.details))
+
+
+def _reason(error: RequestError) -> str:
+    """Of the error's ErrorInfo; empty if it has none."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in error.packed_details():
+        if detail.Unpack(info):
+            return str(info.reason)
+    return ""
+
+
+def _away(was_accepted: bool) -> RequestError:
+    metadata = {"resumable": "true"} if was_accepted else None
+    return unavailable("SCHEDULER_AWAY", "the scheduler is away", metadata=metadata)

@@ -11,7 +11,13 @@ from quire.service.errors import invalid
 # leaves room for the few bytes around each part, which are not counted.
 FRAME_BYTES = INTERNAL_MESSAGE_BYTES // 4
 
-_Part = scheduler_pb2.Submission | scheduler_pb2.Finish | scheduler_pb2.Cancellation
+_Part = (
+    scheduler_pb2.Submission
+    | scheduler_pb2.Attachment
+    | scheduler_pb2.Finish
+    | scheduler_pb2.Detachment
+    | scheduler_pb2.Cancellation
+)
 
 
 class Outbox:
@@ -22,30 +28,38 @@ class Outbox:
         self._frame = scheduler_pb2.ConnectRequest()
         self._num_bytes = 0
         self._filled = asyncio.Event()
+        self._is_closed = False
 
     def submit(self, submission: scheduler_pb2.Submission) -> None:
-        """RequestError if no frame could hold it."""
-        num_bytes = submission.ByteSize()
-        if num_bytes > FRAME_BYTES:
-            raise invalid(
-                "prompt",
-                "PROMPT_TOO_LONG",
-                f"makes a message of {num_bytes} bytes; at most {FRAME_BYTES} are allowed",
-            )
+        """One that `check_size` has passed."""
         self._frame_for(submission).submissions.append(submission)
+
+    def attach(self, attachment: scheduler_pb2.Attachment) -> None:
+        self._frame_for(attachment).attachments.append(attachment)
 
     def finish(self, finish: scheduler_pb2.Finish) -> None:
         self._frame_for(finish).finishes.append(finish)
 
+    def detach(self, detachment: scheduler_pb2.Detachment) -> None:
+        self._frame_for(detachment).detachments.append(detachment)
+
     def cancel(self, cancellation: scheduler_pb2.Cancellation) -> None:
         self._frame_for(cancellation).cancellations.append(cancellation)
 
-    async def take(self) -> scheduler_pb2.ConnectRequest:
-        """The next frame to send; waits until there is one."""
+    def close(self) -> None:
+        """Nothing is added from here on."""
+        self._is_closed = True
+        self._filled.set()
+
+    async def take(self) -> scheduler_pb2.ConnectRequest | None:
+        """The next frame to send; waits until there is one. None behind the last one."""
         await self._filled.wait()
         if self._full:
             return self._full.popleft()
-        self._filled.clear()
+        if self._is_closed and not self._num_bytes:
+            return None
+        if not self._is_closed:
+            self._filled.clear()
         return self._begin_frame()
 
     def _frame_for(self, part: _Part) -> scheduler_pb2.ConnectRequest:
@@ -61,3 +75,14 @@ class Outbox:
         frame, self._frame = self._frame, scheduler_pb2.ConnectRequest()
         self._num_bytes = 0
         return frame
+
+
+def check_size(submission: scheduler_pb2.Submission) -> None:
+    """RequestError if no frame could hold it."""
+    num_bytes = submission.ByteSize()
+    if num_bytes > FRAME_BYTES:
+        raise invalid(
+            "prompt",
+            "PROMPT_TOO_LONG",
+            f"makes a message of {num_bytes} bytes; at most {FRAME_BYTES} are allowed",
+        )

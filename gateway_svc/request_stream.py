@@ -5,9 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+import structlog
+from google.protobuf.message import DecodeError
 
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError, failed
+
+log = structlog.get_logger()
+
+Wanted = scheduler_pb2.Submission | scheduler_pb2.Attachment
 
 
 @dataclass(frozen=True)
@@ -36,47 +42,114 @@ Event = Accepted | NewTokens | Ended
 
 
 class RequestStream:
-    """A queue of the events of all choices of a request, bounded by their tokens together.
+    """A queue of the events of all choices of a request: each token once, in order, bounded by
+    the tokens of all choices together.
 
+    It outlives the link: what it has is known, so that it can be asked for again from there on.
     One that fills, or one that fails, gives an error and nothing more.
     """
 
     def __init__(
         self,
-        attachment: int,
-        num_choices: int,
+        wanted: Wanted,
+        state: gateway_pb2.StreamState | None,
         max_queued_tokens: int,
         on_overflow: Callable[[], object],
     ) -> None:
-        self.attachment = attachment
+        """`state` is None for a request of another gateway, until the scheduler gives it back."""
+        self.wanted = wanted
+        self.state: gateway_pb2.StreamState | None = None
         self.error: RequestError | None = None
+        # The scheduler has been asked for it, on this link or a former one.
+        self.was_sent = False
+        self.was_accepted = False
+        # Tokens that a choice keeps, by choices that ended here at a stop string.
+        self.finishes: dict[int, int] = {}
+        # How often tokens were missing since the latest that came.
+        self.num_gaps = 0
+        # By choice, the next index to come.
+        self._next_indices: list[int] = []
         # The choices whose end the scheduler has not told yet.
-        self._live_choices = set(range(num_choices))
+        self._live_choices: set[int] = set()
         self._max_queued_tokens = max_queued_tokens
         self._on_overflow = on_overflow
         self._events: list[Event] = []
         self._num_queued_tokens = 0
         self._changed = asyncio.Event()
+        self._patience: asyncio.TimerHandle | None = None
+        if state is not None:
+            self._begin(state)
+
+    @property
+    def attachment(self) -> int:
+        return self.wanted.attachment
 
     @property
     def has_ended(self) -> bool:
         """The scheduler has told every choice's end."""
-        return not self._live_choices
+        return self.state is not None and not self._live_choices
+
+    @property
+    def next_indices(self) -> list[int]:
+        return list(self._next_indices)
 
     def is_live(self, choice: int) -> bool:
         return choice in self._live_choices
 
-    def put(self, event: Event) -> None:
-        """A choice's first end wins: what comes behind it is dropped."""
-        if isinstance(event, NewTokens | Ended) and not self.is_live(event.choice):
+    def wait(self, wait_s: float, give_up: Callable[[], object]) -> None:
+        """Gives up unless something comes in time; one that waits already goes on waiting."""
+        if self._patience is None and self.error is None:
+            self._patience = asyncio.get_running_loop().call_later(wait_s, give_up)
+
+    def wait_no_more(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def accept(self, opaque: bytes) -> None:
+        """`opaque` is what the gateway that submitted it gave along."""
+        self.wait_no_more()
+        if self.was_accepted:
             return
-        if isinstance(event, Ended):
-            self._live_choices.remove(event.choice)
+        self.was_accepted = True
+        if self.state is None:
+            try:
+                self._begin(gateway_pb2.StreamState.FromString(opaque))
+            except DecodeError:
+                log.exception("the state of a request cannot be read")
+                self.fail(RequestError(grpc.StatusCode.INTERNAL, "internal error"))
+                return
         if self.error is None:
-            self._queue(event)
+            self._queue(Accepted())
+
+    def put(self, event: NewTokens | Ended, is_replayed: bool = False) -> bool:
+        """False, and without effect, where tokens are missing before it.
+
+        What is known already is dropped. A choice's first end wins: what comes behind it is
+        dropped, too. The bound does not count what `is_replayed`: the scheduler has it at once.
+        """
+        self.wait_no_more()
+        if not self.is_live(event.choice):
+            return True
+        next_index = self._next_indices[event.choice]
+        if isinstance(event, Ended):
+            if event.num_tokens > next_index:
+                return False
+            self._live_choices.remove(event.choice)
+            if self.error is None:
+                self._queue(event)
+            return True
+        if event.first_index > next_index:
+            return False
+        if new := event.token_ids[next_index - event.first_index :]:
+            self._next_indices[event.choice] += len(new)
+            self.num_gaps = 0
+            self._put_tokens(NewTokens(event.choice, next_index, new), is_replayed)
+        return True
 
     def fail(self, error: RequestError) -> None:
         """What was put before is still taken."""
+        self.wait_no_more()
         self.error = self.error or error
         self._changed.set()
 
@@ -91,12 +164,22 @@ class RequestStream:
             self._changed.clear()
         return events
 
+    def _begin(self, state: gateway_pb2.StreamState) -> None:
+        self.state = state
+        self._next_indices = [0] * state.num_choices
+        self._live_choices = set(range(state.num_choices))
+
+    def _put_tokens(self, new: NewTokens, is_replayed: bool) -> None:
+        if self.error is not None:
+            return
+        if not is_replayed:
+            self._num_queued_tokens += len(new.token_ids)
+        if self._num_queued_tokens > self._max_queued_tokens:
+            self._overflow()
+        else:
+            self._queue(new)
+
     def _queue(self, event: Event) -> None:
-        if isinstance(event, NewTokens):
-            self._num_queued_tokens += len(event.token_ids)
-            if self._num_queued_tokens > self._max_queued_tokens:
-                self._overflow()
-                return
         self._events.append(event)
         self._changed.set()
 
@@ -107,6 +190,7 @@ class RequestStream:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "SLOW_READER",
                 f"more than {self._max_queued_tokens} tokens waited for the client to read them",
+                metadata={"resumable": "true"},
             )
         )
         self._on_overflow()

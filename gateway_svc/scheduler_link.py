@@ -1,122 +1,148 @@
-"""The gateway's connection to the scheduler: connect, greet, read, connect again."""
+"""The gateway's connection to the scheduler that leads: find it, follow it, find the next one."""
 
 import asyncio
 import contextlib
-import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
 
+from gateway_svc.addresses import Addresses
+from gateway_svc.leader_search import Leader, LeaderSearch, NotLeadingError, connect
 from gateway_svc.multiplexer import Multiplexer
-from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.service.errors import RequestError, unavailable
+from gateway_svc.outbox import Outbox
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import unavailable
 from quire.service.protocol import PROTOCOL_VERSION
 
 log = structlog.get_logger()
 
-_FIRST_BACKOFF_S = 0.1
-_LONGEST_BACKOFF_S = 2.0
-
 
 class SchedulerLink:
-    """Keeps one `Connect` stream up. `requests` is what goes over it.
+    """Keeps one `Connect` stream up, to whichever scheduler leads. `requests` is what goes over it.
 
     `report` hears why no request would run, or None when one would.
     """
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
-        max_queued_tokens: int,
+        addresses: Sequence[str],
+        requests: Multiplexer,
+        wait_s: float,
         report: Callable[[str | None], object],
     ) -> None:
-        self.requests = Multiplexer(max_queued_tokens, _away())
-        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        """`wait_s` is how long somebody waits for a first scheduler."""
+        self.requests = requests
+        # The longest sequence that workers take, as it was last heard; None until it was.
+        self.max_model_len: int | None = None
+        self._search = LeaderSearch(Addresses(addresses), self._try)
+        self._wait_s = wait_s
         self._report = report
         self._gateway_id = secrets.token_bytes(16)
         # The highest seen, on any stream.
         self._epoch = 0
-        self._hello: scheduler_pb2.SchedulerHello | None = None
+        self._was_greeted = asyncio.Event()
+        self._is_closing = False
+        self._running: asyncio.Task[None] | None = None
 
-    @property
-    def max_model_len(self) -> int | None:
-        """The longest sequence any worker takes; None while that is unknown."""
-        if self._hello is None or not self._hello.HasField("max_model_len"):
-            return None
-        return self._hello.max_model_len
+    def start(self) -> None:
+        """Stays connected until closed."""
+        self._running = asyncio.create_task(self._run())
 
-    async def run(self) -> None:
-        """Stays connected until cancelled."""
-        backoff_s = _FIRST_BACKOFF_S
+    async def close(self, within_s: float) -> None:
+        """Says what is left to say, and ends."""
+        self._is_closing = True
+        self.requests.outbox.close()
+        if self._running is not None:
+            # Without a scheduler there is nobody to say it to.
+            if not self.requests.is_open:
+                self._running.cancel()
+            await asyncio.wait({self._running}, timeout=within_s)
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def greeted(self) -> None:
+        """Until a scheduler has ever been there: what it says bounds requests. RequestError if
+        that takes too long.
+        """
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._was_greeted.wait()
+        except TimeoutError:
+            raise unavailable("SCHEDULER_AWAY", "the scheduler is away") from None
+
+    async def _run(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        while True:
-            why = await self._connect()
-            if task.cancelling():
+        while not self._is_closing:
+            leader = await self._search.find()
+            try:
+                why = await self._follow(leader)
+            finally:
+                self.requests.lose()
+                leader.call.cancel()
+                await leader.channel.close()
+            if self._is_closing or task.cancelling():
                 # gRPC swallows a cancellation that comes together with the end of the call.
                 return
-            if self._hello is not None:
-                backoff_s = _FIRST_BACKOFF_S
-            self._hello = None
             # Why is for the operator: it may speak of another client's request.
-            self.requests.close(_away())
-            log.warning("scheduler away", reason=why, retry_in_s=backoff_s)
+            log.warning("scheduler away", address=leader.address, reason=why)
             self._report(why)
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1))
-            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    async def _connect(self) -> str:
-        """One stream's life; returns why it ended."""
-        call = self._stub.Connect()
-        writer = asyncio.create_task(self._write(call))
-        try:
-            async for frame in call:
-                if frame.epoch >= self._epoch:
-                    self._epoch = frame.epoch
-                    self._receive(frame)
-                elif self._hello is None:
-                    return f"its epoch {frame.epoch} is over, {self._epoch} has been seen"
-        except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        except _RefusedError as error:
-            return str(error)
-        finally:
-            writer.cancel()
-            call.cancel()
-        return "it ended the stream"
-
-    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+    async def _try(self, address: str) -> Leader:
         hello = scheduler_pb2.GatewayHello(
             gateway_id=self._gateway_id, protocol_version=PROTOCOL_VERSION
         )
-        # A write that fails ends the stream, which the reader sees.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await call.write(scheduler_pb2.ConnectRequest(hello=hello))
-            while True:
-                await call.write(await self.requests.outbox.take())
+        leader = await connect(address, hello)
+        try:
+            self._check(leader.greeting)
+        except NotLeadingError as error:
+            await leader.channel.close()
+            self._report(str(error))
+            raise
+        return leader
+
+    async def _follow(self, leader: Leader) -> str:
+        """One stream's life; returns why it ended."""
+        frame: object = leader.greeting
+        self.requests.open()
+        writer = asyncio.create_task(_write(leader, self.requests.outbox))
+        log.info("scheduler connected", address=leader.address, epoch=leader.greeting.epoch)
+        try:
+            while isinstance(frame, scheduler_pb2.ConnectResponse):
+                self._check(frame)
+                self._receive(frame)
+                frame = await leader.call.read()
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except NotLeadingError as error:
+            return str(error)
+        finally:
+            writer.cancel()
+        return "it ended the stream"
+
+    def _check(self, frame: scheduler_pb2.ConnectResponse) -> None:
+        if frame.epoch < self._epoch:
+            raise NotLeadingError(f"its epoch {frame.epoch} is over, {self._epoch} has been seen")
+        version = frame.hello.protocol_version
+        if frame.HasField("hello") and version != PROTOCOL_VERSION:
+            raise NotLeadingError(f"it speaks protocol {version}, this is {PROTOCOL_VERSION}")
 
     def _receive(self, frame: scheduler_pb2.ConnectResponse) -> None:
+        self._epoch = frame.epoch
         if frame.HasField("hello"):
-            self._greeted(frame.hello)
+            hello = frame.hello
+            if hello.HasField("max_model_len"):
+                self.max_model_len = hello.max_model_len
+            self._was_greeted.set()
+            self._report(None if hello.ready else "no worker is attached to the scheduler")
         self.requests.deliver(frame)
 
-    def _greeted(self, hello: scheduler_pb2.SchedulerHello) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise _RefusedError(
-                f"it speaks protocol {hello.protocol_version}, this is {PROTOCOL_VERSION}"
-            )
-        if self._hello is None:
-            log.info("scheduler connected", epoch=self._epoch, ready=hello.ready)
-        self._hello = hello
-        self.requests.open()
-        self._report(None if hello.ready else "no worker is attached to the scheduler")
 
-
-class _RefusedError(Exception):
-    """A scheduler that must not be spoken to."""
-
-
-def _away() -> RequestError:
-    return unavailable("SCHEDULER_AWAY", "the scheduler is away")
+async def _write(leader: Leader, outbox: Outbox) -> None:
+    # A write that fails ends the stream, which the reader sees.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while (frame := await outbox.take()) is not None:
+            await leader.call.write(frame)
+        await leader.call.done_writing()

@@ -13,12 +13,13 @@ from gateway_svc.malformed_requests import MalformedRequests
 from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.model_files import ModelFilesError
 from gateway_svc.model_servicer import ModelServicer
+from gateway_svc.multiplexer import Multiplexer
 from gateway_svc.rpc import Calls
 from gateway_svc.scheduler_link import SchedulerLink
 from gateway_svc.served_model import Model, ServedModel
 from gateway_svc.settings import GatewaySettings
 from gateway_svc.tokenizer_servicer import TokenizerServicer
-from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, server_options
+from quire.service.channels import server_options
 from quire.service.errors import unavailable
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
@@ -41,14 +42,16 @@ class Gateway:
         # None where nobody asked for metrics, and before the start.
         self.metrics_server: MetricsServer | None = None
         self._metrics = GatewayMetrics()
-        self.channel = grpc.aio.insecure_channel(
-            settings.scheduler, options=channel_options(INTERNAL_MESSAGE_BYTES)
-        )
         # Why the scheduler cannot be used, or None. Published by a task of its own: telling the
         # watchers of health may wait for them, and the link must not.
         self._scheduler_states = asyncio.Queue[str | None]()
         self.link = SchedulerLink(
-            self.channel, settings.max_queued_tokens, self._scheduler_states.put_nowait
+            settings.scheduler_addresses,
+            Multiplexer(
+                settings.max_queued_tokens, settings.scheduler_wait_s, self._metrics.reattached.inc
+            ),
+            settings.scheduler_wait_s,
+            self._scheduler_states.put_nowait,
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
         self.server = grpc.aio.server(interceptors=[MalformedRequests()], options=server_options())
@@ -69,9 +72,9 @@ class Gateway:
         )
         self._tasks = [
             asyncio.create_task(self._load_model()),
-            asyncio.create_task(self.link.run()),
             asyncio.create_task(self._publish_scheduler()),
         ]
+        self.link.start()
         return address
 
     async def drain(self) -> None:
@@ -86,15 +89,19 @@ class Gateway:
             await asyncio.gather(closing, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Ends the calls that still run with UNAVAILABLE, then everything else."""
-        self.link.requests.close(unavailable("STOPPING", "the gateway is stopping"))
+        """Ends the calls that still run with UNAVAILABLE, then everything else. Their requests run
+        on for a while: they can be resumed, or repeated, at another gateway.
+        """
+        self.link.requests.detach_all(
+            unavailable("STOPPING", "the gateway is stopping", metadata={"resumable": "true"})
+        )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.calls.none_live(), timeout=1)
         await self.server.stop(None)
+        await self.link.close(within_s=1)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.channel.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.metrics_server is not None:
             await self.metrics_server.stop()

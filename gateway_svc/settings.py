@@ -2,14 +2,22 @@
 
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_settings import SettingsConfigDict
 
-from quire.service.addresses import Address
+from quire.service.addresses import Address, check_address
 from quire.service.metrics import MetricsAddress
 from quire.service.settings import ServiceSettings
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+def _check_addresses(value: str) -> str:
+    """ValueError unless all of them are addresses."""
+    return ",".join(check_address(part.strip()) for part in value.split(","))
+
+
+Addresses = Annotated[str, AfterValidator(_check_addresses)]
 
 
 class GatewaySettings(ServiceSettings):
@@ -22,8 +30,15 @@ class GatewaySettings(ServiceSettings):
     listen: Address = Field(
         "127.0.0.1:50051", description="Where the API is served: host:port or unix:/path."
     )
-    scheduler: Address = Field(
-        "127.0.0.1:50052", description="The scheduler's address: host:port or unix:/path."
+    scheduler: Addresses = Field(
+        "127.0.0.1:50052",
+        description="Schedulers, separated by commas: host:port or unix:/path. A host name stands "
+        "for every address it resolves to. The one that leads is found among them.",
+    )
+    scheduler_wait_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that requests wait for a scheduler while none leads.",
     )
     model: _Text = Field(
         description="Folder in Hugging Face format, or a hub id, whose tokenizer is served."
@@ -45,3 +60,7 @@ class GatewaySettings(ServiceSettings):
     metrics_listen: MetricsAddress | None = Field(
         None, description="Where metrics are served over HTTP: host:port; nowhere if absent."
     )
+
+    @property
+    def scheduler_addresses(self) -> tuple[str, ...]:
+        return tuple(self.scheduler.split(","))

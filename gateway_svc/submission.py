@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from gateway_svc import prompts, validation
 from gateway_svc.choice import Choice
-from gateway_svc.detokenizer import Detokenizer
-from gateway_svc.prompts import Prompt
+from gateway_svc.continuation import choices_of, state_of
 from gateway_svc.served_model import Model
 from gateway_svc.validation import GenerationRequest
-from quire.internal.v1 import scheduler_pb2
-from quire.v1 import inference_pb2
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
 
 
 @dataclass(frozen=True)
@@ -21,6 +19,7 @@ class Submitted:
     """A checked request, and the choices that it writes."""
 
     submission: scheduler_pb2.Submission
+    state: gateway_pb2.StreamState
     choices: Sequence[Choice]
 
 
@@ -35,29 +34,27 @@ async def prepare(
     request_id = request.request_id or secrets.token_hex(16)
     params = request.sampling_params
     resolved = validation.resolve(params, request_id, len(prompt.token_ids), limits)
-    num_choices = params.n if params.HasField("n") else 1
+    state = state_of(request, model, prompt, resolved.stop_token_ids)
     submission = scheduler_pb2.Submission(
         request_id=request_id,
-        digest=hashlib.sha256(request.SerializeToString(deterministic=True)).digest(),
+        digest=digest_of(request),
         prompt_token_ids=prompt.token_ids,
         params=resolved,
         deadline_ms=deadline_ms,
+        resume_window_s=request.resume_window_s if request.HasField("resume_window_s") else None,
         priority=request.priority if request.HasField("priority") else None,
-        n=num_choices,
+        n=state.num_choices,
         cache_salt=request.cache_salt.encode(),
+        opaque=state.SerializeToString(),
     )
-    stop_token_ids = frozenset(resolved.stop_token_ids)
-    choices = [
-        Choice(index, _detokenizer(model, params, prompt), params.stop, stop_token_ids)
-        for index in range(num_choices)
-    ]
-    return Submitted(submission, choices)
+    return Submitted(submission, state, choices_of(state, model))
 
 
-def _detokenizer(model: Model, params: inference_pb2.SamplingParams, prompt: Prompt) -> Detokenizer:
-    return Detokenizer(
-        model.vocabulary,
-        skip_special_tokens=params.skip_special_tokens
-        or not params.HasField("skip_special_tokens"),
-        context=prompt.token_ids if prompt.is_continued else (),
-    )
+def digest_of(request: GenerationRequest) -> bytes:
+    """The same for both ways to ask: their messages have the same fields. How long it runs on
+    without a client is no part of what is asked for.
+    """
+    asked = type(request)()
+    asked.CopyFrom(request)  # type: ignore[arg-type]
+    asked.ClearField("resume_window_s")
+    return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()

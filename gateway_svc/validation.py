@@ -24,6 +24,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
+MAX_RESUME_WINDOW_S = 3600
 # Of one Detokenize, unless the model's own sequences are longer: a tenth of a second of work.
 MAX_DETOKENIZED_TOKENS = 2**17
 
@@ -46,8 +47,26 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
     if request.HasField("request_id"):
         check_request_id(request.request_id)
     _check_cache_salt(request.cache_salt)
+    if request.resume_window_s > MAX_RESUME_WINDOW_S:
+        raise invalid(
+            "resume_window_s",
+            "RESUME_WINDOW_S_OUT_OF_RANGE",
+            f"is {request.resume_window_s}; must be 0 to {MAX_RESUME_WINDOW_S}",
+        )
     _check_sampling(request.sampling_params, limits.vocab_size)
     _check_prompt(request, limits)
+
+
+def check_resumed(request: inference_pb2.ResumeGenerateRequest) -> None:
+    """Everything that can be known before the request is known."""
+    check_request_id(request.request_id)
+    count = len(request.next_token_indices)
+    if count > MAX_CHOICES:
+        raise invalid(
+            "next_token_indices",
+            "TOO_MANY_NEXT_TOKEN_INDICES",
+            f"has {count} entries; a request has at most {MAX_CHOICES} choices",
+        )
 
 
 def check_request_id(request_id: str) -> None:

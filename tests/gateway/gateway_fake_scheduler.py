@@ -9,21 +9,30 @@ import grpc
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.internal.v1 import scheduler_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.errors import abort, unavailable
 
 MAX_MODEL_LEN = 64
 
+Wanted = pb.Submission | pb.Attachment
+
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """One gateway at a time. What it says waits in queues, by kind."""
+    """One gateway at a time. What it says waits in queues, by kind. It leads, unless told not to:
+    then it turns gateways away.
+    """
 
     def __init__(self) -> None:
         self.hello = pb.SchedulerHello(
             protocol_version=1, holder=b"me", ready=True, max_model_len=MAX_MODEL_LEN
         )
         self.epoch = 7
+        self.leads = True
+        self.num_connects = 0
         self.connected = asyncio.Event()
         self.submissions = asyncio.Queue[pb.Submission]()
+        self.attachments = asyncio.Queue[pb.Attachment]()
         self.finishes = asyncio.Queue[pb.Finish]()
+        self.detachments = asyncio.Queue[pb.Detachment]()
         self.cancellations = asyncio.Queue[pb.Cancellation]()
         self.num_frames = 0
         self._frames = asyncio.Queue[pb.ConnectResponse | None]()
@@ -43,6 +52,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Connect(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any
     ) -> AsyncIterator[pb.ConnectResponse]:
+        self.num_connects += 1
+        if not self.leads:
+            await abort(context, unavailable("STANDBY", "this scheduler does not lead"))
         self._frames = asyncio.Queue()
         first = await anext(aiter(request_iterator))
         assert first.hello.protocol_version == 1
@@ -61,10 +73,15 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.num_frames += 1
             for submission in frame.submissions:
                 self.submissions.put_nowait(submission)
+            for attachment in frame.attachments:
+                self.attachments.put_nowait(attachment)
             for finish in frame.finishes:
                 self.finishes.put_nowait(finish)
             for cancellation in frame.cancellations:
                 self.cancellations.put_nowait(cancellation)
+            for detachment in frame.detachments:
+                self.detachments.put_nowait(detachment)
+        self.drop_stream()
 
     def drop_stream(self) -> None:
         self._frames.put_nowait(None)
@@ -72,24 +89,25 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     def say(self, **parts: Any) -> None:
         self._frames.put_nowait(pb.ConnectResponse(**{"epoch": self.epoch, **parts}))
 
-    def accept(self, submission: pb.Submission) -> None:
-        self.say(acceptances=[pb.Acceptance(attachment=submission.attachment)])
+    def accept(self, wanted: Wanted, opaque: bytes = b"", **parts: Any) -> None:
+        acceptance = pb.Acceptance(attachment=wanted.attachment, opaque=opaque)
+        self.say(acceptances=[acceptance], **parts)
 
     def write(
-        self, submission: pb.Submission, first: int, token_ids: Sequence[int], choice: int = 0
+        self, submission: Wanted, first: int, token_ids: Sequence[int], choice: int = 0
     ) -> None:
         self.say(deltas=deltas(Delta(submission, first, token_ids, choice)))
 
     def end(
         self,
-        submission: pb.Submission,
+        submission: Wanted,
         num_tokens: int,
         reason: pb.EndReason.ValueType = pb.END_REASON_LENGTH,
         **parts: Any,
     ) -> None:
         self.say(choice_ends=[choice_end(submission, num_tokens, reason, **parts)])
 
-    def fail(self, submission: pb.Submission, code: grpc.StatusCode, **parts: Any) -> None:
+    def fail(self, submission: Wanted, code: grpc.StatusCode, **parts: Any) -> None:
         failure = pb.RequestFailure(
             attachment=submission.attachment, code=code.value[0], message="no", **parts
         )
@@ -107,7 +125,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 class Delta(NamedTuple):
     """New tokens of one choice."""
 
-    submission: pb.Submission
+    submission: Wanted
     first: int
     token_ids: Sequence[int]
     choice: int = 0
@@ -124,7 +142,7 @@ def deltas(*entries: Delta) -> pb.TokenDeltas:
 
 
 def choice_end(
-    submission: pb.Submission,
+    submission: Wanted,
     num_tokens: int,
     reason: pb.EndReason.ValueType = pb.END_REASON_LENGTH,
     **parts: Any,

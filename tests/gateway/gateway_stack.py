@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import grpc
 from gateway_fake_scheduler import FakeScheduler
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from gateway_svc.server import Gateway
 from quire.v1 import inference_pb2, inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
@@ -41,3 +43,12 @@ class Stack:
 
     def is_idle(self) -> bool:
         return self.gateway.link.requests.is_idle and not self.gateway.calls.num_live
+
+
+def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    """The error's reason and what it says of it."""
+    info = error_details_pb2.ErrorInfo()
+    status = rpc_status.from_call(error)
+    assert status is not None
+    assert any(detail.Unpack(info) for detail in status.details), status
+    return info

@@ -6,8 +6,8 @@ from gateway_fake_scheduler import Delta, choice_end, deltas
 from gateway_stack import Stack
 
 from gateway_svc.multiplexer import Multiplexer
-from quire.internal.v1 import scheduler_pb2
-from quire.service.errors import RequestError, unavailable
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.service.errors import RequestError
 from quire.v1 import inference_pb2 as pb
 
 TEXTS = ("brown fox", "🦊 jumps over", "Größe")
@@ -189,16 +189,21 @@ async def test_a_failure_ends_the_whole_request(stack: Stack) -> None:
     assert stack.scheduler.cancellations.empty()
 
 
-async def test_a_gap_in_one_choice_ends_the_whole_request(stack: Stack) -> None:
+async def test_a_gap_in_one_choice_asks_again_for_all(stack: Stack) -> None:
+    ids = stack.encode("ab")
     call = stack.inference.StreamGenerate(request(2))
     submission = await stack.scheduler.submissions.get()
-    stack.scheduler.write(submission, 0, [5])
-    stack.scheduler.write(submission, 1, [5], choice=1)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert (await stack.scheduler.cancellations.get()).attachment == submission.attachment
+    stack.scheduler.write(submission, 0, ids[:1])
+    stack.scheduler.write(submission, 1, ids[1:], choice=1)
+    again = await stack.scheduler.submissions.get()
+    assert again.next_indices == [1, 0]
+    # A late one of the attachment that was given up.
+    stack.scheduler.write(submission, 1, [5])
+    for choice, first in enumerate(again.next_indices):
+        stack.scheduler.write(again, first, ids[first:], choice)
+        stack.scheduler.end(again, len(ids), choice=choice)
+    parts, _ = await written(call)
+    assert list(map(tokens_of, parts)) == [ids, ids]
 
 
 async def test_a_client_that_leaves_while_a_choice_is_written_cancels(stack: Stack) -> None:
@@ -215,11 +220,13 @@ async def test_a_client_that_leaves_while_a_choice_is_written_cancels(stack: Sta
 
 async def test_the_bound_of_queued_tokens_is_the_requests() -> None:
     """One that fills it gets no more, and is cancelled though a choice has ended meanwhile."""
-    requests = Multiplexer(10, unavailable("AWAY", "away"))
+    requests = Multiplexer(10, wait_s=30)
     requests.open()
-    submission = scheduler_pb2.Submission(n=2)
+    submission = scheduler_pb2.Submission()
+    state = gateway_pb2.StreamState(num_choices=2)
     overflows: list[bool] = []
-    stream = requests.submit(submission, lambda: overflows.append(True))
+    stream = requests.submit(submission, state, lambda: overflows.append(True))
+    await requests.outbox.take()
     entries = [Delta(submission, 0, [5] * 5, choice) for choice in range(2)]
     requests.deliver(scheduler_pb2.ConnectResponse(deltas=deltas(*entries)))
     assert not overflows
@@ -235,6 +242,26 @@ async def test_the_bound_of_queued_tokens_is_the_requests() -> None:
     with pytest.raises(RequestError, match="more than 10 tokens waited"):
         await stream.take()
     requests.leave(stream)
-    [cancellation] = (await requests.outbox.take()).cancellations
-    assert cancellation.attachment == submission.attachment
+    frame = await requests.outbox.take()
+    [detachment] = frame.detachments
+    assert detachment == scheduler_pb2.Detachment(attachment=submission.attachment)
+    assert not frame.cancellations
     assert requests.is_idle
+
+
+async def test_what_was_there_before_an_acceptance_fills_no_queue() -> None:
+    requests = Multiplexer(10, wait_s=30)
+    requests.open()
+    submission = scheduler_pb2.Submission()
+    state = gateway_pb2.StreamState(num_choices=2)
+    stream = requests.submit(submission, state, lambda: None)
+    replay = [Delta(submission, 0, [5] * 100, choice) for choice in range(2)]
+    acceptance = scheduler_pb2.Acceptance(attachment=submission.attachment)
+    requests.deliver(
+        scheduler_pb2.ConnectResponse(acceptances=[acceptance], deltas=deltas(*replay))
+    )
+    for num_tokens in (10, 1):
+        assert stream.error is None
+        new = Delta(submission, stream.next_indices[0], [5] * num_tokens)
+        requests.deliver(scheduler_pb2.ConnectResponse(deltas=deltas(new)))
+    assert stream.error is not None

@@ -137,21 +137,49 @@ async def test_characters_of_several_tokens_are_never_split(stack: Stack) -> Non
     assert written == text
 
 
-async def test_tokens_told_twice_are_dropped_and_a_gap_is_a_fault(stack: Stack) -> None:
+async def test_tokens_told_twice_are_dropped_and_missing_ones_asked_for(stack: Stack) -> None:
     ids = stack.encode("abcdef")
     call = stack.inference.StreamGenerate(request())
     submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
     stack.scheduler.write(submission, 0, ids[:2])
     stack.scheduler.write(submission, 1, ids[1:3])
+    responses = aiter(call)
+    await anext(responses)
     written = ""
     while written != "abc":
-        written += (await call.read()).deltas[0].text
+        written += (await anext(responses)).deltas[0].text
     stack.scheduler.write(submission, 4, ids[4:])
+    again = await stack.scheduler.submissions.get()
+    assert again.attachment != submission.attachment
+    assert (again.again, again.next_indices, again.digest) == (True, [3], submission.digest)
+    stack.scheduler.accept(again)
+    stack.scheduler.write(again, 3, ids[3:])
+    stack.scheduler.end(again, len(ids))
+    async for response in responses:
+        written += response.deltas[0].text
+    assert written == "abcdef"
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+async def test_a_scheduler_that_skips_tokens_for_ever_is_at_fault(
+    stack: Stack, at_the_end: bool
+) -> None:
+    call = stack.inference.StreamGenerate(request())
+    for _ in range(4):
+        submission = await stack.scheduler.submissions.get()
+        stack.scheduler.accept(submission)
+        if at_the_end:
+            stack.scheduler.end(submission, 1)
+        else:
+            stack.scheduler.write(submission, 1, [5])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
+        async for _ in call:
+            pass
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert caught.value.details() == "internal error"
-    assert (await stack.scheduler.cancellations.get()).attachment == submission.attachment
+    detachment = await stack.scheduler.detachments.get()
+    assert detachment == scheduler_pb2.Detachment(attachment=submission.attachment)
 
 
 async def test_sixty_four_requests_share_frames(stack: Stack) -> None:

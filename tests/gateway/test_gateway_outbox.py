@@ -4,8 +4,8 @@ import grpc
 import pytest
 from gateway_stack import Stack
 
-from gateway_svc.outbox import FRAME_BYTES, Outbox
-from quire.internal.v1 import scheduler_pb2
+from gateway_svc.outbox import FRAME_BYTES, Outbox, check_size
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import RequestError
 from quire.v1 import inference_pb2 as pb
@@ -62,13 +62,23 @@ async def test_many_small_parts_stay_below_the_links_limit() -> None:
 
 
 async def test_what_no_frame_holds_is_refused() -> None:
-    outbox = Outbox()
     with pytest.raises(RequestError) as caught:
-        outbox.submit(submission(1, FRAME_BYTES + 1))
+        check_size(submission(1, FRAME_BYTES + 1))
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert str(caught.value).startswith("prompt: ")
-    outbox.submit(submission(2, 10))
-    assert [part.attachment for part in (await outbox.take()).submissions] == [2]
+    check_size(submission(2, 10))
+
+
+async def test_a_closed_one_gives_what_it_has_and_then_nothing() -> None:
+    outbox = Outbox()
+    for attachment in range(5):
+        outbox.submit(submission(attachment, FRAME_BYTES // 2))
+    outbox.close()
+    seen: list[int] = []
+    while (frame := await outbox.take()) is not None:
+        seen += [part.attachment for part in frame.submissions]
+    assert seen == list(range(5))
+    assert await outbox.take() is None
 
 
 async def test_requests_of_one_moment_cannot_break_the_link(stack: Stack) -> None:
@@ -78,7 +88,8 @@ async def test_requests_of_one_moment_cannot_break_the_link(stack: Stack) -> Non
     requests = stack.gateway.link.requests
     num_bytes = FRAME_BYTES // 3
     count = INTERNAL_MESSAGE_BYTES // num_bytes + 1
-    streams = [requests.submit(submission(0, num_bytes), lambda: None) for _ in range(count)]
+    state = gateway_pb2.StreamState(num_choices=1)
+    streams = [requests.submit(submission(0, num_bytes), state, lambda: None) for _ in range(count)]
     for stream in streams:
         arrived = await asyncio.wait_for(stack.scheduler.submissions.get(), 30)
         assert arrived.attachment == stream.attachment
