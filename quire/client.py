@@ -1,47 +1,75 @@
 """The API call by call, for programs without an event loop (or with one that is not ours)."""
 
-import queue
-from collections.abc import Generator, Sequence
-from typing import Self, TypeAlias, Unpack
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
 from quire.arguments import deadline
-from quire.errors import clear_errors
+from quire.batch import Batch, MethodAt
+from quire.errors import QuireError, clear_errors
 from quire.outputs import Model, RequestDelta, RequestOutput
+from quire.patience import CANCEL_TIMEOUT_S, RESUME_TIMEOUT_S, Patience, resume_timeout
 from quire.prompts import Conversation, Prompt
 from quire.requests import (
     RequestOptions,
     cancel_request,
+    check_resumption,
     detokenize_request,
     fill_request,
     request_output,
     tokenize_request,
 )
+from quire.resumption import Answer, Resumption
 from quire.sampling import SamplingParams
-from quire.targets import check_target, client_options
+from quire.targets import Targets, client_options
 from quire.v1 import inference_pb2, model_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
 from quire.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
-# The class cannot be subscripted when it runs.
-_Call: TypeAlias = "grpc.Future[inference_pb2.GenerateResponse]"
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class _Stream(Protocol):
+    """A call whose answers are read one by one."""
+
+    def __iter__(self) -> Iterator[Answer]: ...
+    def cancel(self) -> bool: ...
+    def is_active(self) -> bool: ...
 
 
 class Client:
-    """One channel to a server at `host:port` or `unix:/path`. Safe to share between threads.
+    """Talks to a server at `host:port` or `unix:/path`, or to the gateways of one service at
+    several such addresses, separated by commas. Safe to share between threads.
+
+    What breaks is taken up again, at the next address, by itself: a stream goes on behind the
+    tokens that have come, everything else is sent again. This ends when nothing has come for
+    `resume_timeout_s`; with 0 the first failure is the last.
 
     Every call raises QuireError where the server, or the way to it, fails, TypeError or ValueError
     for arguments that cannot be sent, and ValueError once the client is closed. `timeout_s` is the
-    call's deadline: the server stops working on it, too; None or infinity sets none.
+    deadline of a call with all that is sent for it: the server stops working on it, too; None or
+    infinity sets none.
     """
 
-    def __init__(self, target: str) -> None:
-        check_target(target)
+    def __init__(self, target: str, *, resume_timeout_s: float = RESUME_TIMEOUT_S) -> None:
+        self._targets = Targets(target)
+        self._resume_timeout_s = resume_timeout(resume_timeout_s)
         self.target = target
-        self._channel = grpc.insecure_channel(target, options=client_options(target))
+        self._channels = {
+            address: grpc.insecure_channel(address, options=client_options(address))
+            for address in self._targets.addresses
+        }
         self._closed = False
+
+    @property
+    def current_target(self) -> str:
+        """The address that served last, or the first one."""
+        return self._targets.current
 
     def generate(
         self,
@@ -66,16 +94,8 @@ class Client:
             fill_request(inference_pb2.GenerateRequest(), prompt, params, options)
             for prompt, params in zip(prompts, sampling_params, strict=True)
         ]
-        timeout = deadline("timeout_s", timeout_s)
-        stub = InferenceServiceStub(self._open_channel())
-        calls = [stub.Generate.future(request, timeout=timeout) for request in requests]
-        try:
-            with clear_errors(self.target):
-                _raise_first_error(calls)
-                return [request_output(r, c.result()) for r, c in zip(requests, calls, strict=True)]
-        finally:
-            for call in calls:
-                call.cancel()
+        responses = self._call_all(lambda at: self._inference(at).Generate, requests, timeout_s)
+        return [request_output(*pair) for pair in zip(requests, responses, strict=True)]
 
     def stream_generate(
         self,
@@ -85,18 +105,36 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[RequestDelta, None, None]:
-        """The output as it is written. Closing the generator cancels the request."""
+        """The output as it is written. Closing the generator cancels the request, unless that has
+        a `resume_window_s`."""
         request = fill_request(
             inference_pb2.StreamGenerateRequest(), prompt, sampling_params, options
         )
-        return self._stream(request, deadline("timeout_s", timeout_s))
+        patience = self._patience(timeout_s)
+        return self._stream(Resumption(patience, request.request_id, request))
+
+    def resume(
+        self,
+        request_id: str,
+        next_token_indices: Sequence[int] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[RequestDelta, None, None]:
+        """The rest of a stream that another program began, or this one before it was started
+        again: what comes after the tokens that are there.
+
+        `next_token_indices` has for each completion the `first_token_index` of its last delta plus
+        the number of that delta's `token_ids`; 0 where absent. The request is taken from whoever
+        streams it. QuireError NOT_FOUND if it is not known, or not any more.
+        """
+        check_resumption(request_id, next_token_indices)
+        patience = self._patience(timeout_s)
+        return self._stream(Resumption(patience, request_id, None, next_token_indices))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a request by its id; the call that waits for it fails with CANCELLED."""
         request = cancel_request(request_id)
-        timeout = deadline("timeout_s", timeout_s)
-        with clear_errors(self.target):
-            InferenceServiceStub(self._open_channel()).CancelGenerate(request, timeout=timeout)
+        self._call(lambda at: self._inference(at).CancelGenerate, request, timeout_s)
 
     def tokenize(
         self,
@@ -108,10 +146,8 @@ class Client:
     ) -> list[int]:
         """The token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(prompt, add_special_tokens, model)
-        timeout = deadline("timeout_s", timeout_s)
-        with clear_errors(self.target):
-            stub = TokenizerServiceStub(self._open_channel())
-            return list(stub.Tokenize(request, timeout=timeout).token_ids)
+        response = self._call(lambda at: self._tokenizer(at).Tokenize, request, timeout_s)
+        return list(response.token_ids)
 
     def detokenize(
         self,
@@ -122,50 +158,93 @@ class Client:
         timeout_s: float | None = None,
     ) -> str:
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        timeout = deadline("timeout_s", timeout_s)
-        with clear_errors(self.target):
-            stub = TokenizerServiceStub(self._open_channel())
-            return stub.Detokenize(request, timeout=timeout).text
+        response = self._call(lambda at: self._tokenizer(at).Detokenize, request, timeout_s)
+        return response.text
 
     def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
         request = model_pb2.ListModelsRequest()
-        timeout = deadline("timeout_s", timeout_s)
-        with clear_errors(self.target):
-            response = ModelServiceStub(self._open_channel()).ListModels(request, timeout=timeout)
+        response = self._call(lambda at: self._models(at).ListModels, request, timeout_s)
         return [Model.from_proto(model) for model in response.models]
 
     def close(self) -> None:
-        """Ends the channel, and with it every call in progress."""
+        """Ends the channels, and with them every call in progress."""
         self._closed = True
-        self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
 
-    def _stream(
-        self, request: inference_pb2.StreamGenerateRequest, timeout: float | None
-    ) -> Generator[RequestDelta, None, None]:
-        call = InferenceServiceStub(self._open_channel()).StreamGenerate(request, timeout=timeout)
+    def _call(
+        self, method_at: "MethodAt[_Request, _Response]", request: _Request, timeout_s: float | None
+    ) -> _Response:
+        return self._call_all(method_at, [request], timeout_s)[0]
+
+    def _call_all(
+        self,
+        method_at: "MethodAt[_Request, _Response]",
+        requests: Sequence[_Request],
+        timeout_s: float | None,
+    ) -> list[_Response]:
+        return Batch(method_at, requests, [self._patience(timeout_s) for _ in requests]).run()
+
+    def _stream(self, state: Resumption) -> Generator[RequestDelta, None, None]:
+        call = None
         try:
-            with clear_errors(self.target):
-                for message in call:
-                    yield RequestDelta.from_proto(message)
+            while not state.is_complete:
+                call = self._begin(state)
+                try:
+                    yield from self._deltas(call, state)
+                    state.ended()
+                    return
+                except QuireError as error:
+                    call.cancel()
+                    if not state.is_complete:
+                        time.sleep(state.failed(error))
         finally:
-            call.cancel()
+            self._leave(call, state)
 
-    def _open_channel(self) -> grpc.Channel:
+    def _begin(self, state: Resumption) -> _Stream:
+        timeout = state.patience.begin()
+        stub = self._inference(state.patience.target)
+        ask = state.ask()
+        if isinstance(ask, inference_pb2.ResumeGenerateRequest):
+            return stub.ResumeGenerate(ask, timeout=timeout)
+        return stub.StreamGenerate(ask, timeout=timeout)
+
+    def _deltas(self, call: _Stream, state: Resumption) -> Generator[RequestDelta, None, None]:
+        with clear_errors(state.patience.target):
+            for message in call:
+                delta = state.take(message)
+                if delta is not None:
+                    yield delta
+
+    def _leave(self, call: _Stream | None, state: Resumption) -> None:
+        """Nobody listens any more: ends the request, wherever it is."""
+        if call is not None and call.is_active():
+            call.cancel()
+        elif state.runs_unheard and not self._closed:
+            request = cancel_request(state.request_id)
+            with suppress(grpc.RpcError, ValueError):
+                stub = self._inference(state.patience.target)
+                stub.CancelGenerate(request, timeout=CANCEL_TIMEOUT_S)
+
+    def _patience(self, timeout_s: float | None) -> Patience:
+        return Patience(self._targets, self._resume_timeout_s, deadline("timeout_s", timeout_s))
+
+    def _inference(self, target: str) -> InferenceServiceStub:
+        return InferenceServiceStub(self._channel(target))
+
+    def _tokenizer(self, target: str) -> TokenizerServiceStub:
+        return TokenizerServiceStub(self._channel(target))
+
+    def _models(self, target: str) -> ModelServiceStub:
+        return ModelServiceStub(self._channel(target))
+
+    def _channel(self, target: str) -> grpc.Channel:
         if self._closed:
             raise ValueError("the client is closed")
-        return self._channel
+        return self._channels[target]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _raise_first_error(calls: Sequence[_Call]) -> None:
-    """Waits for all calls, or for the first that fails, whichever place it has in the sequence."""
-    ended: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-    for call in calls:
-        call.add_done_callback(ended.put)
-    for _ in calls:
-        ended.get().result()

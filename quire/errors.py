@@ -23,6 +23,7 @@ class QuireError(Exception):
         field: str | None = None,
         reason: str | None = None,
         retry_after_s: float | None = None,
+        resumable: bool = False,
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
@@ -33,6 +34,9 @@ class QuireError(Exception):
         self.reason = reason
         # When a retry makes sense.
         self.retry_after_s = retry_after_s
+        # The request may go on: a stream by `resume`, anything by being sent again with the same
+        # id. Clients have tried that for their `resume_timeout_s` when they raise it.
+        self.resumable = resumable
 
 
 @contextmanager
@@ -59,7 +63,14 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
         field=bad_request.field_violations[0].field if bad_request else None,
         reason=info.reason if info else None,
         retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
+        resumable=_is_resumable(call.code(), info),
     )
+
+
+def _is_resumable(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo | None) -> bool:
+    """What the server says of it; if it says nothing: whether the way to the server was lost."""
+    said = info.metadata.get("resumable") if info else None
+    return said == "true" if said else code is grpc.StatusCode.UNAVAILABLE
 
 
 def _status(call: grpc.Call) -> status_pb2.Status:

@@ -110,7 +110,9 @@ class RequestDelta:
         return "".join(output.text for output in self.outputs if output.index == 0)
 
     @classmethod
-    def from_proto(cls, message: inference_pb2.StreamGenerateResponse) -> "RequestDelta":
+    def from_proto(
+        cls, message: inference_pb2.StreamGenerateResponse | inference_pb2.ResumeGenerateResponse
+    ) -> "RequestDelta":
         return cls(
             request_id=message.request_id,
             model=message.model,

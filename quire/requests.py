@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from typing import TypedDict, TypeVar
+from uuid import uuid4
 
 from quire.arguments import (
     INT32_MAX,
     INT32_MIN,
+    UINT32_MAX,
     check_flag,
     check_integer,
     check_text,
@@ -29,7 +31,7 @@ _Request = TypeVar("_Request", inference_pb2.GenerateRequest, inference_pb2.Stre
 class RequestOptions(TypedDict, total=False):
     """What a request may say beside its prompt and its sampling."""
 
-    # The caller's name for the request; the server gives a random one.
+    # The caller's name for the request; a random one if absent.
     request_id: str
     # The served model's name; may be absent where one model is served.
     model: str | None
@@ -37,6 +39,9 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     # Smaller is served earlier, where the scheduling policy is priority; 0 if absent.
     priority: int | None
+    # Seconds that the request runs on when its client has gone, to be resumed; 0, the default,
+    # ends it at once.
+    resume_window_s: int | None
 
 
 def fill_request(
@@ -55,6 +60,9 @@ def fill_request(
             raise wrong_type("sampling_params", "SamplingParams", sampling_params)
         request.sampling_params.CopyFrom(sampling_params.to_proto())
     fill_prompt(request, prompt)
+    if not request.HasField("request_id"):
+        # Without a name it could not be sent again.
+        request.request_id = uuid4().hex
     return request
 
 
@@ -111,12 +119,22 @@ def cancel_request(request_id: str) -> inference_pb2.CancelGenerateRequest:
     return inference_pb2.CancelGenerateRequest(request_id=request_id)
 
 
+def check_resumption(request_id: object, next_token_indices: object) -> None:
+    """TypeError or ValueError for what no message can carry."""
+    if request_id is None:
+        raise wrong_type("request_id", "a text", request_id)
+    check_text("request_id", request_id)
+    check_token_ids("next_token_indices", next_token_indices)
+
+
 def _fill_options(request: _Request, options: RequestOptions) -> None:
     for name, value in options.items():
         if name not in RequestOptions.__annotations__:
             raise TypeError(f"{name}: no such option of a request (got {value!r:.100})")
         if name == "priority":
             check_integer(name, value, INT32_MAX, INT32_MIN)
+        elif name == "resume_window_s":
+            check_integer(name, value, UINT32_MAX)
         else:
             check_text(name, value)
         if value is not None:

@@ -28,7 +28,7 @@ def test_generate_gives_the_whole_answer(client, server):
 def test_what_is_not_said_is_not_sent(client, server):
     client.generate("hello", model=None, priority=None)
     [request] = server.inference.requests
-    assert [field.name for field, _ in request.ListFields()] == ["text"]
+    assert [field.name for field, _ in request.ListFields()] == ["request_id", "text"]
 
 
 def test_token_ids_and_conversations_are_prompts(client, server):
@@ -181,8 +181,8 @@ def test_a_status_becomes_an_error_that_names_the_field(client):
     assert error.retry_after_s is None
 
 
-def test_an_error_says_when_to_come_again(client):
-    with pytest.raises(QuireError) as caught:
+def test_an_error_says_when_to_come_again(server):
+    with Client(server.target, resume_timeout_s=0) as client, pytest.raises(QuireError) as caught:
         list(client.stream_generate("busy"))
     assert caught.value.retry_after_s == 2.5
     assert caught.value.reason == "NO_WORKER"
@@ -205,7 +205,7 @@ def test_the_first_failure_raises_and_cancels_the_others(client, server):
 
 def test_an_absent_server_is_named():
     with (
-        Client("127.0.0.1:1") as client,
+        Client("127.0.0.1:1", resume_timeout_s=0) as client,
         pytest.raises(QuireError, match=r"no server answers at 127\.0\.0\.1:1"),
     ):
         client.generate("hello")
