@@ -61,9 +61,17 @@ class AsyncClient:
     stops working on it, too; None or infinity sets none.
     """
 
-    def __init__(self, target: str, *, resume_timeout_s: float = RESUME_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        on_break: Callable[[QuireError], object] | None = None,
+    ) -> None:
+        """`on_break` hears of each failure after which the client goes on."""
         self._targets = Targets(target)
         self._resume_timeout_s = resume_timeout(resume_timeout_s)
+        self._on_break = on_break
         self.target = target
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
@@ -217,7 +225,8 @@ class AsyncClient:
                 await stub.CancelGenerate(request, timeout=CANCEL_TIMEOUT_S)
 
     def _patience(self, timeout_s: float | None) -> Patience:
-        return Patience(self._targets, self._resume_timeout_s, deadline("timeout_s", timeout_s))
+        timeout = deadline("timeout_s", timeout_s)
+        return Patience(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
 
     def _inference(self, target: str) -> "InferenceServiceAsyncStub":
         return InferenceServiceStub(self._channel(target))

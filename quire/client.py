@@ -1,7 +1,7 @@
 """The API call by call, for programs without an event loop (or with one that is not ours)."""
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol, Self, TypeVar, Unpack
 
@@ -56,9 +56,17 @@ class Client:
     infinity sets none.
     """
 
-    def __init__(self, target: str, *, resume_timeout_s: float = RESUME_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        on_break: Callable[[QuireError], object] | None = None,
+    ) -> None:
+        """`on_break` hears of each failure after which the client goes on."""
         self._targets = Targets(target)
         self._resume_timeout_s = resume_timeout(resume_timeout_s)
+        self._on_break = on_break
         self.target = target
         self._channels = {
             address: grpc.insecure_channel(address, options=client_options(address))
@@ -227,7 +235,8 @@ class Client:
                 stub.CancelGenerate(request, timeout=CANCEL_TIMEOUT_S)
 
     def _patience(self, timeout_s: float | None) -> Patience:
-        return Patience(self._targets, self._resume_timeout_s, deadline("timeout_s", timeout_s))
+        timeout = deadline("timeout_s", timeout_s)
+        return Patience(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
 
     def _inference(self, target: str) -> InferenceServiceStub:
         return InferenceServiceStub(self._channel(target))

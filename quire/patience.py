@@ -19,6 +19,7 @@ _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 1.0
 # A try that has lasted so long had reached a server: the way there breaks much sooner.
 _REACHED_S = 5.0
+_TAKEN_OVER = "TAKEN_OVER"
 
 
 def resume_timeout(seconds: float) -> float:
@@ -27,12 +28,18 @@ def resume_timeout(seconds: float) -> float:
     return math.inf if checked is None else checked
 
 
+def is_final(error: QuireError) -> bool:
+    """Another try would be in vain; or it would take a request from whoever has taken it over."""
+    return error.reason == _TAKEN_OVER or not error.resumable
+
+
 class Patience:
     """One request's tries, at one target after the other.
 
-    It does nothing itself: it is told when a try begins, gets further or fails, and says what is
+    It sends nothing itself: it is told when a try begins, gets further or fails, and says what is
     next. `timeout_s` is what all tries have together, None is for ever. `resume_timeout_s` is how
-    long they may fail without getting further; 0 allows one try.
+    long they may fail without getting further; 0 allows one try. `on_break` hears of each failure
+    that is followed by another try.
     """
 
     def __init__(
@@ -41,11 +48,13 @@ class Patience:
         resume_timeout_s: float,
         timeout_s: float | None = None,
         *,
+        on_break: Callable[[QuireError], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.target = targets.current
         self._targets = targets
+        self._on_break = on_break
         self._resume_timeout_s = resume_timeout_s
         self._clock = clock
         self._jitter = jitter
@@ -74,7 +83,7 @@ class Patience:
     def failed(self, error: QuireError, resumable: bool = False) -> float:
         """Seconds to wait until the next try, at the next target. Raises the error if it is
         final, unless the caller knows a way on."""
-        if not (error.resumable or resumable):
+        if is_final(error) and not resumable:
             raise error
         now = self._clock()
         if self._broken_s is None or now - self._tried_s >= _REACHED_S:
@@ -83,6 +92,8 @@ class Patience:
         if now - self._broken_s >= self._resume_timeout_s:
             raise error
         self._last_error = error
+        if self._on_break is not None:
+            self._on_break(error)
         self.target = self._targets.after(self.target)
         return self._next_delay(now)
 

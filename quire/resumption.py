@@ -7,7 +7,7 @@ import grpc
 
 from quire.errors import QuireError
 from quire.outputs import CompletionDelta, RequestDelta
-from quire.patience import Patience
+from quire.patience import Patience, is_final
 from quire.v1 import inference_pb2
 
 Ask: TypeAlias = inference_pb2.StreamGenerateRequest | inference_pb2.ResumeGenerateRequest
@@ -73,7 +73,7 @@ class Resumption:
         lost = error.code is grpc.StatusCode.NOT_FOUND and self._may_begin_anew
         if lost:
             self._is_accepted = False
-        self._is_final = not (error.resumable or lost)
+        self._is_final = is_final(error) and not lost
         return self.patience.failed(error, resumable=lost)
 
     def ended(self) -> None:

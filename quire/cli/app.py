@@ -70,6 +70,22 @@ Target = Annotated[
     str,
     typer.Option(envvar="QUIRE_TARGET", help="The server: host:port or unix:/path."),
 ]
+Targets = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        envvar="QUIRE_TARGET",
+        help="The server: host:port or unix:/path; several gateways with commas between them.",
+    ),
+]
+Patience = Annotated[
+    float,
+    typer.Option(
+        "--resume-timeout",
+        parser=number,
+        help="Seconds for which what breaks is tried again, without a new token; 0: not at all.",
+    ),
+]
 SchedulerTarget = Annotated[
     str, typer.Option("--target", help="The scheduler: host:port or unix:/path.")
 ]

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.app import ModelName, Target, Timeout, integer, number, one_line_errors
+from quire.cli.app import ModelName, Patience, Targets, Timeout, integer, number, one_line_errors
+from quire.cli.patient_client import patient_client
 from quire.cli.turns import Turns
-from quire.client import Client
+from quire.patience import RESUME_TIMEOUT_S
 from quire.prompts import Prompt
 from quire.requests import RequestOptions
 from quire.sampling import SamplingParams
@@ -18,7 +19,7 @@ from quire.targets import DEFAULT_TARGET
 @one_line_errors()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    target: Target = DEFAULT_TARGET,
+    target: Targets = DEFAULT_TARGET,
     model: ModelName = None,
     temperature: Annotated[
         float | None, typer.Option(parser=number, help="0 takes the most likely token.")
@@ -50,6 +51,7 @@ def generate(
     stream: Annotated[bool, typer.Option(help="Print the text as it is written.")] = True,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     timeout: Timeout = None,
+    resume_timeout: Patience = RESUME_TIMEOUT_S,
 ) -> None:
     """Prints the continuation of a prompt; several one after the other."""
     params = SamplingParams(
@@ -64,7 +66,7 @@ def generate(
     asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
     options: RequestOptions = {"model": model, "priority": priority}
     turns = Turns(n or 1, partial(typer.echo, nl=False))
-    with Client(target) as client:
+    with patient_client(target, resume_timeout) as client:
         if stream:
             for message in client.stream_generate(asked, params, timeout_s=timeout, **options):
                 for delta in message.outputs:
@@ -77,15 +79,16 @@ def generate(
 @one_line_errors()
 def tokenize(
     text: Annotated[str, typer.Argument(help="The text to tokenize.")],
-    target: Target = DEFAULT_TARGET,
+    target: Targets = DEFAULT_TARGET,
     model: ModelName = None,
     special_tokens: Annotated[
         bool, typer.Option(help="Add the tokens that the model's tokenizer puts around a text.")
     ] = True,
     timeout: Timeout = None,
+    resume_timeout: Patience = RESUME_TIMEOUT_S,
 ) -> None:
     """Prints the token ids of a text."""
-    with Client(target) as client:
+    with patient_client(target, resume_timeout) as client:
         token_ids = client.tokenize(
             text, add_special_tokens=special_tokens, model=model, timeout_s=timeout
         )
@@ -93,9 +96,13 @@ def tokenize(
 
 
 @one_line_errors()
-def models(target: Target = DEFAULT_TARGET, timeout: Timeout = None) -> None:
+def models(
+    target: Targets = DEFAULT_TARGET,
+    timeout: Timeout = None,
+    resume_timeout: Patience = RESUME_TIMEOUT_S,
+) -> None:
     """Lists the models that are served."""
-    with Client(target) as client:
+    with patient_client(target, resume_timeout) as client:
         served = client.list_models(timeout_s=timeout)
     rows = [("MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE")]
     for model in served:

@@ -79,10 +79,24 @@ def test_an_error_is_one_clear_line_and_status_1(quire):
 
 
 def test_an_absent_server_is_named(quire):
-    result = quire("generate", "a", "--target", "127.0.0.1:1")
+    result = quire("generate", "a", "--target", "127.0.0.1:1", "--resume-timeout", "0")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert "no server answers at 127.0.0.1:1" in result.stderr
+
+
+def test_a_server_that_does_not_come_is_told_at_once_and_in_the_end(quire):
+    result = quire("generate", "a", "--target", "127.0.0.1:1", "--resume-timeout", "0.2")
+    assert result.exit_code == 1
+    first, last = result.stderr.splitlines()
+    assert first.endswith("; trying again")
+    assert "no server answers at 127.0.0.1:1" in first
+    assert "no server answers at 127.0.0.1:1" in last
+
+
+def test_a_gateway_that_is_not_there_is_passed_over(quire, server):
+    result = quire("generate", "a b", "--target", f"127.0.0.1:1,{server.target}")
+    assert (result.exit_code, result.stdout) == (0, "AB\n")
 
 
 def test_a_number_that_cannot_be_sent_is_shown(quire):

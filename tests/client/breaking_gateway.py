@@ -1,0 +1,147 @@
+"""A real gRPC server whose streams break where a script says so."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from quire.service.channels import server_options
+from quire.service.errors import RequestError, failed, unavailable
+from quire.v1 import inference_pb2
+from quire.v1.inference_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+
+BROKEN = RequestError(grpc.StatusCode.UNAVAILABLE, "the connection is lost")
+DRAINING = unavailable("DRAINING", "the gateway stops", metadata={"resumable": "true"})
+SLOW = failed(
+    grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", "slow", metadata={"resumable": "true"}
+)
+TAKEN_OVER = failed(
+    grpc.StatusCode.ABORTED, "TAKEN_OVER", "taken over", metadata={"resumable": "true"}
+)
+UNKNOWN = failed(
+    grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST", "not known", metadata={"resumable": "false"}
+)
+REFUSED = failed(grpc.StatusCode.INVALID_ARGUMENT, "BAD", "bad")
+
+# The text of choice c is "c0 c1 c2 ...", a token for each word.
+NUM_TOKENS = 6
+
+
+class Try:
+    """What happens to one call: where it begins and how it ends."""
+
+    def __init__(
+        self,
+        error: RequestError | None = None,
+        after: int | None = None,
+        *,
+        skew: int = 0,
+        hang: bool = False,
+    ) -> None:
+        """It breaks with `error` after so many messages, all if absent; answers begin `skew`
+        tokens away from where they were asked for; it hangs where it would break."""
+        self.error = error
+        self.after = after
+        self.skew = skew
+        self.hang = hang
+
+
+class Gateway(InferenceServiceServicer):
+    """Answers each call by the next try of its script, and in full behind the script's end."""
+
+    def __init__(self, *script: Try) -> None:
+        self.script = list(script)
+        self.asked: list = []
+        self.seconds_left: list[float | None] = []
+        self.cancelled_ids: list[str] = []
+        self.cancelled = threading.Event()
+        self.hanging = threading.Event()
+        self._released = threading.Event()
+        self._lock = threading.Lock()
+        self._server = grpc.server(ThreadPoolExecutor(8), options=server_options())
+        add_InferenceServiceServicer_to_server(self, self._server)
+        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Generate(self, request, context):  # noqa: N802
+        one = self._next_try(request, context)
+        self._end(one, context)
+        return inference_pb2.GenerateResponse(
+            request_id=request.request_id, usage=inference_pb2.Usage(completion_tokens=NUM_TOKENS)
+        )
+
+    def StreamGenerate(self, request, context) -> Iterator:  # noqa: N802
+        one = self._next_try(request, context)
+        n = request.sampling_params.n or 1
+        yield from self._messages(one, context, request.request_id, [0] * n)
+
+    def ResumeGenerate(self, request, context) -> Iterator:  # noqa: N802
+        one = self._next_try(request, context)
+        begins = [index + one.skew for index in request.next_token_indices] or [0]
+        yield from self._messages(one, context, request.request_id, begins)
+
+    def CancelGenerate(self, request, context):  # noqa: N802
+        self.cancelled_ids.append(request.request_id)
+        self.cancelled.set()
+        return inference_pb2.CancelGenerateResponse()
+
+    def stop(self) -> None:
+        self._released.set()
+        self._server.stop(None).wait()
+
+    @property
+    def resumed(self) -> list[list[int]]:
+        """The indices of each ResumeGenerate."""
+        return [
+            list(ask.next_token_indices)
+            for ask in self.asked
+            if isinstance(ask, inference_pb2.ResumeGenerateRequest)
+        ]
+
+    def _next_try(self, request, context) -> Try:
+        with self._lock:
+            self.asked.append(request)
+            self.seconds_left.append(context.time_remaining())
+            return self.script.pop(0) if self.script else Try()
+
+    def _messages(self, one: Try, context, request_id: str, begins: Sequence[int]) -> Iterator:
+        message = inference_pb2.StreamGenerateResponse
+        messages = [message(request_id=request_id)]
+        for at in range(NUM_TOKENS):
+            deltas = [_delta(c, at) for c, begin in enumerate(begins) if at >= begin]
+            if deltas:
+                messages.append(message(request_id=request_id, deltas=deltas))
+        ends = [
+            inference_pb2.ChoiceDelta(index=c, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
+            for c in range(len(begins))
+        ]
+        messages.extend(message(request_id=request_id, deltas=[end]) for end in ends)
+        usage = inference_pb2.Usage(completion_tokens=len(begins) * NUM_TOKENS)
+        messages.append(message(request_id=request_id, usage=usage))
+        yield from messages[: one.after]
+        self._end(one, context)
+
+    def _end(self, one: Try, context) -> None:
+        if one.hang:
+            self.hanging.set()
+            context.add_callback(self._released.set)
+            self._released.wait()
+        if one.error is not None:
+            status = status_pb2.Status(
+                code=one.error.code.value[0],
+                message=one.error.message,
+                details=one.error.packed_details(),
+            )
+            context.abort_with_status(rpc_status.to_status(status))
+
+
+def _delta(choice: int, at: int) -> inference_pb2.ChoiceDelta:
+    return inference_pb2.ChoiceDelta(
+        index=choice, text=f"{choice}{at} ", token_ids=[100 * choice + at], first_token_index=at
+    )
