@@ -75,6 +75,7 @@ class SchedulerLink:
     async def _run(self) -> None:
         task = asyncio.current_task()
         assert task is not None
+        self._report("no scheduler has been found yet")
         while not self._is_closing:
             leader = await self._search.find()
             try:
