@@ -33,7 +33,7 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STUBS) ## Starts a private stack on this machine, streams some texts, stops it.
+demo: $(STUBS) ## Streams texts from a private stack on this machine, and kills its parts meanwhile.
 	$(BIN)/quire demo
 
 test: $(STUBS) ## Runs the tests (minutes).

@@ -1,4 +1,5 @@
-"""The main job, shown: a private stack, some texts streamed from it, its numbers in a table."""
+"""The main job, shown: a private stack, some texts streamed from it, its numbers in a table; then
+its parts are killed while it writes."""
 
 import asyncio
 import time
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.async_client import AsyncClient
+from quire.demo_faults import show_faults
 from quire.launcher.errors import LaunchError
 from quire.launcher.stack import LocalStack
 from quire.outputs import Usage
@@ -60,22 +62,31 @@ def run_demo(model: str, num_workers: int = 2, verbose: bool = False) -> None:
     if model == DEMO_MODEL and not Path(model).is_dir():
         raise LaunchError(f"no folder {model} here: run it in the repository, or name a model")
     console = Console(highlight=False)
-    console.print(f"Starting Redis, a scheduler, {num_workers} workers and a gateway ...")
+    console.print(f"Starting Redis, 2 schedulers, {num_workers} workers and 2 gateways ...")
     started = time.monotonic()
-    with LocalStack(model, num_workers=num_workers, verbose=verbose) as stack:
+    stack = LocalStack(
+        model,
+        num_workers=num_workers,
+        num_schedulers=2,
+        num_gateways=2,
+        restart=True,
+        verbose=verbose,
+    )
+    with stack:
         took_s = time.monotonic() - started
         console.print(f"Serving {escape(model)} on {stack.address} after {took_s:.1f} s.\n")
-        asyncio.run(_show_all(stack.address, console))
+        asyncio.run(_show_all(stack, console))
         console.print("Stopping ...")
     console.print("Stopped.")
 
 
-async def _show_all(address: str, console: Console) -> None:
-    async with AsyncClient(address) as client:
+async def _show_all(stack: LocalStack, console: Console) -> None:
+    async with AsyncClient(stack.address) as client:
         first = await _show_one(client, console)
         several = await _show_several(client, console)
         repeated = await _show_repeated(client, console)
     console.print(_summary([first, *several, *repeated]))
+    await show_faults(stack, console)
 
 
 async def _show_one(client: AsyncClient, console: Console) -> Shown:

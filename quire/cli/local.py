@@ -1,7 +1,6 @@
 """Commands that run a stack on this machine: serve, demo."""
 
 import signal
-import time
 from typing import Annotated, NoReturn
 
 import typer
@@ -10,8 +9,6 @@ from quire.cli.app import integer, one_line_errors
 from quire.demo import DEMO_MODEL, run_demo
 from quire.launcher.stack import LocalStack
 from quire.targets import DEFAULT_TARGET
-
-_CHECK_EVERY_S = 0.5
 
 
 @one_line_errors()
@@ -52,7 +49,11 @@ def serve(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
 ) -> None:
-    """Serves MODEL until interrupted. Every other setting of a service is its QUIRE_* variable."""
+    """Serves MODEL until interrupted. Every other setting of a service is its QUIRE_* variable.
+
+    A process that ends is started again, and what it was doing goes on elsewhere or when it is
+    back.
+    """
     worker = {
         "ENGINE": engine,
         "DTYPE": dtype,
@@ -71,6 +72,8 @@ def serve(
         revision=revision,
         settings={f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
         verbose=verbose,
+        restart=True,
+        on_end=lambda end: typer.echo(f"quire: {end}\nStarting it again ...", err=True),
         on_wait=lambda what: typer.echo(f"Waiting for {what} ...", err=True),
     )
     _interrupt_on_sigterm()
@@ -86,7 +89,8 @@ def demo(
     workers: Annotated[int, typer.Option(parser=integer, help="Worker processes.")] = 2,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
 ) -> None:
-    """Starts a private stack, streams some texts from it, shows its numbers, stops it."""
+    """Starts a private stack, streams some texts from it, shows its numbers, kills a worker, the
+    leading scheduler and a gateway in mid-sentence, shows what that cost, stops it."""
     _interrupt_on_sigterm()
     run_demo(model, num_workers=workers, verbose=verbose)
 
@@ -108,8 +112,7 @@ def _serve_until_interrupted(stack: LocalStack) -> None:
     """The first signal ends the wait, so that the stack drains; the next one kills it."""
     try:
         while True:
-            stack.check()
-            time.sleep(_CHECK_EVERY_S)
+            signal.pause()
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stack.kill())

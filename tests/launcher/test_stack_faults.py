@@ -6,8 +6,9 @@ from tiny_models import VOCAB_SIZE, llama, save_model
 from tiny_tokenizer import save_tokenizer
 
 from quire import Client, LaunchError, LocalStack, SamplingParams
+from quire.demo_faults import busiest_worker
 
-_SIM = {"QUIRE_WORKER_ENGINE": "sim", "QUIRE_WORKER_SIM_STEP_MS": "1"}
+_SIM = {"QUIRE_WORKER_ENGINE": "sim", "QUIRE_WORKER_SIM_STEP_MS": "10"}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,29 @@ def test_every_process_can_be_had_by_its_role_and_comes_back_when_it_is_killed(m
         with Client(addresses[1]) as client:
             output = client.generate("t1", SamplingParams(max_tokens=4))
             assert output.usage.completion_tokens == 4
+
+
+def test_a_stream_outlives_the_worker_the_leader_and_the_gateway_that_serve_it(model):
+    params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
+    stack = LocalStack(
+        model, num_workers=2, num_schedulers=2, num_gateways=2, settings=_SIM, restart=True
+    )
+    with stack, Client(",".join(stack.addresses)) as client:
+        undisturbed = client.generate("t1 t2 t3", params).outputs[0]
+        leader = stack.leader()
+        assert leader is not None
+        gateway = next(p for p in stack.processes("gateway") if p.address == client.current_target)
+        victims = [busiest_worker, lambda _: leader, lambda _: gateway]
+        token_ids: list[int] = []
+        for delta in client.stream_generate("t1 t2 t3", params):
+            for output in delta.outputs:
+                assert output.first_token_index == len(token_ids)
+                token_ids.extend(output.token_ids)
+            if victims and len(token_ids) >= 60 - 15 * len(victims):
+                victims.pop(0)(stack).kill()
+        assert victims == []
+        assert token_ids == undisturbed.token_ids
+        wait_until(lambda: stack.leader() is not None, "a leader")
 
 
 def test_a_stack_on_somebody_elses_redis_has_none(model, redis_url):
