@@ -254,9 +254,9 @@ class Multiplexer:
             self.outbox.submit(wanted)
         else:
             self.outbox.attach(wanted)
+        # Also those whose ends were told: another scheduler does not know of them.
         for choice in stream.finishes:
-            if stream.is_live(choice):
-                self._say_finish(stream, choice)
+            self._say_finish(stream, choice)
         if stream.was_sent:
             self._on_reattached()
         stream.was_sent = True

@@ -135,6 +135,7 @@ class Engine:
     def left(self, sequence: Sequence) -> None:
         """A sequence is over: it holds nothing any more."""
         group = sequence.group
+        assert not sequence.has_left
         group.num_live -= 1
         sequence.has_left = True
         if group.error is None:
@@ -175,7 +176,11 @@ class Engine:
         del self.lanes[incarnation]
         lost = []
         for group in list(self.live.values()):
-            theirs = [other for other in group.sequences if other.lane == incarnation]
+            theirs = [
+                other
+                for other in group.sequences
+                if other.lane == incarnation and not other.has_left
+            ]
             if theirs:
                 lost += theirs
                 self._recover(group, theirs)
