@@ -98,7 +98,7 @@ class _Experiment:
         streams = Streams(
             self._stack.local.addresses, references, self._plan.num_streams, self._plan.seed
         )
-        await streams.start()
+        streams.start()
         try:
             await self._disturb(streams)
         except Unsteady as error:

@@ -3,8 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from benchmarks.chaos.comparison import Comparison, Verdict
@@ -12,7 +12,7 @@ from benchmarks.chaos.gaps import Pause, Window, longest_pause
 from benchmarks.chaos.mix import Ask
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.outputs import RequestOutput
+from quire.outputs import RequestDelta, RequestOutput
 
 # A server that refuses at once is not asked in a tight loop.
 _AFTER_FAILURE_S = 0.5
@@ -73,14 +73,9 @@ class Streams:
         self._over: list[Life] = []
         self._enough = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._undo = AsyncExitStack()
 
-    async def start(self) -> None:
-        clients = [await self._client(i) for i in range(len(self._targets))]
-        self._tasks = [
-            asyncio.create_task(self._ask(index, clients[index % len(clients)]))
-            for index in range(self._count)
-        ]
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._ask(index)) for index in range(self._count)]
 
     async def finish(self, bound_s: float) -> list[Life]:
         """Begins no more requests; gives those that are not over when the time is."""
@@ -93,7 +88,6 @@ class Streams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._undo.aclose()
 
     def check(self) -> None:
         """Raises what a client's task has raised: an error of this program."""
@@ -122,23 +116,23 @@ class Streams:
             for life in self.wrong
         )
 
-    async def _client(self, index: int) -> AsyncClient:
-        """Half of the clients prefer the one gateway, half the other."""
-        order = [*self._targets[index:], *self._targets[:index]]
-        return await self._undo.enter_async_context(AsyncClient(",".join(order)))
-
-    async def _ask(self, index: int, client: AsyncClient) -> None:
+    async def _ask(self, index: int) -> None:
         rng = random.Random(f"{self._seed}/{index}")
         number = 0
         while not self._enough:
             life = Life(f"{self._seed}-{index}-{number}", rng.choice(self._references))
             self._current[index] = life
-            await _follow(client, life)
+            await _follow(self._target(index + number), life)
             self._end(index, life)
             number += 1
             if life.comparison.findings:
                 await asyncio.sleep(_AFTER_FAILURE_S)
         self._current.pop(index, None)
+
+    def _target(self, first: int) -> str:
+        """All of them; the one that a client begins with changes from request to request."""
+        first %= len(self._targets)
+        return ",".join([*self._targets[first:], *self._targets[:first]])
 
     def _end(self, index: int, life: Life) -> None:
         life.note()
@@ -153,16 +147,26 @@ class Streams:
             del self._current[index]
 
 
-async def _follow(client: AsyncClient, life: Life) -> None:
-    """Takes a request's messages until it ends, or its client has seen enough."""
-    messages = client.stream_generate(life.ask.prompt, life.ask.params, request_id=life.request_id)
-    try:
-        async with aclosing(messages):
-            async for message in messages:
-                life.note()
-                life.comparison.take(message)
-                if life.has_left:
-                    return
-            life.comparison.end()
-    except QuireError as error:
-        life.comparison.fail(f"{error} (reason {error.reason})")
+async def _follow(target: str, life: Life) -> None:
+    """Takes a request's messages until it ends, or its client has seen enough.
+
+    Each has a client of its own, which does not know what others have heard of the targets.
+    """
+    async with AsyncClient(target) as client:
+        messages = client.stream_generate(
+            life.ask.prompt, life.ask.params, request_id=life.request_id
+        )
+        try:
+            async with aclosing(messages):
+                await _take(messages, life)
+        except QuireError as error:
+            life.comparison.fail(f"{error} (reason {error.reason})")
+
+
+async def _take(messages: AsyncIterator[RequestDelta], life: Life) -> None:
+    async for message in messages:
+        life.note()
+        life.comparison.take(message)
+        if life.has_left:
+            return
+    life.comparison.end()
