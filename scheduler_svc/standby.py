@@ -29,6 +29,7 @@ class Standby:
         # The leader goes first when Redis comes back, or has lost the lead's entry.
         self._not_before = 0.0
         self._has_seen_leader = False
+        self._has_lost_redis = False
 
     async def won(self) -> Leadership:
         """Returns with the lead."""
@@ -52,23 +53,19 @@ class Standby:
     async def _try(self) -> Leadership | None:
         try:
             leader = await self._store.leader()
-            if leader is None and self._has_seen_leader:
-                self._wait()
+            if self._has_seen_leader and (leader is None or self._has_lost_redis):
+                self._not_before = time.monotonic() + 2 * self._lease_s
+            self._has_lost_redis = False
             self._has_seen_leader = leader is not None
             self.leader_address = leader.address if leader else ""
-            if self.trouble is not None:
-                self.trouble = None
-                self._wait()
+            self.trouble = None
             if time.monotonic() < self._not_before:
                 return None
             return await self._store.take_lead(self._address, round(self._lease_s * 1000))
         except StoreUnavailable as error:
+            self._has_lost_redis = True
             if self.trouble != str(error):
                 # Said once, not at every try.
                 self.trouble = str(error)
                 log.error("no Redis", why=self.trouble)
             return None
-
-    def _wait(self) -> None:
-        if self._has_seen_leader:
-            self._not_before = time.monotonic() + 2 * self._lease_s

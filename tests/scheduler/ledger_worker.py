@@ -2,15 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+from waiting import until
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.protocol import PROTOCOL_VERSION
-from worker_svc.plans import plan_from_proto, result_to_proto
+from worker_svc.plans import PlanError, plan_from_proto, result_to_proto
 from worker_svc.sim.model import SimModel
 from worker_svc.sim.runner import SimRunner
 from worker_svc.sim.tokens import token_at as sim_token_at
 
 VOCAB_SIZE = 50_000
+BEAT_S = 1.0
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def token_at(seed: int, position: int) -> int:
@@ -18,10 +26,29 @@ def token_at(seed: int, position: int) -> int:
     return sim_token_at(seed, position, VOCAB_SIZE)
 
 
+class Broken(Exception):
+    """Raised by a hook: the worker breaks its stream."""
+
+
+class LedgerStream:
+    """One `Execute` stream, from the worker's side. It ends when `None` is to be said."""
+
+    def __init__(self) -> None:
+        self.plans: asyncio.Queue[worker_pb2.BatchPlan | None] = asyncio.Queue()
+        self.responses: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue()
+
+    def say(self, **message: Any) -> None:
+        self.responses.put_nowait(worker_pb2.ExecuteResponse(**message))
+
+    def end(self) -> None:
+        self.responses.put_nowait(None)
+
+
 class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Runs plans through the simulated worker's ledger, which raises where one breaks a rule.
 
-    `gate` cleared holds every step back.
+    `gate` cleared holds every step back; `awake` cleared stops the whole process. A plan with a
+    row whose seed is in `poison` breaks the stream instead of being run.
     """
 
     def __init__(
@@ -58,14 +85,25 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
                 max_num_batched_tokens=max_num_batched_tokens,
             )
         )
-        self.gate = asyncio.Event()
+        self.gate, self.awake = asyncio.Event(), asyncio.Event()
         self.gate.set()
-        # Changes results on their way out.
+        self.awake.set()
+        self.poison: set[int] = set()
+        # Changes results on their way out; Broken: the step was run, its result is lost.
         self.distort: Callable[[worker_pb2.StepResult], object] = lambda result: None
         self.plans: list[worker_pb2.BatchPlan] = []
-        self.rows: set[int] = set()
+        # Seeds of held rows.
+        self.seeds: dict[int, int] = {}
         self.max_rows = 0
         self.num_streams = 0
+        self.num_refused_streams = 0
+        self.num_sampled_tokens = 0
+        self._fence = (0, b"")
+        self._stream: LedgerStream | None = None
+
+    @property
+    def rows(self) -> set[int]:
+        return set(self.seeds)
 
     @property
     def failing_seeds(self) -> set[int]:
@@ -88,34 +126,106 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
     def num_swapped_blocks(self) -> int:
         return sum(len(plan.swap_outs.sources) for plan in self.plans)
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Nothing is left, and no rule was broken."""
-        assert not self.rows
         assert not self.runner.ledger.violations
+        await until(lambda: not self.rows, "the release of all rows")
+
+    def drain(self) -> None:
+        """The worker asks for its lane to be drained."""
+        self.hello.draining = True
+        if self._stream is not None:
+            self._beat(self._stream)
 
     async def Execute(  # noqa: N802
         self,
         request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
-        context: object,
+        context: _Context,
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        first = await anext(aiter(request_iterator))
-        self.hello.last_finished_step = self.runner.last_finished_step
-        yield worker_pb2.ExecuteResponse(hello=self.hello)
-        if self.hello.incarnation in first.open.live_incarnations:
+        requests = aiter(request_iterator)
+        opening = (await anext(requests)).open
+        await self.awake.wait()
+        if self.hello.incarnation in opening.live_incarnations:
+            yield worker_pb2.ExecuteResponse(hello=self.hello)
             return
+        await self._raise_fence((opening.epoch, opening.holder), context)
+        stream = self._open()
+        yield worker_pb2.ExecuteResponse(hello=self.hello)
+        tasks = [
+            asyncio.create_task(self._read(requests, stream)),
+            asyncio.create_task(self._keep_beating(stream)),
+        ]
+        running = asyncio.create_task(self._run_plans(stream))
+        try:
+            while (response := await stream.responses.get()) is not None:
+                yield response
+        finally:
+            # A process that is stopped does not hear of the end: it goes on when it wakes up.
+            stream.plans.put_nowait(None)
+            for task in (*tasks, running) if self.awake.is_set() else tasks:
+                task.cancel()
+        await context.abort(StatusCode.UNAVAILABLE, "the worker has broken the stream")
+
+    async def _raise_fence(self, fence: tuple[int, bytes], context: _Context) -> None:
+        epoch, holder = fence
+        if epoch < self._fence[0] or (epoch == self._fence[0] and holder != self._fence[1]):
+            self.num_refused_streams += 1
+            await context.abort(StatusCode.FAILED_PRECONDITION, f"epoch {epoch} is over")
+        self._fence = fence
+
+    def _open(self) -> LedgerStream:
+        """Ends a former stream, whose plans are dropped, and its rows."""
+        if self._stream is not None:
+            self._stream.end()
+        self._stream = stream = LedgerStream()
         self.num_streams += 1
         self.runner.clear()
-        self.rows = set()
-        async for request in request_iterator:
-            self.plans.append(request.plan)
+        self.seeds = {}
+        self.hello.last_finished_step = self.runner.last_finished_step
+        return stream
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.ExecuteRequest], stream: LedgerStream
+    ) -> None:
+        async for request in requests:
+            stream.plans.put_nowait(request.plan)
+        stream.end()
+
+    async def _keep_beating(self, stream: LedgerStream) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self.awake.wait()
+            self._beat(stream)
+
+    def _beat(self, stream: LedgerStream) -> None:
+        stream.say(
+            heartbeat=worker_pb2.Heartbeat(
+                last_finished_step=self.runner.last_finished_step, draining=self.hello.draining
+            )
+        )
+
+    async def _run_plans(self, stream: LedgerStream) -> None:
+        while (plan := await stream.plans.get()) is not None:
+            self.plans.append(plan)
             await self.gate.wait()
-            yield worker_pb2.ExecuteResponse(result=self._run(request.plan))
+            await self.awake.wait()
+            if stream is not self._stream:
+                return
+            try:
+                stream.say(result=self._run(plan))
+            except (Broken, PlanError):
+                stream.end()
+                return
 
     def _run(self, message: worker_pb2.BatchPlan) -> worker_pb2.StepResult:
+        for row in message.released_rows:
+            del self.seeds[row]
+        self.seeds.update(zip(message.admissions.rows, message.admissions.seeds, strict=True))
+        self.max_rows = max(self.max_rows, len(self.seeds))
+        if not self.poison.isdisjoint(self.seeds[row] for row in message.schedule.rows):
+            raise Broken
         plan = plan_from_proto(message)
         result = result_to_proto(plan, self.runner.run(plan))
-        self.rows -= set(message.released_rows)
-        self.rows |= set(message.admissions.rows)
-        self.max_rows = max(self.max_rows, len(self.rows))
+        self.num_sampled_tokens += len(result.sampled_rows)
         self.distort(result)
         return result

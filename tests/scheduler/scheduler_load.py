@@ -98,9 +98,7 @@ class Load:
 
     @property
     def engine(self) -> Engine:
-        engine = self.stack.scheduler._collector.engine
-        assert engine is not None
-        return engine
+        return self.stack.engine
 
     async def submit(
         self,
@@ -204,7 +202,7 @@ class Load:
         await until(lambda: all(lane.is_empty for lane in engine.lanes.values()), "empty lanes")
         await until(lambda: not any(w.rows for w in self.workers), "the release of all rows")
         for worker in self.workers:
-            worker.check()
+            await worker.check()
             lane = engine.lanes[worker.hello.incarnation]
             assert lane.num_free_blocks == worker.hello.num_blocks - 1
             assert lane.roster.host_blocks.num_free == worker.hello.num_host_blocks

@@ -1,12 +1,16 @@
-"""A real scheduler between ledger workers and a gateway's stream, over real gRPC and Redis."""
+"""Real schedulers between ledger workers and gateways' streams, over real gRPC and Redis."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import redis
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 from ledger_worker import LedgerWorker, token_at
 from waiting import until
 
@@ -14,8 +18,22 @@ from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from quire.service.lifecycle import Signals
 from quire.service.protocol import PROTOCOL_VERSION
 from scheduler_svc.core.sequence import seed_of_choice
+from scheduler_svc.engine import Engine
+from scheduler_svc.lanes.lane import Lane
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.keys import LEADERSHIP
+
+CANCELLED, ALREADY_EXISTS, NOT_FOUND, ABORTED, INTERNAL, UNAVAILABLE = 1, 6, 5, 10, 13, 14
+
+
+def info_of(error: grpc.aio.AioRpcError | scheduler_pb2.RequestFailure) -> Message:
+    """The error's reason, and what it says of it."""
+    info = error_details_pb2.ErrorInfo()
+    status = rpc_status.from_call(error) if isinstance(error, grpc.aio.AioRpcError) else error
+    assert status is not None
+    assert any(detail.Unpack(info) for detail in status.details), status
+    return info
 
 
 @dataclass
@@ -30,13 +48,27 @@ class HeardChoice:
 class Heard:
     """What a gateway has heard of one request, and what it asked."""
 
-    seed: int
-    num_prompt_tokens: int
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
+    submission: scheduler_pb2.Submission
     choices: list[HeardChoice]
     accepted: bool = False
+    opaque: bytes = b""
     failure: scheduler_pb2.RequestFailure | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.submission.params.seed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.submission.prompt_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.submission.params.max_tokens
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        return self.submission.params.stop_token_ids
 
     @property
     def token_ids(self) -> list[int]:
@@ -47,8 +79,22 @@ class Heard:
         return self.choices[0].end
 
     @property
+    def next_indices(self) -> list[int]:
+        return [len(choice.token_ids) for choice in self.choices]
+
+    @property
     def over(self) -> bool:
         return self.failure is not None or all(choice.end for choice in self.choices)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every choice has ended with all its tokens, and nothing else."""
+        return all(
+            choice.end is not None
+            and choice.token_ids == self.output(index)
+            and choice.end.num_tokens == len(choice.token_ids)
+            for index, choice in enumerate(self.choices)
+        )
 
     def tokens(self, count: int, choice: int = 0) -> list[int]:
         """The first tokens that a choice must have, stops left aside."""
@@ -64,12 +110,16 @@ class Heard:
 
 
 class Gateway:
-    """A gateway's end of the Connect stream."""
+    """A gateway's end of one Connect stream. Every token must come once, in order, from the index
+    on that was asked for."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.heard: dict[int, Heard] = {}
         self.hello: scheduler_pb2.SchedulerHello | None = None
+        self.epoch = 0
         self.cancelled: dict[int, bool] = {}
+        # How the stream ended, if it did.
+        self.lost: grpc.aio.AioRpcError | None = None
         self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()
         self._reader = asyncio.create_task(self._read())
         self._next = 1
@@ -86,27 +136,64 @@ class Gateway:
         request_id: str | None = None,
         stop_token_ids: tuple[int, ...] = (),
         n: int = 1,
-        priority: int = 0,
+        **fields: object,
     ) -> int:
-        attachment, self._next = self._next, self._next + 1
-        self.heard[attachment] = Heard(
-            seed, len(prompt), max_tokens, stop_token_ids, [HeardChoice() for _ in range(n)]
-        )
+        """`fields`: others of the submission."""
         submission = scheduler_pb2.Submission(
-            attachment=attachment,
-            request_id=request_id or f"request-{attachment}",
+            request_id=request_id or f"request-{self._next}",
             prompt_token_ids=prompt,
             n=n,
-            priority=priority,
             params=scheduler_pb2.ResolvedParams(
                 top_p=1, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids
             ),
+            **fields,
         )
-        await self._call.write(scheduler_pb2.ConnectRequest(submissions=[submission]))
+        return await self._submit(Heard(submission, [HeardChoice() for _ in range(n)]))
+
+    async def submit_again(self, heard: Heard) -> int:
+        """As a gateway does whose scheduler is gone: behind what was heard before."""
+        submission = scheduler_pb2.Submission()
+        submission.CopyFrom(heard.submission)
+        submission.again = True
+        return await self._submit(Heard(submission, _copied(heard)))
+
+    async def _submit(self, heard: Heard) -> int:
+        submission = heard.submission
+        attachment = submission.attachment = self._listen(heard)
+        submission.next_indices[:] = heard.next_indices
+        await self.send(submissions=[submission])
+        return attachment
+
+    async def attach(self, heard: Heard, *next_indices: int) -> int:
+        """As for a client that has been heard of elsewhere, and has that many tokens."""
+        choices = [
+            HeardChoice(heard.output(choice)[: next_indices[choice] if next_indices else 0])
+            for choice in range(len(heard.choices))
+        ]
+        known = Heard(heard.submission, choices)
+        attachment = self._listen(known)
+        wanted = scheduler_pb2.Attachment(
+            attachment=attachment,
+            request_id=heard.submission.request_id,
+            next_indices=known.next_indices,
+        )
+        await self.send(attachments=[wanted])
+        return attachment
+
+    def _listen(self, heard: Heard) -> int:
+        attachment, self._next = self._next, self._next + 1
+        self.heard[attachment] = heard
         return attachment
 
     async def send(self, **parts: object) -> None:
         await self._call.write(scheduler_pb2.ConnectRequest(**parts))
+
+    async def detach(self, attachment: int, client_gone: bool) -> None:
+        detachment = scheduler_pb2.Detachment(attachment=attachment, client_gone=client_gone)
+        await self.send(detachments=[detachment])
+
+    async def cancel(self, attachment: int) -> None:
+        await self.send(cancellations=[scheduler_pb2.Cancellation(attachment=attachment)])
 
     async def over(self, *attachments: int) -> list[Heard]:
         """Waits for the ends of these requests, of all without arguments."""
@@ -119,42 +206,141 @@ class Gateway:
         await asyncio.gather(self._reader, return_exceptions=True)
 
     async def _read(self) -> None:
-        async for frame in self._call:
-            if frame.HasField("hello"):
-                self.hello = frame.hello
-            for acceptance in frame.acceptances:
-                self.heard[acceptance.attachment].accepted = True
-            self._take(frame.deltas)
-            for end in frame.choice_ends:
-                choice = self.heard[end.attachment].choices[end.choice]
-                assert choice.end is None, "a choice ends once"
-                choice.end = end
-            for failure in frame.failures:
-                self.heard[failure.attachment].failure = failure
-            for result in frame.cancellation_results:
-                self.cancelled[result.tag] = result.found
+        try:
+            async for frame in self._call:
+                self._take(frame)
+        except grpc.aio.AioRpcError as error:
+            self.lost = error
 
-    def _take(self, deltas: scheduler_pb2.TokenDeltas) -> None:
+    def _take(self, frame: scheduler_pb2.ConnectResponse) -> None:
+        assert self.epoch in (0, frame.epoch), "a stream has one epoch"
+        self.epoch = frame.epoch
+        if frame.HasField("hello"):
+            self.hello = frame.hello
+        for acceptance in frame.acceptances:
+            heard = self.heard[acceptance.attachment]
+            heard.accepted, heard.opaque = True, acceptance.opaque
+        self._take_tokens(frame.deltas)
+        for end in frame.choice_ends:
+            choice = self.heard[end.attachment].choices[end.choice]
+            assert choice.end is None, "a choice ends once"
+            choice.end = end
+        for failure in frame.failures:
+            heard = self.heard[failure.attachment]
+            assert heard.failure is None, "a request fails once"
+            heard.failure = failure
+        for result in frame.cancellation_results:
+            self.cancelled[result.tag] = result.found
+
+    def _take_tokens(self, deltas: scheduler_pb2.TokenDeltas) -> None:
         tokens = iter(deltas.token_ids)
         for attachment, choice, first, count in zip(
             deltas.attachments, deltas.choices, deltas.first_indices, deltas.num_tokens, strict=True
         ):
-            heard = self.heard[attachment].choices[choice]
-            assert first == len(heard.token_ids), "indices go up without a gap"
-            heard.token_ids.extend(next(tokens) for _ in range(count))
+            heard = self.heard[attachment]
+            assert heard.accepted, "tokens come behind the acceptance"
+            assert not heard.over, "nothing comes behind the end"
+            token_ids = heard.choices[choice].token_ids
+            assert first == len(token_ids), "indices go up without a gap"
+            token_ids.extend(next(tokens) for _ in range(count))
+
+
+def _copied(heard: Heard) -> list[HeardChoice]:
+    """Without the ends: they are said again."""
+    return [HeardChoice(list(choice.token_ids)) for choice in heard.choices]
 
 
 @dataclass
-class Stack:
-    """A running scheduler and what is around it."""
+class Member:
+    """One running scheduler."""
 
     scheduler: Scheduler
     signals: Signals
     serving: asyncio.Task[None]
     channel: grpc.aio.Channel
+    address: str
+
+    @property
+    def engine(self) -> Engine:
+        engine = self.scheduler._collector.engine
+        assert engine is not None
+        return engine
+
+    async def kill(self) -> None:
+        """Without a drain, and without giving up the lead."""
+        self.serving.cancel()
+        await asyncio.gather(self.serving, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """As SIGTERM does. Raises what ended the scheduler, if anything else did."""
+        self.signals.drain.set()
+        await self.serving
+
+
+@dataclass
+class Stack:
+    """Running schedulers, of which `member` is the one that is talked to, and what is around."""
+
+    redis_url: str
     directory: Path
+    settings: dict[str, object]
+    members: list[Member] = field(default_factory=list)
     workers: dict[str, tuple[LedgerWorker, grpc.aio.Server]] = field(default_factory=dict)
     gateways: list[Gateway] = field(default_factory=list)
+
+    @property
+    def member(self) -> Member:
+        return self.members[-1]
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.member.scheduler
+
+    @property
+    def signals(self) -> Signals:
+        return self.member.signals
+
+    @property
+    def serving(self) -> asyncio.Task[None]:
+        return self.member.serving
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        return self.member.channel
+
+    @property
+    def engine(self) -> Engine:
+        return self.member.engine
+
+    @property
+    def only_lane(self) -> Lane:
+        [lane] = self.engine.lanes.values()
+        return lane
+
+    def start_scheduler(self, **settings: object) -> Member:
+        """One more, which is talked to from here on."""
+        address = f"unix:{self.directory}/s{len(self.members)}.sock"
+        given = {
+            "listen": address,
+            "redis_url": self.redis_url,
+            "drain_grace_s": 5,
+            "check_every_step": True,
+            **self.settings,
+            **settings,
+        }
+        signals = Signals()
+        scheduler = Scheduler(SchedulerSettings.model_validate(given), signals)
+        serving = asyncio.create_task(scheduler.serve())
+        channel = grpc.aio.insecure_channel(address)
+        member = Member(scheduler, signals, serving, channel, address)
+        self.members.append(member)
+        return member
+
+    def lapse(self) -> None:
+        """Redis' clock says that the lease is over."""
+        with redis.Redis.from_url(self.redis_url) as client:
+            if client.hexists(LEADERSHIP, "holder"):
+                client.hset(LEADERSHIP, "renewed_ms", 0)
 
     async def start_worker(self, name: str, worker: LedgerWorker, *aliases: str) -> None:
         server = grpc.aio.server()
@@ -169,11 +355,18 @@ class Stack:
         await server.stop(grace=None)
 
     async def gateway(self) -> Gateway:
+        """Of a scheduler that leads, as soon as it does."""
         await until(lambda: self.scheduler.leading, "a leading scheduler")
+        gateway = await self.connect()
+        await until(lambda: gateway.hello is not None, "the scheduler's hello")
+        return gateway
+
+    async def connect(self) -> Gateway:
+        """A stream, whatever is answered."""
         gateway = Gateway(self.channel)
         self.gateways.append(gateway)
-        await gateway.start()
-        await until(lambda: gateway.hello is not None, "the scheduler's hello")
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await gateway.start()
         return gateway
 
     async def ready(self, num_workers: int = 1) -> None:
@@ -181,6 +374,21 @@ class Stack:
             lambda: sum(worker.num_streams for worker, _ in self.workers.values()) >= num_workers,
             "the workers' lanes",
         )
+
+    async def stop(self) -> None:
+        """Raises what ended the last scheduler, if it was not this."""
+        for gateway in self.gateways:
+            await gateway.close()
+        *former, last = self.members
+        try:
+            for member in former:
+                await member.kill()
+            await last.drain()
+        finally:
+            for _, server in self.workers.values():
+                await server.stop(grace=None)
+            for member in self.members:
+                await member.channel.close()
 
 
 @contextlib.asynccontextmanager
@@ -190,34 +398,13 @@ async def running_stack(
     """Workers are named by their sockets; names without a worker may be started later."""
     names = settings.pop("names", tuple(workers))
     assert isinstance(names, tuple)
-    signals = Signals()
-    scheduler = Scheduler(
-        SchedulerSettings.model_validate(
-            {
-                "listen": f"unix:{directory}/scheduler.sock",
-                "redis_url": redis_url,
-                "workers": ",".join(f"unix:{directory}/{name}.sock" for name in names),
-                "drain_grace_s": 5,
-                "check_every_step": True,
-                **settings,
-            }
-        ),
-        signals,
-    )
-    channel = grpc.aio.insecure_channel(f"unix:{directory}/scheduler.sock")
-    stack = Stack(scheduler, signals, asyncio.create_task(scheduler.serve()), channel, directory)
+    settings["workers"] = ",".join(f"unix:{directory}/{name}.sock" for name in names)
+    stack = Stack(redis_url, directory, settings)
+    stack.start_scheduler()
     try:
         for name, worker in workers.items():
             await stack.start_worker(name, worker)
         await stack.ready(len(workers))
         yield stack
     finally:
-        for gateway in stack.gateways:
-            await gateway.close()
-        signals.drain.set()
-        try:
-            await stack.serving
-        finally:
-            for _, server in stack.workers.values():
-                await server.stop(grace=None)
-            await channel.close()
+        await stack.stop()

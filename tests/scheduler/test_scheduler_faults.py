@@ -2,19 +2,21 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ledger_worker import LedgerWorker
-from scheduler_stack import Stack, running_stack
+from scheduler_stack import INTERNAL, Heard, HeardChoice, Stack, info_of, running_stack
 from waiting import until
 
-from quire.internal.v1 import worker_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
 from scheduler_svc.core.recorder import Recorder
 from scheduler_svc.dispatch import Dispatcher
 from scheduler_svc.engine import Engine
+from scheduler_svc.gateways.submission import record_of
 from scheduler_svc.lanes.names import Names
-from scheduler_svc.store.requests import RequestKey, RequestRecord
+from scheduler_svc.store.requests import OutputRun, Recorded, RequestKey, RequestRecord
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import PrefixMatch
 
@@ -31,6 +33,11 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prompt(length: int, tag: int = 0) -> list[int]:
     return [tag * 100 + index % 97 for index in range(length)]
+
+
+def submission(request_id: str, prompt: list[int], max_tokens: int) -> scheduler_pb2.Submission:
+    params = scheduler_pb2.ResolvedParams(top_p=1, seed=1, max_tokens=max_tokens)
+    return scheduler_pb2.Submission(request_id=request_id, prompt_token_ids=prompt, params=params)
 
 
 async def serves(stack: Stack, seed: int = 1) -> None:
@@ -117,15 +124,34 @@ DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
 
 
 @pytest.mark.parametrize("distortion", DISTORTIONS)
-async def test_a_result_that_is_none_ends_the_lane_alone(redis_url, sockets, distortion):
+async def test_a_result_that_is_none_ends_the_lane_and_its_request_goes_on_if_it_was_once(
+    redis_url, sockets, distortion
+):
     worker = LedgerWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        worker.distort = DISTORTIONS[distortion]
+        distortions = [DISTORTIONS[distortion]]
+        worker.distort = lambda result: distortions and distortions.pop()(result)
         [heard] = await gateway.over(await gateway.submit(prompt(8)))
-        assert heard.failure.code == 14
+        assert heard.token_ids == heard.tokens(4)
+        assert worker.num_streams == 2
+        await until(lambda: stack.only_lane.is_empty, "an empty lane")
+        await worker.check()
+
+
+async def test_a_request_whose_results_are_none_twice_fails_and_nobody_else(redis_url, sockets):
+    worker = LedgerWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        worker.distort = DISTORTIONS["another step"]
+        [heard] = await gateway.over(await gateway.submit(prompt(8)))
+        assert heard.failure.code == INTERNAL
+        assert info_of(heard.failure).reason == "POISON"
+        # Beside others first, then alone.
+        assert worker.num_streams == 2
         worker.distort = lambda result: None
         await serves(stack)
+        await worker.check()
 
 
 async def test_workers_of_another_model_take_over_when_the_last_one_is_gone(redis_url, sockets):
@@ -141,26 +167,38 @@ async def test_workers_of_another_model_take_over_when_the_last_one_is_gone(redi
         assert heard.token_ids == heard.tokens(4)
 
 
-async def test_a_former_leader_s_requests_are_ended(redis_url, redis_client, sockets):
+async def test_a_former_leader_s_requests_go_on(redis_url, sockets):
+    heard = Heard(submission("left", prompt(8), max_tokens=4), [HeardChoice()])
+    first, *rest = heard.tokens(4)
     store = await Store.connect(redis_url)
-    assert await store.record([RECORD]) == [True]
+    await store.take_lead("10.0.0.7:50052", lease_ms=1000)
+    record = record_of(heard.submission, sequence_id=7)
+    assert await store.record([record], [False]) == [Recorded.NEW]
+    await store.fold([OutputRun(record.key, 0, 0, [first])])
+    await store.release_lead()
     await store.close()
     async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
-        await until(lambda: stack.scheduler.leading, "the lead")
-        assert all(redis_client.ttl(key) > 0 for key in redis_client.keys("*left*"))
         gateway = await stack.gateway()
-        await gateway.over(await gateway.submit(prompt(8), request_id="left"))
+        [whole] = await gateway.over(await gateway.attach(heard))
+        assert whole.token_ids == [first, *rest]
+        [tail] = await gateway.over(await gateway.attach(heard, 2))
+        assert tail.is_whole
 
 
 async def test_a_record_that_may_have_been_written_is_taken_back(redis_url, redis_client):
     store = await Store.connect(redis_url)
-    recorder = Recorder(store, finished_ttl_s=60)
-    await store.record([RECORD])
-    recorder.unanswered([RECORD.key])
+    await store.take_lead("10.0.0.7:50052", lease_ms=1000)
+    recorder = Recorder(store, finished_ttl_s=60, finished_max_bytes=2**20)
+    await store.record([RECORD], [False])
+    recorder.unanswered([RECORD])
     await recorder.flush()
     assert not redis_client.keys("*left*")
-    assert await store.record([RECORD]) == [True]
-    await store.discard([RECORD.key])
+    assert await store.record([RECORD], [False]) == [Recorded.NEW]
+    # Another request of that id stays.
+    recorder.unanswered([replace(RECORD, sequence_id=8)])
+    await recorder.flush()
+    assert redis_client.keys("*left*")
+    await store.discard([RECORD])
     await store.close()
 
 

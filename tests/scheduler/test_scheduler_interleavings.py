@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode
 from ledger_worker import LedgerWorker, token_at
-from scheduler_stack import Stack, running_stack
+from scheduler_stack import running_stack
 from waiting import until
 
 from quire.service.errors import failed
-from scheduler_svc.engine import Engine
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.types import Commit, CommitReply
 
@@ -21,12 +20,6 @@ CANCELLED = failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled
 def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Unix socket paths are limited to 107 bytes.
     return tmp_path_factory.mktemp("s")
-
-
-def engine_of(stack: Stack) -> Engine:
-    engine = stack.scheduler._collector.engine
-    assert engine is not None
-    return engine
 
 
 def during(
@@ -57,7 +50,7 @@ async def test_a_cancel_while_the_first_choice_leaves_and_another_is_forked(
     worker = LedgerWorker(1, max_num_seqs=1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        engine = engine_of(stack)
+        engine = stack.engine
 
         def cancel() -> None:
             for group in list(engine.live.values()):
@@ -75,7 +68,7 @@ async def test_a_cancel_while_the_first_choice_leaves_and_another_is_forked(
         assert not engine.live
         [again] = await gateway.over(await gateway.submit([1, 2, 3], max_tokens=2, n=5))
         assert [choice.token_ids for choice in again.choices] == [again.output(i) for i in range(5)]
-        worker.check()
+        await worker.check()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -93,7 +86,7 @@ async def test_a_request_is_considered_while_a_failed_row_s_sharer_goes_back(
         worker.gate.clear()
         await stack.start_worker("a", worker)
         await until(lambda: bool(worker.plans), "the plan with both")
-        [lane] = engine_of(stack).lanes.values()
+        [lane] = stack.engine.lanes.values()
         other = await gateway.submit([3] * 9, seed=3)
         await until(lambda: gateway.heard[other].accepted, "acceptance")
         worker.gate.set()
@@ -101,7 +94,7 @@ async def test_a_request_is_considered_while_a_failed_row_s_sharer_goes_back(
         assert failure.failure.code == StatusCode.INTERNAL.value[0]
         assert [one.token_ids for one in heard] == [one.tokens(4) for one in heard]
         await until(lambda: lane.is_empty, "an empty lane")
-        worker.check()
+        await worker.check()
 
 
 async def failing_beside_a_group(
@@ -121,7 +114,7 @@ async def failing_beside_a_group(
         worker.gate.clear()
         await stack.start_worker("a", worker)
         await until(lambda: bool(worker.plans), "the plan with both")
-        [lane] = engine_of(stack).lanes.values()
+        [lane] = stack.engine.lanes.values()
         await until(lambda: len(lane._flights) == depth, "as many plans as there may be")
         # One result, and what the scheduler makes of it.
         num_steps = lane.stats.num_steps
@@ -138,8 +131,8 @@ async def failing_beside_a_group(
         assert [choice.token_ids for choice in heard.choices] == [
             heard.output(choice) for choice in range(3)
         ]
-        await until(lambda: not engine_of(stack).live, "the end of all")
-        worker.check()
+        await until(lambda: not stack.engine.live, "the end of all")
+        await worker.check()
 
 
 async def test_choices_are_not_forked_from_blocks_that_a_failed_row_has_spoilt(redis_url, sockets):

@@ -5,7 +5,7 @@ import grpc
 import pytest
 from ledger_worker import LedgerWorker
 from operations_views import CACHED, FREE, HELD, NULL, ScriptedEngine
-from scheduler_stack import running_stack
+from scheduler_stack import info_of, running_stack
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from scheduler_svc.core.stats import LaneStats
@@ -14,6 +14,7 @@ from scheduler_svc.operations.servicer import OperationsServicer
 STATUS = operations_pb2.GetStatusRequest()
 STATUS_WITH_MAPS = operations_pb2.GetStatusRequest(with_block_maps=True)
 RESET = operations_pb2.ResetPrefixCacheRequest()
+LEADER = "10.0.0.7:50052"
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Operations:
 
 @pytest.fixture
 async def operations() -> AsyncIterator[Operations]:
-    servicer = OperationsServicer()
+    servicer = OperationsServicer(lambda: LEADER)
     server = grpc.aio.server()
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -34,11 +35,19 @@ async def operations() -> AsyncIterator[Operations]:
     await server.stop(None)
 
 
-async def test_all_are_turned_away_before_the_lead(operations: Operations) -> None:
-    for call in (operations.stub.GetStatus(STATUS), operations.stub.ResetPrefixCache(RESET)):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+async def test_who_does_not_lead_turns_all_away_and_names_the_leader(
+    operations: Operations,
+) -> None:
+    for has_led in (False, True):
+        if has_led:
+            operations.servicer.leads(ScriptedEngine(), epoch=1)
+            assert (await operations.stub.GetStatus(STATUS)).epoch == 1
+            operations.servicer.follows()
+        for call in (operations.stub.GetStatus(STATUS), operations.stub.ResetPrefixCache(RESET)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert info_of(caught.value).metadata["leader"] == LEADER
 
 
 async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> None:

@@ -5,12 +5,13 @@ import random
 from pathlib import Path
 
 import pytest
+from grpc import StatusCode
 from ledger_worker import LedgerWorker, token_at
-from scheduler_stack import running_stack
+from scheduler_stack import ALREADY_EXISTS, info_of, running_stack
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
-from scheduler_svc.store.errors import StaleEpoch
+from scheduler_svc.store.store import Store
 
 
 @pytest.fixture
@@ -121,32 +122,53 @@ async def test_a_stop_string_found_by_the_gateway_ends_the_choice(redis_url, soc
         assert heard.end.num_tokens == 2
 
 
-async def test_a_lost_gateway_ends_its_requests_waiting_ones_too(redis_url, sockets):
+async def test_a_lost_gateway_s_requests_run_on_for_another_one(redis_url, sockets):
     worker = LedgerWorker(1, max_num_seqs=2)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         lost, other = await stack.gateway(), await stack.gateway()
-        for seed in range(5):
-            await lost.submit(prompt(8, seed), max_tokens=50, seed=seed, request_id=f"l{seed}")
-        await until(lambda: len(worker.rows) == 2, "two running requests")
-        attachment = await other.submit(prompt(8, 9), max_tokens=3, seed=9, request_id="other")
+        worker.gate.clear()
+        asked = [
+            lost.heard[
+                await lost.submit(prompt(8, seed), max_tokens=20, seed=seed, request_id=f"l{seed}")
+            ]
+            for seed in range(5)
+        ]
+        await until(lambda: all(one.accepted for one in asked), "acceptance")
+        await until(lambda: bool(worker.plans), "a running request, and waiting ones")
         await lost.close()
-        [heard] = await other.over(attachment)
-        assert heard.token_ids == heard.tokens(3)
+        worker.gate.set()
+        await other.submit(prompt(8, 9), max_tokens=3, seed=9, request_id="other")
+        for one in asked:
+            await other.submit_again(one)
+        assert all(heard.is_whole for heard in await other.over())
+        # Nobody was computed twice.
+        assert worker.num_sampled_tokens == 5 * 20 + 3
         await until(lambda: not worker.rows, "the release of all rows")
 
 
-async def test_a_live_request_id_is_refused_and_a_finished_one_is_free_again(redis_url, sockets):
-    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+async def test_an_id_belongs_to_one_request_as_long_as_it_is_remembered(redis_url, sockets):
+    worker = LedgerWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        first = await gateway.submit(prompt(8), max_tokens=40, request_id="same")
-        second = await gateway.submit(prompt(8), max_tokens=1, request_id="same")
-        refused, _ = await gateway.over(second, first)
-        assert refused.failure.code == 6
-        assert not refused.accepted
-        [third] = await gateway.over(
-            await gateway.submit(prompt(8), max_tokens=2, request_id="same")
-        )
-        assert third.end is not None
+        worker.gate.clear()
+        live = await gateway.submit(prompt(8), max_tokens=4, request_id="same")
+        await until(lambda: gateway.heard[live].accepted, "acceptance")
+        other = await gateway.submit(prompt(8), request_id="same", digest=b"other")
+        [refused] = await gateway.over(other)
+        worker.gate.set()
+        [heard] = await gateway.over(live)
+        assert heard.token_ids == heard.tokens(4)
+        late = await gateway.submit(prompt(8), request_id="same", digest=b"other")
+        [late_refused] = await gateway.over(late)
+        for one in (refused, late_refused):
+            assert one.failure.code == ALREADY_EXISTS
+            assert not one.accepted
+        # The same one is not begun again: it is said again.
+        num_plans = len(worker.plans)
+        again = await gateway.submit(prompt(8), max_tokens=4, request_id="same")
+        [heard] = await gateway.over(again)
+        assert heard.token_ids == heard.tokens(4)
+        assert not any(plan.admissions.rows for plan in worker.plans[num_plans:])
 
 
 async def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers(redis_url, sockets):
@@ -196,29 +218,35 @@ async def test_a_repeated_prompt_goes_where_its_blocks_are(redis_url, sockets):
             assert heard.end.num_cached_prompt_tokens == 36
 
 
-async def test_a_lost_worker_ends_what_it_ran_and_nothing_else(redis_url, sockets):
+async def test_a_lost_worker_s_requests_go_on_elsewhere(redis_url, sockets):
     workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
     async with running_stack(redis_url, sockets, workers) as stack:
         gateway = await stack.gateway()
+        for seed in range(4):
+            await gateway.submit(prompt(8, seed), max_tokens=40, seed=seed)
+        await until(
+            lambda: all(len(one.token_ids) > 2 for one in gateway.heard.values()),
+            "tokens of all",
+        )
+        assert all(worker.rows for worker in workers.values())
         for worker in workers.values():
             worker.gate.clear()
-        for seed in range(2):
-            await gateway.submit(prompt(8, seed), max_tokens=8, seed=seed)
-        await until(
-            lambda: all(worker.plans for worker in workers.values()),
-            "a plan on both workers",
-        )
-        workers["b"].gate.set()
         await stack.stop_worker("a")
-        heard = await gateway.over()
-        assert [one.failure.code for one in heard if one.failure] == [14]
-        assert [one.end.num_tokens for one in heard if one.end] == [8]
+        workers["b"].gate.set()
+        for heard in await gateway.over():
+            assert heard.token_ids == heard.tokens(40)
+            assert heard.end.num_tokens == 40
         # It comes back as another incarnation and is used again.
-        await stack.start_worker("a", LedgerWorker(3))
+        successor = LedgerWorker(3)
+        await stack.start_worker("a", successor)
         await stack.ready(2)
+        await until(lambda: len(stack.engine.lanes) == 2, "both lanes")
         for seed in range(8):
             await gateway.submit(prompt(8, seed), max_tokens=8, seed=seed)
-        assert all(one.end for one in (await gateway.over())[2:])
+        assert all(heard.token_ids == heard.output() for heard in await gateway.over())
+        assert successor.num_prefilled_tokens
+        await workers["b"].check()
+        await successor.check()
 
 
 async def test_a_failed_row_fails_alone_and_its_blocks_are_not_hit(redis_url, sockets):
@@ -267,30 +295,48 @@ async def test_a_worker_that_does_not_fit_is_refused(redis_url, sockets, other):
         assert not other.plans
 
 
-async def test_a_drain_lets_requests_end_and_takes_no_new_ones(redis_url, sockets):
+async def test_a_drain_delivers_what_is_in_flight_and_leaves_the_rest_to_the_next_leader(
+    redis_url, sockets
+):
     worker = LedgerWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        await until(lambda: gateway.hello.ready, "a ready scheduler")
+        running = await gateway.submit(prompt(8), max_tokens=50, seed=3)
+        heard = gateway.heard[running]
+        await until(lambda: len(heard.token_ids) > 3, "some tokens")
         worker.gate.clear()
-        running = await gateway.submit(prompt(8), max_tokens=8)
-        await until(lambda: gateway.heard[running].accepted, "acceptance")
+        await until(lambda: len(stack.only_lane._flights) == 2, "plans in flight")
+        num_plans = len(worker.plans)
         stack.signals.drain.set()
-        await until(lambda: not gateway.hello.ready, "the news of the drain")
-        late = await gateway.submit(prompt(8))
-        [refused] = await gateway.over(late)
-        assert refused.failure.code == 14
         worker.gate.set()
-        [heard] = await gateway.over(running)
-        assert heard.token_ids == heard.tokens(8)
         await asyncio.wait_for(stack.serving, 5)
+        await until(lambda: gateway.lost is not None, "the end of the gateway's stream")
+        assert gateway.lost.code() is StatusCode.UNAVAILABLE
+        assert info_of(gateway.lost).reason == "LEAD_ENDS"
+        # No plan more, and each token that was sampled has been delivered, once.
+        assert len(worker.plans) <= num_plans + 2
+        assert not heard.over
+        assert heard.token_ids == heard.tokens(worker.num_sampled_tokens)
+        store = await Store.connect(redis_url)
+        leader, [stored] = await store.leader(), await store.load_live()
+        assert leader.idle_ms is None
+        assert list(stored.output_token_ids[0]) == heard.token_ids
+        await store.close()
 
 
-async def test_a_scheduler_that_has_lost_the_lead_stops(redis_url, redis_client, sockets):
-    lost = pytest.raises(ExceptionGroup, check=lambda group: group.subgroup(StaleEpoch))
-    with lost:
-        async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
-            gateway = await stack.gateway()
-            await gateway.over(await gateway.submit(prompt(8)))
-            redis_client.flushall()
-            await until(stack.serving.done, "the scheduler's end")
+async def test_a_scheduler_that_has_lost_the_lead_stands_by_and_leads_again(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        await gateway.over(await gateway.submit(prompt(8)))
+        stack.lapse()
+        other = await Store.connect(redis_url)
+        assert await other.take_lead("10.0.0.7:50052", lease_ms=1000)
+        await until(lambda: gateway.lost is not None, "the end of the gateway's stream")
+        assert info_of(gateway.lost).reason == "LEAD_ENDS"
+        assert not stack.scheduler.leading
+        assert not stack.serving.done()
+        await other.release_lead()
+        await other.close()
+        gateway = await stack.gateway()
+        [heard] = await gateway.over(await gateway.submit(prompt(8), request_id="after"))
+        assert heard.token_ids == heard.tokens(4)

@@ -356,4 +356,4 @@ async def test_lookahead_slots_need_no_room_beyond_the_longest_sequence(redis_ur
         await gateway.submit(prompt(150, 1), seed=2, max_tokens=10)
         await together(stack, worker)
         await check_outputs(gateway)
-        worker.check()
+        await worker.check()
