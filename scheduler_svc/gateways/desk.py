@@ -86,7 +86,10 @@ class Desk:
         return connection
 
     def disconnect(self, connection: GatewayConnection) -> None:
-        """Detaches the requests of a gateway that is gone, those being recorded included."""
+        """Detaches the requests of a gateway that is gone, those being recorded included. When this
+        leadership is over they are not its own any more."""
+        if self._is_closed:
+            return
         self._connections.discard(connection)
         for group in list(connection.attached.values()):
             self._detach(group, connection, client_gone=False)
@@ -107,7 +110,10 @@ class Desk:
         for task in self._submitting:
             task.cancel()
         for connection in self._connections:
+            # Its requests may be another leadership's by the time that the gateway has gone.
+            connection.attached.clear()
             connection.close(LEAD_ENDS)
+        self._connections.clear()
 
     def _hello_now(self) -> scheduler_pb2.SchedulerHello:
         model = self._engine.model
