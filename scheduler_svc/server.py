@@ -78,7 +78,7 @@ class Scheduler:
         address = await start_server(
             self._server, settings.listen, _SERVICES, self._health, settings.address_file
         )
-        store = await Store.connect(settings.redis_url)
+        store = Store.at(settings.redis_url)
         telling = asyncio.create_task(self._tell_health())
         try:
             await self._rule(store, settings.advertise or address)

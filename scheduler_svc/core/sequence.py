@@ -179,6 +179,8 @@ class Sequence:
     num_journaled: int = 0
     num_folded: int = 0
     end: End | None = None
+    # Output that its gateway wants of it, where that has found a stop string further on.
+    num_kept_tokens: int | None = None
     # It is over and holds nothing any more; its subscriber has heard of its end.
     has_left: bool = False
 
@@ -261,6 +263,12 @@ class Sequence:
         """Fixes the length at which the sequence ends at the latest."""
         max_tokens = self.group.params.max_tokens
         self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        self._cut()
+
+    def _cut(self) -> None:
+        if self.num_kept_tokens is not None and self.max_num_tokens:
+            most = self.num_prompt_tokens + self.num_kept_tokens
+            self.max_num_tokens = min(self.max_num_tokens, most)
 
     def close(self) -> None:
         """Ends the sequence at its last token: it is a stop token, or there is room for no more."""
@@ -271,10 +279,15 @@ class Sequence:
             self.end = End(EndReason.LENGTH, self.num_output_tokens)
 
     def finish(self, num_output_tokens: int) -> None:
-        """Ends the sequence where the gateway found a stop string; the first end wins. Without
-        output there is none."""
-        if self.num_output_tokens and not self.is_over:
-            self.end = End(EndReason.STOP_STRING, min(num_output_tokens, self.num_output_tokens))
+        """Ends the sequence where the gateway found a stop string; the first end wins. Where tokens
+        are still missing, because they are sampled again, it ends with the last of them."""
+        if not 0 < num_output_tokens or self.is_over:
+            return
+        if num_output_tokens <= self.num_output_tokens:
+            self.end = End(EndReason.STOP_STRING, num_output_tokens)
+        else:
+            self.num_kept_tokens = num_output_tokens
+            self._cut()
 
     def end_if_complete(self) -> None:
         """Ends the sequence where its known tokens say that it is over."""

@@ -70,10 +70,15 @@ class Store:
         return self._connection.waited_s
 
     @classmethod
+    def at(cls, url: str) -> Self:
+        """Connects with the first call, and leads nobody yet. `unix:///path`, `redis://` or
+        `rediss://`; ValueError for anything else."""
+        return cls(Connection.to(url, _TIMEOUT_S), Connection.to(url, _LEASE_TIMEOUT_S))
+
+    @classmethod
     async def connect(cls, url: str) -> Self:
-        """Connects, and leads nobody yet. `unix:///path`, `redis://` or `rediss://`; ValueError
-        for anything else."""
-        store = cls(Connection.to(url, _TIMEOUT_S), Connection.to(url, _LEASE_TIMEOUT_S))
+        """As `at`, but connects at once."""
+        store = cls.at(url)
         try:
             await store._connection.execute("PING")
         except BaseException:
