@@ -24,6 +24,8 @@ _PAIRS = ("gh", "mp", "ul", "ck", "pp", "qu", "sm", "ew")
 _SHORT = (4, 24)
 _MEDIUM = (32, 96)
 _LONG = (160, 320)
+# Longer than what is orphaned may run on: whoever forgets to let go of them is found out.
+_ENDLESS = (600, 800)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ KINDS = (
     Kind("sampled", 5, _MEDIUM, _sampled),
     Kind("short", 2, _SHORT, _sampled),
     Kind("long", 3, _LONG, _sampled),
+    Kind("endless", 2, _ENDLESS, lambda rng: {**_sampled(rng), "ignore_eos": True}),
     Kind("choices", 3, _MEDIUM, _choices),
     Kind("stopping", 4, _LONG, _stopping),
     Kind("stopping choices", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4}),
@@ -87,13 +90,9 @@ def catalogue(seed: int, size: int, kinds: Sequence[Kind] = KINDS) -> list[Ask]:
 
 def _ask(kind: Kind, rng: random.Random) -> Ask:
     max_tokens = rng.randint(*kind.max_tokens)
-    params = SamplingParams(
-        **kind.sampling(rng),
-        max_tokens=max_tokens,
-        seed=rng.getrandbits(64),
-        # Half of them end where the model would.
-        ignore_eos=rng.random() < 0.5,
-    )
+    # Half of them end where the model would.
+    sampling = {"ignore_eos": rng.random() < 0.5, **kind.sampling(rng)}
+    params = SamplingParams(**sampling, max_tokens=max_tokens, seed=rng.getrandbits(64))
     leaves_after = rng.randint(1, max_tokens) if kind.leaves else None
     return Ask(kind.name, _prompt(rng), params, leaves_after)
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from quire.errors import QuireError
@@ -102,14 +103,10 @@ class ChaosStack:
             shutil.copy(log, directory)
 
     def complaints(self) -> list[str]:
-        """Lines of the logs that must not be there whatever breaks: a program's own errors, and
-        plans that broke a rule of paged attention."""
-        return [
-            f"{log.name}: {line.strip()}"
-            for log in self._logs()
-            for line in log.read_text(errors="replace").splitlines()
-            if "Traceback (most recent call last)" in line or "(rule: " in line
-        ]
+        """What the logs must not say whatever breaks: a program's own errors, and plans that broke
+        a rule of paged attention."""
+        found = Counter(f"{log.name}: {said}" for log in self._logs() for said in complaints(log))
+        return [f"{said} ({count} times)" for said, count in found.items()]
 
     def _unsettled_leader(self) -> str | None:
         status = self.status()
@@ -130,6 +127,16 @@ class ChaosStack:
     def _logs(self) -> list[Path]:
         [one, *_] = self.local.processes("scheduler")
         return sorted(one.spec.address_file.parent.glob("*.log"))
+
+
+def complaints(log: Path) -> Iterator[str]:
+    """The errors of tracebacks, and lines about broken rules."""
+    lines = iter(log.read_text(errors="replace").splitlines())
+    for line in lines:
+        if "Traceback (most recent call last)" in line:
+            yield next((end for end in lines if not end.startswith(" ")), line)
+        elif "(rule: " in line:
+            yield line
 
 
 def _lives(process: ServiceProcess) -> bool:
