@@ -64,5 +64,7 @@ class Spread:
 
 def threshold_s(calm: Sequence[float]) -> float:
     """The pause from which on a stream counts as affected: three times what 99 % of the streams
-    that nothing disturbs do not exceed, but no less than a quarter of a second."""
-    return max(0.25, 3 * percentile(calm, 99)) if calm else 0.25
+    that nothing disturbs do not exceed, but no less than a quarter of a second, and no more than
+    half of one: a machine that is slow must not hide what is measured."""
+    ordinary_s = percentile(calm, 99) if calm else 0.0
+    return min(0.5, max(0.25, 3 * ordinary_s))

@@ -49,6 +49,7 @@ def test_a_spread_of_nothing_counts_nothing():
 def test_a_gap_is_told_from_the_ordinary_pace():
     assert threshold_s([]) == 0.25
     assert threshold_s([0.03] * 200) == 0.25
-    assert threshold_s([0.2] * 200) == pytest.approx(0.6)
+    assert threshold_s([0.1] * 200) == pytest.approx(0.3)
     # One that was slow does not decide.
-    assert threshold_s([0.2] * 199 + [9.0]) == pytest.approx(0.6)
+    assert threshold_s([0.1] * 199 + [9.0]) == pytest.approx(0.3)
+    assert threshold_s([2.0] * 200) == 0.5
