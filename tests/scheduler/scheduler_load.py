@@ -1,11 +1,12 @@
-"""Requests on a running stack, what may become of each, and a watchdog over all of them."""
+"""Requests on running schedulers, what may become of each, and a watchdog over all of them."""
 
 import asyncio
 import time
 from dataclasses import dataclass, field
 
+import redis
 from ledger_worker import LedgerWorker, token_at
-from scheduler_stack import Gateway, Heard, HeardChoice, Stack
+from scheduler_stack import CANCELLED, INTERNAL, Gateway, Heard, HeardChoice, Stack, info_of
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
@@ -14,7 +15,8 @@ from scheduler_svc.engine import Engine
 
 # Choices of these (seed, choice) fail when they sample.
 FAILING = ((900_000, 0), (900_001, 1))
-CANCELLED, INTERNAL, UNAVAILABLE = 1, 13, 14
+# Who is answered so asks again.
+PASSING = ("REDIS_AWAY", "LEAD_ENDS")
 
 WATCHDOG_S = 8.0
 POLL_S = 0.002
@@ -24,21 +26,28 @@ POLL_S = 0.002
 class Request:
     """What was asked, and what was done to it since."""
 
-    gateway: Gateway
-    attachment: int
+    # Which of the load's; the stream there is the attachment's.
+    gateway: int
+    heard: Heard
     cancelled: bool = False
-    # A worker was lost meanwhile, on which it may have run.
-    lost: bool = False
+    # Workers that were lost while it may have run on them.
+    num_lost_workers: int = 0
     # Cuts by choice, in the order they were sent.
     cuts: dict[int, list[int]] = field(default_factory=dict)
 
     @property
-    def heard(self) -> Heard:
-        return self.gateway.heard[self.attachment]
+    def attachment(self) -> int:
+        return self.heard.submission.attachment
+
+    @property
+    def was_turned_away(self) -> bool:
+        """It is to be asked for again."""
+        failure = self.heard.failure
+        return failure is not None and info_of(failure).reason in PASSING
 
     @property
     def over(self) -> bool:
-        return self.heard.over
+        return self.heard.over and not self.was_turned_away
 
     @property
     def fails(self) -> bool:
@@ -50,10 +59,11 @@ class Request:
         """It ended as it may, with the tokens that it must have."""
         heard = self.heard
         if heard.failure is not None:
-            codes = {CANCELLED} if self.cancelled else set()
-            codes |= {INTERNAL} if self.fails else set()
-            codes |= {UNAVAILABLE} if self.lost else set()
-            assert heard.failure.code in codes, heard.failure
+            reasons = {(CANCELLED, "CANCELLED")} if self.cancelled else set()
+            reasons |= {(INTERNAL, "ROW_FAILED")} if self.fails else set()
+            # Nobody can tell it from a request that kills workers.
+            reasons |= {(INTERNAL, "POISON")} if self.num_lost_workers >= 2 else set()
+            assert (heard.failure.code, info_of(heard.failure).reason) in reasons, heard.failure
         else:
             assert not self.fails or self.cancelled or self.cuts
         for index, choice in enumerate(heard.choices):
@@ -76,7 +86,7 @@ class Request:
 
 
 class Load:
-    """The requests of two gateways."""
+    """The requests of two gateways, which ask again for what they have lost the stream of."""
 
     def __init__(self, stack: Stack, workers: list[LedgerWorker], max_model_len: int) -> None:
         self.stack = stack
@@ -114,7 +124,8 @@ class Load:
         length = min(length, self._max_model_len - 1)
         stop = () if stop_at is None else (token_at(seed, length + stop_at),)
         self._num_submitted += 1
-        attachment = await self.gateways[gateway].submit(
+        stream = self.gateways[gateway]
+        attachment = await stream.submit(
             [tag * 100 + index for index in range(length)],
             max_tokens=min(max_tokens, self._max_model_len - length),
             seed=seed,
@@ -123,12 +134,11 @@ class Load:
             n=n,
             priority=priority,
         )
-        self.requests.append(Request(self.gateways[gateway], attachment))
+        self.requests.append(Request(gateway, stream.heard[attachment]))
 
     async def cancel(self, request: Request) -> None:
         request.cancelled = True
-        cancellation = scheduler_pb2.Cancellation(attachment=request.attachment)
-        await request.gateway.send(cancellations=[cancellation])
+        await self.gateways[request.gateway].cancel(request.attachment)
 
     async def cut(self, request: Request, choice: int, num_tokens: int) -> None:
         """As where the gateway finds a stop string behind `num_tokens` tokens."""
@@ -136,28 +146,62 @@ class Load:
         finish = scheduler_pb2.Finish(
             attachment=request.attachment, choice=choice, num_tokens=num_tokens
         )
-        await request.gateway.send(finishes=[finish])
+        await self.gateways[request.gateway].send(finishes=[finish])
 
     async def replace_gateway(self, index: int) -> None:
-        """One goes, with its requests; another comes."""
-        gateway = self.gateways[index]
-        await gateway.close()
+        """One goes; another comes, and asks for its requests."""
+        await self.gateways[index].close()
+        await self._reconnect(index)
+
+    async def _reconnect(self, index: int) -> None:
+        stream = self.gateways[index] = await self.stack.gateway()
+        for request in self.open:
+            if request.gateway == index:
+                await self._ask_again(request, stream)
+
+    async def _ask_again(self, request: Request, stream: Gateway) -> None:
+        request.heard = stream.heard[await stream.submit_again(request.heard)]
+
+    async def mend(self) -> None:
+        """Does what gateways do whose streams have ended, and who were turned away."""
+        for index, gateway in enumerate(self.gateways):
+            gateway.check()
+            if gateway.lost is not None:
+                assert info_of(gateway.lost).reason == "LEAD_ENDS"
+                await self._reconnect(index)
         for request in self.requests:
-            if request.gateway is gateway and request.over:
-                request.check()
-        self.requests = [other for other in self.requests if other.gateway is not gateway]
-        self.gateways[index] = await self.stack.gateway()
+            if request.was_turned_away:
+                await self._ask_again(request, self.gateways[request.gateway])
 
     async def replace_worker(self, index: int, successor: LedgerWorker) -> None:
         """One is lost, and another one comes up at its address."""
         former, name = self.workers[index], worker_name(index)
         await self.stack.stop_worker(name)
         for request in self.open:
-            request.lost = True
+            request.num_lost_workers += 1
         self._lost_workers.append(former)
         _spoil(successor)
         self.workers[index] = successor
         await self.stack.start_worker(name, successor)
+
+    async def replace_leader(self, drained: bool) -> None:
+        """One dies or is drained; another one, which was there before, takes the lead."""
+        former = self.stack.member
+        standby = self.stack.start_scheduler()
+        await until(lambda: standby.stands_by, "a standby")
+        if drained:
+            await former.drain()
+        else:
+            await former.kill()
+            self.stack.lapse()
+        await until(lambda: all(g.lost for g in self.gateways), "the streams' ends")
+        await self.mend()
+
+    async def empty_redis(self) -> None:
+        with redis.Redis.from_url(self.stack.redis_url) as client:
+            client.flushall()
+        await until(lambda: all(g.lost for g in self.gateways), "the streams' ends")
+        await self.mend()
 
     def progress(self) -> int:
         """Goes up with every plan, every token and every end."""
@@ -186,6 +230,7 @@ class Load:
         while self.open:
             if self.stack.serving.done():
                 self.stack.serving.result()
+            await self.mend()
             if (progress := self.progress()) != seen:
                 seen, moved_at = progress, time.monotonic()
             assert time.monotonic() < moved_at + WATCHDOG_S, f"nothing moves: {self._state()}"

@@ -198,12 +198,20 @@ class Gateway:
     async def over(self, *attachments: int) -> list[Heard]:
         """Waits for the ends of these requests, of all without arguments."""
         heard = [self.heard[a] for a in attachments or self.heard]
-        await until(lambda: all(one.over for one in heard), "the ends of all requests")
+        await until(
+            lambda: self.check() or all(one.over for one in heard), "the ends of all requests"
+        )
         return heard
 
+    def check(self) -> None:
+        """Raises what was wrong with what was heard."""
+        if self._reader.done() and not self._reader.cancelled():
+            self._reader.result()
+
     async def close(self) -> None:
+        self.check()
         self._call.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await asyncio.wait({self._reader})
 
     async def _read(self) -> None:
         try:
@@ -265,6 +273,12 @@ class Member:
         engine = self.scheduler._collector.engine
         assert engine is not None
         return engine
+
+    @property
+    def stands_by(self) -> bool:
+        """It has asked Redis, and does not lead."""
+        standby = self.scheduler._standby
+        return standby is not None and standby.trouble is None and not self.scheduler.leading
 
     async def kill(self) -> None:
         """Without a drain, and without giving up the lead."""

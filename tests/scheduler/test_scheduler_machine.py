@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar
 
 import pytest
+import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -76,7 +77,7 @@ def scheduler_settings(draw: st.DrawFn) -> dict[str, object]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """One scheduler, one to three workers, two gateways."""
+    """A scheduler that leads, one to three workers, two gateways; Redis is empty at first."""
 
     runner: ClassVar[asyncio.Runner]
     redis_url: ClassVar[str]
@@ -112,13 +113,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     async def _start(self, pools: list[dict[str, int]], options: dict[str, object]) -> None:
         self.pools = pools
+        with redis.Redis.from_url(self.redis_url) as client:
+            client.flushall()
         self.incarnations = itertools.count(1)
         self.workers = [LedgerWorker(next(self.incarnations), **pool) for pool in pools]
         self.running = running_stack(
             self.redis_url,
             self.directories.mktemp("m"),
             {worker_name(index): worker for index, worker in enumerate(self.workers)},
-            **{**options, "drain_grace_s": 1},
+            **{**options, "drain_grace_s": 1, "lease_s": 0.6},
         )
         stack = await self.running.__aenter__()
         self.load = Load(stack, self.workers, pools[0]["max_model_len"])
@@ -159,7 +162,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(gateway=st.sampled_from([*[None] * 9, 0, 1]))
     def replace_gateway(self, gateway: int | None) -> None:
-        """Seldom, as all of its requests go with it."""
         if gateway is not None:
             self.drive(self.load.replace_gateway(gateway))
 
@@ -169,6 +171,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             which %= len(self.workers)
             worker = LedgerWorker(next(self.incarnations), **self.pools[which])
             self.drive(self.load.replace_worker(which, worker))
+
+    @rule(drained=st.sampled_from([*[None] * 9, True, False]))
+    def replace_leader(self, drained: bool | None) -> None:
+        if drained is not None:
+            self.drive(self.load.replace_leader(drained))
+
+    @rule(is_meant=st.sampled_from([*[False] * 9, True]))
+    def empty_redis(self, is_meant: bool) -> None:
+        if is_meant:
+            self.drive(self.load.empty_redis())
 
     @rule(which=st.integers(0, 2))
     def hold_back(self, which: int) -> None:
