@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 import redis
 
-from benchmarks.chaos.stack import ChaosStack
+from benchmarks.chaos.stack import ORPHAN_GRACE_S, ChaosStack
 from quire.internal.v1.operations_pb2 import GetStatusResponse
 
 _POLL_S = 0.5
-# What a gateway that died left behind runs on for this long, with nobody to read it.
-_ORPHAN_GRACE_S = 30.0
 _SPARE_S = 15.0
 _FOR_EVER = -1
 
 
 async def left_behind(stack: ChaosStack) -> Sequence[str]:
     """What is still there when orphans have had their time; empty as it should be."""
-    deadline_s = time.monotonic() + _ORPHAN_GRACE_S + _SPARE_S
+    deadline_s = time.monotonic() + ORPHAN_GRACE_S + _SPARE_S
     while left := await asyncio.to_thread(_left, stack):
         if time.monotonic() > deadline_s:
             break

@@ -25,7 +25,7 @@ _SHORT = (4, 24)
 _MEDIUM = (32, 96)
 _LONG = (160, 320)
 # Longer than what is orphaned may run on: whoever forgets to let go of them is found out.
-_ENDLESS = (600, 800)
+_ENDLESS = (400, 500)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,14 @@ from quire.probe import is_serving
 
 _ASK_TIMEOUT_S = 2.0
 NUM_WORKERS = 3
+# Requests that nobody is attached to are cancelled so soon that there is time to see it.
+ORPHAN_GRACE_S = 10.0
 _COMMON = {
     # Two workers have room for all streams when the third is away.
     "QUIRE_WORKER_MAX_NUM_SEQS": "64",
     "QUIRE_WORKER_MAX_MODEL_LEN": "1024",
     "QUIRE_WORKER_NUM_BLOCKS": "2049",
+    "QUIRE_SCHEDULER_ORPHAN_GRACE_S": str(ORPHAN_GRACE_S),
 }
 SETTINGS = {
     # Slow enough that two cores carry all the processes and the clients.
