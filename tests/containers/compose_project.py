@@ -13,10 +13,20 @@ import redis
 from pool_watch import PoolWatch
 
 from quire.errors import QuireError
+from quire.internal.v1.operations_pb2 import GetStatusResponse
+from quire.operations import Operations
 from quire.probe import is_serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "ofthetests"
+# One of them leads.
+SCHEDULERS = ("scheduler", "scheduler-standby")
+PORTS = {
+    "gateway": 50051,
+    "scheduler": 50052,
+    "scheduler-standby": 50052,
+    "worker": 50053,
+}
 # Tagged apart from the images that somebody may be using.
 IMAGE = "quire-test"
 _SETTINGS = {
@@ -51,7 +61,10 @@ class Container:
     """One container as it was when it was looked at."""
 
     id: str
+    service: str
     number: int
+    # By the host's count; 0 if it does not run.
+    pid: int
     # On each network that it is connected to, by the network's own name.
     addresses: dict[str, str]
     is_running: bool
@@ -64,10 +77,13 @@ class Container:
     @classmethod
     def inspected(cls, facts: dict[str, Any]) -> "Container":
         state, settings = facts["State"], facts["NetworkSettings"]
+        labels = facts["Config"]["Labels"]
         checks = state.get("Health", {}).get("Log") or ()
         return cls(
             id=facts["Id"],
-            number=int(facts["Config"]["Labels"]["com.docker.compose.container-number"]),
+            service=labels["com.docker.compose.service"],
+            number=int(labels["com.docker.compose.container-number"]),
+            pid=state["Pid"],
             addresses={name: net["IPAddress"] for name, net in settings["Networks"].items()},
             is_running=state["Running"],
             exit_code=state["ExitCode"],
@@ -118,8 +134,12 @@ class ComposeProject:
             if value is not None
         ]
         ids = docker("ps", "--all", "--quiet", *filters).split()
-        facts = json.loads(docker("inspect", *ids)) if ids else []
-        return sorted(map(Container.inspected, facts), key=lambda container: container.number)
+        return sorted(_inspected(ids), key=lambda container: container.number)
+
+    def again(self, container: Container) -> Container:
+        """The same one as it is now."""
+        [now] = _inspected([container.id])
+        return now
 
     def the(self, service: str) -> Container:
         """The one container of a service."""
@@ -142,8 +162,14 @@ class ComposeProject:
         )
         return [json.loads(line) for line in done.stderr.splitlines()]
 
-    def address_of(self, container: Container, port: int) -> str:
-        return f"{container.addresses[f'{self.name}_default']}:{port}"
+    @property
+    def network(self) -> str:
+        """The one that all are on but Redis."""
+        return f"{self.name}_default"
+
+    def address_of(self, container: Container) -> str:
+        """Where its service is reached from this machine."""
+        return f"{container.addresses[self.network]}:{PORTS[container.service]}"
 
     # How it is
 
@@ -151,11 +177,33 @@ class ComposeProject:
         return answers(self.target)
 
     def ready_workers(self) -> list[Container]:
-        return [
-            worker
-            for worker in self.containers("worker")
-            if worker.is_running and answers(self.address_of(worker, 50053))
-        ]
+        return [worker for worker in self.containers("worker") if self.answers(worker)]
+
+    def answers(self, container: Container, service: str = "ready") -> bool:
+        return container.is_running and answers(self.address_of(container), service)
+
+    def leader(self) -> Container | None:
+        """The scheduler that leads; None while none does."""
+        for scheduler in map(self.the, SCHEDULERS):
+            if self.answers(scheduler, "lead"):
+                return scheduler
+        return None
+
+    def status(self) -> GetStatusResponse | None:
+        """What the leader says; None while nobody leads."""
+        leader = self.leader()
+        if leader is None:
+            return None
+        try:
+            with Operations(self.address_of(leader)) as operations:
+                return operations.status(with_block_maps=False, timeout_s=2.0)
+        except QuireError:
+            return None
+
+    def num_lanes(self) -> int:
+        """Workers that the leader has."""
+        status = self.status()
+        return len(status.workers) if status else 0
 
     def redis(self) -> redis.Redis:
         address = self.the("redis").addresses[f"{self.name}_ledger"]
@@ -163,6 +211,17 @@ class ComposeProject:
 
     def pools(self) -> PoolWatch:
         return PoolWatch(self.redis())
+
+
+def crash(container: Container) -> None:
+    """Ends its process behind the engine's back, which then does what it does after a crash."""
+    code = f"import os; os.kill({container.pid}, 9)"
+    host = ("--pid=host", "--user=0", "--entrypoint=python")
+    docker("run", "--rm", *host, f"{IMAGE}-gateway:latest", "-c", code)
+
+
+def _inspected(ids: list[str]) -> list[Container]:
+    return list(map(Container.inspected, json.loads(docker("inspect", *ids)) if ids else []))
 
 
 def answers(target: str, service: str = "ready") -> bool:

@@ -19,7 +19,7 @@ class Load:
     def __init__(self, target: str, num_clients: int = 8, max_tokens: int = 48) -> None:
         self.outputs: list[RequestOutput] = []
         self.failures: list[QuireError] = []
-        self._client = AsyncClient(target)
+        self._client = AsyncClient(target, resume_timeout_s=0)
         self._num_clients = num_clients
         self._max_tokens = max_tokens
         self._seeds = itertools.count()

@@ -32,7 +32,7 @@ def test_up_serves_what_a_local_stack_serves_and_down_leaves_nothing(
     published = {c.number: c.published for c in project.containers() if c.published}
     assert [list(ports) for ports in published.values()] == [["50051/tcp"]]
 
-    assert len(project.leftovers()) == 4 + 2 + 2
+    assert len(project.leftovers()) == 5 + 2 + 2
     project.make("down")
     assert project.leftovers() == []
 

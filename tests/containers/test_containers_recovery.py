@@ -1,0 +1,198 @@
+"""What is done to the parts of a busy service, none of which its streams notice."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+import pytest
+from compose_project import SCHEDULERS, ComposeProject, Container, crash, docker
+from container_streams import GOES_ON_S, go_on, streaming, told, undisturbed
+from container_waiting import until
+
+from benchmarks.chaos.streams import Reference, Streams
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
+
+NUM_WORKERS = 3
+SERVICES = ("redis", *SCHEDULERS, "worker", "gateway")
+# After which a worker that says nothing is given up.
+NOTICED_S = 3.5
+SETTINGS = {
+    "QUIRE_WORKER_ENGINE": "sim",
+    # Slow, so that the clients have time to read.
+    "QUIRE_WORKER_SIM_STEP_MS": "50",
+    "QUIRE_WORKER_MAX_MODEL_LEN": "1024",
+    "QUIRE_WORKER_NUM_BLOCKS": "1025",
+}
+
+
+@pytest.fixture(scope="module")
+def simulated(images: dict[str, str]) -> Iterator[ComposeProject]:
+    """Three simulated workers, two schedulers, a gateway and Redis."""
+    project = ComposeProject("quire-test-sim", **SETTINGS)
+    project.down()
+    try:
+        project.scale(NUM_WORKERS)
+        yield project
+    finally:
+        project.down()
+
+
+@pytest.fixture(scope="module")
+def references(simulated: ComposeProject) -> list[Reference]:
+    asyncio.run(until(lambda: is_whole(simulated), "the service", 120))
+    return undisturbed(simulated.target)
+
+
+@pytest.fixture
+async def service(
+    simulated: ComposeProject, references: list[Reference]
+) -> AsyncIterator[ComposeProject]:
+    """All of it is there, before and afterwards; in the end all blocks are free."""
+    await until(lambda: is_whole(simulated), "the service", 120)
+    yield simulated
+    await until(lambda: is_whole(simulated), "the service", 120)
+    pools = simulated.pools()
+    await until(lambda: pools.num_held == 0, "the blocks' return", 60)
+    await until(lambda: not pools.live_requests(), "the records' ends", 60)
+    assert pools.is_conserved
+
+
+def is_whole(service: ComposeProject) -> bool:
+    return (
+        service.is_ready()
+        and all(service.answers(service.the(name), "") for name in SCHEDULERS)
+        and service.num_lanes() == NUM_WORKERS
+    )
+
+
+async def whole_again(service: ComposeProject, streams: Streams) -> None:
+    await until(lambda: is_whole(service), "the whole service", GOES_ON_S)
+    await go_on(streams)
+
+
+def a_worker(service: ComposeProject) -> Container:
+    return service.containers("worker")[0]
+
+
+def the_leader(service: ComposeProject) -> Container:
+    leader = service.leader()
+    assert leader is not None
+    return leader
+
+
+@pytest.mark.parametrize(
+    "victim_of",
+    [
+        pytest.param(a_worker, id="worker"),
+        pytest.param(the_leader, id="leader"),
+    ],
+)
+async def test_the_others_go_on_when_one_is_killed(
+    service: ComposeProject,
+    references: Sequence[Reference],
+    victim_of: Callable[[ComposeProject], Container],
+) -> None:
+    async with streaming(service.target, references) as streams:
+        victim = victim_of(service)
+        with told(f"{victim.service} killed", streams):
+            docker("kill", victim.id)
+            await go_on(streams)
+        assert not service.again(victim).is_running
+        docker("start", victim.id)
+        await whole_again(service, streams)
+
+
+@pytest.mark.parametrize("name", ["gateway", "redis"])
+async def test_streams_wait_for_what_there_is_one_of(
+    service: ComposeProject, references: Sequence[Reference], name: str
+) -> None:
+    async with streaming(service.target, references) as streams:
+        with told(f"{name} killed and started", streams):
+            docker("kill", service.the(name).id)
+            docker("start", service.the(name).id)
+            await whole_again(service, streams)
+
+
+async def test_what_dies_by_itself_is_started_again(
+    service: ComposeProject, references: Sequence[Reference]
+) -> None:
+    async with streaming(service.target, references) as streams:
+        for name in SERVICES:
+            victim = service.containers(name)[-1]
+            with told(f"{name} crashed", streams):
+                crash(victim)
+                await until(
+                    lambda victim=victim: is_started_again(service, victim), f"{name}", GOES_ON_S
+                )
+                await whole_again(service, streams)
+
+
+def is_started_again(service: ComposeProject, former: Container) -> bool:
+    now = service.again(former)
+    return now.num_restarts > former.num_restarts and now.is_running
+
+
+async def test_a_paused_worker_is_given_up_and_comes_back(
+    service: ComposeProject, references: Sequence[Reference]
+) -> None:
+    async with streaming(service.target, references) as streams:
+        worker = a_worker(service)
+        with told("worker paused", streams):
+            paused_s = time.monotonic()
+            docker("pause", worker.id)
+            await until(lambda: service.num_lanes() < NUM_WORKERS, "the loss of the worker")
+            noticed_s = time.monotonic() - paused_s
+            await go_on(streams)
+        print(f"noticed after {noticed_s:.1f} s")
+        # What it was doing comes now, late.
+        docker("unpause", worker.id)
+        await whole_again(service, streams)
+    assert noticed_s < NOTICED_S
+
+
+async def test_a_worker_that_was_cut_off_comes_back(
+    service: ComposeProject, references: Sequence[Reference]
+) -> None:
+    async with streaming(service.target, references) as streams:
+        worker = a_worker(service)
+        with told("worker cut off", streams):
+            docker("network", "disconnect", service.network, worker.id)
+            await until(lambda: service.num_lanes() < NUM_WORKERS, "the loss of the worker")
+            await go_on(streams)
+        docker("network", "connect", "--alias", "worker", service.network, worker.id)
+        await whole_again(service, streams)
+
+
+async def test_scaling_down_to_one(
+    service: ComposeProject, references: Sequence[Reference]
+) -> None:
+    async with streaming(service.target, references) as streams:
+        with told("two of three workers removed", streams):
+            await asyncio.to_thread(service.scale, 1)
+            await go_on(streams)
+        assert service.num_lanes() == 1
+        await asyncio.to_thread(service.scale, NUM_WORKERS)
+        await whole_again(service, streams)
+
+
+async def test_every_container_is_replaced_one_after_the_other(
+    service: ComposeProject, references: Sequence[Reference]
+) -> None:
+    before = {container.id for container in service.containers()}
+    async with streaming(service.target, references) as streams:
+        for name in ("redis", *SCHEDULERS, "gateway"):
+            with told(f"{name} replaced", streams):
+                await asyncio.to_thread(service.up, "--no-deps", "--force-recreate", name)
+                await whole_again(service, streams)
+        for worker in service.containers("worker"):
+            with told(f"worker {worker.number} replaced", streams):
+                await asyncio.to_thread(replace_worker, service, worker)
+                await whole_again(service, streams)
+    assert not before & {container.id for container in service.containers()}
+
+
+def replace_worker(service: ComposeProject, worker: Container) -> None:
+    docker("stop", "--time", "40", worker.id)
+    docker("rm", worker.id)
+    service.scale(NUM_WORKERS)
