@@ -281,7 +281,7 @@ class Sequence:
     def finish(self, num_output_tokens: int) -> None:
         """Ends the sequence where the gateway found a stop string; the first end wins. Where tokens
         are still missing, because they are sampled again, it ends with the last of them."""
-        if not 0 < num_output_tokens or self.is_over:
+        if not num_output_tokens > 0 or self.is_over:
             return
         if num_output_tokens <= self.num_output_tokens:
             self.end = End(EndReason.STOP_STRING, num_output_tokens)

@@ -31,6 +31,8 @@ class GatewayConnection:
     def __init__(self, epoch: int, may_send: Callable[[], Awaitable[None]]) -> None:
         """`may_send` returns when the lead is held for certain."""
         self.attached: dict[int, Group] = {}
+        # Its gateway has gone; what it had asked for may still be on its way.
+        self.is_gone = False
         self._epoch = epoch
         self._may_send = may_send
         self._frame = scheduler_pb2.ConnectResponse(epoch=epoch)

@@ -1,0 +1,110 @@
+"""Which stream hears of a request: the newest that asked for it, or none for a while."""
+
+from grpc import StatusCode
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError, failed, unavailable
+from scheduler_svc.core.recorder import Recorder
+from scheduler_svc.core.restoring import error_of, restored
+from scheduler_svc.core.sequence import End, EndReason, Group
+from scheduler_svc.engine import Engine
+from scheduler_svc.gateways.connection import GatewayConnection
+from scheduler_svc.gateways.orphans import Orphans
+from scheduler_svc.gateways.submission import key_of
+from scheduler_svc.store.errors import LeadLost, StaleEpoch, StoreUnavailable
+from scheduler_svc.store.requests import StoredRequest
+from scheduler_svc.store.store import Store
+
+NO_REDIS = unavailable("REDIS_AWAY", "the scheduler has lost Redis or the lead")
+_UNKNOWN = failed(
+    StatusCode.NOT_FOUND,
+    "UNKNOWN_REQUEST",
+    "no such request is known, or not any more",
+    metadata={"resumable": "false"},
+)
+_TAKEN_OVER = failed(
+    StatusCode.ABORTED,
+    "TAKEN_OVER",
+    "another stream has taken the request over",
+    metadata={"resumable": "true"},
+)
+
+Wanted = scheduler_pb2.Submission | scheduler_pb2.Attachment
+
+
+class Attachments:
+    """Attaches streams to requests that run, and says again how those went that are over."""
+
+    def __init__(self, engine: Engine, store: Store, recorder: Recorder, orphans: Orphans) -> None:
+        self._engine = engine
+        self._store = store
+        self._recorder = recorder
+        self._orphans = orphans
+
+    def attach(self, group: Group, connection: GatewayConnection, wanted: Wanted) -> None:
+        """The newest attachment has the stream; the former one hears that it was taken."""
+        former = group.subscriber
+        if isinstance(former, GatewayConnection):
+            former.reject(group.attachment, _TAKEN_OVER)
+            former.let_go(group)
+        self._orphans.remove(group)
+        connection.attach(group, wanted.attachment, wanted.next_indices)
+        if connection.is_gone:
+            self.detach(group, connection, client_gone=False)
+
+    def attach_if_same(
+        self, submission: scheduler_pb2.Submission, group: Group, connection: GatewayConnection
+    ) -> None:
+        """Refuses another request of the same id."""
+        if submission.digest == group.terms.digest:
+            self.attach(group, connection, submission)
+        else:
+            connection.reject(submission.attachment, id_taken(submission.request_id))
+
+    async def attach_known(self, wanted: Wanted, connection: GatewayConnection) -> None:
+        """Attaches to a request that runs; one that has ended is said again from its record."""
+        key = key_of(wanted)
+        try:
+            await self._recorder.flush()
+            stored = None if key in self._engine.live else await self._store.load(key)
+        except (StoreUnavailable, StaleEpoch, LeadLost):
+            connection.reject(wanted.attachment, NO_REDIS)
+            return
+        # Looked for after the waiting, in which it may have come.
+        if group := self._engine.live.get(key):
+            self.attach(group, connection, wanted)
+        elif stored is None:
+            connection.reject(wanted.attachment, _UNKNOWN)
+        else:
+            _say_again(stored, wanted, connection)
+
+    def detach(self, group: Group, connection: GatewayConnection, client_gone: bool) -> None:
+        """Nobody hears of it, until somebody attaches to it or its grace is over."""
+        connection.let_go(group)
+        self._orphans.add(group, client_gone)
+
+
+def _say_again(
+    stored: StoredRequest,
+    wanted: Wanted,
+    connection: GatewayConnection,
+) -> None:
+    """How a request went that is over."""
+    error = error_of(stored)
+    if error is not None:
+        connection.reject(wanted.attachment, error)
+        return
+    group = restored(stored, {})
+    for sequence in group.sequences:
+        # What ended for no reason of its own was ended by its gateway, and will be again.
+        sequence.end = sequence.end or End(EndReason.STOP_STRING, sequence.num_output_tokens)
+        sequence.has_left = True
+    connection.replay(group, wanted.attachment, wanted.next_indices)
+
+
+def id_taken(request_id: str) -> RequestError:
+    return failed(
+        StatusCode.ALREADY_EXISTS,
+        "REQUEST_ID_TAKEN",
+        f"the id {request_id!r} belongs to another request, which runs or has just ended",
+    )
