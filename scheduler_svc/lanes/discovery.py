@@ -167,7 +167,7 @@ class Discovery:
             log.info("worker left", address=address, why=why)
             # At once, for others wait for these; the pool can wait.
             lost = self._engine.remove(lane)
-            self._former.add(pool, address, lane.step, lost)
+            self._former.add(pool, address, lane.step, [*lost, *lane.recalled])
 
     def _agreed(self, worker: Worker, limits: Limits) -> ServedModel:
         """The model that the worker serves; WorkerRefused if it is not that of the others."""

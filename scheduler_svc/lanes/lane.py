@@ -19,6 +19,7 @@ from scheduler_svc.core.view import Limits
 from scheduler_svc.lanes.deliveries import deliver
 from scheduler_svc.lanes.draft import Draft
 from scheduler_svc.lanes.flights import Flight, Flights, Ran
+from scheduler_svc.lanes.folding import Folding
 from scheduler_svc.lanes.options import LaneHooks, LaneOptions
 from scheduler_svc.lanes.patience import Patience
 from scheduler_svc.lanes.plan import Changes, build_plan
@@ -36,8 +37,6 @@ from scheduler_svc.store.types import Commit, PrefixMatch
 
 log = structlog.get_logger()
 
-# Journal entries are folded into the request records once in so many steps.
-FOLD_EVERY_STEPS = 64
 IDLE_CHECK_S = 5.0
 
 _UNKNOWN = PrefixMatch(num_hits=0, num_free_hits=0)
@@ -76,6 +75,7 @@ class Lane:
         self._step = first_step
         self._options = options
         self._hooks = hooks
+        self._patience = Patience()
         self._checked_step = first_step
         self._flights = Flights()
         self._trial = Trial(self.roster)
@@ -85,14 +85,10 @@ class Lane:
         self._failed: list[Sequence] = []
         # What the caches were found to hold of sequences assigned here, until it is used.
         self._hints: dict[Sequence, PrefixMatch] = {}
-        # Sequences that went back to the queue since the journal was folded.
-        self._unfolded: list[Sequence] = []
-        self._folded_step = first_step
-        self._folding: asyncio.Task[None] | None = None
+        self._folding = Folding(pool, self._patience, hooks.fold, first_step)
         self._idle_timer: asyncio.TimerHandle | None = None
         self._has_idled = False
         self._wake = asyncio.Event()
-        self._patience = Patience()
 
     # What the rest of the scheduler asks of a lane
 
@@ -171,6 +167,11 @@ class Lane:
         """The last one that the pool has heard of."""
         return self._step
 
+    @property
+    def recalled(self) -> list[Sequence]:
+        """Sequences that are elsewhere now, with tokens that only this pool's journal may have."""
+        return self._folding.recalled
+
     def matchable(self, sequence: Sequence) -> list[bytes]:
         """Hashes of the blocks that may be hits."""
         if not self._options.enable_prefix_caching or sequence.computes_prompt:
@@ -204,8 +205,7 @@ class Lane:
             await self._journal_rest()
         finally:
             watching.cancel()
-            if self._folding is not None:
-                self._folding.cancel()
+            self._folding.cancel()
             if self._idle_timer is not None:
                 self._idle_timer.cancel()
 
@@ -290,7 +290,7 @@ class Lane:
         if not changes.is_empty:
             await self._send(changes, ran, scheduling_s, redis_s)
         self._hooks.room()
-        self._fold_journal()
+        self._folding.look(self._step, self.roster.everybody())
         if self._options.check_every_step:
             await self.check_integrity()
         return True
@@ -362,7 +362,7 @@ class Lane:
         if draft.recalled:
             # Those who were assigned later must not pass them.
             assigned, self.roster.assigned = self.roster.assigned, []
-            self._unfolded += draft.recalled
+            self._folding.add(draft.recalled)
             self._hooks.given_back([*draft.recalled, *assigned])
 
     async def _send(self, changes: Changes, ran: Ran, scheduling_s: float, redis_s: float) -> None:
@@ -422,22 +422,6 @@ class Lane:
             for sequence in go:
                 self._hints.pop(sequence, None)
             self._hooks.given_back(go)
-
-    def _fold_journal(self) -> None:
-        """Starts to bring the records up to the journal, once in so many steps."""
-        if self._folding is not None and self._folding.done():
-            self._folding.result()
-            self._folding = None
-        if self._folding is None and self._step >= self._folded_step + FOLD_EVERY_STEPS:
-            sequences = [*self.roster.everybody(), *self._unfolded]
-            self._unfolded = []
-            self._folded_step = self._step
-            self._folding = asyncio.create_task(self._fold(sequences, self._step))
-
-    async def _fold(self, sequences: list[Sequence], step: int) -> None:
-        """Beside the steps: folding and committing do not touch the same keys."""
-        await Patience().ask(lambda: self._hooks.fold(sequences))
-        await self._patience.ask(lambda: self._pool.trim_journal(step))
 
     def _count(self, num_scheduled_tokens: list[int], scheduling_s: float) -> None:
         stats = self.stats
