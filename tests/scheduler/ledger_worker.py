@@ -43,6 +43,11 @@ class LedgerStream:
     def end(self) -> None:
         self.responses.put_nowait(None)
 
+    def drop_plans(self) -> None:
+        """Those that nobody has begun."""
+        while not self.plans.empty():
+            self.plans.get_nowait()
+
 
 class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Runs plans through the simulated worker's ledger, which raises where one breaks a rule.
@@ -100,6 +105,8 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_sampled_tokens = 0
         self._fence = (0, b"")
         self._stream: LedgerStream | None = None
+        # Held while a step runs.
+        self._device = asyncio.Lock()
 
     @property
     def rows(self) -> set[int]:
@@ -143,26 +150,36 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         context: _Context,
     ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         requests = aiter(request_iterator)
-        opening = (await anext(requests)).open
+        first = await anext(requests, None)
+        if first is None:
+            return
+        opening = first.open
         await self.awake.wait()
         if self.hello.incarnation in opening.live_incarnations:
             yield worker_pb2.ExecuteResponse(hello=self.hello)
             return
         await self._raise_fence((opening.epoch, opening.holder), context)
-        stream = self._open()
+        if self._stream is not None:
+            self._stream.drop_plans()
+            self._stream.end()
+        # Behind the step that runs.
+        async with self._device:
+            stream = self._open()
         yield worker_pb2.ExecuteResponse(hello=self.hello)
         tasks = [
             asyncio.create_task(self._read(requests, stream)),
             asyncio.create_task(self._keep_beating(stream)),
         ]
-        running = asyncio.create_task(self._run_plans(stream))
+        self._running = asyncio.create_task(self._run_plans(stream))
         try:
             while (response := await stream.responses.get()) is not None:
                 yield response
         finally:
+            if self.awake.is_set():
+                stream.drop_plans()
             # A process that is stopped does not hear of the end: it goes on when it wakes up.
             stream.plans.put_nowait(None)
-            for task in (*tasks, running) if self.awake.is_set() else tasks:
+            for task in tasks:
                 task.cancel()
         await context.abort(StatusCode.UNAVAILABLE, "the worker has broken the stream")
 
@@ -174,9 +191,7 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._fence = fence
 
     def _open(self) -> LedgerStream:
-        """Ends a former stream, whose plans are dropped, and its rows."""
-        if self._stream is not None:
-            self._stream.end()
+        """All rows are free."""
         self._stream = stream = LedgerStream()
         self.num_streams += 1
         self.runner.clear()
@@ -206,16 +221,17 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _run_plans(self, stream: LedgerStream) -> None:
         while (plan := await stream.plans.get()) is not None:
-            self.plans.append(plan)
-            await self.gate.wait()
-            await self.awake.wait()
-            if stream is not self._stream:
-                return
-            try:
-                stream.say(result=self._run(plan))
-            except (Broken, PlanError):
-                stream.end()
-                return
+            async with self._device:
+                self.plans.append(plan)
+                await self.gate.wait()
+                await self.awake.wait()
+                if stream is not self._stream:
+                    return
+                try:
+                    stream.say(result=self._run(plan))
+                except (Broken, PlanError):
+                    stream.end()
+                    return
 
     def _run(self, message: worker_pb2.BatchPlan) -> worker_pb2.StepResult:
         for row in message.released_rows:

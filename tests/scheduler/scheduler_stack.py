@@ -36,6 +36,10 @@ def info_of(error: grpc.aio.AioRpcError | scheduler_pb2.RequestFailure) -> Messa
     return info
 
 
+def prompt(length: int, tag: int = 0) -> list[int]:
+    return [tag * 100 + index % 97 for index in range(length)]
+
+
 @dataclass
 class HeardChoice:
     """What a gateway has heard of one choice."""
