@@ -122,6 +122,8 @@ class Gateway:
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.epoch = 0
         self.cancelled: dict[int, bool] = {}
+        # The scheduler may have lost what was heard; it is the same when it comes again.
+        self.hears_again = False
         # How the stream ended, if it did.
         self.lost: grpc.aio.AioRpcError | None = None
         self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()
@@ -143,6 +145,7 @@ class Gateway:
         **fields: object,
     ) -> int:
         """`fields`: others of the submission."""
+        fields.setdefault("digest", repr((prompt, max_tokens, seed, n)).encode())
         submission = scheduler_pb2.Submission(
             request_id=request_id or f"request-{self._next}",
             prompt_token_ids=prompt,
@@ -253,8 +256,12 @@ class Gateway:
             assert heard.accepted, "tokens come behind the acceptance"
             assert not heard.over, "nothing comes behind the end"
             token_ids = heard.choices[choice].token_ids
-            assert first == len(token_ids), "indices go up without a gap"
-            token_ids.extend(next(tokens) for _ in range(count))
+            run = [next(tokens) for _ in range(count)]
+            num_known = len(token_ids) - first
+            assert num_known >= 0, "indices go up without a gap"
+            assert num_known == 0 or self.hears_again, "no token comes twice"
+            assert run[:num_known] == token_ids[first : first + count], "it is what it was"
+            token_ids.extend(run[num_known:])
 
 
 def _copied(heard: Heard) -> list[HeardChoice]:

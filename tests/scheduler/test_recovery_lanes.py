@@ -1,5 +1,7 @@
 """Workers that die, hang, sleep, lie or leave, and calls that cross with it."""
 
+import asyncio
+
 import ledger_worker
 import pytest
 from ledger_worker import Broken, LedgerWorker
@@ -7,6 +9,7 @@ from scheduler_stack import INTERNAL, Stack, info_of, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lanes import watch
 from scheduler_svc.lanes.leaving import Leaving
 from scheduler_svc.store.errors import StoreUnavailable
@@ -85,39 +88,42 @@ async def test_a_stream_breaks_with_one_plan_executed_and_one_not(redis_url, soc
 async def test_a_late_token_of_a_preempted_sequence_and_then_the_lane_is_lost(
     redis_url, sockets, monkeypatch
 ):
-    preempt, preempted = Leaving.preempt, []
+    preempt, late = Leaving.preempt, []
     # Two sequences of 32 tokens want 16 blocks.
     worker = LedgerWorker(1, num_blocks=14, max_model_len=32)
 
-    def preempt_and_hold(leaving: Leaving, sequence: object) -> None:
-        if not preempted:
-            worker.gate.clear()
-        preempted.append(sequence)
+    def preempt_and_note(leaving: Leaving, sequence: Sequence) -> None:
+        if sequence.last_step > leaving._roster.landed_step:
+            late.append(sequence)
         preempt(leaving, sequence)
 
-    monkeypatch.setattr(Leaving, "preempt", preempt_and_hold)
+    async def step_slowly() -> None:
+        """So that the scheduler has as many plans in flight as it may."""
+        worker.distort = lambda result: worker.gate.clear()
+        while not late:
+            worker.gate.set()
+            await asyncio.sleep(0.01)
+        worker.gate.clear()
+
+    monkeypatch.setattr(Leaving, "preempt", preempt_and_note)
     async with running_stack(
         redis_url, sockets, {"a": worker}, pipeline_depth=3, preemption_mode="recompute"
     ) as stack:
         gateway = await stack.gateway()
         for seed in range(2):
             await gateway.submit(prompt(8, seed), max_tokens=24, seed=seed)
-        await until(lambda: bool(preempted), "a preemption")
-        late = preempted[0]
-        assert late.last_step > stack.only_lane.roster.landed_step
-        num_known = late.num_output_tokens
-        num_results = []
+        await step_slowly()
+        sequence, num_known = late[0], late[0].num_output_tokens
 
-        def one_more(result: worker_pb2.StepResult) -> None:
-            num_results.append(result)
-            if len(num_results) == 2:
+        def break_once_it_has_come(result: worker_pb2.StepResult) -> None:
+            if sequence.num_output_tokens > num_known:
                 worker.distort = lambda result: None
                 raise Broken
 
-        worker.distort = one_more
+        assert sequence.row is None
+        worker.distort = break_once_it_has_come
         worker.gate.set()
         await until(lambda: worker.num_streams == 2, "the lane's reopening")
-        assert late.num_output_tokens > num_known or not late.is_over
         await all_are_whole(stack, worker)
 
 
