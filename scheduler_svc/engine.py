@@ -196,6 +196,7 @@ class Engine:
             group.hold = None
         for sequence in lost:
             sequence.rewind()
+        self.stats.num_recovered += len(lost)
         self._requeue(group, lost)
 
     def _requeue(self, group: Group, sequences: list[Sequence]) -> None:

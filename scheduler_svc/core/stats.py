@@ -36,6 +36,8 @@ class EngineStats:
 
     num_accepted: int = 0
     num_refused: int = 0
+    # Sequences whose lanes were lost.
+    num_recovered: int = 0
     # Ended choices by reason: "stop_token", "length", "stop_string", or a gRPC code in lower case.
     ended: dict[str, int] = field(default_factory=dict)
 

@@ -118,7 +118,7 @@ _HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[WorkerHistograms], Histogram]
 class EngineCollector(Collector):
     """Reads on the loop's thread, to which everything belongs; scrapes come on threads.
 
-    Without an engine, while Redis is not there yet, there is nothing to tell.
+    Without an engine, while another scheduler leads, there is nothing more to tell.
     """
 
     def __init__(self, steps: StepTimes) -> None:
@@ -132,10 +132,15 @@ class EngineCollector(Collector):
 
     async def _read(self) -> list[Metric]:
         engine = self.engine
+        leads = GaugeMetricFamily(
+            "quire:leader",
+            "1 where this scheduler leads, 0 where it stands by.",
+            engine is not None,
+        )
         if engine is None:
-            return []
+            return [leads]
         lanes = list(engine.lanes.values())
-        return [*_of_engine(engine), *_of_lanes(lanes), *self._of_steps(lanes)]
+        return [leads, *_of_engine(engine), *_of_lanes(lanes), *self._of_steps(lanes)]
 
     def _of_steps(self, lanes: list[LaneView]) -> Iterator[Metric]:
         steps = self._steps.of(lane.worker.incarnation for lane in lanes)
@@ -165,6 +170,11 @@ def _of_engine(engine: EngineView) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "quire:requests_refused", "Requests that were refused.", stats.num_refused
+    )
+    yield CounterMetricFamily(
+        "quire:sequences_recovered",
+        "Sequences that went back to the queue because their worker was lost.",
+        stats.num_recovered,
     )
     ended = CounterMetricFamily(
         "quire:sequences_ended",

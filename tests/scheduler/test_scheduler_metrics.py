@@ -60,8 +60,8 @@ async def server(collector: EngineCollector) -> AsyncIterator[MetricsServer]:
     await server.stop()
 
 
-async def test_there_is_nothing_to_tell_before_the_lead(server: MetricsServer) -> None:
-    assert await scrape(server.address) == {}
+async def test_a_standby_tells_only_that_it_is_one(server: MetricsServer) -> None:
+    assert await scrape(server.address) == {("leader",): 0}
 
 
 async def test_the_engine_and_its_lanes_are_told_as_they_are(
@@ -86,11 +86,14 @@ async def test_the_engine_and_its_lanes_are_told_as_they_are(
     engine.add(11, FREE, FREE)
     engine.waiting.extend([100, 20])
     engine.stats.num_accepted, engine.stats.num_refused = 5, 1
+    engine.stats.num_recovered = 3
     engine.stats.end("length")
     seen = await scrape(server.address)
     assert (
         seen.items()
         >= {
+            ("leader",): 1,
+            ("sequences_recovered_total",): 3,
             ("num_requests_waiting",): 3,
             ("num_queued_tokens",): 120,
             ("requests_accepted_total",): 5,
