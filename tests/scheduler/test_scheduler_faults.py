@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from ledger_worker import LedgerWorker
-from scheduler_stack import INTERNAL, Heard, HeardChoice, Stack, info_of, running_stack
+from scheduler_stack import INTERNAL, Heard, HeardChoice, Stack, info_of, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
@@ -23,16 +22,6 @@ from scheduler_svc.store.types import PrefixMatch
 RECORD = RequestRecord(
     key=RequestKey("", "left"), digest=b"", prompt_token_ids=(1,), params=b"", sequence_id=7
 )
-
-
-@pytest.fixture
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Unix socket paths are limited to 107 bytes.
-    return tmp_path_factory.mktemp("s")
-
-
-def prompt(length: int, tag: int = 0) -> list[int]:
-    return [tag * 100 + index % 97 for index in range(length)]
 
 
 def submission(request_id: str, prompt: list[int], max_tokens: int) -> scheduler_pb2.Submission:

@@ -16,12 +16,6 @@ from scheduler_svc.store.types import Commit, CommitReply
 CANCELLED = failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
 
 
-@pytest.fixture
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Unix socket paths are limited to 107 bytes.
-    return tmp_path_factory.mktemp("s")
-
-
 def during(
     monkeypatch: pytest.MonkeyPatch,
     is_meant: Callable[[Commit], bool],

@@ -2,26 +2,15 @@
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 from grpc import StatusCode
 from ledger_worker import LedgerWorker, token_at
-from scheduler_stack import ALREADY_EXISTS, info_of, running_stack
+from scheduler_stack import ALREADY_EXISTS, info_of, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
 from scheduler_svc.store.store import Store
-
-
-@pytest.fixture
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Unix socket paths are limited to 107 bytes.
-    return tmp_path_factory.mktemp("s")
-
-
-def prompt(length: int, tag: int = 0) -> list[int]:
-    return [tag * 100 + index % 97 for index in range(length)]
 
 
 async def test_a_request_gets_its_tokens_in_order_and_its_end(redis_url, sockets):

@@ -19,12 +19,6 @@ from scheduler_svc.lanes.lane import Lane
 INTERNAL, RESOURCE_EXHAUSTED = 13, 8
 
 
-@pytest.fixture
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Unix socket paths are limited to 107 bytes.
-    return tmp_path_factory.mktemp("s")
-
-
 def worker_of(
     num_blocks: int, max_model_len: int | None = None, max_num_seqs: int = 8
 ) -> LedgerWorker:
