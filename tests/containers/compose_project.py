@@ -70,6 +70,7 @@ class Container:
     is_running: bool
     exit_code: int
     num_restarts: int
+    restart_policy: str
     # Of the last five, those of its start included.
     failing_checks: int
     published: dict[str, Any]
@@ -88,6 +89,7 @@ class Container:
             is_running=state["Running"],
             exit_code=state["ExitCode"],
             num_restarts=facts["RestartCount"],
+            restart_policy=facts["HostConfig"]["RestartPolicy"]["Name"],
             failing_checks=sum(check["ExitCode"] != 0 for check in checks),
             published={port: to for port, to in (settings["Ports"] or {}).items() if to},
         )
@@ -119,6 +121,12 @@ class ComposeProject:
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "1")
+
+    def pause(self, container: Container) -> bool:
+        """Whether it has been stopped; on a busy machine that may fail."""
+        return (
+            subprocess.run(["docker", "pause", container.id], capture_output=True).returncode == 0
+        )
 
     def make(self, target: str) -> str:
         return run("make", target, env=self.env)

@@ -58,25 +58,19 @@ async def test_scaling_under_load_loses_no_request(service: ComposeProject) -> N
     assert all(len(output.outputs[0].token_ids) == NUM_TOKENS for output in load.outputs)
 
 
-async def test_a_killed_worker_fails_only_what_it_ran_and_is_used_again(
-    service: ComposeProject,
-) -> None:
+async def test_a_killed_worker_fails_nothing_and_is_used_again(service: ComposeProject) -> None:
     service.scale(2)
     await until(lambda: len(service.ready_workers()) == 2, "two workers", 120)
     async with Load(service.target, num_clients=8) as load:
         await until(lambda: num_working(service) == 2, "work on both", 60)
 
         victim = service.containers("worker")[1]
-        docker("kill", victim.id)
+        await asyncio.to_thread(docker, "kill", victim.id)
         await until(lambda: service.pools().num_pools == 1, "the loss of the worker")
         done = load.num_done
         await until(lambda: load.num_done > done + 16, "the others' going on", 60)
-        num_failed = len(load.failures)
 
-        docker("start", victim.id)
+        await asyncio.to_thread(docker, "start", victim.id)
         await until(lambda: num_working(service) == 2, "work on both again", 120)
 
-    # Those that ran there, once each; the rest had nothing to do with it.
-    assert {error.code.name for error in load.failures} <= {"UNAVAILABLE"}
-    assert all(error.retry_after_s for error in load.failures)
-    assert len(load.failures) == num_failed <= 8
+    assert load.failures == []
