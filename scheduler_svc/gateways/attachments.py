@@ -11,8 +11,8 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.gateways.connection import GatewayConnection
 from scheduler_svc.gateways.orphans import Orphans
 from scheduler_svc.gateways.submission import key_of
-from scheduler_svc.store.errors import LeadLost, StaleEpoch, StoreUnavailable
-from scheduler_svc.store.requests import StoredRequest
+from scheduler_svc.store.errors import StoreError
+from scheduler_svc.store.requests import RequestState, StoredRequest
 from scheduler_svc.store.store import Store
 
 NO_REDIS = unavailable("REDIS_AWAY", "the scheduler has lost Redis or the lead")
@@ -67,7 +67,7 @@ class Attachments:
         try:
             await self._recorder.flush()
             stored = None if key in self._engine.live else await self._store.load(key)
-        except (StoreUnavailable, StaleEpoch, LeadLost):
+        except StoreError:
             connection.reject(wanted.attachment, NO_REDIS)
             return
         # Looked for after the waiting, in which it may have come.
@@ -75,6 +75,9 @@ class Attachments:
             self.attach(group, connection, wanted)
         elif stored is None:
             connection.reject(wanted.attachment, _UNKNOWN)
+        elif stored.state is RequestState.LIVE:
+            # Of a leadership whose requests are not taken up yet, or not any more.
+            connection.reject(wanted.attachment, NO_REDIS)
         else:
             _say_again(stored, wanted, connection)
 

@@ -11,7 +11,7 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.gateways.attachments import NO_REDIS, Attachments, id_taken
 from scheduler_svc.gateways.connection import GatewayConnection
 from scheduler_svc.gateways.submission import key_of, malformed, record_of
-from scheduler_svc.store.errors import LeadLost, StaleEpoch, StoreUnavailable
+from scheduler_svc.store.errors import StoreError, StoreUnavailable
 from scheduler_svc.store.requests import Recorded, RequestRecord
 from scheduler_svc.store.store import Store
 
@@ -85,7 +85,7 @@ class Submissions:
     ) -> None:
         try:
             answers = await self._stored(new)
-        except (StoreUnavailable, StaleEpoch, LeadLost):
+        except StoreError:
             self._recorder.unanswered(record for _, record in new)
             for submission, _ in new:
                 connection.reject(submission.attachment, NO_REDIS)
