@@ -7,6 +7,7 @@ import grpc
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from quire.internal.v1.operations_pb2 import GetStatusResponse
+from quire.service.channels import server_options
 
 
 class ScriptedScheduler(operations_pb2_grpc.OperationsServiceServicer):
@@ -14,7 +15,7 @@ class ScriptedScheduler(operations_pb2_grpc.OperationsServiceServicer):
 
     def __init__(self, address: str, readings: Sequence[GetStatusResponse] = ()) -> None:
         self._readings = list(readings)
-        self._server = grpc.server(ThreadPoolExecutor(2))
+        self._server = grpc.server(ThreadPoolExecutor(2), options=server_options())
         operations_pb2_grpc.add_OperationsServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(address)
         self._server.start()

@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from quire.service.channels import server_options
 from quire.service.errors import RequestError, invalid, unavailable
 from quire.v1 import inference_pb2, model_pb2, tokenizer_pb2
 from quire.v1.inference_pb2_grpc import (
@@ -138,7 +139,7 @@ class ScriptedServer:
         self.inference = ScriptedInference()
         self.health = health.HealthServicer()
         self.health.set("ready", health_pb2.HealthCheckResponse.SERVING)
-        self._server = grpc.server(ThreadPoolExecutor(MAX_CALLS))
+        self._server = grpc.server(ThreadPoolExecutor(MAX_CALLS), options=server_options())
         add_InferenceServiceServicer_to_server(self.inference, self._server)
         add_TokenizerServiceServicer_to_server(ScriptedTokenizer(), self._server)
         add_ModelServiceServicer_to_server(ScriptedModels(), self._server)
