@@ -250,7 +250,8 @@ class Multiplexer:
         del wanted.next_indices[:]
         wanted.next_indices.extend(stream.next_indices)
         if isinstance(wanted, scheduler_pb2.Submission):
-            wanted.again = stream.was_sent
+            # What was not accepted may bear the id of one that was cancelled before.
+            wanted.again = stream.was_accepted
             self.outbox.submit(wanted)
         else:
             self.outbox.attach(wanted)

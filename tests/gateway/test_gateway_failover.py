@@ -301,11 +301,23 @@ async def test_a_scheduler_that_can_do_nothing_now_is_asked_again(
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="quire"))
     call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
-    for expected in (False, True):
+    for _ in range(2):
         submission = await next_submission(stack.scheduler)
-        assert submission.again is expected
+        # Nobody has accepted it: an older one of this id, which was cancelled, is not meant.
+        assert not submission.again
         stack.scheduler.fail(submission, grpc.StatusCode.UNAVAILABLE, details=[detail])
     await stack.scheduler.serve_one(stack.encode("fox"))
+    assert (await call).choices[0].text == "fox"
+
+
+async def test_what_no_leader_has_accepted_is_new_to_the_next(stack: Stack, pair: Pair) -> None:
+    """Its id may be that of one that was cancelled before, whose end it is not to get."""
+    call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
+    await next_submission(pair.leader)
+    await pair.leader_dies()
+    pair.standby_leads()
+    submission = await pair.standby.serve_one(stack.encode("fox"))
+    assert not submission.again
     assert (await call).choices[0].text == "fox"
 
 
