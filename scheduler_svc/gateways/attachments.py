@@ -81,6 +81,29 @@ class Attachments:
         else:
             _say_again(stored, wanted, connection)
 
+    async def attach_finished(
+        self, submission: scheduler_pb2.Submission, connection: GatewayConnection
+    ) -> bool:
+        """Attaches to a request that has finished, or has begun meanwhile; False if there is
+        none."""
+        key = key_of(submission)
+        try:
+            await self._recorder.flush()
+            stored = await self._store.load(key)
+        except StoreError:
+            connection.reject(submission.attachment, NO_REDIS)
+            return True
+        if group := self._engine.live.get(key):
+            self.attach_if_same(submission, group, connection)
+            return True
+        if stored is None or stored.state is not RequestState.FINISHED:
+            return False
+        if submission.digest == stored.record.digest:
+            _say_again(stored, submission, connection)
+        else:
+            connection.reject(submission.attachment, id_taken(submission.request_id))
+        return True
+
     def detach(self, group: Group, connection: GatewayConnection, client_gone: bool) -> None:
         """Nobody hears of it, until somebody attaches to it or its grace is over."""
         connection.let_go(group)

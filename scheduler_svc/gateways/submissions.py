@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Coroutine
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
@@ -32,47 +33,61 @@ class Submissions:
         self._store = store
         self._recorder = recorder
         self._attachments = attachments
-        self._recording: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         # Unique across leaderships: a later epoch starts milliseconds, thus millions, above.
         self._sequence_ids = itertools.count(store.leadership.epoch << 22)
 
     def close(self) -> None:
         """Answers no submission more."""
-        for task in self._recording:
+        for task in self._tasks:
             task.cancel()
 
     async def submit(self, submissions: list[_Submission], connection: GatewayConnection) -> None:
         """Attaches to what is known; checks and records the rest of a frame in one go."""
         new: list[tuple[_Submission, RequestRecord]] = []
+        surplus: list[tuple[_Submission, RequestError]] = []
         num_tokens = 0
         for submission in submissions:
             if group := self._engine.live.get(key_of(submission)):
                 self._attachments.attach_if_same(submission, group, connection)
                 continue
             num_prompt_tokens = len(submission.prompt_token_ids)
-            refusal = self._refusal(submission, len(new) + 1, num_tokens + num_prompt_tokens)
-            if refusal is None:
+            refusal = malformed(submission) or self._engine.refusal(num_prompt_tokens)
+            if refusal is not None:
+                self._refuse(submission, refusal, connection)
+                continue
+            full = self._engine.overload(len(new) + 1, num_tokens + num_prompt_tokens)
+            # Who was accepted before waits again.
+            if full is None or submission.again:
                 new.append((submission, self._record_of(submission)))
                 num_tokens += num_prompt_tokens
             else:
-                self._engine.stats.num_refused += 1
-                connection.reject(submission.attachment, refusal)
+                surplus.append((submission, full))
+        if surplus:
+            self._begin(self._turn_away(surplus, connection))
         if new:
             # Not cancelled with the stream: what is recorded is also queued, and then detached.
-            task = asyncio.create_task(self._record(new, connection))
-            self._recording.add(task)
-            task.add_done_callback(self._recording.discard)
-            await asyncio.shield(task)
+            await asyncio.shield(self._begin(self._record(new, connection)))
 
-    def _refusal(
-        self, submission: _Submission, num_requests: int, num_tokens: int
-    ) -> RequestError | None:
-        refusal = malformed(submission)
-        refusal = refusal or self._engine.refusal(len(submission.prompt_token_ids))
-        # Who was accepted before waits again.
-        if refusal is None and not submission.again:
-            refusal = self._engine.overload(num_requests, num_tokens)
-        return refusal
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _refuse(
+        self, submission: _Submission, refusal: RequestError, connection: GatewayConnection
+    ) -> None:
+        self._engine.stats.num_refused += 1
+        connection.reject(submission.attachment, refusal)
+
+    async def _turn_away(
+        self, surplus: list[tuple[_Submission, RequestError]], connection: GatewayConnection
+    ) -> None:
+        """Those that need not wait are answered: they have finished before."""
+        for submission, refusal in surplus:
+            if not await self._attachments.attach_finished(submission, connection):
+                self._refuse(submission, refusal, connection)
 
     def _record_of(self, submission: _Submission) -> RequestRecord:
         record = record_of(submission, next(self._sequence_ids))
