@@ -13,7 +13,7 @@ import redis
 from pool_watch import PoolWatch
 
 from quire.errors import QuireError
-from quire.internal.v1.operations_pb2 import GetStatusResponse
+from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
 from quire.operations import Operations
 from quire.probe import is_serving
 
@@ -208,10 +208,19 @@ class ComposeProject:
         except QuireError:
             return None
 
-    def num_lanes(self) -> int:
-        """Workers that the leader has."""
+    def lanes(self) -> list[WorkerStatus]:
+        """The workers that the leader has; none while nobody leads."""
         status = self.status()
-        return len(status.workers) if status else 0
+        return list(status.workers) if status else []
+
+    def has_lanes(self, count: int) -> bool:
+        return len(self.lanes()) == count
+
+    def is_idle(self) -> bool:
+        """There are workers, and all their blocks are free; no request is recorded as live."""
+        lanes = self.lanes()
+        num_held = sum(lane.num_blocks - lane.num_free_blocks for lane in lanes)
+        return bool(lanes) and num_held == 0 and not self.pools().live_requests()
 
     def redis(self) -> redis.Redis:
         address = self.the("redis").addresses[f"{self.name}_ledger"]

@@ -36,10 +36,8 @@ async def service(shared_project: ComposeProject) -> AsyncIterator[ComposeProjec
     await until(project.is_ready, "readiness", BRING_UP_S)
     yield project
     if project.the("redis").is_running:
-        pools = project.pools()
-        await until(lambda: pools.num_held == 0, "the blocks' return")
-        assert pools.is_conserved
-        await until(lambda: not pools.live_requests(), "the records' ends")
+        await until(project.is_idle, "the blocks' return", BRING_UP_S)
+        assert project.pools().is_conserved
 
 
 @pytest.fixture

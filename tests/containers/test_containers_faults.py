@@ -57,7 +57,7 @@ def is_alive(project: ComposeProject, name: str) -> bool:
 
 async def test_redis_comes_back_with_its_data(service: ComposeProject) -> None:
     generate(service.target, request_id="before")
-    await until(lambda: service.pools().num_held == 0, "the blocks' return")
+    await until(service.is_idle, "the blocks' return")
     service.compose("restart", "redis")
     await until(lambda: service.redis().ping(), "Redis")
     assert service.redis().keys("quire:{request:*before*")
@@ -97,7 +97,7 @@ async def stays_up_unhealthy(project: ComposeProject, name: str) -> None:
     """The process answers, its container's checks fail, and it has not been started again."""
     await until(lambda: is_alive(project, name), f"{name}, alive", BRING_UP_S)
     await until(lambda: project.the(name).failing_checks > 2, f"{name}'s checks", BRING_UP_S)
-    assert is_alive(project, name)
+    await until(lambda: is_alive(project, name), f"{name}, alive")
     assert not project.answers(project.the(name))
     assert project.the(name).num_restarts == 0
 
@@ -105,13 +105,17 @@ async def stays_up_unhealthy(project: ComposeProject, name: str) -> None:
 async def test_a_stop_under_load_ends_every_stream_with_a_status(service: ComposeProject) -> None:
     async with AsyncClient(service.target, resume_timeout_s=0) as client:
         streams = [asyncio.create_task(follow(client, seed)) for seed in range(24)]
-        await until(lambda: service.pools().num_held > 24, "streams that run", 60)
+        await until(lambda: num_running(service) == 24, "streams that run", 60)
         stopping = asyncio.create_task(asyncio.to_thread(service.compose, "stop"))
         ends = await asyncio.gather(*streams)
         await stopping
     assert set(ends) <= {"length", "UNAVAILABLE"}
     # 137 is what a container that had to be killed ends with.
     assert [container.exit_code for container in service.containers()] == [0] * 5
+
+
+def num_running(service: ComposeProject) -> int:
+    return sum(lane.num_running for lane in service.lanes())
 
 
 async def follow(client: AsyncClient, seed: int) -> str:

@@ -51,17 +51,15 @@ async def service(
     await until(lambda: is_whole(simulated), "the service", 120)
     yield simulated
     await until(lambda: is_whole(simulated), "the service", 120)
-    pools = simulated.pools()
-    await until(lambda: pools.num_held == 0, "the blocks' return", 60)
-    await until(lambda: not pools.live_requests(), "the records' ends", 60)
-    assert pools.is_conserved
+    await until(simulated.is_idle, "the blocks' return", 60)
+    assert simulated.pools().is_conserved
 
 
 def is_whole(service: ComposeProject) -> bool:
     return (
         service.is_ready()
         and all(service.answers(service.the(name), "") for name in SCHEDULERS)
-        and service.num_lanes() == NUM_WORKERS
+        and service.has_lanes(NUM_WORKERS)
     )
 
 
@@ -76,9 +74,7 @@ async def do(*arguments: str) -> None:
 
 
 def busiest_worker(service: ComposeProject) -> Container:
-    status = service.status()
-    assert status is not None
-    address = max(status.workers, key=lambda worker: worker.num_running).address
+    address = max(service.lanes(), key=lambda lane: lane.num_running).address
     [container] = [c for c in service.containers("worker") if service.address_of(c) == address]
     return container
 
@@ -96,7 +92,7 @@ async def test_a_worker_that_is_killed_is_not_missed(
         worker = busiest_worker(service)
         with told("worker killed", streams):
             await do("kill", worker.id)
-            await until(lambda: service.num_lanes() < NUM_WORKERS, "the loss of the worker")
+            await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
             await go_on(streams)
         await do("start", worker.id)
         await whole_again(service, streams)
@@ -109,7 +105,7 @@ async def test_the_standby_takes_over_when_the_leader_is_killed(
         leader = the_leader(service)
         with told("leader killed", streams):
             await do("kill", leader.id)
-            await until(lambda: service.num_lanes() == NUM_WORKERS, "the other one's leading")
+            await until(lambda: service.has_lanes(NUM_WORKERS), "the other one's leading")
             await go_on(streams)
         assert the_leader(service).service != leader.service
         await do("start", leader.id)
@@ -156,7 +152,7 @@ async def test_a_paused_worker_is_given_up_and_comes_back(
         with told("worker paused", streams):
             await until(lambda: service.pause(worker), "the pause")
             paused_at = datetime.now(UTC)
-            await until(lambda: service.num_lanes() < NUM_WORKERS, "the loss of the worker")
+            await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
             await go_on(streams)
         # What it was doing comes now, late.
         await do("unpause", worker.id)
@@ -183,7 +179,7 @@ async def test_a_worker_that_was_cut_off_comes_back(
         worker = busiest_worker(service)
         with told("worker cut off", streams):
             await do("network", "disconnect", service.network, worker.id)
-            await until(lambda: service.num_lanes() < NUM_WORKERS, "the loss of the worker")
+            await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
             await go_on(streams)
         await do("network", "connect", "--alias", "worker", service.network, worker.id)
         await whole_again(service, streams)
@@ -196,28 +192,29 @@ async def test_scaling_down_to_one(
         with told("two of three workers removed", streams):
             await asyncio.to_thread(service.scale, 1)
             await go_on(streams)
-        assert service.num_lanes() == 1
+        assert service.has_lanes(1)
         await asyncio.to_thread(service.scale, NUM_WORKERS)
         await whole_again(service, streams)
 
 
-async def test_every_container_is_replaced_one_after_the_other(
+async def test_every_container_is_replaced_one_service_after_the_other(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
-    before = {container.id for container in service.containers()}
+    before = service.containers()
     async with streaming(service.target, references) as streams:
-        for name in ("redis", *SCHEDULERS, "gateway"):
+        for name in ("redis", *reversed(SCHEDULERS), "gateway"):
             with told(f"{name} replaced", streams):
                 await asyncio.to_thread(service.up, "--no-deps", "--force-recreate", name)
                 await whole_again(service, streams)
-        for worker in service.containers("worker"):
-            with told(f"worker {worker.number} replaced", streams):
-                await asyncio.to_thread(replace_worker, service, worker)
-                await whole_again(service, streams)
-    assert not before & {container.id for container in service.containers()}
+        with told("workers replaced", streams):
+            await replace_workers(service)
+            await whole_again(service, streams)
+    assert not {c.id for c in before} & {c.id for c in service.containers()}
 
 
-def replace_worker(service: ComposeProject, worker: Container) -> None:
-    docker("stop", "--time", "40", worker.id)
-    docker("rm", worker.id)
-    service.scale(NUM_WORKERS)
+async def replace_workers(service: ComposeProject) -> None:
+    former = [worker.id for worker in service.containers("worker")]
+    await asyncio.to_thread(service.scale, 2 * NUM_WORKERS)
+    await until(lambda: service.has_lanes(2 * NUM_WORKERS), "the new workers", GOES_ON_S)
+    await do("stop", "--time", "40", *former)
+    await do("rm", *former)

@@ -22,7 +22,7 @@ LONG_PROMPT = "Read the records of a file and return them as a list of tuples. "
 
 def num_working(service: ComposeProject) -> int:
     """Workers that have been given steps."""
-    return sum(step >= WORKED_STEPS for step in service.pools().steps.values())
+    return sum(lane.num_steps >= WORKED_STEPS for lane in service.lanes())
 
 
 async def num_cached(client: AsyncClient) -> int:
@@ -49,7 +49,7 @@ async def test_scaling_under_load_loses_no_request(service: ComposeProject) -> N
         assert await num_cached(client) > 0
 
         await asyncio.to_thread(service.scale, 1)
-        await until(lambda: service.pools().num_pools == 1, "the others' leaving")
+        await until(lambda: service.has_lanes(1), "the others' leaving")
         done = load.num_done
         await until(lambda: load.num_done > done + 16, "work on the one that stays", 60)
         assert await num_cached(client) > 0
@@ -66,7 +66,7 @@ async def test_a_killed_worker_fails_nothing_and_is_used_again(service: ComposeP
 
         victim = service.containers("worker")[1]
         await asyncio.to_thread(docker, "kill", victim.id)
-        await until(lambda: service.pools().num_pools == 1, "the loss of the worker")
+        await until(lambda: service.has_lanes(1), "the loss of the worker")
         done = load.num_done
         await until(lambda: load.num_done > done + 16, "the others' going on", 60)
 
