@@ -249,9 +249,9 @@ class Multiplexer:
         wanted = stream.wanted
         del wanted.next_indices[:]
         wanted.next_indices.extend(stream.next_indices)
+        # What was not accepted may bear the id of one that was cancelled before.
+        wanted.again = stream.was_accepted
         if isinstance(wanted, scheduler_pb2.Submission):
-            # What was not accepted may bear the id of one that was cancelled before.
-            wanted.again = stream.was_accepted
             self.outbox.submit(wanted)
         else:
             self.outbox.attach(wanted)

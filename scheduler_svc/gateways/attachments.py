@@ -42,9 +42,13 @@ class Attachments:
         self._orphans = orphans
 
     def attach(self, group: Group, connection: GatewayConnection, wanted: Wanted) -> None:
-        """The newest attachment has the stream; the former one hears that it was taken."""
+        """The newest attachment has the stream; the former one hears that it was taken. A gateway
+        that was away does not take back what a client has gone on with at another one."""
         former = group.subscriber
         if isinstance(former, GatewayConnection):
+            if wanted.again and former.gateway_id != connection.gateway_id:
+                connection.reject(wanted.attachment, _TAKEN_OVER)
+                return
             former.reject(group.attachment, _TAKEN_OVER)
             former.let_go(group)
         self._orphans.remove(group)

@@ -14,15 +14,16 @@ from scheduler_svc.tenure import TenureOver
 # A gateway that has not read this many tokens is cut off: it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
 
-_TOO_SLOW = failed(
-    StatusCode.RESOURCE_EXHAUSTED, "TOO_SLOW", "the gateway does not read its frames"
-)
-LEAD_ENDS = unavailable("LEAD_ENDS", "this scheduler leads no more")
 _REASONS = {
     EndReason.STOP_TOKEN: scheduler_pb2.END_REASON_STOP_TOKEN,
     EndReason.LENGTH: scheduler_pb2.END_REASON_LENGTH,
     EndReason.STOP_STRING: scheduler_pb2.END_REASON_STOP_STRING,
 }
+
+
+def lead_ends() -> RequestError:
+    """A new one each time: what is raised holds the frames that it passed, and all in them."""
+    return unavailable("LEAD_ENDS", "this scheduler leads no more")
 
 
 class GatewayConnection:
@@ -31,6 +32,8 @@ class GatewayConnection:
     def __init__(self, epoch: int, may_send: Callable[[], Awaitable[None]]) -> None:
         """`may_send` returns when the lead is held for certain."""
         self.attached: dict[int, Group] = {}
+        # As it says in its first frame.
+        self.gateway_id = b""
         # Its gateway has gone; what it had asked for may still be on its way.
         self.is_gone = False
         self._epoch = epoch
@@ -50,11 +53,15 @@ class GatewayConnection:
             self._pending.clear()
             frame, self._frame = self._frame, scheduler_pb2.ConnectResponse(epoch=self._epoch)
             if len(frame.deltas.token_ids) > MAX_PENDING_TOKENS:
-                raise _TOO_SLOW
+                raise failed(
+                    StatusCode.RESOURCE_EXHAUSTED,
+                    "TOO_SLOW",
+                    "the gateway does not read its frames",
+                )
             try:
                 await self._may_send()
             except TenureOver:
-                raise LEAD_ENDS from None
+                raise lead_ends() from None
             yield frame
             if self._error is not None:
                 raise self._error

@@ -9,7 +9,7 @@ from scheduler_svc.core.recorder import Recorder
 from scheduler_svc.core.sequence import Group
 from scheduler_svc.engine import Engine
 from scheduler_svc.gateways.attachments import Attachments
-from scheduler_svc.gateways.connection import LEAD_ENDS, GatewayConnection
+from scheduler_svc.gateways.connection import GatewayConnection, lead_ends
 from scheduler_svc.gateways.orphans import Orphans
 from scheduler_svc.gateways.submissions import Submissions
 from scheduler_svc.store.requests import RequestKey
@@ -48,7 +48,7 @@ class Desk:
     def connect(self) -> GatewayConnection:
         """RequestError when this leadership is over."""
         if self._is_closed:
-            raise LEAD_ENDS
+            raise lead_ends()
         connection = GatewayConnection(self._store.leadership.epoch, self._tenure.held)
         connection.say_hello(self._hello)
         self._connections.add(connection)
@@ -81,7 +81,7 @@ class Desk:
         for connection in self._connections:
             # Its requests may be another leadership's by the time that the gateway has gone.
             connection.attached.clear()
-            connection.close(LEAD_ENDS)
+            connection.close(lead_ends())
         self._connections.clear()
 
     def _hello_now(self) -> scheduler_pb2.SchedulerHello:
@@ -102,6 +102,8 @@ class Desk:
         _check_version(frame)
         if self._is_closed:
             return
+        if frame.HasField("hello"):
+            connection.gateway_id = frame.hello.gateway_id
         if frame.submissions:
             await self._submissions.submit(list(frame.submissions), connection)
         for attachment in frame.attachments:
