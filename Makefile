@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Of `make test`, side by side.
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 UP_ARGS ?=
@@ -37,7 +39,7 @@ demo: $(STUBS) ## Streams texts from a private stack on this machine, and kills 
 	$(BIN)/quire demo
 
 test: $(STUBS) ## Runs the tests (minutes).
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STUBS) ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
