@@ -1,10 +1,14 @@
 """What has been written, in the API's messages."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TypeVar
 
-from gateway_svc.choice import Outcome, Written
+from gateway_svc.choice import Choice, Outcome, Written
+from gateway_svc.detokenizer import TokenTexts
 from gateway_svc.generation import Generation
+from gateway_svc.logprobs import TokenLogprobs
+from gateway_svc.served_model import Model
 from quire.v1 import inference_pb2
 
 R = TypeVar("R", inference_pb2.StreamGenerateResponse, inference_pb2.ResumeGenerateResponse)
@@ -12,56 +16,79 @@ R = TypeVar("R", inference_pb2.StreamGenerateResponse, inference_pb2.ResumeGener
 
 def stream_response(
     running: Generation,
-    model: str,
+    model: Model,
     update: Iterable[Written],
     kind: type[R],
 ) -> R:
     return kind(
         request_id=running.request_id,
-        model=model,
-        deltas=map(_delta, update),
+        model=model.name,
+        deltas=deltas(model, update),
         usage=_usage(running) if running.has_ended else None,
     )
 
 
 def response(
-    running: Generation, model: str, updates: Iterable[Sequence[Written]]
+    running: Generation, model: Model, parts: Iterable[inference_pb2.ChoiceDelta]
 ) -> inference_pb2.GenerateResponse:
-    """Of a request that has ended, from everything that was written."""
-    parts: list[list[Written]] = [[] for _ in running.choices]
-    for update in updates:
-        for written in update:
-            parts[written.index].append(written)
+    """Of a request that has ended, from all its deltas."""
+    by_choice: list[list[inference_pb2.ChoiceDelta]] = [[] for _ in running.choices]
+    for part in parts:
+        by_choice[part.index].append(part)
     return inference_pb2.GenerateResponse(
         request_id=running.request_id,
-        model=model,
-        choices=map(_choice, parts),
+        model=model.name,
+        choices=map(_choice, running.choices, by_choice),
         usage=_usage(running),
     )
 
 
-def _delta(written: Written) -> inference_pb2.ChoiceDelta:
+def deltas(model: Model, update: Iterable[Written]) -> list[inference_pb2.ChoiceDelta]:
+    return [_delta(written, model.token_texts) for written in update]
+
+
+def _delta(written: Written, texts: TokenTexts) -> inference_pb2.ChoiceDelta:
     delta = inference_pb2.ChoiceDelta(
         index=written.index,
         text=written.text,
         token_ids=written.token_ids,
         first_token_index=written.first_index,
     )
+    for told in written.logprobs:
+        _fill_logprobs(delta.logprobs.add(), told, texts)
     if written.outcome is not None:
         _set_finish(delta, written.outcome)
     return delta
 
 
-def _choice(parts: Sequence[Written]) -> inference_pb2.Choice:
-    last = parts[-1]
-    choice = inference_pb2.Choice(
-        index=last.index,
+def _fill_logprobs(
+    message: inference_pb2.TokenLogprobs, told: TokenLogprobs, texts: TokenTexts
+) -> None:
+    """Where they are: to make each of up to 21 entries and copy it takes twice the time."""
+    _fill_entry(message.sampled, told, 0, texts)
+    for place in range(1, len(told.ranks)):
+        _fill_entry(message.top.add(), told, place, texts)
+
+
+def _fill_entry(
+    entry: inference_pb2.TokenLogprob, told: TokenLogprobs, place: int, texts: TokenTexts
+) -> None:
+    entry.token_id = told.token_ids[place]
+    entry.logprob = told.logprobs[place]
+    entry.rank = told.ranks[place]
+    entry.text = texts[entry.token_id]
+
+
+def _choice(choice: Choice, parts: Sequence[inference_pb2.ChoiceDelta]) -> inference_pb2.Choice:
+    whole = inference_pb2.Choice(
+        index=choice.index,
         text="".join(part.text for part in parts),
-        token_ids=[id_ for part in parts for id_ in part.token_ids],
+        token_ids=chain.from_iterable(part.token_ids for part in parts),
+        logprobs=chain.from_iterable(part.logprobs for part in parts),
     )
-    if last.outcome is not None:
-        _set_finish(choice, last.outcome)
-    return choice
+    if choice.outcome is not None:
+        _set_finish(whole, choice.outcome)
+    return whole
 
 
 def _set_finish(

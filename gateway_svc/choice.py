@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from gateway_svc.detokenizer import Detokenizer
+from gateway_svc.logprobs import TokenLogprobs
 from gateway_svc.request_stream import Ended, NewTokens
 from gateway_svc.stops import StopFinder
 from quire.internal.v1 import scheduler_pb2
@@ -34,6 +35,8 @@ class Written:
     first_index: int
     # With the last of them.
     outcome: Outcome | None
+    # One per entry of token_ids, where they were asked for.
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Choice:
@@ -72,10 +75,12 @@ class Choice:
         first_index = max(self.num_tokens, self._next_index)
         texts: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         for event in events:
             if isinstance(event, Ended):
                 texts.append(self._end(event))
                 continue
+            num_before = self.num_tokens
             for token_id in event.token_ids:
                 if self.stop_string is not None:
                     break
@@ -83,7 +88,12 @@ class Choice:
                 if self.num_tokens > self._next_index:
                     texts.append(text)
                     token_ids.append(token_id)
-        return Written(self.index, "".join(texts), tuple(token_ids), first_index, self.outcome)
+            num_known = max(0, self._next_index - num_before)
+            logprobs += event.logprobs[num_known : self.num_tokens - num_before]
+        text = "".join(texts)
+        return Written(
+            self.index, text, tuple(token_ids), first_index, self.outcome, tuple(logprobs)
+        )
 
     def _write(self, token_id: int) -> str:
         """Counts a token, and gives the text that may go out with it. A stop token ends the choice

@@ -41,6 +41,17 @@ class Vocabulary:
         return text
 
 
+class TokenTexts(dict[int, str]):
+    """The text of each token alone, special ones too; it is found when it is first asked for."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._vocabulary.decode([token_id])
+        return text
+
+
 class Detokenizer:
     """The text of one choice.
 

@@ -99,10 +99,11 @@ def _pieces(events: Iterable[Event]) -> Iterator[list[NewTokens | Ended]]:
         elif isinstance(event, NewTokens):
             for at in range(0, len(event.token_ids), _PIECE_TOKENS):
                 token_ids = event.token_ids[at : at + _PIECE_TOKENS]
+                logprobs = event.logprobs[at : at + _PIECE_TOKENS]
                 if len(token_ids) > room:
                     yield piece
                     piece, room = [], _PIECE_TOKENS
-                piece.append(NewTokens(event.choice, event.first_index + at, token_ids))
+                piece.append(NewTokens(event.choice, event.first_index + at, token_ids, logprobs))
                 room -= len(token_ids)
     if piece:
         yield piece

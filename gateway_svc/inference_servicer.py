@@ -30,9 +30,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with self._calls.answering(context):
             with self._metrics.request() as times:
                 submitted = await self._prepare(request, context)
+                parts: list[inference_pb2.ChoiceDelta] = []
                 async with generation.running(submitted, self._link.requests) as running:
-                    updates = [update async for update in times.of(running.updates())]
-            return answers.response(running, self._served.name, updates)
+                    async for update in times.of(running.updates()):
+                        parts += answers.deltas(submitted.model, update)
+            return answers.response(running, submitted.model, parts)
         raise AssertionError("answering ends the call")
 
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
@@ -46,7 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     async for update in times.of(running.updates()):
                         response = answers.stream_response(
                             running,
-                            self._served.name,
+                            submitted.model,
                             update,
                             inference_pb2.StreamGenerateResponse,
                         )
@@ -58,6 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with self._calls.answering(context):
             validation.check_resumed(request)
             with self._metrics.resumed_request() as times:
+                model = self._served.named(None)
                 async with generation.resumed(
                     request.request_id,
                     request.next_token_indices,
@@ -67,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     async for update in times.of(running.updates()):
                         response = answers.stream_response(
                             running,
-                            self._served.name,
+                            model,
                             update,
                             inference_pb2.ResumeGenerateResponse,
                         )

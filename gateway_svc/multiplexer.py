@@ -9,6 +9,7 @@ import grpc
 import structlog
 from google.rpc import error_details_pb2
 
+from gateway_svc.logprobs import MisfitError, logprobs_of
 from gateway_svc.outbox import Outbox, check_size
 from gateway_svc.request_stream import Ended, NewTokens, RequestStream, Wanted
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
@@ -169,20 +170,34 @@ class Multiplexer:
                 cancelling.answer.set_result(result.found)
 
     def _deliver_tokens(self, deltas: scheduler_pb2.TokenDeltas, accepted: set[int]) -> None:
+        try:
+            logprobs = logprobs_of(deltas)
+        except MisfitError as misfit:
+            self._refuse_tokens(deltas, str(misfit))
+            return
         token_ids = tuple(deltas.token_ids)
         entries = zip(
             deltas.attachments,
             deltas.choices,
             deltas.first_indices,
             deltas.num_tokens,
+            logprobs,
             strict=True,
         )
         start = 0
-        for attachment, choice, first_index, count in entries:
+        for attachment, choice, first_index, count, its_logprobs in entries:
             if stream := self._streams.get(attachment):
-                new = NewTokens(choice, first_index, token_ids[start : start + count])
+                its_ids = token_ids[start : start + count]
+                new = NewTokens(choice, first_index, its_ids, its_logprobs)
                 self._put(stream, new, is_replayed=attachment in accepted)
             start += count
+
+    def _refuse_tokens(self, deltas: scheduler_pb2.TokenDeltas, why: str) -> None:
+        """As if they had not come."""
+        log.warning("log-probabilities do not fit their tokens", reason=why)
+        for attachment in deltas.attachments:
+            if stream := self._streams.get(attachment):
+                self._miss(stream)
 
     def _deliver_ends(self, ends: Iterable[scheduler_pb2.ChoiceEnd]) -> None:
         """A request is forgotten with the end of its last choice."""
@@ -195,10 +210,13 @@ class Multiplexer:
     def _put(
         self, stream: RequestStream, event: NewTokens | Ended, is_replayed: bool = False
     ) -> None:
-        if stream.put(event, is_replayed):
-            return
+        if not stream.put(event, is_replayed):
+            log.warning("tokens are missing", choice=event.choice, gaps=stream.num_gaps + 1)
+            self._miss(stream)
+
+    def _miss(self, stream: RequestStream) -> None:
+        """Asks for the stream again, from what it has on."""
         stream.num_gaps += 1
-        log.warning("tokens are missing", choice=event.choice, gaps=stream.num_gaps)
         if stream.num_gaps > _MAX_GAPS:
             self.release(stream)
             stream.fail(RequestError(grpc.StatusCode.INTERNAL, "internal error"))

@@ -8,6 +8,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from gateway_svc.logprobs import TokenLogprobs
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError, failed
 
@@ -26,6 +27,8 @@ class NewTokens:
     choice: int
     first_index: int
     token_ids: tuple[int, ...]
+    # One per token, where they were asked for.
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,10 +144,12 @@ class RequestStream:
             return True
         if event.first_index > next_index:
             return False
-        if new := event.token_ids[next_index - event.first_index :]:
+        known = next_index - event.first_index
+        if new := event.token_ids[known:]:
             self._next_indices[event.choice] += len(new)
             self.num_gaps = 0
-            self._put_tokens(NewTokens(event.choice, next_index, new), is_replayed)
+            tokens = NewTokens(event.choice, next_index, new, event.logprobs[known:])
+            self._put_tokens(tokens, is_replayed)
         return True
 
     def fail(self, error: RequestError) -> None:

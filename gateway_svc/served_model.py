@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import grpc
 
-from gateway_svc.detokenizer import Vocabulary
+from gateway_svc.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.model_files import ModelFiles
 from gateway_svc.validation import ModelLimits
 from quire.service.errors import RequestError, invalid, unavailable
@@ -27,6 +27,7 @@ class Model:
     name: str
     files: ModelFiles
     vocabulary: Vocabulary
+    token_texts: TokenTexts
     # The most characters that a token stands for.
     longest_token: int
     threads: ThreadPoolExecutor
@@ -34,7 +35,8 @@ class Model:
     @classmethod
     def of(cls, name: str, files: ModelFiles, threads: ThreadPoolExecutor) -> "Model":
         longest = max(map(len, files.tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        return cls(name, files, Vocabulary.of(files.tokenizer), longest, threads)
+        vocabulary = Vocabulary.of(files.tokenizer)
+        return cls(name, files, vocabulary, TokenTexts(vocabulary), longest, threads)
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
         """`max_model_len` is the scheduler's; while that is unknown, the model's own holds."""

@@ -18,6 +18,7 @@ from quire.internal.v1 import gateway_pb2, scheduler_pb2
 class Submitted:
     """A checked request, and the choices that it writes."""
 
+    model: Model
     submission: scheduler_pb2.Submission
     state: gateway_pb2.StreamState
     choices: Sequence[Choice]
@@ -47,7 +48,7 @@ async def prepare(
         cache_salt=request.cache_salt.encode(),
         opaque=state.SerializeToString(),
     )
-    return Submitted(submission, state, choices_of(state, model))
+    return Submitted(model, submission, state, choices_of(state, model))
 
 
 def digest_of(request: GenerationRequest) -> bytes:

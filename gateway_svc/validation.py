@@ -18,6 +18,7 @@ GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerate
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -164,6 +165,7 @@ def resolve(
     """Every default filled in, of checked parameters; max_tokens is cut to what the context has."""
     room = limits.max_model_len - num_prompt_tokens
     eos_token_ids = () if params.ignore_eos else limits.eos_token_ids
+    num_top = min(params.logprobs, limits.vocab_size)
     return scheduler_pb2.ResolvedParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_k=params.top_k,
@@ -171,6 +173,8 @@ def resolve(
         seed=params.seed if params.HasField("seed") else _seed(request_id),
         max_tokens=min(params.max_tokens, room) if params.HasField("max_tokens") else room,
         stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
+        # Beside the most likely ones the token itself.
+        num_logprobs=num_top + 1 if params.HasField("logprobs") else 0,
     )
 
 
@@ -212,6 +216,8 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
         raise _sampling("max_tokens", params.max_tokens, "at least 1")
     if params.HasField("n") and not 1 <= params.n <= MAX_CHOICES:
         raise _sampling("n", params.n, f"1 to {MAX_CHOICES}")
+    if params.logprobs > MAX_TOP_LOGPROBS:
+        raise _sampling("logprobs", params.logprobs, f"0 to {MAX_TOP_LOGPROBS}")
     _check_stops(params.stop)
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise _too_many("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)

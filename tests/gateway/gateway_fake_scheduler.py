@@ -16,6 +16,14 @@ MAX_MODEL_LEN = 64
 Wanted = pb.Submission | pb.Attachment
 
 
+class Entry(NamedTuple):
+    """How likely a token was."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """One gateway at a time. What it says waits in queues, by kind. It leads, unless told not to:
     then it turns gateways away.
@@ -129,6 +137,8 @@ class Delta(NamedTuple):
     first: int
     token_ids: Sequence[int]
     choice: int = 0
+    # For each token its own entry and the most likely ones; for none of them if nobody asked.
+    logprobs: Sequence[Sequence[Entry]] = ()
 
 
 def deltas(*entries: Delta) -> pb.TokenDeltas:
@@ -138,6 +148,20 @@ def deltas(*entries: Delta) -> pb.TokenDeltas:
         first_indices=[entry.first for entry in entries],
         token_ids=[id_ for entry in entries for id_ in entry.token_ids],
         num_tokens=[len(entry.token_ids) for entry in entries],
+        logprobs=_logprobs(entries),
+    )
+
+
+def _logprobs(deltas: Sequence[Delta]) -> pb.TokenLogprobs | None:
+    if not any(delta.logprobs for delta in deltas):
+        return None
+    by_token = [one for delta in deltas for one in delta.logprobs or [()] * len(delta.token_ids)]
+    entries = [entry for one in by_token for entry in one]
+    return pb.TokenLogprobs(
+        num_entries=map(len, by_token),
+        token_ids=[entry.token_id for entry in entries],
+        logprobs=[entry.logprob for entry in entries],
+        ranks=[entry.rank for entry in entries],
     )
 
 

@@ -1,5 +1,6 @@
 """Text that is cut between any two tokens and goes on elsewhere."""
 
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway_svc.choice import Choice, Written
 from gateway_svc.detokenizer import Detokenizer, Vocabulary
+from gateway_svc.logprobs import TokenLogprobs
 from gateway_svc.request_stream import Ended, NewTokens
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
@@ -43,10 +45,19 @@ def end(num_tokens: int) -> Ended:
     return Ended(0, scheduler_pb2.END_REASON_LENGTH, None, num_tokens, 0)
 
 
+def logprobs_of(ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """Of each token its own; those of another index are others."""
+    return tuple(
+        TokenLogprobs(array("I", [id_]), array("f", [-at]), array("I", [1]))
+        for at, id_ in enumerate(ids)
+    )
+
+
 def written(writer: Choice, ids: Sequence[int], borders: Sequence[int]) -> list[Written]:
     """Of ids that come in pieces, and then an end."""
     at = sorted({0, len(ids), *(border % (len(ids) + 1) for border in borders)})
-    pieces = [NewTokens(0, a, tuple(ids[a:b])) for a, b in pairwise(at)]
+    told = logprobs_of(ids)
+    pieces = [NewTokens(0, a, tuple(ids[a:b]), told[a:b]) for a, b in pairwise(at)]
     parts = [writer.take([piece]) for piece in pieces]
     # The scheduler ends a choice where its stop string was found.
     return [*parts, writer.take([end(writer.num_tokens)])]
@@ -74,6 +85,8 @@ def check_every_cut(
     text = text_of(parts)
     assert text == text_of(written(choice(*args), ids, pieces[1]))
     kept = [id_ for part in parts for id_ in part.token_ids]
+    told = logprobs_of(kept)
+    assert sum((part.logprobs for part in parts), ()) == told
     for num_parts in range(len(parts)):
         before = parts[:num_parts]
         next_index = sum(len(part.token_ids) for part in before)
@@ -81,6 +94,7 @@ def check_every_cut(
         after = written(other, ids, pieces[1])
         assert text_of(before) + text_of(after) == text
         assert [id_ for part in after for id_ in part.token_ids] == kept[next_index:]
+        assert sum((part.logprobs for part in after), ()) == told[next_index:]
         assert all(part.first_index >= next_index for part in after)
         assert other.outcome == whole.outcome
         assert other.num_tokens == whole.num_tokens
