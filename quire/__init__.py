@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.outputs import (
         CompletionDelta,
         CompletionOutput,
+        Logprob,
         Model,
         RequestDelta,
         RequestOutput,
@@ -34,6 +35,7 @@ __all__ = [
     "CompletionOutput",
     "LaunchError",
     "LocalStack",
+    "Logprob",
     "Model",
     "QuireError",
     "RequestDelta",
@@ -50,6 +52,7 @@ _HOMES = {
     "LLM": "quire.llm",
     "LaunchError": "quire.launcher.errors",
     "LocalStack": "quire.launcher.stack",
+    "Logprob": "quire.outputs",
     "Model": "quire.outputs",
     "QuireError": "quire.errors",
     "RequestDelta": "quire.outputs",

@@ -1,7 +1,8 @@
 """What comes back: outputs of requests, named as vLLM's users know them."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from quire.v1 import inference_pb2, model_pb2
 
@@ -29,6 +30,23 @@ class Usage:
         return cls(usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was, by the model's own distribution: before temperature, top_k, top_p."""
+
+    # Natural logarithm of the probability.
+    logprob: float
+    # Its place by probability, 1 the most likely.
+    rank: int
+    # The token alone as text; bytes that are no whole character become U+FFFD.
+    decoded_token: str
+
+
+# Of one sampled token, by token id: its own first, then the others of the most likely ones, in
+# their order.
+TokenLogprobs: TypeAlias = dict[int, Logprob]
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One completion of a prompt."""
@@ -40,6 +58,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     # The stop string or the stop token's id that ended it, where finish_reason is "stop".
     stop_reason: str | int | None
+    # One per entry of token_ids; empty unless `SamplingParams.logprobs` asked for them.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def from_proto(cls, choice: inference_pb2.Choice) -> "CompletionOutput":
@@ -49,6 +69,7 @@ class CompletionOutput:
             token_ids=list(choice.token_ids),
             finish_reason=_FINISH_REASONS.get(choice.finish_reason),
             stop_reason=_stop_reason(choice),
+            logprobs=_logprobs(choice.logprobs),
         )
 
 
@@ -77,6 +98,8 @@ class CompletionDelta:
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    # One per entry of token_ids; empty unless `SamplingParams.logprobs` asked for them.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def from_proto(cls, delta: inference_pb2.ChoiceDelta) -> "CompletionDelta":
@@ -87,6 +110,7 @@ class CompletionDelta:
             token_ids=list(delta.token_ids),
             finish_reason=_FINISH_REASONS.get(delta.finish_reason),
             stop_reason=_stop_reason(delta),
+            logprobs=_logprobs(delta.logprobs),
         )
 
 
@@ -142,6 +166,16 @@ class Model:
             eos_token_ids=list(model.eos_token_ids),
             has_chat_template=model.has_chat_template,
         )
+
+
+def _logprobs(told: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [
+        {
+            entry.token_id: Logprob(entry.logprob, entry.rank, entry.text)
+            for entry in (one.sampled, *one.top)
+        }
+        for one in told
+    ]
 
 
 def _stop_reason(ended: inference_pb2.Choice | inference_pb2.ChoiceDelta) -> str | int | None:

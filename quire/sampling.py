@@ -40,6 +40,9 @@ class SamplingParams:
     skip_special_tokens: bool | None = None
     # Completions of the prompt, 1 to 16, each with random bits of its own; the default is 1.
     n: int | None = None
+    # So many most likely tokens come with each sampled one, 0 to 20, and how likely all of them
+    # were; without it none do.
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature)
@@ -52,6 +55,7 @@ class SamplingParams:
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("skip_special_tokens", self.skip_special_tokens)
         check_integer("n", self.n, UINT32_MAX)
+        check_integer("logprobs", self.logprobs, UINT32_MAX)
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -66,6 +70,7 @@ class SamplingParams:
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
             n=self.n,
+            logprobs=self.logprobs,
         )
 
 

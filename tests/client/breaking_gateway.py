@@ -29,7 +29,7 @@ UNKNOWN = failed(
 )
 REFUSED = failed(grpc.StatusCode.INVALID_ARGUMENT, "BAD", "bad")
 
-# The text of choice c is "c0 c1 c2 ...", a token for each word.
+# The text of choice c is "c0 c1 c2 ...", a token for each word, which says how likely it was.
 NUM_TOKENS = 6
 
 
@@ -142,6 +142,13 @@ class Gateway(InferenceServiceServicer):
 
 
 def _delta(choice: int, at: int) -> inference_pb2.ChoiceDelta:
+    own = inference_pb2.TokenLogprob(
+        token_id=100 * choice + at, logprob=-at, rank=choice + 1, text=f"{choice}{at} "
+    )
     return inference_pb2.ChoiceDelta(
-        index=choice, text=f"{choice}{at} ", token_ids=[100 * choice + at], first_token_index=at
+        index=choice,
+        text=own.text,
+        token_ids=[own.token_id],
+        first_token_index=at,
+        logprobs=[inference_pb2.TokenLogprobs(sampled=own)],
     )

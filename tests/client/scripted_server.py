@@ -49,6 +49,7 @@ class ScriptedInference(InferenceServiceServicer):
                 index=index,
                 text=" ".join(word * (index + 1) for word in request.text.upper().split(" ")),
                 token_ids=[1, 2],
+                logprobs=_logprobs(request, [1, 2]),
                 finish_reason=inference_pb2.FINISH_REASON_STOP,
                 stop_token_id=2,
             )
@@ -68,7 +69,11 @@ class ScriptedInference(InferenceServiceServicer):
         for at, word in enumerate(request.text.upper().split()):
             deltas = [
                 inference_pb2.ChoiceDelta(
-                    index=index, text=word * (index + 1), token_ids=[at], first_token_index=at
+                    index=index,
+                    text=word * (index + 1),
+                    token_ids=[at],
+                    first_token_index=at,
+                    logprobs=_logprobs(request, [at]),
                 )
                 for index in choices
             ]
@@ -169,6 +174,21 @@ _FULL = RequestError(
 def _num_choices(request) -> int:
     params = request.sampling_params
     return params.n if params.HasField("n") else 1
+
+
+def _logprobs(request, token_ids: list[int]) -> list[inference_pb2.TokenLogprobs]:
+    """Of a vocabulary in which token i has rank i + 1 and the log-probability -i / 2."""
+    params = request.sampling_params
+    if not params.HasField("logprobs"):
+        return []
+    top = [_logprob(token_id) for token_id in range(params.logprobs)]
+    return [inference_pb2.TokenLogprobs(sampled=_logprob(id_), top=top) for id_ in token_ids]
+
+
+def _logprob(token_id: int) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(
+        token_id=token_id, logprob=-token_id / 2, rank=token_id + 1, text=f"t{token_id}"
+    )
 
 
 def _usage() -> inference_pb2.Usage:

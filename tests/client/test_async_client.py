@@ -36,6 +36,15 @@ async def test_a_stream_tells_the_completions_apart(async_client):
     assert texts == ["ONETWO", "ONEONETWOTWO"]
 
 
+async def test_a_stream_and_an_answer_have_logprobs(async_client):
+    params = SamplingParams(logprobs=1)
+    deltas = [d async for d in async_client.stream_generate("one two", params)]
+    told = [one for d in deltas for output in d.outputs for one in output.logprobs]
+    assert [list(one) for one in told] == [[0], [1, 0]]
+    output = await async_client.generate("one", params)
+    assert [list(one) for one in output.outputs[0].logprobs] == [[1, 0], [2, 0]]
+
+
 async def test_closing_a_stream_cancels_the_call(async_client, server):
     stream = async_client.stream_generate("hang")
     await anext(stream)

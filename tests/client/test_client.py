@@ -2,7 +2,15 @@ import grpc
 import pytest
 from scripted_server import MAX_CALLS
 
-from quire import AsyncClient, Client, CompletionOutput, QuireError, SamplingParams, Usage
+from quire import (
+    AsyncClient,
+    Client,
+    CompletionOutput,
+    Logprob,
+    QuireError,
+    SamplingParams,
+    Usage,
+)
 
 
 def test_generate_gives_the_whole_answer(client, server):
@@ -106,6 +114,31 @@ def test_n_completions_come_in_the_order_of_their_indices(client):
     output = client.generate("a b", SamplingParams(n=3))
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert [completion.text for completion in output.outputs] == ["A B", "AA BB", "AAA BBB"]
+
+
+def told_of(k, *token_ids):
+    """What comes with these tokens."""
+    if k is None:
+        return []
+    return [
+        {id_: Logprob(-id_ / 2, id_ + 1, f"t{id_}") for id_ in (own, *range(k))}
+        for own in token_ids
+    ]
+
+
+@pytest.mark.parametrize("k", [None, 0, 1, 2, 20])
+def test_logprobs_come_with_their_tokens(client, k):
+    params = SamplingParams(n=2, logprobs=k)
+    for completion in client.generate("a b", params).outputs:
+        assert completion.logprobs == told_of(k, 1, 2)
+    outputs = [o for d in client.stream_generate("a b", params) for o in d.outputs if o.index]
+    assert [delta.logprobs for delta in outputs] == [told_of(k, 0), told_of(k, 1), []]
+
+
+def test_a_tokens_own_logprob_comes_first(client):
+    [completion] = client.generate("a", SamplingParams(logprobs=2)).outputs
+    # The second token is beyond the most likely ones, the first is one of them.
+    assert [list(one) for one in completion.logprobs] == [[1, 0], [2, 0, 1]]
 
 
 def test_the_deltas_of_a_stream_tell_the_completions_apart(client):

@@ -38,6 +38,14 @@ def test_n_completions_for_each_prompt(llm):
     assert [completion.text for completion in second.outputs] == ["B"]
 
 
+def test_logprobs_for_each_prompt_that_asks(llm):
+    first, second = llm.generate(["a", "b"], [SamplingParams(logprobs=1), None])
+    assert [list(one) for one in first.outputs[0].logprobs] == [[1, 0], [2, 0]]
+    assert second.outputs[0].logprobs == []
+    [delta] = [d for d in llm.stream("a", SamplingParams(logprobs=0)) if d.text]
+    assert [list(one) for one in delta.outputs[0].logprobs] == [[0]]
+
+
 def test_a_priority_for_all_prompts(llm, server):
     llm.generate(["a", "b"], priority=-1)
     llm.chat([{"role": "user", "content": "Hi"}], priority=2)

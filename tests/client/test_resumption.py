@@ -22,7 +22,7 @@ from breaking_gateway import (
 )
 from waiting import until
 
-from quire import AsyncClient, Client, QuireError, RequestDelta, SamplingParams
+from quire import AsyncClient, Client, Logprob, QuireError, RequestDelta, SamplingParams
 from quire.v1 import inference_pb2
 
 
@@ -64,7 +64,8 @@ def stream(request):
 
 
 def check_whole(deltas: list[RequestDelta], n: int = 1) -> None:
-    """One acceptance, every token once and in order, every end once, one usage, last."""
+    """One acceptance, every token once and in order, and with it how likely it was, every end
+    once, one usage, last."""
     assert [bool(d.outputs or d.usage) for d in deltas].count(False) == 1
     assert deltas[0].outputs == []
     for index in range(n):
@@ -72,6 +73,9 @@ def check_whole(deltas: list[RequestDelta], n: int = 1) -> None:
         assert "".join(o.text for o in parts) == "".join(f"{index}{i} " for i in range(NUM_TOKENS))
         token_ids = [token_id for o in parts for token_id in o.token_ids]
         assert token_ids == [100 * index + i for i in range(NUM_TOKENS)]
+        assert [told for o in parts for told in o.logprobs] == [
+            {100 * index + i: Logprob(-i, index + 1, f"{index}{i} ")} for i in range(NUM_TOKENS)
+        ]
         assert [o.finish_reason for o in parts if o.finish_reason] == ["length"]
         assert parts[-1].finish_reason == "length"
     assert [d.usage.completion_tokens for d in deltas if d.usage] == [n * NUM_TOKENS]

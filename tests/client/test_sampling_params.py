@@ -4,9 +4,9 @@ from quire import SamplingParams
 
 
 def test_none_stays_absent_and_zero_is_sent():
-    message = SamplingParams(temperature=0.0, top_k=0).to_proto()
+    message = SamplingParams(temperature=0.0, top_k=0, logprobs=0).to_proto()
     present = {field.name for field, _ in message.ListFields()}
-    assert present == {"temperature", "top_k"}
+    assert present == {"temperature", "top_k", "logprobs"}
 
 
 def test_every_field_arrives():
@@ -21,12 +21,13 @@ def test_every_field_arrives():
         ignore_eos=True,
         skip_special_tokens=False,
         n=3,
+        logprobs=20,
     ).to_proto()
     assert message.temperature == 0.5
     assert message.top_k == 40
     assert message.top_p == 0.25
     assert message.seed == 2**64 - 1
-    assert (message.max_tokens, message.n) == (7, 3)
+    assert (message.max_tokens, message.n, message.logprobs) == (7, 3, 20)
     assert list(message.stop) == ["a", "b"]
     assert list(message.stop_token_ids) == [3, 4]
     assert message.ignore_eos
@@ -44,6 +45,7 @@ def test_one_stop_string_is_one():
         ("top_k", -1, "-1"),
         ("max_tokens", 2**32, "4294967296"),
         ("n", -1, "-1"),
+        ("logprobs", -1, "-1"),
         ("stop_token_ids", [5, -7], "-7"),
     ],
 )
@@ -60,6 +62,7 @@ def test_what_no_message_can_carry_is_named_with_its_value(name, value, shown):
         ("top_k", 2.5, r"top_k: must be an integer \(got 2\.5\)"),
         ("max_tokens", "3", r"max_tokens: must be an integer \(got '3'\)"),
         ("n", 2.0, r"n: must be an integer \(got 2\.0\)"),
+        ("logprobs", True, r"logprobs: must be an integer \(got True\)"),
         ("seed", 1.0, r"seed: must be an integer \(got 1\.0\)"),
         ("stop", 5, r"stop: must be a text or a list of texts \(got 5\)"),
         ("stop", ["a", b"b"], r"stop: must be a text \(got b'b'\)"),
