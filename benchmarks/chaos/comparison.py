@@ -3,8 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 
-from quire.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput, Usage
+from benchmarks.chaos.logprobs import same_logprobs
+from quire.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    RequestDelta,
+    RequestOutput,
+    TokenLogprobs,
+    Usage,
+)
 
 
 class Verdict(StrEnum):
@@ -26,10 +35,12 @@ class Finding:
 class Comparison:
     """Judges the messages of one stream as they come; `findings` has what is wrong so far."""
 
-    def __init__(self, expected: RequestOutput) -> None:
+    def __init__(self, expected: RequestOutput, logprob_tolerance: float = 0.0) -> None:
         self.findings: list[Finding] = []
         self._expected = expected.usage
-        self._choices = [_Choice(output, self.findings) for output in expected.outputs]
+        self._choices = [
+            _Choice(output, logprob_tolerance, self.findings) for output in expected.outputs
+        ]
         self._usage: Usage | None = None
 
     @property
@@ -70,9 +81,12 @@ class Comparison:
 class _Choice:
     """One choice: [0, num_tokens) of the expected tokens and [0, num_chars) of the text came."""
 
-    def __init__(self, expected: CompletionOutput, findings: list[Finding]) -> None:
+    def __init__(
+        self, expected: CompletionOutput, logprob_tolerance: float, findings: list[Finding]
+    ) -> None:
         self.num_tokens = 0
         self._expected = expected
+        self._logprob_tolerance = logprob_tolerance
         self._findings = findings
         self._num_chars = 0
         self._has_ended = False
@@ -81,6 +95,7 @@ class _Choice:
         if self._has_ended:
             self._find(Verdict.REPEATED, "a message after the choice's end")
         self._take_tokens(delta.first_token_index, delta.token_ids)
+        self._take_logprobs(delta.first_token_index, len(delta.token_ids), delta.logprobs)
         self._take_text(delta.text)
         if delta.finish_reason is not None:
             self._has_ended = True
@@ -108,6 +123,19 @@ class _Choice:
         for index, wanted, came in _differences(first, expected, token_ids):
             self._find(Verdict.CHANGED, f"token {index}: {came}, expected {wanted}")
         self.num_tokens = first + len(token_ids)
+
+    def _take_logprobs(self, first: int, count: int, told: Sequence[TokenLogprobs]) -> None:
+        """One finding: what is beside its place once stays so."""
+        expected = self._expected.logprobs[first : first + count]
+        for index, (wanted, came) in enumerate(zip_longest(expected, told), start=first):
+            if (
+                wanted is None
+                or came is None
+                or not same_logprobs(wanted, came, self._logprob_tolerance)
+            ):
+                said = f"log-probabilities of token {index}: {came}, expected {wanted}"
+                self._find(Verdict.CHANGED, said)
+                return
 
     def _take_text(self, text: str) -> None:
         start = self._num_chars

@@ -13,7 +13,7 @@ from benchmarks.chaos.events import Events
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.gaps import Window
 from benchmarks.chaos.mix import Ask, catalogue
-from benchmarks.chaos.stack import SETTINGS, ChaosStack, Unsteady
+from benchmarks.chaos.stack import LOGPROB_TOLERANCES, SETTINGS, ChaosStack, Unsteady
 from benchmarks.chaos.steady import wait_until_steady
 from benchmarks.chaos.streams import Reference, Streams
 from quire.async_client import AsyncClient
@@ -95,6 +95,8 @@ class _Experiment:
 
     async def run(self) -> None:
         references = await self._references()
+        for kind in sorted({one.ask.kind for one in references if not one.is_complete}):
+            self._violation(f"undisturbed: {kind}: tokens without log-probabilities")
         streams = Streams(
             self._stack.local.addresses, references, self._plan.num_streams, self._plan.seed
         )
@@ -122,10 +124,11 @@ class _Experiment:
         asks = catalogue(self._plan.seed, self._plan.num_requests)
         self._events.say(f"{len(asks)} requests run undisturbed")
         free = asyncio.Semaphore(self._plan.num_streams)
+        tolerance = LOGPROB_TOLERANCES[self._plan.engine]
         async with AsyncClient(self._stack.local.address) as client:
             return await asyncio.gather(
                 *(
-                    _reference(client, ask, f"{self._plan.seed}-reference-{i}", free)
+                    _reference(client, ask, f"{self._plan.seed}-reference-{i}", tolerance, free)
                     for i, ask in enumerate(asks)
                 )
             )
@@ -186,10 +189,10 @@ class _Experiment:
 
 
 async def _reference(
-    client: AsyncClient, ask: Ask, request_id: str, free: asyncio.Semaphore
+    client: AsyncClient, ask: Ask, request_id: str, tolerance: float, free: asyncio.Semaphore
 ) -> Reference:
     async with free:
         output = await client.generate(
             ask.prompt, ask.params, request_id=request_id, timeout_s=_REFERENCE_TIMEOUT_S
         )
-    return Reference(ask, output)
+    return Reference(ask, output, tolerance)

@@ -67,6 +67,10 @@ def _stopping(rng: random.Random) -> dict[str, Any]:
     return {**_sampled(rng), "stop": rng.sample(_PAIRS, 2)}
 
 
+def _logprobs(rng: random.Random) -> dict[str, Any]:
+    return {**_sampled(rng), "logprobs": 3}
+
+
 KINDS = (
     Kind("greedy", 3, _MEDIUM, _greedy),
     Kind("sampled", 5, _MEDIUM, _sampled),
@@ -76,6 +80,8 @@ KINDS = (
     Kind("choices", 3, _MEDIUM, _choices),
     Kind("stopping", 4, _LONG, _stopping),
     Kind("stopping choices", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4}),
+    Kind("logprobs", 3, _MEDIUM, _logprobs),
+    Kind("logprobs stopping", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4, "logprobs": 3}),
     Kind("leaving", 2, _LONG, _sampled, leaves=True),
     Kind("leaving choices", 1, _MEDIUM, _choices, leaves=True),
 )

@@ -24,6 +24,17 @@ class Reference:
 
     ask: Ask
     output: RequestOutput
+    # How far log-probabilities may be from those of the output.
+    logprob_tolerance: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Each token has its log-probabilities, if they were asked for."""
+        expected = self.ask.params.logprobs is not None
+        return all(
+            len(output.logprobs) == expected * len(output.token_ids)
+            for output in self.output.outputs
+        )
 
 
 class Life:
@@ -32,7 +43,7 @@ class Life:
     def __init__(self, request_id: str, reference: Reference) -> None:
         self.request_id = request_id
         self.ask = reference.ask
-        self.comparison = Comparison(reference.output)
+        self.comparison = Comparison(reference.output, reference.logprob_tolerance)
         # When it began, and when its messages came and its end did, by the monotonic clock.
         self.times_s = [time.monotonic()]
         self.is_over = False

@@ -20,6 +20,8 @@ def test_they_differ_in_what_they_ask_for():
     assert {0.0} < {one.temperature for one in params}
     assert {None, 4} == {one.n for one in params}
     assert any(one.stop for one in params)
+    assert {None, 3} == {one.logprobs for one in params}
+    assert any(one.logprobs and one.stop and one.n for one in params)
     assert len({one.seed for one in params}) == 100
     leaving = [ask for ask in asks if ask.leaves_after is not None]
     assert leaving
