@@ -149,9 +149,13 @@ async def test_without_its_model_a_gateway_lives_but_is_not_ready(
         ready = await health.Check(health_pb2.HealthCheckRequest(service="ready"))
         assert ready.status == health_pb2.HealthCheckResponse.NOT_SERVING
         inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await inference.Generate(pb.GenerateRequest(text="x"))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        for call in (
+            inference.Generate(pb.GenerateRequest(text="x")),
+            inference.ResumeGenerate(pb.ResumeGenerateRequest(request_id="x")).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await gateway.stop()
 
 
