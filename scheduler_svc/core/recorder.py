@@ -84,6 +84,11 @@ class Recorder:
 
 
 def _run(sequence: Sequence) -> OutputRun:
-    first = sequence.num_prompt_tokens
-    token_ids = sequence.token_ids[first + sequence.num_folded : first + sequence.num_journaled]
-    return OutputRun(sequence.group.key, sequence.choice, sequence.num_folded, token_ids)
+    first, end = sequence.num_folded, sequence.num_journaled
+    return OutputRun(
+        sequence.group.key,
+        sequence.choice,
+        first,
+        sequence.journaled[first:],
+        sequence.logprobs_of(first, end),
+    )

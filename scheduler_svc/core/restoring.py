@@ -11,8 +11,8 @@ from scheduler_svc.core.sequence import Group, Nobody, Params, Sequence, Terms
 from scheduler_svc.store.journal import JournalEntry
 from scheduler_svc.store.requests import Ending, RequestRecord, RequestState, StoredRequest
 
-# First index and tokens of each run that a sequence has in the journals.
-Runs = list[tuple[int, list[int]]]
+# First index, tokens and their log-probabilities of each run that a sequence has in the journals.
+Runs = list[tuple[int, list[int], bytes]]
 
 
 def group_of(record: RequestRecord) -> Group:
@@ -26,6 +26,7 @@ def group_of(record: RequestRecord) -> Group:
             top_p=wire.top_p,
             seed=wire.seed,
             max_tokens=wire.max_tokens,
+            num_logprobs=wire.num_logprobs,
             num_prompt_logprobs=wire.num_prompt_logprobs,
         ),
         subscriber=Nobody(),
@@ -57,11 +58,13 @@ def restored(stored: StoredRequest, journaled: Mapping[int, Runs]) -> Group:
     group = group_of(stored.record)
     for sequence in group.sequences:
         token_ids = list(stored.output_token_ids.get(sequence.choice, ()))
+        sequence.logprobs += stored.output_logprobs.get(sequence.choice, b"")
         sequence.num_folded = len(token_ids)
-        for first, run in sorted(journaled.get(sequence.sequence_id, ())):
+        for first, run, logprobs in sorted(journaled.get(sequence.sequence_id, ())):
             # A run may begin before what is known, never behind it while nothing is lost.
-            if first <= len(token_ids):
-                token_ids += run[len(token_ids) - first :]
+            if (num_known := len(token_ids) - first) >= 0:
+                token_ids += run[num_known:]
+                sequence.logprobs += logprobs[num_known * sequence.logprobs_bytes :]
         sequence.token_ids.extend(token_ids)
         sequence.num_journaled = len(token_ids)
         sequence.num_tokens = len(sequence.token_ids)
@@ -76,12 +79,16 @@ def runs_of(entries: Iterable[JournalEntry]) -> dict[int, Runs]:
     """The runs of each sequence, by its id."""
     runs: dict[int, Runs] = {}
     for entry in entries:
-        start = 0
-        for sequence_id, first, end in zip(
-            entry.runs.sequence_ids, entry.runs.first_indices, entry.runs.next_indices, strict=True
+        stored, start = entry.runs, 0
+        for sequence_id, first, end, logprobs in zip(
+            stored.sequence_ids,
+            stored.first_indices,
+            stored.next_indices,
+            stored.logprobs or [b""] * len(stored.sequence_ids),
+            strict=True,
         ):
-            token_ids = list(entry.runs.token_ids[start : start + end - first])
-            runs.setdefault(sequence_id, []).append((first, token_ids))
+            token_ids = list(stored.token_ids[start : start + end - first])
+            runs.setdefault(sequence_id, []).append((first, token_ids, logprobs))
             start += end - first
     return runs
 
@@ -103,8 +110,17 @@ def stored_of(group: Group) -> StoredRequest:
         cache_salt=group.cache_salt,
         resume_window_s=terms.resume_window_s,
     )
-    output = {other.choice: other.journaled for other in group.sequences}
-    return StoredRequest(record, RequestState.LIVE, output)
+    logprobs = {
+        other.choice: other.logprobs_of(0, other.num_journaled)
+        for other in group.sequences
+        if other.logprobs
+    }
+    return StoredRequest(
+        record,
+        RequestState.LIVE,
+        output_token_ids={other.choice: other.journaled for other in group.sequences},
+        output_logprobs=logprobs,
+    )
 
 
 def ending_of(group: Group) -> Ending:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from quire.service.errors import RequestError
+from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.store.hashing import HashChain
 from scheduler_svc.store.requests import RequestKey
 
@@ -36,6 +37,8 @@ class Params:
     top_p: float
     seed: int
     max_tokens: int
+    # Of each sampled token: 0 none, k + 1 for itself and the top k.
+    num_logprobs: int = 0
     num_prompt_logprobs: int = 0
 
 
@@ -72,6 +75,9 @@ class Delivery:
     first_indices: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # concatenated
+    # Packed, a string per place, empty where they were not asked for; no strings at all where
+    # nobody asked.
+    logprobs: list[bytes] = field(default_factory=list)
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
@@ -151,6 +157,8 @@ class Sequence:
     # Those that plans in flight will sample count as there.
     num_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    # Of the output, packed, where they are asked for.
+    logprobs: bytearray = field(default_factory=bytearray)
 
     # Set when the model is known, before the sequence is first considered.
     chain: HashChain | None = None
@@ -253,6 +261,16 @@ class Sequence:
             return self.former_blocks
         return self.block_ids[self.num_hit_blocks : self.num_published_blocks]
 
+    @property
+    def logprobs_bytes(self) -> int:
+        """Per token of output."""
+        return self.group.params.num_logprobs * ENTRY_BYTES
+
+    def logprobs_of(self, first: int, end: int) -> bytes:
+        """Packed, of the output's tokens [first, end); empty where nobody asked."""
+        width = self.logprobs_bytes
+        return bytes(self.logprobs[first * width : end * width])
+
     def hashes(self) -> list[bytes]:
         """Hashes of its full blocks of known tokens, first to last."""
         assert self.chain is not None
@@ -301,6 +319,7 @@ class Sequence:
         """Back to what is journaled, with nothing on any worker: its lane is gone. What was sampled
         behind it is sampled again, as it was."""
         del self.token_ids[self.num_prompt_tokens + self.num_journaled :]
+        del self.logprobs[self.num_journaled * self.logprobs_bytes :]
         if self.chain is not None:
             self.chain.cut(len(self.token_ids))
         if self.end is not None and self.end.reason is not EndReason.STOP_STRING:

@@ -1,6 +1,7 @@
 """One gateway's stream: everything that is to be said to it gathers into the next frame."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from itertools import islice
 
@@ -8,11 +9,16 @@ from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed, unavailable
+from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Nobody, Sequence
+from scheduler_svc.gateways.token_logprobs import add_logprobs, complete
 from scheduler_svc.tenure import TenureOver
 
-# A gateway that has not read this many tokens is cut off: it cannot be slowed down otherwise.
+# A gateway that has not read this many new tokens, those of log-probabilities included, is cut off:
+# it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
+# What is said again begins a frame of its own behind so many tokens: messages have a largest size.
+LARGE_FRAME_TOKENS = 250_000
 
 _REASONS = {
     EndReason.STOP_TOKEN: scheduler_pb2.END_REASON_STOP_TOKEN,
@@ -38,7 +44,10 @@ class GatewayConnection:
         self.is_gone = False
         self._epoch = epoch
         self._may_send = may_send
-        self._frame = scheduler_pb2.ConnectResponse(epoch=epoch)
+        # Oldest first; the last one fills.
+        self._frames = deque([scheduler_pb2.ConnectResponse(epoch=epoch)])
+        # In the frames, but for what is said again.
+        self._num_new_tokens = 0
         self._pending = asyncio.Event()
         self._closed = False
         self._error: RequestError | None = None
@@ -51,21 +60,25 @@ class GatewayConnection:
         while True:
             await self._pending.wait()
             self._pending.clear()
-            frame, self._frame = self._frame, scheduler_pb2.ConnectResponse(epoch=self._epoch)
-            if len(frame.deltas.token_ids) > MAX_PENDING_TOKENS:
+            if self._num_new_tokens > MAX_PENDING_TOKENS:
                 raise failed(
                     StatusCode.RESOURCE_EXHAUSTED,
                     "TOO_SLOW",
                     "the gateway does not read its frames",
                 )
-            try:
-                await self._may_send()
-            except TenureOver:
-                raise lead_ends() from None
-            yield frame
-            if self._error is not None:
-                raise self._error
-            if self._closed:
+            is_last, error = self._closed, self._error
+            frames, self._num_new_tokens = self._frames, 0
+            self._frames = deque([scheduler_pb2.ConnectResponse(epoch=self._epoch)])
+            while frames:
+                complete(frames[0].deltas)
+                try:
+                    await self._may_send()
+                except TenureOver:
+                    raise lead_ends() from None
+                yield frames.popleft()
+            if error is not None:
+                raise error
+            if is_last:
                 return
 
     def close(self, error: RequestError | None = None) -> None:
@@ -85,16 +98,31 @@ class GatewayConnection:
 
     def replay(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
         """Accepts an attachment, and says again what there is of the request."""
+        if _num_tokens(self._frame) > LARGE_FRAME_TOKENS:
+            self._frames.append(scheduler_pb2.ConnectResponse(epoch=self._epoch))
         self._frame.acceptances.add(attachment=attachment, opaque=group.terms.opaque)
         for sequence in group.sequences:
             first = _at(next_indices, sequence.choice)
             if token_ids := sequence.delivered[first:].tolist():
-                self.deliver(
-                    Delivery([attachment], [sequence.choice], [first], [len(token_ids)], token_ids)
+                end = first + len(token_ids)
+                logprobs = [sequence.logprobs_of(first, end)] if sequence.logprobs else []
+                self._add_tokens(
+                    Delivery(
+                        [attachment],
+                        [sequence.choice],
+                        [first],
+                        [len(token_ids)],
+                        token_ids,
+                        logprobs,
+                    )
                 )
             if sequence.has_left and sequence.end is not None:
                 self._add_end(attachment, sequence, sequence.end)
         self._pending.set()
+
+    @property
+    def _frame(self) -> scheduler_pb2.ConnectResponse:
+        return self._frames[-1]
 
     def let_go(self, group: Group) -> None:
         """Nobody hears of the request from here on."""
@@ -117,12 +145,19 @@ class GatewayConnection:
     # What sequences say to their subscriber
 
     def deliver(self, delivery: Delivery) -> None:
+        num_bytes = sum([len(packed) for packed in delivery.logprobs])
+        self._num_new_tokens += len(delivery.token_ids) + num_bytes // ENTRY_BYTES
+        self._add_tokens(delivery)
+
+    def _add_tokens(self, delivery: Delivery) -> None:
         deltas = self._frame.deltas
         deltas.attachments.extend(delivery.attachments)
         deltas.choices.extend(delivery.choices)
         deltas.first_indices.extend(delivery.first_indices)
         deltas.num_tokens.extend(delivery.num_tokens)
         deltas.token_ids.extend(delivery.token_ids)
+        if any(delivery.logprobs):
+            add_logprobs(deltas, delivery)
         self._pending.set()
 
     def ended(self, sequence: Sequence, end: End) -> None:
@@ -144,6 +179,11 @@ class GatewayConnection:
             num_cached_prompt_tokens=sequence.num_cached_prompt_tokens,
         )
         self._pending.set()
+
+
+def _num_tokens(frame: scheduler_pb2.ConnectResponse) -> int:
+    """Those of log-probabilities included."""
+    return len(frame.deltas.token_ids) + len(frame.deltas.logprobs.token_ids)
 
 
 def _at(indices: Iterable[int], choice: int) -> int:

@@ -4,6 +4,7 @@ from array import array
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, invalid
+from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
 from scheduler_svc.store.requests import RequestKey, RequestRecord
 
 MAX_CHOICES = 16
@@ -48,5 +49,9 @@ def malformed(submission: scheduler_pb2.Submission) -> RequestError | None:
     if not 1 <= num_choices(submission) <= MAX_CHOICES:
         return invalid(
             "sampling_params.n", "OUT_OF_RANGE", f"is {submission.n}; must be 1 to {MAX_CHOICES}"
+        )
+    if submission.params.num_logprobs > MAX_NUM_LOGPROBS:
+        return invalid(
+            "sampling_params.logprobs", "OUT_OF_RANGE", f"must be at most {MAX_NUM_LOGPROBS - 1}"
         )
     return None

@@ -26,6 +26,7 @@ def _whole(draft: Draft) -> Delivery:
         first_indices=draft.runs.first_indices,
         num_tokens=_counts(draft),
         token_ids=draft.runs.token_ids,
+        logprobs=draft.runs.logprobs,
     )
 
 
@@ -33,8 +34,9 @@ def _part(draft: Draft, subscriber: Subscriber) -> Delivery:
     """What one of several is to hear."""
     delivery, counts = Delivery(), _counts(draft)
     starts = accumulate(counts, initial=0)
-    for sequence, first, start, count in zip(
-        draft.journaled, draft.runs.first_indices, starts, counts, strict=False
+    logprobs = draft.runs.logprobs or [b""] * len(counts)
+    for sequence, first, start, count, packed in zip(
+        draft.journaled, draft.runs.first_indices, starts, counts, logprobs, strict=False
     ):
         if _hears(subscriber, sequence):
             delivery.attachments.append(sequence.group.attachment)
@@ -42,6 +44,7 @@ def _part(draft: Draft, subscriber: Subscriber) -> Delivery:
             delivery.first_indices.append(first)
             delivery.num_tokens.append(count)
             delivery.token_ids += draft.runs.token_ids[start : start + count]
+            delivery.logprobs.append(packed)
     return delivery
 
 

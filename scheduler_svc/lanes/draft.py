@@ -83,6 +83,7 @@ class Draft:
             first_indices=first_indices,
             next_indices=next_indices,
             token_ids=token_ids,
+            logprobs=_logprobs(journaled, first_indices, next_indices),
         )
         block_size = self.block_size
         for sequence in journaled:
@@ -113,3 +114,13 @@ class Draft:
         self.publish(sequence)
         self.give_back(block_ids)
         self.changes.released_rows.append(self.rows.release(sequence))
+
+
+def _logprobs(
+    sequences: list[Sequence], first_indices: list[int], next_indices: list[int]
+) -> list[bytes]:
+    """Of the tokens between the indices; nothing where nobody asked."""
+    if not any(sequence.logprobs for sequence in sequences):
+        return []
+    runs = zip(sequences, first_indices, next_indices, strict=True)
+    return [sequence.logprobs_of(first, end) for sequence, first, end in runs]

@@ -1,9 +1,10 @@
 """Plans that were sent and have not returned, oldest first."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.internal.v1 import worker_pb2
+from scheduler_svc.core.logprobs import ENTRY_BYTES, pack_logprobs
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lanes.stream import LaneLost
 
@@ -39,7 +40,9 @@ class Landing:
     flight: Flight
     sequences: list[Sequence]
     token_ids: list[int]
-    failures: list[tuple[Sequence, str]]
+    # Packed, a string per token; no strings at all where nobody asked.
+    logprobs: list[bytes] = field(default_factory=list)
+    failures: list[tuple[Sequence, str]] = field(default_factory=list)
 
 
 class Flights:
@@ -84,16 +87,34 @@ def _landing(flight: Flight, result: worker_pb2.StepResult) -> Landing:
     if len(sampled_rows) != len(token_ids):
         raise LaneLost(f"step {flight.step}: {len(sampled_rows)} rows, {len(token_ids)} tokens")
     if sampled_rows == flight.ran.due_rows and not result.failures:
-        return Landing(flight, flight.ran.due, token_ids, [])
+        return Landing(flight, flight.ran.due, token_ids, _logprobs(flight.ran.due, result))
     running = dict(zip(flight.ran.rows, flight.ran.sequences, strict=True))
     failures = {failure.row: failure.reason for failure in result.failures}
     if not failures.keys() <= running.keys():
         raise LaneLost(f"the worker failed rows that step {flight.step} did not run")
     if sorted(sampled_rows) != sorted(row for row in flight.ran.due_rows if row not in failures):
         raise LaneLost(f"the worker's result of step {flight.step} is not that of its plan")
+    sequences = [running[row] for row in sampled_rows]
     return Landing(
         flight,
-        [running[row] for row in sampled_rows],
+        sequences,
         token_ids,
+        _logprobs(sequences, result),
         [(running[row], reason) for row, reason in failures.items()],
     )
+
+
+def _logprobs(sequences: list[Sequence], result: worker_pb2.StepResult) -> list[bytes]:
+    """Those of each sequence's token, as many as it asked for."""
+    wanted = [sequence.group.params.num_logprobs for sequence in sequences]
+    if not any(wanted):
+        return []
+    try:
+        packed = pack_logprobs(result.logprobs)
+    except ValueError as error:
+        raise LaneLost(f"the worker's log-probabilities of step {result.step}: {error}") from None
+    if [len(piece) for piece in packed] != [count * ENTRY_BYTES for count in wanted]:
+        raise LaneLost(
+            f"the worker's log-probabilities of step {result.step} are not those of its plan"
+        )
+    return packed

@@ -387,6 +387,9 @@ class Lane:
             self.roster.landed_step = landing.flight.step
             fresh = self._fresh
             self._trial.acquit(landing.sequences)
+            for sequence, logprobs in zip(landing.sequences, landing.logprobs, strict=False):
+                if not sequence.is_over:
+                    sequence.logprobs += logprobs
             for sequence, token_id in zip(landing.sequences, landing.token_ids, strict=True):
                 # What was sampled behind an end is dropped.
                 if sequence.end is None and sequence.group.error is None:

@@ -52,7 +52,7 @@ class Changes:
         admissions.top_ks.append(params.top_k)
         admissions.top_ps.append(params.top_p)
         admissions.seeds.append(seed_of_choice(params.seed, sequence.choice))
-        admissions.num_logprobs.append(0)
+        admissions.num_logprobs.append(params.num_logprobs)
         admissions.num_prompt_logprobs.append(0)
 
 

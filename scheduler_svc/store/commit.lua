@@ -28,19 +28,20 @@
 --   8 run_first_indices        of [first, next), one interval per run
 --   9 run_next_indices
 --  10 run_token_ids            concatenated
---  11 forgotten_sequences
---  12 shared_blocks
---  13 returned_blocks
---  14 taken_references
---  15 joined_sequences
---  16 joined_next_indices
---  17 admitted_sequences
---  18 admitted_next_indices
---  19 admitted_num_hits
---  20 admitted_hit_hashes      concatenated
---  21 admitted_num_new_blocks
---  22 admitted_num_fills
---  23 admitted_fill_hashes     concatenated
+--  11 run_logprobs             of the tokens: per run its length and itself; empty where none has
+--  12 forgotten_sequences
+--  13 shared_blocks
+--  14 returned_blocks
+--  15 taken_references
+--  16 joined_sequences
+--  17 joined_next_indices
+--  18 admitted_sequences
+--  19 admitted_next_indices
+--  20 admitted_num_hits
+--  21 admitted_hit_hashes      concatenated
+--  22 admitted_num_new_blocks
+--  23 admitted_num_fills
+--  24 admitted_fill_hashes     concatenated
 -- RETURN packed u32: free blocks; the blocks taken; per admission the length of its table (0:
 --   left out) and the table. Errors: STALE_EPOCH, LEAD_LOST, WRONG_STEP, POOL_FAULT.
 --
@@ -79,9 +80,9 @@ end
 -- Withdraw and publish.
 
 local published_blocks, published_hashes = split(ARGV[5], 4), split(ARGV[6], 32)
-local hit_hashes, fill_hashes = split(ARGV[20], 32), split(ARGV[23], 32)
-read_hashes(split(ARGV[4] .. ARGV[5] .. ARGV[13], 4))
-read_references(split(ARGV[5] .. ARGV[12] .. ARGV[13], 4))
+local hit_hashes, fill_hashes = split(ARGV[21], 32), split(ARGV[24], 32)
+read_hashes(split(ARGV[4] .. ARGV[5] .. ARGV[14], 4))
+read_references(split(ARGV[5] .. ARGV[13] .. ARGV[14], 4))
 read(entry_of, INDEX, published_hashes)
 read(entry_of, INDEX, hit_hashes)
 read(entry_of, INDEX, fill_hashes)
@@ -103,27 +104,27 @@ end
 
 -- The journal's index: runs, then who is forgotten, then who joins.
 
-local sequences, admitted_ids = sequences_of(state[9], state[10]), split(ARGV[17], 8)
+local sequences, admitted_ids = sequences_of(state[9], state[10]), split(ARGV[18], 8)
 local contradiction = advance(sequences, ARGV[7], ARGV[8], ARGV[9])
 if contradiction then
   return fault(contradiction)
 end
-forget(sequences, split(ARGV[11], 8))
-contradiction = join(sequences, split(ARGV[15] .. ARGV[17], 8), split(ARGV[16] .. ARGV[18], 4))
+forget(sequences, split(ARGV[12], 8))
+contradiction = join(sequences, split(ARGV[16] .. ARGV[18], 8), split(ARGV[17] .. ARGV[19], 4))
 if contradiction then
   return fault(contradiction)
 end
 
 -- Share and return.
 
-for _, block in ipairs(split(ARGV[12], 4)) do
+for _, block in ipairs(split(ARGV[13], 4)) do
   if references[block] == 0 then
     return fault('block %d is shared, but nobody holds it', number_of(block))
   end
   set_references(block, references[block] + 1)
 end
 local freed = {}
-for _, block in ipairs(split(ARGV[13], 4)) do
+for _, block in ipairs(split(ARGV[14], 4)) do
   if references[block] == 0 then
     return fault('block %d is returned, but nobody holds it', number_of(block))
   end
@@ -135,7 +136,7 @@ end
 
 -- Take. Here the writes begin.
 
-local taken_references, new_counts = u32s(ARGV[14]), u32s(ARGV[21])
+local taken_references, new_counts = u32s(ARGV[15]), u32s(ARGV[22])
 local num_wanted = #taken_references
 for _, num_references in ipairs(taken_references) do
   if num_references == 0 then
@@ -153,8 +154,12 @@ end
 local scores = { front = tonumber(state[6]), back = tonumber(state[7]) }
 put_back(freed, scores)
 if #ARGV[7] > 0 then
-  redis.call('XADD', JOURNAL, ARGV[3] .. '-0', 'sequences', ARGV[7], 'first_indices', ARGV[8],
-    'next_indices', ARGV[9], 'token_ids', ARGV[10])
+  local entry = { 'sequences', ARGV[7], 'first_indices', ARGV[8], 'next_indices', ARGV[9],
+    'token_ids', ARGV[10] }
+  if #ARGV[11] > 0 then
+    entry[9], entry[10] = 'logprobs', ARGV[11]
+  end
+  redis.call('XADD', JOURNAL, ARGV[3] .. '-0', unpack(entry))
 end
 
 local order = free_order(fresh, num_blocks, math.max(num_wanted, 1))
@@ -189,7 +194,7 @@ local function fits(hits, num_new)
   return num_needed <= order.num_free
 end
 
-local hit_counts, fill_counts = u32s(ARGV[19]), u32s(ARGV[22])
+local hit_counts, fill_counts = u32s(ARGV[20]), u32s(ARGV[23])
 local first_hit, first_fill = 1, 1
 for i, id in ipairs(admitted_ids) do
   local hits = resolve(first_hit, first_hit + hit_counts[i] - 1)

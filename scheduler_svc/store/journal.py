@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scheduler_svc.store.packing import unpack_ids, unpack_u32s
+from scheduler_svc.store.packing import unpack_ids, unpack_parts, unpack_u32s
 from scheduler_svc.store.types import TokenRuns
 
 
@@ -22,5 +22,6 @@ def unpack_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> JournalEntry
         list(unpack_u32s(fields[b"first_indices"])),
         list(unpack_u32s(fields[b"next_indices"])),
         list(unpack_u32s(fields[b"token_ids"])),
+        unpack_parts(fields.get(b"logprobs", b"")),
     )
     return JournalEntry(int(entry_id.split(b"-")[0]), runs)

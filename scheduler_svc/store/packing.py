@@ -22,6 +22,20 @@ def unpack_u32s(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
+def pack_parts(parts: Iterable[bytes]) -> bytes:
+    """Each part behind its length as little-endian u32."""
+    return b"".join([piece for part in parts for piece in (struct.pack("<I", len(part)), part)])
+
+
+def unpack_parts(packed: bytes) -> list[bytes]:
+    parts, start = [], 0
+    while start < len(packed):
+        end = start + 4 + int.from_bytes(packed[start : start + 4], "little")
+        parts.append(packed[start + 4 : end])
+        start = end
+    return parts
+
+
 def pack_ids(sequence_ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(sequence_ids)}Q", *sequence_ids)
 
@@ -55,6 +69,7 @@ def pack_commit(commit: Commit) -> list[bytes]:
         pack_u32s(runs.first_indices),
         pack_u32s(runs.next_indices),
         pack_u32s(runs.token_ids),
+        pack_parts(runs.logprobs),
         pack_ids(commit.forgotten),
         pack_u32s(commit.shared_blocks),
         pack_u32s(commit.returned_blocks),

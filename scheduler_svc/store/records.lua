@@ -2,9 +2,9 @@
 -- A library.
 --
 -- Two keys per request: a hash of FIELDS, `state` and, once it has ended, `status` and
--- `num_cached_tokens`; and a hash of its output, choice -> packed u32. It travels as one string of
--- parts, each behind its length as little-endian u32: the values of FIELDS, then choices and their
--- output in turn.
+-- `num_cached_tokens`; and a hash of its output, choice -> packed u32, and choice/logprobs -> their
+-- packed log-probabilities where they were asked for. It travels as one string of parts, each behind
+-- its length as little-endian u32: the values of FIELDS, then names and values of the output in turn.
 
 local FIELDS = { 'principal', 'request_id', 'digest', 'prompt_token_ids', 'params', 'sequence_id',
   'deadline_ms', 'opaque', 'num_choices', 'priority', 'cache_salt', 'resume_window_s' }

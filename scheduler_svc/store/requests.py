@@ -1,12 +1,11 @@
 """Request records: what a scheduler needs to go on with a request that it has accepted."""
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
-from scheduler_svc.store.packing import pack_u32s, unpack_u32s
+from scheduler_svc.store.packing import pack_parts, pack_u32s, unpack_parts, unpack_u32s
 
 
 class RequestState(StrEnum):
@@ -57,6 +56,8 @@ class OutputRun:
     choice: int
     first_index: int
     token_ids: Sequence[int]
+    # Of the tokens, packed: equally many bytes for each.
+    logprobs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +79,35 @@ class StoredRequest:
     output_token_ids: Mapping[int, Sequence[int]]  # by choice, as far as they are folded
     status: bytes = b""  # as its ending said
     num_cached_tokens: int = 0
+    # Packed, of choices that have some.
+    output_logprobs: Mapping[int, bytes] = field(default_factory=dict)
 
 
 def pack_record(record: RequestRecord) -> bytes:
     """A record without output, as it travels: see records.lua."""
-    return _joined(_values(record))
+    return pack_parts(_values(record))
 
 
 def pack_live(request: StoredRequest) -> bytes:
     """A record with its output, as it travels."""
     values = _values(request.record)
     for choice, token_ids in request.output_token_ids.items():
-        values += (str(choice).encode(), pack_u32s(token_ids))
-    return _joined(values)
+        values += (_digits(choice), pack_u32s(token_ids))
+    for choice, logprobs in request.output_logprobs.items():
+        values += (_digits(choice) + _LOGPROBS, logprobs)
+    return pack_parts(values)
 
 
 def unpack_live(packed: bytes) -> StoredRequest:
     """A live record with its output, from how it travels."""
-    values = list(_parts(packed))
-    fields, output = values[: len(_FIELDS)], values[len(_FIELDS) :]
+    values = unpack_parts(packed)
+    fields, rest = values[: len(_FIELDS)], values[len(_FIELDS) :]
+    output = dict(zip(rest[::2], rest[1::2], strict=True))
     return StoredRequest(
         _record(dict(zip(_FIELDS, fields, strict=True))),
         RequestState.LIVE,
-        _output(dict(zip(output[::2], output[1::2], strict=True))),
+        _output_token_ids(output),
+        output_logprobs=_output_logprobs(output),
     )
 
 
@@ -109,9 +116,10 @@ def unpack_request(fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes])
     return StoredRequest(
         _record(fields),
         RequestState(fields[b"state"].decode()),
-        _output(output),
+        _output_token_ids(output),
         fields.get(b"status", b""),
         int(fields.get(b"num_cached_tokens", 0)),
+        _output_logprobs(output),
     )
 
 
@@ -120,6 +128,9 @@ _FIELDS: Final = (
     b"principal", b"request_id", b"digest", b"prompt_token_ids", b"params", b"sequence_id",
     b"deadline_ms", b"opaque", b"num_choices", b"priority", b"cache_salt", b"resume_window_s",
 )  # fmt: skip
+
+# Behind a choice, in the output's fields.
+_LOGPROBS: Final = b"/logprobs"
 
 
 def _values(record: RequestRecord) -> list[bytes]:
@@ -155,8 +166,17 @@ def _record(fields: Mapping[bytes, bytes]) -> RequestRecord:
     )
 
 
-def _output(output: Mapping[bytes, bytes]) -> dict[int, tuple[int, ...]]:
-    return {int(choice): unpack_u32s(output[choice]) for choice in sorted(output, key=int)}
+def _output_token_ids(output: Mapping[bytes, bytes]) -> dict[int, tuple[int, ...]]:
+    choices = sorted([int(name) for name in output if not name.endswith(_LOGPROBS)])
+    return {choice: unpack_u32s(output[_digits(choice)]) for choice in choices}
+
+
+def _output_logprobs(output: Mapping[bytes, bytes]) -> dict[int, bytes]:
+    return {
+        int(name.removesuffix(_LOGPROBS)): logprobs
+        for name, logprobs in output.items()
+        if name.endswith(_LOGPROBS)
+    }
 
 
 def _digits(number: int | None) -> bytes:
@@ -165,15 +185,3 @@ def _digits(number: int | None) -> bytes:
 
 def _number(digits: bytes) -> int | None:
     return int(digits) if digits else None
-
-
-def _joined(values: Sequence[bytes]) -> bytes:
-    return b"".join([part for value in values for part in (struct.pack("<I", len(value)), value)])
-
-
-def _parts(packed: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(packed):
-        end = start + 4 + int.from_bytes(packed[start : start + 4], "little")
-        yield packed[start + 4 : end]
-        start = end

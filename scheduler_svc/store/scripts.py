@@ -54,6 +54,7 @@ COMMIT: Final = Script(
         "run_first_indices",
         "run_next_indices",
         "run_token_ids",
+        "run_logprobs",
         "forgotten_sequences",
         "shared_blocks",
         "returned_blocks",

@@ -175,11 +175,13 @@ class Store:
     async def fold(self, runs: Sequence[OutputRun]) -> None:
         """Adds output tokens to live records; what is there already has no effect.
 
-        RequestFault for a gap, for tokens that contradict the stored ones and for a request that
+        RequestFault for a gap, for output that contradicts what is stored and for a request that
         is not live; then nothing has changed.
         """
         packed = [
-            part for run in runs for part in (run.choice, run.first_index, pack_u32s(run.token_ids))
+            part
+            for run in runs
+            for part in (run.choice, run.first_index, pack_u32s(run.token_ids), run.logprobs)
         ]
         await self._run(scripts.FOLD, [run.key for run in runs], *packed)
 

@@ -12,6 +12,8 @@ class TokenRuns:
     first_indices: list[int] = field(default_factory=list)  # within the sequence's output
     next_indices: list[int] = field(default_factory=list)  # behind the run's last token
     token_ids: list[int] = field(default_factory=list)  # concatenated
+    # Packed, a string per run; no strings at all where no run has any.
+    logprobs: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import numpy as np
 from grpc import StatusCode
 from waiting import until
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.plans import PlanError, plan_from_proto, result_to_proto
+from worker_svc.sim.logprobs import logprobs_at
 from worker_svc.sim.model import SimModel
 from worker_svc.sim.runner import SimRunner
 from worker_svc.sim.tokens import token_at as sim_token_at
@@ -24,6 +26,20 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 def token_at(seed: int, position: int) -> int:
     """The token at an absolute position of the sequence with this seed."""
     return sim_token_at(seed, position, VOCAB_SIZE)
+
+
+def entries_at(seed: int, position: int, num_logprobs: int) -> list[tuple[int, float, int]]:
+    """Token ids, log-probabilities and ranks that come with that token."""
+    if not num_logprobs:
+        return []
+    token_ids, logprobs, ranks = logprobs_at(
+        np.array([seed], np.uint64),
+        np.array([position]),
+        np.array([token_at(seed, position)]),
+        num_logprobs - 1,
+        VOCAB_SIZE,
+    )
+    return list(zip(token_ids[0].tolist(), logprobs[0].tolist(), ranks[0].tolist(), strict=True))
 
 
 class Broken(Exception):

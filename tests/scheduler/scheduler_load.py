@@ -120,6 +120,7 @@ class Load:
         stop_at: int | None,
         n: int,
         priority: int,
+        num_logprobs: int,
     ) -> None:
         length = min(length, self._max_model_len - 1)
         stop = () if stop_at is None else (token_at(seed, length + stop_at),)
@@ -133,6 +134,7 @@ class Load:
             stop_token_ids=stop,
             n=n,
             priority=priority,
+            num_logprobs=num_logprobs,
         )
         self.requests.append(Request(gateway, stream.heard[attachment]))
 

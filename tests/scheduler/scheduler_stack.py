@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, repeat
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,7 @@ import redis
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from ledger_worker import LedgerWorker, token_at
+from ledger_worker import LedgerWorker, entries_at, token_at
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
@@ -106,6 +107,11 @@ class Heard:
         first = self.num_prompt_tokens
         return [token_at(seed, position) for position in range(first, first + count)]
 
+    def entries(self, choice: int, index: int) -> list[tuple[int, float, int]]:
+        """The log-probabilities that a token must have."""
+        seed, position = seed_of_choice(self.seed, choice), self.num_prompt_tokens + index
+        return entries_at(seed, position, self.submission.params.num_logprobs)
+
     def output(self, choice: int = 0) -> list[int]:
         """All that a choice must have if nobody disturbs it."""
         tokens = self.tokens(self.max_tokens, choice)
@@ -115,7 +121,7 @@ class Heard:
 
 class Gateway:
     """A gateway's end of one Connect stream. Every token must come once, in order, from the index
-    on that was asked for."""
+    on that was asked for, with its log-probabilities."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.heard: dict[int, Heard] = {}
@@ -142,6 +148,7 @@ class Gateway:
         request_id: str | None = None,
         stop_token_ids: tuple[int, ...] = (),
         n: int = 1,
+        num_logprobs: int = 0,
         **fields: object,
     ) -> int:
         """`fields`: others of the submission."""
@@ -151,7 +158,11 @@ class Gateway:
             prompt_token_ids=prompt,
             n=n,
             params=scheduler_pb2.ResolvedParams(
-                top_p=1, seed=seed, max_tokens=max_tokens, stop_token_ids=stop_token_ids
+                top_p=1,
+                seed=seed,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                num_logprobs=num_logprobs,
             ),
             **fields,
         )
@@ -216,9 +227,9 @@ class Gateway:
             self._reader.result()
 
     async def close(self) -> None:
-        self.check()
         self._call.cancel()
         await asyncio.wait({self._reader})
+        self.check()
 
     async def _read(self) -> None:
         try:
@@ -248,7 +259,7 @@ class Gateway:
             self.cancelled[result.tag] = result.found
 
     def _take_tokens(self, deltas: scheduler_pb2.TokenDeltas) -> None:
-        tokens = iter(deltas.token_ids)
+        tokens, entries = iter(deltas.token_ids), _entries(deltas)
         for attachment, choice, first, count in zip(
             deltas.attachments, deltas.choices, deltas.first_indices, deltas.num_tokens, strict=True
         ):
@@ -257,11 +268,24 @@ class Gateway:
             assert not heard.over, "nothing comes behind the end"
             token_ids = heard.choices[choice].token_ids
             run = [next(tokens) for _ in range(count)]
+            for index in range(first, first + count):
+                assert next(entries) == heard.entries(choice, index), "log-probabilities"
             num_known = len(token_ids) - first
             assert num_known >= 0, "indices go up without a gap"
             assert num_known == 0 or self.hears_again, "no token comes twice"
             assert run[:num_known] == token_ids[first : first + count], "it is what it was"
             token_ids.extend(run[num_known:])
+
+
+def _entries(deltas: scheduler_pb2.TokenDeltas) -> Iterator[list[tuple[int, float, int]]]:
+    """The log-probabilities of each token."""
+    columns = deltas.logprobs
+    if not deltas.HasField("logprobs"):
+        return repeat([])
+    assert len(columns.num_entries) == len(deltas.token_ids), "a count for every token"
+    assert any(columns.num_entries), "no column without an entry"
+    entries = zip(columns.token_ids, columns.logprobs, columns.ranks, strict=True)
+    return iter([list(islice(entries, count)) for count in columns.num_entries])
 
 
 def _copied(heard: Heard) -> list[HeardChoice]:

@@ -8,6 +8,7 @@ from scheduler_stack import (
     ABORTED,
     CANCELLED,
     NOT_FOUND,
+    Gateway,
     Heard,
     HeardChoice,
     info_of,
@@ -23,6 +24,14 @@ async def has_tokens(heard: Heard, count: int) -> None:
     await until(lambda: min(heard.next_indices) >= count, f"{count} tokens of each choice")
 
 
+async def submitted(gateway: Gateway, n: int) -> Heard:
+    """One choice comes without log-probabilities, several with some."""
+    attachment = await gateway.submit(
+        prompt(9), max_tokens=12, n=n, opaque=b"mine", num_logprobs=n - 1
+    )
+    return gateway.heard[attachment]
+
+
 def indices_of(n: int) -> list[list[int]]:
     return [[0] * n, [3] * n, [4, 1, 0][:n]]
 
@@ -34,7 +43,7 @@ async def test_a_live_stream_is_attached_to_from_any_index_and_the_newest_one_ha
     worker = LedgerWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         first, other = await stack.gateway(), await stack.gateway()
-        asked = first.heard[await first.submit(prompt(9), max_tokens=12, n=n, opaque=b"mine")]
+        asked = await submitted(first, n)
         await has_tokens(asked, 4)
         worker.gate.clear()
         for indices in indices_of(n):
@@ -57,7 +66,7 @@ async def test_a_finished_stream_is_said_again_from_any_index_with_its_ends(redi
     worker = LedgerWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         first, other = await stack.gateway(), await stack.gateway()
-        asked = first.heard[await first.submit(prompt(9), max_tokens=12, n=n, opaque=b"mine")]
+        asked = await submitted(first, n)
         await first.over()
         for indices in [*indices_of(n), [12] * n]:
             await other.attach(asked, *indices)

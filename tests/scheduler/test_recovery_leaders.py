@@ -19,7 +19,9 @@ from scheduler_svc.tenure import Tenure
 async def running(stack: Stack, num_tokens: int = 3, **asked: object) -> tuple[Gateway, Heard]:
     """A request that has some of its tokens."""
     gateway = await stack.gateway()
-    heard = gateway.heard[await gateway.submit(prompt(9), **{"max_tokens": 50, **asked})]
+    heard = gateway.heard[
+        await gateway.submit(prompt(9), **{"max_tokens": 50, "num_logprobs": 2, **asked})
+    ]
     await until(lambda: len(heard.token_ids) >= num_tokens, "some tokens")
     return gateway, heard
 

@@ -47,7 +47,7 @@ async def has_more_tokens(heard: Heard, count: int) -> None:
 
 
 async def submitted(gateway: Gateway, tag: int, **asked: object) -> Heard:
-    fields = {"max_tokens": 50, "seed": tag, "request_id": f"r{tag}", **asked}
+    fields = {"max_tokens": 50, "seed": tag, "request_id": f"r{tag}", "num_logprobs": tag, **asked}
     heard = gateway.heard[await gateway.submit(prompt(9, tag), **fields)]
     await has_more_tokens(heard, 3)
     return heard

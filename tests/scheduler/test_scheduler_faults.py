@@ -108,6 +108,10 @@ DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
     "no token": lambda result: (result.sampled_rows.pop(), result.sampled_token_ids.pop()),
     "a row without its token": lambda result: result.sampled_token_ids.pop(),
     "an unknown failure": lambda result: result.failures.add(row=6, reason="?"),
+    "no log-probabilities": lambda result: result.ClearField("logprobs"),
+    "log-probabilities of nobody": lambda result: result.logprobs.num_entries.append(1),
+    "too few log-probabilities": lambda result: result.logprobs.ranks.pop(),
+    "too many log-probabilities": lambda result: result.logprobs.num_entries.__setitem__(0, 3),
     "another step": lambda result: setattr(result, "step", 12345),
 }
 
@@ -121,7 +125,7 @@ async def test_a_result_that_is_none_ends_the_lane_and_its_request_goes_on_if_it
         gateway = await stack.gateway()
         distortions = [DISTORTIONS[distortion]]
         worker.distort = lambda result: distortions and distortions.pop()(result)
-        [heard] = await gateway.over(await gateway.submit(prompt(8)))
+        [heard] = await gateway.over(await gateway.submit(prompt(8), num_logprobs=2))
         assert heard.token_ids == heard.tokens(4)
         assert worker.num_streams == 2
         await until(lambda: stack.only_lane.is_empty, "an empty lane")

@@ -34,6 +34,7 @@ REQUESTS = st.fixed_dictionaries(
         "stop_at": st.none() | st.integers(0, 6),
         "n": st.sampled_from([1, 1, 1, 2, 3, 16]),
         "priority": st.integers(-1, 1),
+        "num_logprobs": st.sampled_from([0, 0, 1, 4]),
     }
 )
 

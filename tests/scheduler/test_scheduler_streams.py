@@ -58,6 +58,30 @@ async def test_a_stop_token_ends_a_choice_and_is_its_last_token(redis_url, socke
         assert heard.end.stop_token_id == stop
 
 
+async def test_log_probabilities_come_with_the_tokens_of_those_who_asked(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateways = [await stack.gateway(), await stack.gateway()]
+        for index, num_logprobs in enumerate((0, 1, 0, 21, 2, 0)):
+            await gateways[index % 2].submit(
+                prompt(9, index),
+                max_tokens=10,
+                seed=index,
+                request_id=str(index),
+                n=2,
+                num_logprobs=num_logprobs,
+            )
+        for gateway in gateways:
+            assert all(heard.is_whole for heard in await gateway.over())
+
+
+async def test_more_log_probabilities_than_workers_give_are_refused(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        [heard] = await gateway.over(await gateway.submit(prompt(9), num_logprobs=22))
+        assert heard.failure.code == 3
+        assert (await gateway.over(await gateway.submit(prompt(9))))[0].is_whole
+
+
 async def test_a_repeated_prompt_hits_the_cache(redis_url, sockets):
     async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
         gateway = await stack.gateway()

@@ -170,7 +170,7 @@ async def test_the_last_is_preempted_when_the_first_decodes_and_its_late_token_i
         gateway,
     ):
         for tag in (1, 2):
-            await gateway.submit(prompt(80, tag), seed=tag, max_tokens=4)
+            await gateway.submit(prompt(80, tag), seed=tag, max_tokens=4, num_logprobs=1)
         await together(stack, worker)
         await check_outputs(gateway)
         first, second = worker.plans[:2]

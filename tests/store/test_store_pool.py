@@ -296,7 +296,7 @@ async def test_tokens_are_journaled_step_by_step(pool: Pool) -> None:
     runs = TokenRuns([1, 2], [0, 5], [2, 6], [7, 2**32 - 1, 8])
     await pool.commit(Commit(3, runs=runs, admissions=(Admission(big_id, 3, (), 1),)))
     await pool.commit(Commit(4))
-    last = TokenRuns([big_id, big_id], [3, 4], [4, 5], [1, 2])
+    last = TokenRuns([big_id, big_id], [3, 4], [4, 5], [1, 2], [b"any", b""])
     await pool.commit(Commit(5, runs=last, forgotten=(2,)))
     assert await pool.journal() == [JournalEntry(3, runs), JournalEntry(5, last)]
     assert (await pool.audit()).next_indices == {1: 2, big_id: 5}

@@ -144,6 +144,23 @@ async def test_output_is_folded_once(store: Store) -> None:
     await discard(store, KEY, OTHER_KEY)
 
 
+async def test_log_probabilities_are_folded_and_travel_with_their_tokens(store: Store) -> None:
+    await write(store, record(num_choices=2))
+    await store.fold([OutputRun(KEY, 0, 0, (7, 8), b"7777788888"), OutputRun(KEY, 1, 0, (5,))])
+    await store.fold([OutputRun(KEY, 0, 1, (8, 9), b"8888899999")])
+    with pytest.raises(RequestFault):
+        await store.fold([OutputRun(KEY, 0, 2, (9, 1), b"9999811111")])
+    stored = await store.load(KEY)
+    assert stored is not None
+    assert stored.output_token_ids == {0: (7, 8, 9), 1: (5,)}
+    assert stored.output_logprobs == {0: b"777778888899999"}
+    assert await store.load_live() == [stored]
+    await discard(store, KEY)
+    await store.replace_live([stored])
+    assert await store.load(KEY) == stored
+    await discard(store, KEY)
+
+
 @pytest.mark.parametrize(
     "run",
     [
