@@ -158,7 +158,7 @@ class Multiplexer:
         accepted = {acceptance.attachment for acceptance in frame.acceptances}
         for acceptance in frame.acceptances:
             if stream := self._streams.get(acceptance.attachment):
-                stream.accept(acceptance.opaque)
+                stream.accept(acceptance)
         self._deliver_tokens(frame.deltas, accepted)
         self._deliver_ends(frame.choice_ends)
         for failure in frame.failures:
@@ -267,9 +267,9 @@ class Multiplexer:
         wanted = stream.wanted
         del wanted.next_indices[:]
         wanted.next_indices.extend(stream.next_indices)
-        # What was not accepted may bear the id of one that was cancelled before.
-        wanted.again = stream.was_accepted
         if isinstance(wanted, scheduler_pb2.Submission):
+            # What was not accepted may bear the id of one that was cancelled before.
+            wanted.again = stream.was_accepted
             self.outbox.submit(wanted)
         else:
             self.outbox.attach(wanted)

@@ -109,15 +109,17 @@ class RequestStream:
             self._patience.cancel()
             self._patience = None
 
-    def accept(self, opaque: bytes) -> None:
-        """`opaque` is what the gateway that submitted it gave along."""
+    def accept(self, acceptance: scheduler_pb2.Acceptance) -> None:
+        """Takes what the gateway that submitted it gave along, and what it is to be asked for with
+        again."""
         self.wait_no_more()
+        self.wanted.turn.CopyFrom(acceptance.turn)
         if self.was_accepted:
             return
         self.was_accepted = True
         if self.state is None:
             try:
-                self._begin(gateway_pb2.StreamState.FromString(opaque))
+                self._begin(gateway_pb2.StreamState.FromString(acceptance.opaque))
             except DecodeError:
                 log.exception("the state of a request cannot be read")
                 self.fail(RequestError(grpc.StatusCode.INTERNAL, "internal error"))

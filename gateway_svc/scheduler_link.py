@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -39,7 +38,6 @@ class SchedulerLink:
         self._search = LeaderSearch(Addresses(addresses), self._try)
         self._wait_s = wait_s
         self._report = report
-        self._gateway_id = secrets.token_bytes(16)
         # The highest seen, on any stream.
         self._epoch = 0
         self._was_greeted = asyncio.Event()
@@ -92,9 +90,7 @@ class SchedulerLink:
             self._report(why)
 
     async def _try(self, address: str) -> Leader:
-        hello = scheduler_pb2.GatewayHello(
-            gateway_id=self._gateway_id, protocol_version=PROTOCOL_VERSION
-        )
+        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
         leader = await connect(address, hello)
         try:
             self._check(leader.greeting)

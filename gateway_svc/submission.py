@@ -36,6 +36,7 @@ async def prepare(
     params = request.sampling_params
     resolved = validation.resolve(params, request_id, len(prompt.token_ids), limits)
     state = state_of(request, model, prompt, resolved.stop_token_ids)
+    validation.check_num_logprobs(resolved, state.num_choices)
     submission = scheduler_pb2.Submission(
         request_id=request_id,
         digest=digest_of(request),

@@ -19,6 +19,8 @@ GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerate
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
+# Of all choices together, so that a whole answer fits into one message, here and to the scheduler.
+MAX_LOGPROBS = 2**20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -176,6 +178,19 @@ def resolve(
         # Beside the most likely ones the token itself.
         num_logprobs=num_top + 1 if params.HasField("logprobs") else 0,
     )
+
+
+def check_num_logprobs(resolved: scheduler_pb2.ResolvedParams, num_choices: int) -> None:
+    """Refuses more of them than an answer can hold."""
+    most_tokens = MAX_LOGPROBS // (max(resolved.num_logprobs, 1) * num_choices)
+    if resolved.num_logprobs and resolved.max_tokens > most_tokens:
+        raise invalid(
+            "sampling_params.max_tokens",
+            "TOO_MANY_LOGPROBS",
+            f"is {resolved.max_tokens}, if only because the model's context has so much left; with "
+            f"logprobs = {resolved.num_logprobs - 1} and n = {num_choices} at most {most_tokens} "
+            "is allowed",
+        )
 
 
 def _seed(request_id: str) -> int:

@@ -83,7 +83,7 @@ class Load:
 
     async def _serve(self) -> None:
         call = self._stub.Connect()
-        hello = scheduler_pb2.GatewayHello(gateway_id=b"load", protocol_version=PROTOCOL_VERSION)
+        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
         await call.write(scheduler_pb2.ConnectRequest(hello=hello))
         writer = asyncio.create_task(self._write(call))
         try:

@@ -110,6 +110,8 @@ class Group:
     # Whom its stream belongs to; the attachment is the stream's number there.
     subscriber: Subscriber
     attachment: int = 0
+    # Of the stream: epoch and number. The newer of two streams has the greater one.
+    turn: tuple[int, int] = (0, 0)
     # As its gateway gave it, for the record and for whoever attaches.
     terms: "Terms" = field(default_factory=lambda: Terms())
     # (priority, arrival); the smaller one is served first. Set when it is queued.

@@ -1,5 +1,7 @@
 """Which stream hears of a request: the newest that asked for it, or none for a while."""
 
+from itertools import count
+
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
@@ -40,18 +42,20 @@ class Attachments:
         self._store = store
         self._recorder = recorder
         self._orphans = orphans
+        self._numbers = count(1)
 
     def attach(self, group: Group, connection: GatewayConnection, wanted: Wanted) -> None:
-        """The newest attachment has the stream; the former one hears that it was taken. A gateway
+        """The newest attachment has the stream; the other one hears that it was taken. A gateway
         that was away does not take back what a client has gone on with at another one."""
-        former = group.subscriber
+        turn, former = self._turn(wanted, connection), group.subscriber
         if isinstance(former, GatewayConnection):
-            if wanted.again and former.gateway_id != connection.gateway_id:
+            if turn < group.turn:
                 connection.reject(wanted.attachment, _TAKEN_OVER)
                 return
             former.reject(group.attachment, _TAKEN_OVER)
             former.let_go(group)
         self._orphans.remove(group)
+        group.turn = turn
         connection.attach(group, wanted.attachment, wanted.next_indices)
         if connection.is_gone:
             self.detach(group, connection, client_gone=False)
@@ -112,6 +116,11 @@ class Attachments:
         """Nobody hears of it, until somebody attaches to it or its grace is over."""
         connection.let_go(group)
         self._orphans.add(group, client_gone)
+
+    def _turn(self, wanted: Wanted, connection: GatewayConnection) -> tuple[int, int]:
+        if wanted.HasField("turn"):
+            return wanted.turn.epoch, wanted.turn.number
+        return connection.epoch, next(self._numbers)
 
 
 def _say_again(

@@ -38,11 +38,9 @@ class GatewayConnection:
     def __init__(self, epoch: int, may_send: Callable[[], Awaitable[None]]) -> None:
         """`may_send` returns when the lead is held for certain."""
         self.attached: dict[int, Group] = {}
-        # As it says in its first frame.
-        self.gateway_id = b""
         # Its gateway has gone; what it had asked for may still be on its way.
         self.is_gone = False
-        self._epoch = epoch
+        self.epoch = epoch
         self._may_send = may_send
         # Oldest first; the last one fills.
         self._frames = deque([scheduler_pb2.ConnectResponse(epoch=epoch)])
@@ -68,7 +66,7 @@ class GatewayConnection:
                 )
             is_last, error = self._closed, self._error
             frames, self._num_new_tokens = self._frames, 0
-            self._frames = deque([scheduler_pb2.ConnectResponse(epoch=self._epoch)])
+            self._frames = deque([scheduler_pb2.ConnectResponse(epoch=self.epoch)])
             while frames:
                 complete(frames[0].deltas)
                 try:
@@ -99,8 +97,13 @@ class GatewayConnection:
     def replay(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
         """Accepts an attachment, and says again what there is of the request."""
         if _num_tokens(self._frame) > LARGE_FRAME_TOKENS:
-            self._frames.append(scheduler_pb2.ConnectResponse(epoch=self._epoch))
-        self._frame.acceptances.add(attachment=attachment, opaque=group.terms.opaque)
+            self._frames.append(scheduler_pb2.ConnectResponse(epoch=self.epoch))
+        epoch, number = group.turn
+        self._frame.acceptances.add(
+            attachment=attachment,
+            opaque=group.terms.opaque,
+            turn=scheduler_pb2.Turn(epoch=epoch, number=number),
+        )
         for sequence in group.sequences:
             first = _at(next_indices, sequence.choice)
             if token_ids := sequence.delivered[first:].tolist():

@@ -102,8 +102,6 @@ class Desk:
         _check_version(frame)
         if self._is_closed:
             return
-        if frame.HasField("hello"):
-            connection.gateway_id = frame.hello.gateway_id
         if frame.submissions:
             await self._submissions.submit(list(frame.submissions), connection)
         for attachment in frame.attachments:

@@ -31,11 +31,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: _Frames, context: _Context
     ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
         desk = self.desk
-        if desk is None:
-            await abort(context, standby(self._leader_address()))
         try:
+            if desk is None:
+                raise standby(self._leader_address())
             connection = desk.connect()
         except RequestError as error:
+            # A refusal that crosses the first frame would reach the gateway as a failed write.
+            await anext(request_iterator, None)
             await abort(context, error)
         reader = asyncio.create_task(_read(request_iterator, desk, connection))
         try:

@@ -98,7 +98,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._frames.put_nowait(pb.ConnectResponse(**{"epoch": self.epoch, **parts}))
 
     def accept(self, wanted: Wanted, opaque: bytes = b"", **parts: Any) -> None:
-        acceptance = pb.Acceptance(attachment=wanted.attachment, opaque=opaque)
+        turn = wanted.turn if wanted.HasField("turn") else pb.Turn(epoch=self.epoch, number=1)
+        acceptance = pb.Acceptance(attachment=wanted.attachment, opaque=opaque, turn=turn)
         self.say(acceptances=[acceptance], **parts)
 
     def write(

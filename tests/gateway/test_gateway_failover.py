@@ -37,7 +37,7 @@ async def gateway_of(settings: GatewaySettings, scheduler: FakeScheduler) -> Asy
         await until(lambda: "tokenizer" not in gateway.health.failing, "the tokenizer")
         yield stack
         await asyncio.wait_for(gateway.calls.none_live(), 5)
-        assert stack.is_idle()
+        await until(stack.is_idle, "the ends of the calls")
     await gateway.stop()
 
 
@@ -153,6 +153,7 @@ async def test_a_stream_outlives_its_leader(stack: Stack, pair: Pair) -> None:
     reading = Reading(stack.inference.StreamGenerate(REQUEST))
     first = await next_submission(pair.leader)
     assert not first.again
+    assert not first.HasField("turn")
     pair.leader.accept(first)
     pair.leader.write(first, 0, ids[:3])
     await reading.has(3)
@@ -161,6 +162,7 @@ async def test_a_stream_outlives_its_leader(stack: Stack, pair: Pair) -> None:
     pair.standby_leads()
     again = await next_submission(pair.standby)
     assert (again.again, again.next_indices) == (True, [3])
+    assert again.turn == scheduler_pb2.Turn(epoch=pair.leader.epoch, number=1)
     assert (again.request_id, again.digest, again.opaque) == ("mine", first.digest, first.opaque)
     assert (again.prompt_token_ids, again.params) == (first.prompt_token_ids, first.params)
     pair.standby.accept(again, again.opaque)
@@ -417,7 +419,7 @@ async def test_a_wait_for_a_scheduler_has_an_end(
             unavailable_with_a_time_to_wait(caught.value)
             assert info_of(caught.value).reason == "SCHEDULER_AWAY"
             assert info_of(caught.value).metadata == metadata
-        assert stack.is_idle()
+        await until(stack.is_idle, "the ends of the calls")
 
 
 async def test_before_the_first_scheduler_requests_wait_for_its_limit(

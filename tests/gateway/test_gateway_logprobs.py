@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
-from gateway_stack import Stack
+from gateway_stack import Stack, info_of
 from gateway_tokenizers import EOS, byte_fallback
 
 from gateway_svc.detokenizer import TokenTexts, Vocabulary
@@ -102,6 +102,26 @@ async def test_there_are_no_more_than_tokens_in_the_vocabulary(
     stack.scheduler.say(deltas=deltas(delta(submission, 0, [6], k=7)))
     stack.scheduler.end(submission, 1)
     assert told_in((await call).choices) == expected(stack, [6], 7)
+
+
+async def test_an_answer_that_would_not_fit_into_a_message_is_refused(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.validation.MAX_LOGPROBS", 100)
+
+    def asked(max_tokens: int) -> pb.GenerateRequest:
+        params = pb.SamplingParams(logprobs=4, n=2, max_tokens=max_tokens)
+        return pb.GenerateRequest(text="x", sampling_params=params)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(asked(11))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert info_of(caught.value).reason == "TOO_MANY_LOGPROBS"
+    call = asyncio.ensure_future(stack.inference.Generate(asked(10)))
+    submission = await stack.scheduler.submissions.get()
+    ends = [choice_end(submission, 0, choice=choice) for choice in range(2)]
+    stack.scheduler.say(choice_ends=ends)
+    assert len((await call).choices) == 2
 
 
 async def test_a_stream_has_them_with_each_token(stack: Stack) -> None:

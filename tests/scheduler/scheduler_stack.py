@@ -57,6 +57,7 @@ class Heard:
     choices: list[HeardChoice]
     accepted: bool = False
     opaque: bytes = b""
+    turn: scheduler_pb2.Turn | None = None
     failure: scheduler_pb2.RequestFailure | None = None
 
     @property
@@ -132,13 +133,19 @@ class Gateway:
         self.hears_again = False
         # How the stream ended, if it did.
         self.lost: grpc.aio.AioRpcError | None = None
-        self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()
+        # Not written to the call: a write that meets the end of the stream would hide why it ended.
+        self._frames: asyncio.Queue[scheduler_pb2.ConnectRequest] = asyncio.Queue()
+        self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect(self._said())
         self._reader = asyncio.create_task(self._read())
         self._next = 1
 
     async def start(self) -> None:
-        hello = scheduler_pb2.GatewayHello(gateway_id=b"test", protocol_version=PROTOCOL_VERSION)
-        await self._call.write(scheduler_pb2.ConnectRequest(hello=hello))
+        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
+        await self.send(hello=hello)
+
+    async def _said(self) -> AsyncIterator[scheduler_pb2.ConnectRequest]:
+        while True:
+            yield await self._frames.get()
 
     async def submit(
         self,
@@ -173,12 +180,18 @@ class Gateway:
         submission = scheduler_pb2.Submission()
         submission.CopyFrom(heard.submission)
         submission.again = True
-        return await self._submit(Heard(submission, _copied(heard)))
+        return await self._submit(Heard(submission, _copied(heard), turn=heard.turn))
+
+    async def attach_again(self, heard: Heard) -> int:
+        """The same for a client that has been heard of elsewhere first."""
+        return await self._attach(Heard(heard.submission, _copied(heard), turn=heard.turn))
 
     async def _submit(self, heard: Heard) -> int:
         submission = heard.submission
         attachment = submission.attachment = self._listen(heard)
         submission.next_indices[:] = heard.next_indices
+        if heard.turn is not None:
+            submission.turn.CopyFrom(heard.turn)
         await self.send(submissions=[submission])
         return attachment
 
@@ -188,12 +201,15 @@ class Gateway:
             HeardChoice(heard.output(choice)[: next_indices[choice] if next_indices else 0])
             for choice in range(len(heard.choices))
         ]
-        known = Heard(heard.submission, choices)
-        attachment = self._listen(known)
+        return await self._attach(Heard(heard.submission, choices))
+
+    async def _attach(self, heard: Heard) -> int:
+        attachment = self._listen(heard)
         wanted = scheduler_pb2.Attachment(
             attachment=attachment,
             request_id=heard.submission.request_id,
-            next_indices=known.next_indices,
+            next_indices=heard.next_indices,
+            turn=heard.turn,
         )
         await self.send(attachments=[wanted])
         return attachment
@@ -204,7 +220,7 @@ class Gateway:
         return attachment
 
     async def send(self, **parts: object) -> None:
-        await self._call.write(scheduler_pb2.ConnectRequest(**parts))
+        self._frames.put_nowait(scheduler_pb2.ConnectRequest(**parts))
 
     async def detach(self, attachment: int, client_gone: bool) -> None:
         detachment = scheduler_pb2.Detachment(attachment=attachment, client_gone=client_gone)
@@ -246,6 +262,7 @@ class Gateway:
         for acceptance in frame.acceptances:
             heard = self.heard[acceptance.attachment]
             heard.accepted, heard.opaque = True, acceptance.opaque
+            heard.turn = acceptance.turn
         self._take_tokens(frame.deltas)
         for end in frame.choice_ends:
             choice = self.heard[end.attachment].choices[end.choice]

@@ -8,8 +8,6 @@ from ledger_worker import LedgerWorker
 from scheduler_stack import Heard, info_of, prompt, running_stack
 from waiting import until
 
-from quire.internal.v1 import scheduler_pb2
-from quire.service.protocol import PROTOCOL_VERSION
 from scheduler_svc.engine import Engine
 
 
@@ -24,20 +22,11 @@ async def test_a_gateway_that_comes_back_leaves_a_stream_where_its_client_has_go
         await until(lambda: min(asked.next_indices) >= 3, "tokens")
         worker.gate.clear()
         await first.close()
-        hello = scheduler_pb2.GatewayHello(gateway_id=b"other", protocol_version=PROTOCOL_VERSION)
-        await other.send(hello=hello)
         taken = other.heard[await other.attach(asked, 2)]
         await until(lambda: taken.accepted, "acceptance")
         back = await stack.gateway()
         if resumed:
-            known = Heard(asked.submission, asked.choices)
-            wanted = scheduler_pb2.Attachment(
-                attachment=back._listen(known),
-                request_id=asked.submission.request_id,
-                next_indices=asked.next_indices,
-                again=True,
-            )
-            await back.send(attachments=[wanted])
+            known = back.heard[await back.attach_again(asked)]
         else:
             known = back.heard[await back.submit_again(asked)]
         await until(lambda: known.failure is not None, "a refusal")
@@ -45,6 +34,45 @@ async def test_a_gateway_that_comes_back_leaves_a_stream_where_its_client_has_go
         worker.gate.set()
         await other.over()
         assert taken.is_whole
+
+
+@pytest.mark.parametrize("comes_first", ["the old one", "the new one"])
+async def test_the_newer_of_two_streams_has_a_request_also_under_the_next_leader(
+    redis_url, sockets, comes_first
+):
+    worker = LedgerWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        old, new = await stack.gateway(), await stack.gateway()
+        asked = old.heard[await old.submit(prompt(9), max_tokens=40)]
+        await until(lambda: min(asked.next_indices) >= 3, "tokens")
+        moved = new.heard[await new.attach(asked, 2)]
+        await until(lambda: len(moved.token_ids) >= 3, "tokens elsewhere")
+        former, successor = stack.member, stack.start_scheduler()
+        await until(lambda: successor.stands_by, "a standby")
+        await former.kill()
+        stack.lapse()
+        worker.gate.clear()
+        old, new = await stack.gateway(), await stack.gateway()
+
+        async def old_comes() -> Heard:
+            return old.heard[await old.submit_again(asked)]
+
+        async def new_comes() -> Heard:
+            return new.heard[await new.attach_again(moved)]
+
+        if comes_first == "the old one":
+            ours = await old_comes()
+            await until(lambda: ours.accepted, "acceptance")
+            theirs = await new_comes()
+        else:
+            theirs = await new_comes()
+            await until(lambda: theirs.accepted, "acceptance")
+            ours = await old_comes()
+        await until(lambda: ours.failure is not None, "a refusal")
+        assert info_of(ours.failure).reason == "TAKEN_OVER"
+        worker.gate.set()
+        await new.over()
+        assert theirs.is_whole
 
 
 async def test_a_leadership_that_is_over_leaves_nothing_in_memory(redis_url, sockets):
