@@ -30,6 +30,9 @@ NUM_REQUESTS = 32
 # Seeds of weights whose outputs vary on all the prompts.
 WEIGHTS = {"llama": 0, "qwen3": 0, "gemma2": 4, "gpt2": 3}
 
+# Of log-probabilities: batches round each in its own way.
+TOLERANCE = 1e-4
+
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SETTINGS = {
     "QUIRE_WORKER_BLOCK_SIZE": str(BLOCK_SIZE),
@@ -156,6 +159,30 @@ def seed_of_choice(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(struct.pack("<QI", seed, index)).digest()[:8], "little")
+
+
+@pytest.mark.parametrize("k", [0, 20])
+async def test_logprobs_are_those_of_transformers(family: Family, k: int) -> None:
+    """Whatever chose the token: they are of the model's own distribution."""
+    prompts = mixed_prompts()[:8]
+    params = SamplingParams(temperature=1.5, top_k=40, max_tokens=12, logprobs=k, n=2)
+    outputs = await family.generate(
+        prompts, [replace(params, seed=seed) for seed in range(len(prompts))]
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for choice in output.outputs:
+            places = family.reference.logprobs(prompt, choice.token_ids)
+            told_of = zip(choice.token_ids, choice.logprobs, places, strict=True)
+            for token_id, told, place in told_of:
+                assert next(iter(told)) == token_id
+                assert {entry.rank for entry in told.values()} >= set(range(1, k + 1))
+                for id_, entry in told.items():
+                    logprob = place[id_].item()
+                    assert entry.logprob == pytest.approx(logprob, abs=TOLERANCE)
+                    # Those that are as likely, but for the rounding, may have each other's places.
+                    assert (place > logprob + TOLERANCE).sum() < entry.rank
+                    assert entry.rank <= (place >= logprob - TOLERANCE).sum()
+    await family.comes_to_rest()
 
 
 async def test_greedy_choices_equal_the_single_run(family: Family) -> None:
