@@ -45,6 +45,20 @@ class Plan:
     logs: Path
 
 
+@dataclass(frozen=True)
+class Recovered:
+    """Tokens of sequences that were admitted again, and how many of them the caches had."""
+
+    num_tokens: int = 0
+    num_cached: int = 0
+
+    def __add__(self, other: "Recovered") -> "Recovered":
+        return Recovered(self.num_tokens + other.num_tokens, self.num_cached + other.num_cached)
+
+    def __sub__(self, other: "Recovered") -> "Recovered":
+        return Recovered(self.num_tokens - other.num_tokens, self.num_cached - other.num_cached)
+
+
 @dataclass
 class Outcome:
     """What came of it."""
@@ -54,6 +68,9 @@ class Outcome:
     # The same by fault, and the seconds from each fault to the steady state.
     pauses: dict[str, list[float]] = field(default_factory=dict)
     recoveries: dict[str, list[float]] = field(default_factory=dict)
+    # By fault: sequences' tokens that were taken up again under the leader then, and how many of
+    # them the caches had.
+    recovered: dict[str, Recovered] = field(default_factory=dict)
     num_requests: int = 0
     num_left: int = 0
     num_tokens: int = 0
@@ -92,6 +109,8 @@ class _Experiment:
         self._events = events
         self._outcome = outcome
         self._rng = random.Random(plan.seed)
+        # What was recovered by then, by epoch and worker.
+        self._seen: dict[tuple[int, int], Recovered] = {}
 
     async def run(self) -> None:
         references = await self._references()
@@ -160,6 +179,24 @@ class _Experiment:
             self._note_pauses(fault, window, streams)
             self._tell_of_wrong(streams, num_wrong)
         self._outcome.recoveries.setdefault(fault.name, []).append(window.end_s - begin_s)
+        await self._note_recovered(fault)
+
+    async def _note_recovered(self, fault: Fault) -> None:
+        """A leader counts from its beginning, and each worker's lane from its opening."""
+        status = await asyncio.to_thread(self._stack.status)
+        if status is None:
+            return
+        found = {}
+        for worker in status.workers:
+            now = Recovered(worker.num_recovered_tokens, worker.num_recovered_hit_tokens)
+            key = (status.epoch, worker.incarnation)
+            before = self._seen.get(key, Recovered())
+            found[key] = now
+            if now.num_tokens >= before.num_tokens:
+                now -= before
+            so_far = self._outcome.recovered.get(fault.name, Recovered())
+            self._outcome.recovered[fault.name] = so_far + now
+        self._seen = found
 
     def _note_pauses(self, fault: Fault, window: Window, streams: Streams) -> None:
         pauses = streams.pauses(window)

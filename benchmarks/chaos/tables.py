@@ -1,6 +1,6 @@
 """A run's findings as a part of the results."""
 
-from benchmarks.chaos.experiment import Outcome, Plan
+from benchmarks.chaos.experiment import Outcome, Plan, Recovered
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.gaps import Spread, threshold_s
 from benchmarks.report import Cell, Column, Part, Target
@@ -16,6 +16,8 @@ _COLUMNS = [
     Column("alive", "streams alive", "d"),
     Column("all_p50_s", "p50", ".2f"),
     Column("all_p99_s", "p99", ".2f"),
+    Column("recovered", "tokens taken up again", "d"),
+    Column("computed", "computed again", "d"),
 ]
 _ENGINES = {
     "sim": "simulated workers",
@@ -55,7 +57,9 @@ def _reading(least_s: float) -> str:
     return (
         "A gap is a stream's longest pause between two messages that overlaps the time from the "
         "fault to the steady state. Left: streams whose gap was clearly longer than what they do "
-        f"undisturbed ({least_s:.2f} s or more); right: all that were alive then."
+        f"undisturbed ({least_s:.2f} s or more); right: all that were alive then. Tokens taken up "
+        "again are those, prompt and output, of sequences that had begun and were admitted anew, "
+        "here or on another worker; what of them no cache had was computed again."
     )
 
 
@@ -63,6 +67,7 @@ def _row(fault: Fault, outcome: Outcome, least_s: float) -> dict[str, Cell]:
     pauses = outcome.pauses[fault.name]
     affected, every = Spread.of(_affected(pauses, least_s)), Spread.of(pauses)
     recoveries = outcome.recoveries.get(fault.name, [])
+    recovered = outcome.recovered.get(fault.name, Recovered())
     return {
         "fault": fault.what,
         "times": len(recoveries),
@@ -74,6 +79,8 @@ def _row(fault: Fault, outcome: Outcome, least_s: float) -> dict[str, Cell]:
         "alive": every.count,
         "all_p50_s": every.p50_s,
         "all_p99_s": every.p99_s,
+        "recovered": recovered.num_tokens,
+        "computed": recovered.num_tokens - recovered.num_cached,
     }
 
 
@@ -87,11 +94,11 @@ def _is_promised(fault: Fault, plan: Plan) -> bool:
 
 
 def _aim(fault: Fault, outcome: Outcome, least_s: float) -> Target:
-    p99_s = Spread.of(_affected(outcome.pauses[fault.name], least_s)).p99_s or 0.0
-    aim_s = fault.aim_s or 0.0
-    return Target(
-        f"{fault.what}: p99 of the gaps", f"at most {aim_s:g} s", f"{p99_s:.2f} s", p99_s <= aim_s
-    )
+    gaps = Spread.of(_affected(outcome.pauses[fault.name], least_s))
+    aim_s, what = fault.aim_s or 0.0, f"{fault.what}: p99 of the gaps"
+    if gaps.p99_s is None:
+        return Target(what, f"at most {aim_s:g} s", "no gaps", True)
+    return Target(what, f"at most {aim_s:g} s", f"{gaps.p99_s:.2f} s", gaps.p99_s <= aim_s)
 
 
 def _nothing(what: str, count: int) -> Target:

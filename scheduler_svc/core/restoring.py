@@ -68,7 +68,7 @@ def restored(stored: StoredRequest, journaled: Mapping[int, Runs]) -> Group:
         sequence.token_ids.extend(token_ids)
         sequence.num_journaled = len(token_ids)
         sequence.num_tokens = len(sequence.token_ids)
-        sequence.was_preempted = bool(token_ids)
+        sequence.was_preempted = sequence.was_lost = bool(token_ids)
         if stored.num_cached_tokens:
             sequence.num_cached_tokens = stored.num_cached_tokens
         sequence.end_if_complete()

@@ -177,6 +177,8 @@ class Sequence:
     # A failed row, and who shares blocks with one, publishes nothing.
     blocks_are_sound: bool = True
     was_preempted: bool = False
+    # It had begun when its lane or its leader was lost, and has no row again yet.
+    was_lost: bool = False
     num_cached_tokens: int | None = None
 
     # The incarnation of the worker on whose lane it is; None in the queue.
@@ -328,6 +330,7 @@ class Sequence:
             self.end = None
         self.end_if_complete()
         # Whoever has begun goes before the new ones.
+        self.was_lost |= self.last_step > 0
         self.was_preempted |= self.last_step > 0
         self.num_tokens = len(self.token_ids)
         self.row = self.lane = None

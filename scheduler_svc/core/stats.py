@@ -18,6 +18,9 @@ class LaneStats:
     # Tokens of admitted sequences, and how many of them the prefix cache had.
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    # The same of sequences that had begun before their lane or their leader was lost.
+    num_recovered_tokens: int = 0
+    num_recovered_hit_tokens: int = 0
     num_preempted_by_recompute: int = 0
     num_preempted_by_swap: int = 0
     # Calls of Redis, and seconds waited for them.

@@ -132,8 +132,16 @@ class Arriving:
             self._roster.parents.append(sequence.group)
         self._start(sequence, entry.num_scheduled_tokens)
         sequence.num_published_blocks = sequence.num_computed_tokens // block_size
-        self._stats.num_queried_tokens += len(sequence.token_ids)
-        self._stats.num_hit_tokens += num_cached
+        self._count(sequence, num_cached)
+
+    def _count(self, sequence: Sequence, num_cached: int) -> None:
+        stats, num_tokens = self._stats, len(sequence.token_ids)
+        stats.num_queried_tokens += num_tokens
+        stats.num_hit_tokens += num_cached
+        if sequence.was_lost:
+            sequence.was_lost = False
+            stats.num_recovered_tokens += num_tokens
+            stats.num_recovered_hit_tokens += num_cached
 
 
 def _prompt_blocks(sibling: Sequence) -> list[int]:

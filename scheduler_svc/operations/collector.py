@@ -79,6 +79,16 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
         "Tokens of admitted sequences that the prefix cache had.",
         lambda stats: stats.num_hit_tokens,
     ),
+    (
+        "quire:recovered_tokens",
+        "Tokens of sequences that were admitted again after their worker or leader was lost.",
+        lambda stats: stats.num_recovered_tokens,
+    ),
+    (
+        "quire:recovered_tokens_cached",
+        "Tokens of such sequences that the prefix cache had; the others were computed again.",
+        lambda stats: stats.num_recovered_hit_tokens,
+    ),
     ("quire:redis_calls", "Calls of Redis for steps.", lambda stats: stats.num_redis_calls),
     (
         "quire:worker_idle_seconds",

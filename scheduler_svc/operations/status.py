@@ -43,6 +43,8 @@ def _worker(lane: LaneView, kinds: bytes | None) -> operations_pb2.WorkerStatus:
         num_sampled_tokens=stats.num_sampled_tokens,
         num_queried_tokens=stats.num_queried_tokens,
         num_hit_tokens=stats.num_hit_tokens,
+        num_recovered_tokens=stats.num_recovered_tokens,
+        num_recovered_hit_tokens=stats.num_recovered_hit_tokens,
         num_preempted_by_recompute=stats.num_preempted_by_recompute,
         num_preempted_by_swap=stats.num_preempted_by_swap,
         idle_ns=stats.worker_idle_ns,

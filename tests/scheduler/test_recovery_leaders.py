@@ -115,7 +115,11 @@ async def test_a_new_leader_goes_on_with_everything_and_finds_the_caches(
         ]
         assert len(computed_again) == 6
         assert max(computed_again) <= 2 * worker.hello.block_size
-        assert stack.engine.lanes[1].stats.num_preempted_by_recompute == 0
+        stats = stack.engine.lanes[1].stats
+        assert stats.num_preempted_by_recompute == 0
+        # The late one, the last of the six, had not begun.
+        num_lost = stats.num_recovered_tokens - stats.num_recovered_hit_tokens
+        assert num_lost == sum(computed_again[:5])
         await worker.check()
 
 
