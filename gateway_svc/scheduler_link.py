@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -16,6 +17,11 @@ from quire.service.errors import unavailable
 from quire.service.protocol import PROTOCOL_VERSION
 
 log = structlog.get_logger()
+
+# A stream that ends sooner is followed by a pause, which grows from one such to the next.
+_SHORT_LIFE_S = 1.0
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 1.0
 
 
 class SchedulerLink:
@@ -74,8 +80,10 @@ class SchedulerLink:
         task = asyncio.current_task()
         assert task is not None
         self._report("no scheduler has been found yet")
+        backoff_s = _FIRST_BACKOFF_S
         while not self._is_closing:
             leader = await self._search.find()
+            began_s = time.monotonic()
             try:
                 why = await self._follow(leader)
             finally:
@@ -88,6 +96,12 @@ class SchedulerLink:
             # Why is for the operator: it may speak of another client's request.
             log.warning("scheduler away", address=leader.address, reason=why)
             self._report(why)
+            if time.monotonic() - began_s > _SHORT_LIFE_S:
+                backoff_s = _FIRST_BACKOFF_S
+            else:
+                # It greets, and hangs up on what it hears.
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
     async def _try(self, address: str) -> Leader:
         hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
@@ -115,6 +129,10 @@ class SchedulerLink:
             return f"{error.code().name}: {error.details()}"
         except NotLeadingError as error:
             return str(error)
+        except Exception as error:
+            # Whatever a frame is, the link is there for all requests.
+            log.exception("a frame of the scheduler failed")
+            return f"its frame failed: {error!r}"
         finally:
             writer.cancel()
         return "it ended the stream"

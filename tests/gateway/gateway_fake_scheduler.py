@@ -10,6 +10,7 @@ from quire.internal.v1 import scheduler_pb2 as pb
 from quire.internal.v1 import scheduler_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
 from quire.service.errors import abort, unavailable
+from quire.service.protocol import PROTOCOL_VERSION
 
 MAX_MODEL_LEN = 64
 
@@ -31,10 +32,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def __init__(self) -> None:
         self.hello = pb.SchedulerHello(
-            protocol_version=1, holder=b"me", ready=True, max_model_len=MAX_MODEL_LEN
+            protocol_version=PROTOCOL_VERSION, holder=b"me", ready=True, max_model_len=MAX_MODEL_LEN
         )
         self.epoch = 7
         self.leads = True
+        self.hangs_up = False
         self.num_connects = 0
         self.connected = asyncio.Event()
         self.submissions = asyncio.Queue[pb.Submission]()
@@ -65,11 +67,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             await abort(context, unavailable("STANDBY", "this scheduler does not lead"))
         self._frames = asyncio.Queue()
         first = await anext(aiter(request_iterator))
-        assert first.hello.protocol_version == 1
+        assert first.hello.protocol_version == PROTOCOL_VERSION
         reader = asyncio.create_task(self._read(request_iterator))
         try:
             yield pb.ConnectResponse(epoch=self.epoch, hello=self.hello)
             self.connected.set()
+            if self.hangs_up:
+                return
             while (frame := await self._frames.get()) is not None:
                 yield frame
         finally:

@@ -357,6 +357,31 @@ async def test_a_leader_of_an_older_epoch_is_not_followed(stack: Stack, pair: Pa
     await asyncio.wait_for(stack.becomes(SERVING), 10)
 
 
+async def test_a_leader_that_hangs_up_on_everybody_is_not_hammered(
+    stack: Stack, pair: Pair
+) -> None:
+    pair.leader.hangs_up = True
+    pair.leader.drop_stream()
+    before = pair.leader.num_connects
+    await until(lambda: pair.leader.num_connects >= before + 4, "further tries")
+    began, seen = time.monotonic(), pair.leader.num_connects
+    await until(lambda: time.monotonic() > began + 1, "a second")
+    assert pair.leader.num_connects <= seen + 4
+    pair.leader.hangs_up = False
+    await asyncio.wait_for(stack.becomes(SERVING), 10)
+
+
+async def test_a_frame_that_nobody_can_read_costs_a_stream_and_no_request(
+    stack: Stack, pair: Pair
+) -> None:
+    call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
+    submission = await next_submission(pair.leader)
+    torn = scheduler_pb2.TokenDeltas(attachments=[submission.attachment], token_ids=[1, 2])
+    pair.leader.say(deltas=torn)
+    await pair.leader.serve_one(stack.encode("fox"))
+    assert (await call).choices[0].text == "fox"
+
+
 async def test_a_leader_that_falls_silent_is_left(settings_for: Settings, pair: Pair) -> None:
     relay = Relay(pair.ports[0])
     addresses = f"127.0.0.1:{await relay.start()},127.0.0.1:{pair.ports[1]}"

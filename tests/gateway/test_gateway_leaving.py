@@ -16,6 +16,7 @@ from waiting import until
 from gateway_svc.settings import GatewaySettings
 from quire.internal.v1 import scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.protocol import PROTOCOL_VERSION
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 
@@ -207,7 +208,7 @@ async def test_ready_follows_the_scheduler(stack: Stack) -> None:
     watching = asyncio.create_task(watch())
     assert await seen.get() == SERVING
     for ready, status in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
-        hello = scheduler_pb2.SchedulerHello(protocol_version=1, ready=ready)
+        hello = scheduler_pb2.SchedulerHello(protocol_version=PROTOCOL_VERSION, ready=ready)
         stack.scheduler.say(hello=hello)
         assert await seen.get() == status
     watching.cancel()
@@ -218,7 +219,7 @@ async def test_ready_follows_the_scheduler(stack: Stack) -> None:
 async def test_the_limit_is_what_a_scheduler_said_last(stack: Stack) -> None:
     assert stack.gateway.link.max_model_len == MAX_MODEL_LEN
     for told, expected in ((None, MAX_MODEL_LEN), (MAX_MODEL_LEN // 2, MAX_MODEL_LEN // 2)):
-        hello = scheduler_pb2.SchedulerHello(protocol_version=1, max_model_len=told)
+        hello = scheduler_pb2.SchedulerHello(protocol_version=PROTOCOL_VERSION, max_model_len=told)
         stack.scheduler.say(hello=hello)
         await stack.the_next_request_works()
         assert stack.gateway.link.max_model_len == expected

@@ -24,6 +24,7 @@ from worker_driver import (
 )
 
 from quire.internal.v1 import worker_pb2
+from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.torch_engine import load_engine
 
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
@@ -293,7 +294,7 @@ async def test_older_epochs_other_holders_and_versions_are_refused(worker: Serve
     for other, words in (
         (LaneClient(worker.stub, epoch=6), ("6", "7")),
         (LaneClient(worker.stub, epoch=7, holder=b"other"), (b"other".hex(), b"holder".hex())),
-        (LaneClient(worker.stub, epoch=8, protocol_version=99), ("99", "1")),
+        (LaneClient(worker.stub, epoch=8, protocol_version=99), ("99", str(PROTOCOL_VERSION))),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await other.open()
