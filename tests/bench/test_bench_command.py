@@ -1,0 +1,125 @@
+"""`quire bench` against the whole stack, with a simulated worker."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_models import VOCAB_SIZE, llama
+from tiny_tokenizer import save_tokenizer
+from typer.testing import CliRunner
+
+from quire.cli import app
+from quire.launcher.stack import LocalStack
+
+SETTINGS = {
+    "QUIRE_WORKER_ENGINE": "sim",
+    "QUIRE_WORKER_SIM_STEP_MS": "1",
+    "QUIRE_WORKER_BLOCK_SIZE": "4",
+}
+SMALL = ("--num-prompts", "12", "--prompt-len", "4-20", "--output-len", "3-9")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two gateways' worth of service would add nothing: one of each."""
+    folder: Path = tmp_path_factory.mktemp("bench")
+    llama().save_pretrained(folder)
+    save_tokenizer(folder, VOCAB_SIZE)
+    stack = LocalStack(str(folder), served_model_name="tiny", settings=SETTINGS)
+    with stack:
+        yield stack.address
+
+
+def bench(*arguments: str, **environment: str):
+    return CliRunner(env=environment).invoke(app, ["bench", *arguments])
+
+
+def test_figures_of_a_run_are_printed(target):
+    result = bench("--target", target, *SMALL, "--request-rate", "400", "--goodput", "ttft:5000")
+    assert result.exit_code == 0, result.output
+    rows = [re.split(r"\s{2,}", line) for line in result.stdout.splitlines()]
+    lines = {row[0]: row[-1] for row in rows}
+    assert lines["requests"] == "12"
+    assert float(lines["output tokens/s"]) > 0
+    assert float(lines["goodput, requests/s"]) == float(lines["requests/s"])
+    assert float(lines["time to first token, p50, ms"]) > 0
+    assert result.stderr == ""
+
+
+def test_everything_is_in_the_json_and_equal_seeds_ask_the_same(target, tmp_path):
+    file = tmp_path / "bench.json"
+    for place in ("-", str(file)):
+        result = bench("--target", target, *SMALL, "--seed", "5", "--json", place)
+        assert result.exit_code == 0, result.output
+        if place == "-":
+            printed = json.loads(result.stdout)
+    written = json.loads(file.read_text())
+    assert written["workload"] == printed["workload"]
+    assert written["workload"]["prompt_lengths"] == "4-20"
+    [ours], [again] = written["servers"], printed["servers"]
+    assert (ours["server"], ours["num_requests"], ours["errors"]) == ("quire", 12, {})
+    assert ours["num_output_tokens"] == again["num_output_tokens"] >= 12 * 3
+    assert set(ours["ttft"]) == {"mean", "p50", "p90", "p99", "max"}
+
+
+def test_every_output_has_the_length_that_was_drawn(target):
+    lengths = ("--prompt-len", "4", "--output-len", "7")
+    result = bench("--target", target, *SMALL[:2], *lengths, "--json", "-")
+    assert json.loads(result.stdout)["servers"][0]["num_output_tokens"] == 12 * 7
+
+
+def test_what_is_too_long_for_the_model_is_cut(target):
+    result = bench("--target", target, *SMALL[:2], "--prompt-len", "500", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["servers"][0]["num_output_tokens"] == 12
+
+
+def test_places_may_be_few(target):
+    result = bench("--target", target, *SMALL, "--max-concurrency", "1", "--warmups", "0")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_failed_request_is_counted_by_its_reason_and_is_the_exit_status(target):
+    wrong = ("--vocab-size", str(100 * VOCAB_SIZE), "--warmups", "0")
+    result = bench("--target", target, *SMALL, *wrong)
+    assert result.exit_code == 1
+    assert "failed requests" in result.stdout
+    assert "requests failed: " in result.stdout
+
+
+def test_a_server_that_answers_no_request_is_told(target):
+    result = bench("--target", target, *SMALL, "--vocab-size", str(1000 * VOCAB_SIZE))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("quire: no request is answered: quire: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt-len", "0"), "lengths: must be at least 1"),
+        (("--output-len", "x"), "lengths: expected N"),
+        (("--arrival", "later"), "arrival: must be poisson or fixed"),
+        (("--goodput", "ttft"), "goodput: expected NAME:MILLISECONDS"),
+        (("--request-rate", "0"), "request rate: must be above 0"),
+        (("--num-prompts", "0"), "num_requests: must be at least 1"),
+        (("--model", "other"), "serves tiny (got 'other')"),
+    ],
+)
+def test_what_makes_no_sense_is_shown(target, arguments, words):
+    result = bench("--target", target, *SMALL, *arguments)
+    assert result.exit_code == 1
+    assert words in result.stderr
+
+
+def test_without_a_server_it_says_where_it_looked():
+    result = bench("--target", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "no server answers at 127.0.0.1:1" in result.stderr
+
+
+def test_an_openai_server_alone_needs_to_know_the_vocabulary():
+    result = bench("--openai", "http://127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "--vocab-size" in result.stderr

@@ -1,0 +1,146 @@
+"""The OpenAI side of the load, against a real HTTP server that is scripted."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from quire.bench.load import run_load
+from quire.bench.openai_server import OpenAIServer, message_of, served_model
+from quire.bench.server import RequestFailed
+from quire.bench.workload import BenchRequest
+
+# What a server that knows vLLM's extensions streams, and one that knows none.
+WITH_IDS = [
+    {"choices": [{"text": "a", "token_ids": [5]}]},
+    {"choices": [{"text": "", "token_ids": [6, 7]}]},
+    {"choices": [], "usage": {"completion_tokens": 3}},
+]
+WITHOUT_IDS = [
+    {"choices": [{"text": "a"}]},
+    {"choices": [{"text": "bc"}]},
+    {"choices": [{"text": "", "finish_reason": "length"}]},
+    {"choices": [], "usage": {"completion_tokens": 3}},
+]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams `chunks`; a prompt that begins with 0 is refused, with 1 cut off, with 2 broken."""
+
+    chunks: ClassVar[list[dict]] = []
+    bodies: ClassVar[list[dict]] = []
+    authorizations: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self._answer(200, "application/json", json.dumps({"data": [{"id": "served"}]}))
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/completions"
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        self.authorizations.append(self.headers["Authorization"])
+        events = [json.dumps(chunk) for chunk in self.chunks]
+        match body["prompt"][0]:
+            case 0:
+                self._answer(400, "application/json", '{"error": "no such parameter"}')
+                return
+            case 1:
+                events = events[:1]
+            case 2:
+                events = [*events[:1], json.dumps({"error": {"message": "out of memory"}})]
+            case _:
+                events.append("[DONE]")
+        self._answer(200, "text/event-stream", "".join(f"data: {e}\n\n" for e in events))
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name, value in (("chunks", WITH_IDS), ("bodies", []), ("authorizations", [])):
+        monkeypatch.setattr(Handler, name, value)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+async def traced(url: str, *prompts: list[int], ignore_eos: bool = True):
+    server = OpenAIServer(url, "served", 0.5, ignore_eos, "secret")
+    try:
+        requests = [BenchRequest(prompt, 3) for prompt in prompts]
+        return await run_load(server, requests, [0.0] * len(requests))
+    finally:
+        await server.close()
+
+
+async def test_tokens_are_counted_by_their_ids(url):
+    [trace] = await traced(url, [9, 8])
+    assert (trace.error, trace.counts, trace.token_ids) == (None, [1, 2], [5, 6, 7])
+    assert trace.num_output_tokens == 3
+
+
+async def test_without_ids_the_server_counts(url, monkeypatch):
+    monkeypatch.setattr(Handler, "chunks", WITHOUT_IDS)
+    [trace] = await traced(url, [9, 8])
+    assert (trace.counts, trace.token_ids, trace.num_output_tokens) == ([1, 1], [], 3)
+
+
+async def test_a_request_has_token_ids_and_what_was_asked_for(url):
+    await traced(url, [9, 8])
+    await traced(url, [9, 8], ignore_eos=False)
+    extended, plain = Handler.bodies
+    assert plain == {
+        "model": "served",
+        "prompt": [9, 8],
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert extended == {**plain, "ignore_eos": True, "return_token_ids": True}
+    assert Handler.authorizations == ["Bearer secret"] * 2
+
+
+async def test_what_fails_is_told_and_the_others_go_on(url):
+    refused, cut, broken, done = await traced(url, [0], [1], [2], [9])
+    assert refused.error == 'HTTP 400: {"error": "no such parameter"}'
+    assert cut.error == "the stream ended without [DONE]"
+    assert broken.error == "out of memory"
+    assert done.error is None
+
+
+async def test_a_server_that_is_not_there_fails_each_request():
+    [trace] = await traced("http://127.0.0.1:1", [9])
+    assert trace.error is not None
+    assert trace.error.startswith("ConnectError")
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_served_model_is_found_with_or_without_the_apis_path(url, path):
+    assert served_model(f"{url}{path}", None) == "served"
+
+
+def test_a_server_of_another_kind_is_named():
+    with pytest.raises(ValueError, match=r"no OpenAI-compatible server at http://127.0.0.1:1"):
+        served_model("http://127.0.0.1:1", None)
+
+
+def test_an_error_in_a_stream_is_one():
+    with pytest.raises(RequestFailed, match="too long"):
+        message_of({"error": {"message": "too long"}})
