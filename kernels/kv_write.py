@@ -6,6 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.choice import Implementation, choose
+
 # Elsewhere than on Linux, and in images without a GPU, it is not installed.
 HAS_TRITON: Final = find_spec("triton") is not None
 
@@ -59,46 +61,66 @@ if HAS_TRITON:
 
 
 def kv_write_reference(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
-    """The plain torch form of `kv_write`."""
+    """The obvious twin of `kv_write`."""
     written = (slot_mapping >= 0).nonzero().squeeze(1)
-    for source, cache in ((key, k_cache), (value, v_cache)):
-        cache.flatten(0, 1).index_copy_(0, slot_mapping[written], source[written])
+    slots = slot_mapping[written]
+    for source, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        entries = _quantised(source[written], cache.dtype, scale)
+        # Bytes: not all of torch's operations know 8-bit numbers.
+        if cache.dtype.itemsize == 1:
+            cache, entries = cache.view(torch.uint8), entries.view(torch.uint8)
+        cache.flatten(0, 1).index_copy_(0, slots, entries)
+
+
+def _quantised(states: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """`states / scale` in the dtype of a cache; what is too large for 8 bits becomes the largest
+    number there is."""
+    if states.dtype == dtype and scale == 1.0:
+        return states
+    scaled = states.float() / scale
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        scaled = scaled.clamp(-largest, largest)
+    return scaled.to(dtype)
 
 
 def kv_write(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    implementation: Implementation | None = None,
 ) -> None:
-    """Copies `key` and `value [num_tokens, num_kv_heads, head_dim]` into the slots of their tokens.
+    """Writes `key` and `value [num_tokens, num_kv_heads, head_dim]` into the slots of their tokens.
 
     The caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of the same
-    dtype. `slot_mapping [num_tokens]` is int64, no slot twice; a token of slot -1 is not written.
+    dtype; they get `key / k_scale` and `value / v_scale`, rounded to the nearest, and in 8 bits
+    bounded by the largest number there is. `slot_mapping [num_tokens]` is int64, no slot twice; a
+    token of slot -1 is not written.
     """
-    if HAS_TRITON and k_cache.is_cuda:
+    if implementation is None:
+        implementation = choose(key.device.type, (key.dtype, k_cache.dtype))
+    copied = key.dtype == k_cache.dtype and k_scale == v_scale == 1.0
+    if implementation not in (Implementation.REFERENCE, Implementation.TORCH):
+        torch.ops.quire.kv_write(
+            key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, implementation.isa
+        )
+    elif HAS_TRITON and k_cache.is_cuda and copied:
         kv_write_triton(key, value, k_cache, v_cache, slot_mapping)
     else:
-        kv_write_reference(key, value, k_cache, v_cache, slot_mapping)
-
-
-def copy_blocks(
-    source: Tensor, destination: Tensor, source_ids: Tensor, destination_ids: Tensor
-) -> None:
-    """Copies whole blocks between two caches, or within one; they may be on different devices.
-
-    All sources are read before a destination is written.
-    """
-    blocks = source[source_ids.to(source.device)]
-    destination[destination_ids.to(destination.device)] = blocks.to(destination.device)
-
-
-def empty_cache(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """A cache whose contents mean nothing until written."""
-    return torch.empty(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        kv_write_reference(
+            key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale
+        )

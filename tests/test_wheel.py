@@ -42,7 +42,7 @@ def test_scripts_and_markers_are_in_it(wheel: set[str]) -> None:
     data = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
-        for pattern in ("*.lua", "py.typed")
+        for pattern in ("*.cpp", "*.h", "*.lua", "py.typed")
         for path in (ROOT / package).rglob(pattern)
     }
     assert {f"{package}/py.typed" for package in PACKAGES} <= data

@@ -1,12 +1,13 @@
 """The paged cache: how many blocks fit, and the blocks themselves."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 import structlog
 import torch
 from torch import Tensor
 
-from kernels.kv_write import copy_blocks, empty_cache
+from kernels.blocks import empty_cache, swap_blocks
 from worker_svc.inputs import Ints
 from worker_svc.plans import BlockMoves, PlanError
 from worker_svc.pool_size import require_room
@@ -126,11 +127,12 @@ def _move(
 ) -> None:
     if not len(moves.sources):
         return
-    source_ids = torch.from_numpy(moves.sources)
-    destination_ids = torch.from_numpy(moves.destinations)
-    for source_layer, destination_layer in zip(sources, destinations, strict=True):
-        for source, destination in zip(source_layer, destination_layer, strict=True):
-            copy_blocks(source, destination, source_ids, destination_ids)
+    swap_blocks(
+        list(chain.from_iterable(sources)),
+        list(chain.from_iterable(destinations)),
+        torch.from_numpy(moves.sources),
+        torch.from_numpy(moves.destinations),
+    )
 
 
 def _allocate(

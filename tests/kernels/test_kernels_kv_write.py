@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels import kv_write as kv_write_module
-from kernels.kv_write import copy_blocks, kv_write, kv_write_reference
+from kernels.blocks import copy_blocks
+from kernels.kv_write import kv_write, kv_write_reference
 
 
 @pytest.fixture
@@ -70,5 +71,5 @@ def test_triton_equals_torch(interpreted: ModuleType, size: tuple[int, int, int,
 
 def test_copies_blocks_reading_before_writing() -> None:
     cache = torch.arange(4.0).view(4, 1, 1, 1).repeat(1, 2, 3, 4)
-    copy_blocks(cache, cache, torch.tensor([1, 2]), torch.tensor([2, 3]))
+    copy_blocks([cache], torch.tensor([1, 2]), torch.tensor([2, 3]))
     assert cache[:, 0, 0, 0].tolist() == [0, 1, 1, 2]

@@ -1,0 +1,136 @@
+"""Paged attention by torch's own operations, on any device: gathers keys and values of sequences
+with equally long queries, padded to one product."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.paged_batch import PagedBatch, attention_mask
+
+# Keys gathered at once for a group of sequences: bounds the memory that padding can take.
+_MAX_GATHERED_KEYS = 1 << 16
+
+
+@dataclass(frozen=True)
+class QueryGroup:
+    """Sequences of a batch whose queries are equally long, so that one product serves them."""
+
+    token_indices: Tensor  # [num_seqs * query_len] of the flat batch
+    positions: Tensor  # [num_seqs, query_len]
+    slots: Tensor  # [num_seqs * num_keys] in the cache; the null block's slot 0 as padding
+    unseen: Tensor  # indices of what no query sees in `slots`
+    seen: Tensor  # bool [num_seqs, query_len, num_keys]
+
+
+def query_groups(batch: PagedBatch, sliding_window: int | None) -> Iterator[QueryGroup]:
+    """Equal query lengths together, short sequences first, until a group is full."""
+    seq_lens = batch.seq_lens.tolist()
+    query_lens = batch.query_lens.tolist()
+    members: list[int] = []
+    for seq in sorted(range(len(seq_lens)), key=lambda s: (query_lens[s], seq_lens[s])):
+        full = (len(members) + 1) * seq_lens[seq] > _MAX_GATHERED_KEYS
+        if members and (full or query_lens[seq] != query_lens[members[0]]):
+            yield _group(batch, members, sliding_window)
+            members = []
+        if query_lens[seq]:
+            members.append(seq)
+    if members:
+        yield _group(batch, members, sliding_window)
+
+
+def _group(batch: PagedBatch, members: list[int], sliding_window: int | None) -> QueryGroup:
+    device = batch.seq_lens.device
+    index = torch.tensor(members, device=device)
+    seq_lens = batch.seq_lens[index].unsqueeze(1)
+    query_len = int(batch.query_lens[members[0]])
+    offsets = torch.arange(query_len, device=device)
+    keys = torch.arange(int(seq_lens.max()), device=device)
+    blocks = batch.block_table[index][:, keys // batch.block_size].long()
+    slots = blocks * batch.block_size + keys % batch.block_size
+    positions = seq_lens - query_len + offsets
+    seen = attention_mask(positions, len(keys), sliding_window)
+    unseen = ~seen.any(1)
+    return QueryGroup(
+        token_indices=(batch.query_start_loc[index].unsqueeze(1) + offsets).flatten(),
+        positions=positions,
+        slots=slots.masked_fill(unseen, 0).flatten(),
+        unseen=unseen.flatten().nonzero().squeeze(1),
+        seen=seen,
+    )
+
+
+def paged_attention_torch(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `kernels.attention.paged_attention`."""
+    if out is None:
+        out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
+    for group in query_groups(batch, sliding_window):
+        queries = query[group.token_indices].float() * (scale * k_scale)
+        scores = _products(queries, _gather(k_cache, group), group.seen.shape)
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if alibi_slopes is not None:
+            keys = torch.arange(scores.shape[-1], device=query.device)
+            distances = keys - group.positions.unsqueeze(-1)
+            slopes = alibi_slopes.float().view(1, *scores.shape[1:3], 1, 1)
+            scores += slopes * distances[:, None, None]
+        weights = _softmax(scores.masked_fill_(~group.seen[:, None, None], -torch.inf), sinks)
+        attended = _weighted_sums(weights, _gather(v_cache, group)).mul_(v_scale)
+        out[group.token_indices] = attended.to(out.dtype)
+    return out
+
+
+def _gather(cache: Tensor, group: QueryGroup) -> Tensor:
+    """The slots' entries as float32 `[num_seqs, num_kv_heads, num_keys, head_dim]`."""
+    entries = cache.flatten(0, 1)[group.slots].float()
+    # The null block may hold NaN, which a weight of zero does not silence.
+    entries.index_fill_(0, group.unseen, 0.0)
+    num_seqs, _, num_keys = group.seen.shape
+    return entries.view(num_seqs, num_keys, *cache.shape[2:]).transpose(1, 2)
+
+
+def _products(queries: Tensor, keys: Tensor, seen_shape: torch.Size) -> Tensor:
+    """Of `queries [num_seqs * query_len, num_heads, head_dim]` with the keys:
+    `[num_seqs, num_kv_heads, group_size, query_len, num_keys]`.
+
+    All heads of a group stand as rows of one matrix, so that keys are read once.
+    """
+    num_seqs, query_len, num_keys = seen_shape
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    grouped = queries.view(num_seqs, query_len, num_kv_heads, -1, head_dim)
+    folded = grouped.permute(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, head_dim)
+    scores = torch.matmul(folded, keys.transpose(2, 3))
+    return scores.view(num_seqs, num_kv_heads, -1, query_len, num_keys)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension; zeros where no key is seen."""
+    if sinks is None:
+        lowest = torch.tensor(torch.finfo(torch.float32).min, device=scores.device)
+        sink = lowest.expand(*scores.shape[:-1], 1)
+    else:
+        sink = sinks.float().view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+
+
+def _weighted_sums(weights: Tensor, values: Tensor) -> Tensor:
+    """`[num_seqs * query_len, num_heads, v_head_dim]`."""
+    num_seqs, num_kv_heads, _, query_len, num_keys = weights.shape
+    out = torch.matmul(weights.reshape(num_seqs, num_kv_heads, -1, num_keys), values)
+    out = out.view(num_seqs, num_kv_heads, -1, query_len, values.shape[-1])
+    return out.permute(0, 3, 1, 2, 4).reshape(num_seqs * query_len, -1, values.shape[-1])

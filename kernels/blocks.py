@@ -1,0 +1,70 @@
+"""Whole blocks of caches, copied: all layers in one call."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.choice import Implementation, choose
+
+
+def empty_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A cache whose contents mean nothing until written."""
+    return torch.empty(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+
+def copy_blocks(
+    caches: Sequence[Tensor],
+    source_ids: Tensor,
+    destination_ids: Tensor,
+    *,
+    implementation: Implementation | None = None,
+) -> None:
+    """Copies blocks within each of the caches. Ids are int64 on the host, no destination twice.
+
+    All sources are read before a destination is written.
+    """
+    swap_blocks(caches, caches, source_ids, destination_ids, implementation=implementation)
+
+
+def swap_blocks(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    source_ids: Tensor,
+    destination_ids: Tensor,
+    *,
+    implementation: Implementation | None = None,
+) -> None:
+    """Copies blocks from each of the sources into the destination at its place, which may be on
+    another device. Otherwise as `copy_blocks`."""
+    if implementation is None:
+        implementation = _choose([*sources, *destinations])
+    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+        swap_blocks_reference(sources, destinations, source_ids, destination_ids)
+    else:
+        torch.ops.quire.copy_blocks(sources, destinations, source_ids, destination_ids)
+
+
+def swap_blocks_reference(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    source_ids: Tensor,
+    destination_ids: Tensor,
+) -> None:
+    """The obvious twin of `swap_blocks`."""
+    for source, destination in zip(sources, destinations, strict=True):
+        blocks = source[source_ids.to(source.device)]
+        destination[destination_ids.to(destination.device)] = blocks.to(destination.device)
+
+
+def _choose(caches: Sequence[Tensor]) -> Implementation:
+    devices = {cache.device.type for cache in caches}
+    # Bytes are bytes: the dtype does not matter.
+    return choose(devices.pop(), ()) if len(devices) == 1 else Implementation.TORCH

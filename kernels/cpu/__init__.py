@@ -1,0 +1,1 @@
+"""The operations in C++, built once per machine or with an image."""

@@ -1,0 +1,176 @@
+// Numbers of all formats to floats and back. Included once per instruction set, after vec.h.
+
+// IEEE-like numbers of a sign, kExponent bits of exponent and kMantissa bits of mantissa.
+template <int kExponent, int kMantissa, bool kHasInfinity>
+struct SmallFloat {
+  static constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr int kSignShift = 31 - kExponent - kMantissa;
+  static constexpr int kMagnitude = (1 << (kExponent + kMantissa)) - 1;
+  static constexpr int kTopExponent = ((1 << kExponent) - 1) << kMantissa;
+  // The first that is no number, and the largest that is one.
+  static constexpr int kFirstSpecial = kHasInfinity ? kTopExponent : kMagnitude;
+  static constexpr int kLargest = kFirstSpecial - 1;
+
+  static constexpr float power_of_two(int n) { return n < 0 ? 0.5f * power_of_two(n + 1)
+                                                     : n > 0 ? 2.0f * power_of_two(n - 1) : 1.0f; }
+
+  QUIRE_INLINE Floats widen(Ints x) {
+    const Ints magnitude = x & kMagnitude;
+    const Ints normal = (magnitude << kShift) + ((127 - kBias) << 23);
+    const Ints tiny = bits(to_floats(magnitude) * power_of_two(1 - kBias - kMantissa));
+    Ints wide = magnitude < (1 << kMantissa) ? tiny : normal;
+    // Infinity stays infinity where there is one; all else is NaN.
+    const Ints special = kHasInfinity ? (magnitude << kShift) | 0x7F800000
+                                      : broadcast_bits(0x7FC00000);
+    wide = magnitude >= kFirstSpecial ? special : wide;
+    return from_bits(wide | (x & ~kMagnitude) << kSignShift);
+  }
+
+  // Rounds to the nearest, to even in the middle. `kSaturate`: what is too large becomes the
+  // largest number; else infinity. NaN stays NaN.
+  template <bool kSaturate>
+  QUIRE_INLINE Ints narrow(Floats x) {
+    const Ints wide = bits(x) & 0x7FFFFFFF;
+    const Ints odd = (wide >> kShift) & 1;
+    const Ints rounded =
+        (wide - ((127 - kBias) << 23) + ((1 << (kShift - 1)) - 1) + odd) >> kShift;
+    // Adding this number puts the last bit of the small format into the last bit of the float.
+    constexpr float kAligner = power_of_two(1 - kBias - kMantissa + 23);
+    const Ints tiny = bits(from_bits(wide) + kAligner) - bits(broadcast(kAligner));
+    Ints magnitude = wide < ((128 - kBias) << 23) ? tiny : rounded;
+    const int over = kSaturate ? kLargest : kTopExponent;
+    magnitude = magnitude > kLargest ? broadcast_bits(over) : magnitude;
+    magnitude = wide > 0x7F800000 ? broadcast_bits(kMagnitude) : magnitude;
+    return magnitude | ((bits(x) >> kSignShift) & (1 << (kExponent + kMantissa)));
+  }
+};
+
+struct Float16 { uint16_t raw; };
+struct BFloat16 { uint16_t raw; };
+struct E4M3 { uint8_t raw; };
+struct E5M2 { uint8_t raw; };
+
+QUIRE_INLINE Ints load_halves(const void* from) {
+  return __builtin_convertvector(load_as<Halves>(static_cast<const uint8_t*>(from)), Ints);
+}
+
+QUIRE_INLINE Ints load_bytes(const void* from) {
+  return __builtin_convertvector(load_as<Bytes>(static_cast<const uint8_t*>(from)), Ints);
+}
+
+QUIRE_INLINE Floats load(const BFloat16* from) { return from_bits(load_halves(from) << 16); }
+
+#if QUIRE_LANES == 4
+
+QUIRE_INLINE Floats load(const Float16* from) {
+  return SmallFloat<5, 10, true>::widen(load_halves(from));
+}
+
+QUIRE_INLINE Floats load(const E5M2* from) {
+  return SmallFloat<5, 2, true>::widen(load_bytes(from));
+}
+
+#else
+
+QUIRE_INLINE Floats widen_halves(Halves x) {
+#if QUIRE_LANES == 8
+  return reinterpret_cast<Floats>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(x)));
+#else
+  return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xFFFF, reinterpret_cast<__m256i>(x)));
+#endif
+}
+
+QUIRE_INLINE Floats load(const Float16* from) { return widen_halves(load_as<Halves>(&from->raw)); }
+
+// The upper byte of half-precision numbers.
+QUIRE_INLINE Floats load(const E5M2* from) {
+  return widen_halves(__builtin_convertvector(load_as<Bytes>(&from->raw), Halves) << 8);
+}
+
+#endif
+
+QUIRE_INLINE Floats load(const E4M3* from) {
+  return SmallFloat<4, 3, false>::widen(load_bytes(from));
+}
+
+QUIRE_INLINE void store(Float16* to, Floats x) {
+  const Ints small = SmallFloat<5, 10, true>::narrow<false>(x);
+  store_as(&to->raw, __builtin_convertvector(small, Halves));
+}
+
+QUIRE_INLINE void store(BFloat16* to, Floats x) {
+  const Ints wide = bits(x);
+  const Ints rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
+  const Ints nan = broadcast_bits(0x7FC0);
+  const Ints small = (wide & 0x7FFFFFFF) > 0x7F800000 ? nan : rounded;
+  store_as(&to->raw, __builtin_convertvector(small, Halves));
+}
+
+QUIRE_INLINE void store(E4M3* to, Floats x) {
+  const Ints small = SmallFloat<4, 3, false>::narrow<true>(x);
+  store_as(&to->raw, __builtin_convertvector(small, Bytes));
+}
+
+QUIRE_INLINE void store(E5M2* to, Floats x) {
+  const Ints small = SmallFloat<5, 2, true>::narrow<true>(x);
+  store_as(&to->raw, __builtin_convertvector(small, Bytes));
+}
+
+// The first `count` lanes, fewer than a vector; zeros in the others.
+template <typename T>
+QUIRE_INLINE Floats load_first(const T* from, int64_t count) {
+  T padded[kLanes] = {};
+  __builtin_memcpy(padded, from, count * sizeof(T));
+  return load(padded);
+}
+
+template <typename T>
+QUIRE_INLINE void store_first(T* to, Floats x, int64_t count) {
+  T padded[kLanes];
+  store(padded, x);
+  __builtin_memcpy(to, padded, count * sizeof(T));
+}
+
+QUIRE_INLINE int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+
+// `dim` numbers times `factor`, and zeros up to a whole vector.
+template <typename T>
+static void widen_row(const void* from, float* to, int64_t dim, float factor) {
+  const T* row = static_cast<const T*>(from);
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(to + d, load(row + d) * factor);
+  if (d < dim) store(to + d, load_first(row + d, dim - d) * factor);
+}
+
+template <typename T>
+static void narrow_row(const float* from, void* to, int64_t dim) {
+  T* row = static_cast<T*>(to);
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(row + d, load(from + d));
+  if (d < dim) store_first(row + d, load(from + d), dim - d);
+}
+
+QUIRE_INLINE int64_t bytes_of(Format format) {
+  return format == Format::kFloat32 ? 4 : format <= Format::kBFloat16 ? 2 : 1;
+}
+
+static void widen_row(Format format, const void* from, float* to, int64_t dim, float factor) {
+  switch (format) {
+    case Format::kFloat32: return widen_row<float>(from, to, dim, factor);
+    case Format::kFloat16: return widen_row<Float16>(from, to, dim, factor);
+    case Format::kBFloat16: return widen_row<BFloat16>(from, to, dim, factor);
+    case Format::kE4M3: return widen_row<E4M3>(from, to, dim, factor);
+    case Format::kE5M2: return widen_row<E5M2>(from, to, dim, factor);
+  }
+}
+
+static void narrow_row(Format format, const float* from, void* to, int64_t dim) {
+  switch (format) {
+    case Format::kFloat32: return narrow_row<float>(from, to, dim);
+    case Format::kFloat16: return narrow_row<Float16>(from, to, dim);
+    case Format::kBFloat16: return narrow_row<BFloat16>(from, to, dim);
+    case Format::kE4M3: return narrow_row<E4M3>(from, to, dim);
+    case Format::kE5M2: return narrow_row<E5M2>(from, to, dim);
+  }
+}

@@ -1,0 +1,169 @@
+// The inner loops of attention: products of small matrices, packed or in place, and the softmax
+// of a row. Included once per instruction set, after formats.h.
+
+// Keys that are dealt with at once.
+constexpr int kTileKeys = 128;
+// Columns of a packed panel, and rows of the block of sums that stays in registers.
+constexpr int kPanel = 2 * kLanes;
+constexpr int kRowBlock = kLanes == 16 ? 12 : 6;
+// Up to so many rows per key head, keys and values are read in place.
+constexpr int kFewRows = 4;
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+QUIRE_INLINE int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// c [kRowBlock, kPanel] = a [kRowBlock, depth] * b [depth, kPanel], or added to c. b is packed.
+template <bool kAdd>
+QUIRE_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth,
+                           float* c, int64_t c_stride) {
+  Floats sums[kRowBlock][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRowBlock; ++i) {
+    sums[i][0] = kAdd ? load(c + i * c_stride) : Floats{};
+    sums[i][1] = kAdd ? load(c + i * c_stride + kLanes) : Floats{};
+  }
+  for (int64_t k = 0; k < depth; ++k, b += kPanel) {
+    const Floats left = load(b), right = load(b + kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRowBlock; ++i) {
+      const Floats x = broadcast(a[i * a_stride + k]);
+      sums[i][0] += x * left;
+      sums[i][1] += x * right;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRowBlock; ++i) {
+    store(c + i * c_stride, sums[i][0]);
+    store(c + i * c_stride + kLanes, sums[i][1]);
+  }
+}
+
+// kLanes numbers of a row from `d` on; zeros beyond `dim`.
+template <typename T>
+QUIRE_INLINE Floats load_within(const T* row, int64_t d, int64_t dim) {
+  return d + kLanes <= dim ? load(row + d) : load_first(row + d, dim - d);
+}
+
+// Keys as columns: panels [dim, kPanel] of kPanel keys each, zeros for those beyond `num_keys`.
+// Key j lies at `keys + at[j]`.
+template <typename T>
+static void pack_keys(const T* keys, const int64_t* at, int64_t num_keys, int64_t dim,
+                      float* panels) {
+  for (int64_t j = 0; j < rounded_up(num_keys, kPanel); j += kLanes) {
+    float* panel = panels + j / kPanel * kPanel * dim + j % kPanel;
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      Floats square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        square[i] = j + i < num_keys ? load_within(keys + at[j + i], d, dim) : Floats{};
+      }
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        if (d + i < dim) store(panel + (d + i) * kPanel, square[i]);
+      }
+    }
+  }
+}
+
+// Values as rows: panels [kTileKeys, kPanel] of kPanel dimensions each, zeros beyond `dim` and, up
+// to a multiple of kPanel, beyond `num_keys`.
+template <typename T>
+static void pack_values(const T* values, const int64_t* at, int64_t num_keys, int64_t dim,
+                        float* panels) {
+  for (int64_t j = 0; j < rounded_up(num_keys, kPanel); ++j) {
+    for (int64_t d = 0; d < rounded_up(dim, kPanel); d += kLanes) {
+      float* to = panels + (d / kPanel * kTileKeys + j) * kPanel + d % kPanel;
+      store(to, j < num_keys && d < dim ? load_within(values + at[j], d, dim) : Floats{});
+    }
+  }
+}
+
+// scores [kRows, 4] of four keys, read in place.
+template <typename T, int kRows>
+QUIRE_INLINE void score_four(const float* queries, int64_t query_stride, const T* keys,
+                             const int64_t* at, int64_t dim, float* scores) {
+  const T* key[4] = {keys + at[0], keys + at[1], keys + at[2], keys + at[3]};
+  Floats products[kRows][4] = {};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats k[4];
+    for (int i = 0; i < 4; ++i) k[i] = load_within(key[i], d, dim);
+    for (int r = 0; r < kRows; ++r) {
+      const Floats q = load(queries + r * query_stride + d);
+      for (int i = 0; i < 4; ++i) products[r][i] += q * k[i];
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    const Floats* p = products[r];
+    store_as(scores + r * kTileKeys, sums(p[0], p[1], p[2], p[3]));
+  }
+}
+
+// sums [kRows, kVectors * kLanes] += weights [kRows, num_keys] * values, read in place.
+template <typename T, int kRows, int kVectors>
+QUIRE_INLINE void add_columns(const float* weights, const T* values, const int64_t* at,
+                              int64_t num_keys, int64_t d, int64_t dim, float* sums,
+                              int64_t sums_stride) {
+  Floats acc[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) acc[r][i] = load(sums + r * sums_stride + d + i * kLanes);
+  }
+  for (int64_t j = 0; j < num_keys; ++j) {
+    Floats v[kVectors];
+    for (int i = 0; i < kVectors; ++i) v[i] = load_within(values + at[j], d + i * kLanes, dim);
+    for (int r = 0; r < kRows; ++r) {
+      const Floats w = broadcast(weights[r * kTileKeys + j]);
+      for (int i = 0; i < kVectors; ++i) acc[r][i] += w * v[i];
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) store(sums + r * sums_stride + d + i * kLanes, acc[r][i]);
+  }
+}
+
+template <typename T, int kRows>
+QUIRE_INLINE void add_values(const float* weights, const T* values, const int64_t* at,
+                             int64_t num_keys, int64_t dim, float* sums, int64_t sums_stride) {
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
+    add_columns<T, kRows, 4>(weights, values, at, num_keys, d, dim, sums, sums_stride);
+  }
+  for (; d < dim; d += kLanes) {
+    add_columns<T, kRows, 1>(weights, values, at, num_keys, d, dim, sums, sums_stride);
+  }
+}
+
+// Keys of a tile, as offsets into it.
+struct Span {
+  int64_t begin, end;
+};
+
+// What has come of a row so far: weights are relative to the maximum.
+struct RowState {
+  float maximum, total;
+};
+
+// Makes weights of the scores in `tile`, which is whole vectors; those outside `seen` become 0.
+// Returns what former sums are to be multiplied with, as the maximum may have risen.
+//
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+QUIRE_INLINE float soften(float* scores, Span tile, Span seen, RowState& state) {
+  for (int64_t j = tile.begin; j < seen.begin; ++j) scores[j] = kMinusInfinity;
+  for (int64_t j = seen.end; j < tile.end; ++j) scores[j] = kMinusInfinity;
+  Floats most = broadcast(state.maximum);
+  for (int64_t j = tile.begin; j < tile.end; j += kLanes) most = larger(load(scores + j), most);
+  const float maximum = largest(most);
+  // Where nothing has been seen, e^-inf is 0; -inf - -inf would be NaN.
+  const float base = maximum == kMinusInfinity ? 0.0f : maximum;
+  Floats totals{};
+  for (int64_t j = tile.begin; j < tile.end; j += kLanes) {
+    const Floats weights = exponential(load(scores + j) - base);
+    store(scores + j, weights);
+    totals += weights;
+  }
+  const float factor =
+      state.maximum == maximum ? 1.0f : exponential(broadcast(state.maximum - base))[0];
+  state = {maximum, state.total * factor + sum(totals)};
+  return factor;
+}
