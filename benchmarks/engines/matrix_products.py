@@ -1,0 +1,99 @@
+"""The work's matrix products and nothing else: what no runner of this model can be faster than.
+
+Two figures. The products of the very steps that the runner takes, one after the other, over
+weights of the model's shapes; and the machine's rate, from a step of the full budget, at which
+the work's operations would take so long.
+"""
+
+import time
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from benchmarks.engines.answers import answer, job
+from benchmarks.engines.batcher import steps
+from benchmarks.engines.models import MODELS, BenchModel
+from benchmarks.engines.workload import MAX_NUM_SEQS, Work
+from worker_svc.settings import WorkerSettings
+
+_NUM_RATES = 5
+_MANY_BLOCKS = 1_000_000
+
+
+class Products:
+    """Weights of a model's shapes, each layer's its own."""
+
+    def __init__(self, model: BenchModel) -> None:
+        self._model = model
+        self._layers = [
+            [torch.randn(outputs, inputs) for inputs, outputs in model.products]
+            for _ in range(model.num_hidden_layers)
+        ]
+        self._head = torch.randn(model.vocab_size, model.hidden_size)
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+
+    def step(self, num_tokens: int, num_sampled: int) -> None:
+        for layer in self._layers:
+            for weight in layer:
+                linear(self._input(num_tokens, weight.shape[1]), weight)
+        linear(self._input(num_sampled, self._model.hidden_size), self._head)
+
+    def rate(self, num_tokens: int) -> float:
+        """Operations per second of a step of so many tokens."""
+        times_s = [_timed_s(self, [(num_tokens, 1)]) for _ in range(_NUM_RATES)]
+        return self._model.flops(num_tokens, 1) / median(times_s)
+
+    def _input(self, num_rows: int, num_features: int) -> Tensor:
+        shape = (num_rows, num_features)
+        if shape not in self._inputs:
+            self._inputs[shape] = torch.randn(shape)
+        return self._inputs[shape]
+
+
+def main() -> None:
+    given = job()
+    model = MODELS[given["name"]]
+    shapes = _shapes(Work.of_json(given["work"]))
+    products = Products(model)
+    # Inputs of each shape are made the first time, and stay.
+    answer({name: lambda: _run(model, products, shapes) for name in ("warm", "run")})
+
+
+def _shapes(work: Work) -> list[tuple[int, int]]:
+    """Tokens, and those of them that sample, of each step that the runner takes."""
+    settings = WorkerSettings.load([])
+    taken = steps(
+        work,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        num_blocks=_MANY_BLOCKS,
+    )
+    return [
+        (step.num_scheduled_tokens, len(step.sampling))
+        for step in taken
+        if step.num_scheduled_tokens
+    ]
+
+
+@torch.inference_mode()
+def _run(model: BenchModel, products: Products, shapes: list[tuple[int, int]]) -> dict[str, object]:
+    rate = products.rate(max(num_tokens for num_tokens, _ in shapes))
+    return {
+        "seconds": _timed_s(products, shapes),
+        "flops": sum(model.flops(*shape) for shape in shapes),
+        "flops_per_s": rate,
+    }
+
+
+def _timed_s(products: Products, shapes: list[tuple[int, int]]) -> float:
+    began_s = time.perf_counter()
+    for shape in shapes:
+        products.step(*shape)
+    return time.perf_counter() - began_s
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The models: random weights in the shape of Qwen3, small enough for any machine."""
+
+from dataclasses import dataclass
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchModel:
+    """A geometry. Weights are float32 and drawn from seed 0; the embedding is the output's, too."""
+
+    name: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    # At which latencies are measured: about 60 % of what two cores bear.
+    request_rate: float
+    # Of the key-value cache: room for all of the work at once.
+    kv_cache_mib: int
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """Input and output features of one layer's matrix products."""
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return [
+            (hidden, queries),
+            (hidden, keys),
+            (hidden, keys),
+            (queries, hidden),
+            (hidden, inner),
+            (hidden, inner),
+            (inner, hidden),
+        ]
+
+    @property
+    def num_parameters(self) -> int:
+        """Without the vectors of the norms."""
+        layer = sum(inputs * outputs for inputs, outputs in self.products)
+        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * _FP32_BYTES
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.kv_cache_mib * 2**20
+
+    def flops(self, num_tokens: int, num_sampled: int) -> int:
+        """Of the matrix products of a step: attention's own is left out."""
+        layer = sum(inputs * outputs for inputs, outputs in self.products)
+        head = self.vocab_size * self.hidden_size
+        return 2 * (num_tokens * self.num_hidden_layers * layer + num_sampled * head)
+
+
+SMALL = BenchModel(
+    name="30m",
+    hidden_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=8192,
+    max_position_embeddings=4096,
+    request_rate=2.5,
+    kv_cache_mib=512,
+)
+LARGE = BenchModel(
+    name="110m",
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=2304,
+    vocab_size=32768,
+    max_position_embeddings=4096,
+    request_rate=0.7,
+    kv_cache_mib=1024,
+)
+MODELS = {model.name: model for model in (SMALL, LARGE)}
+# Of the weights' draw: another recipe is another model.
+RECIPE = "1"

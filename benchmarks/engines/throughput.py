@@ -1,0 +1,174 @@
+"""Throughput: all requests at once, through every system, round after round."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.engines.host import Host
+from benchmarks.engines.models import BenchModel
+from benchmarks.engines.systems import (
+    GENERATE,
+    PRODUCTS,
+    QUIRE,
+    RUNNER,
+    SYSTEMS,
+    VLLM,
+    Bench,
+    System,
+)
+from benchmarks.engines.workload import Work
+from benchmarks.report import Cell, Column, Part, Target
+from quire.bench.equality import equality
+
+# What one system is to be of another one's speed, at least.
+_RATIOS = (
+    (QUIRE, VLLM, 1.15),
+    (QUIRE, GENERATE, 1.9),
+    (QUIRE, RUNNER, 0.93),
+)
+_OF_PRODUCTS = 1.4
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What came of the work, per system one answer a round."""
+
+    answers: Mapping[System, Sequence[Mapping[str, Any]]]
+    vllm_version: str | None
+
+    def seconds(self, system: System) -> float | None:
+        """The median round's; None without the system."""
+        found = self.answers.get(system)
+        return median(answer["seconds"] for answer in found) if found else None
+
+    def outputs(self, system: System) -> Sequence[Sequence[int]] | None:
+        """The first round's tokens; None for what writes none."""
+        found = self.answers.get(system)
+        return found[0].get("outputs") if found else None
+
+    def ratio(self, faster: System, slower: System) -> float | None:
+        """How many times as fast, by the median of the rounds' own ratios: a slow moment of the
+        machine is one for both."""
+        pairs = zip(self.answers.get(faster, ()), self.answers.get(slower, ()), strict=False)
+        ratios = [other["seconds"] / one["seconds"] for one, other in pairs]
+        return median(ratios) if ratios else None
+
+
+def run_rounds(
+    bench: Bench,
+    model: BenchModel,
+    work: Work,
+    num_rounds: int,
+    started: Mapping[System, Host],
+) -> Rounds:
+    """Starts whatever of the systems is not there yet. EngineError if one fails."""
+    with ExitStack() as stack:
+        hosts = {
+            system: started.get(system) or stack.enter_context(bench.start(system, model, work))
+            for system in SYSTEMS
+            if bench.has(system)
+        }
+        for host in hosts.values():
+            host.ask("warm")
+        answers = [_round(hosts) for _ in range(num_rounds)]
+        version = hosts[VLLM].ask("version") if VLLM in hosts else None
+    return Rounds({system: [one[system] for one in answers] for system in hosts}, version)
+
+
+def _round(hosts: Mapping[System, Host]) -> dict[System, Mapping[str, Any]]:
+    """One after the other: the others sleep meanwhile."""
+    return {system: host.ask("run") for system, host in hosts.items()}
+
+
+def throughput(model: BenchModel, work: Work, rounds: Rounds) -> Part:
+    return Part(
+        name=f"throughput-{model.name}",
+        title=f"Throughput, {model.num_parameters / 1e6:.0f} million parameters",
+        notes=[_setting(work, rounds), _READING, _products_note(rounds)],
+        columns=_COLUMNS,
+        rows=[_row(system, work, rounds) for system in SYSTEMS if system in rounds.answers],
+        targets=[*_ratio_targets(rounds), *_product_targets(rounds)],
+    )
+
+
+_COLUMNS = [
+    Column("system", "system"),
+    Column("tokens_per_s", "output tokens/s", ",.0f"),
+    Column("seconds", "seconds, median", ".2f"),
+    Column("fastest", "fastest", ".2f"),
+    Column("slowest", "slowest", ".2f"),
+    Column("ratio", "Quire is so many times as fast", ".2f"),
+    Column("equal", "equal tokens", ".1%"),
+]
+_READING = (
+    "Ratios are medians of the rounds' own. *Equal tokens* are those before the first that differs "
+    "from Quire's, of all: greedy outputs in fp32 may part where two tokens are as good as equal."
+)
+
+
+def _setting(work: Work, rounds: Rounds) -> str:
+    num_rounds = len(next(iter(rounds.answers.values())))
+    vllm = "" if rounds.vllm_version is None else f", vLLM {rounds.vllm_version}"
+    return (
+        f"{len(work.prompts)} prompts with {sum(map(len, work.prompts)):,} tokens, "
+        f"{work.num_output_tokens:,} tokens of output; all at once, greedy, fp32, on all cores; "
+        f"{num_rounds} rounds, in each of which every system does the work once{vllm}."
+    )
+
+
+def _products_note(rounds: Rounds) -> str:
+    found = rounds.answers[PRODUCTS]
+    flops, rate = found[0]["flops"], median(answer["flops_per_s"] for answer in found)
+    return (
+        f"The matrix products are {flops / 1e12:.2f} TFLOP; a step of the full budget runs them at "
+        f"{rate / 1e9:.0f} GFLOP/s, at which all of them would take {flops / rate:.2f} s. The last "
+        "line is what they take in steps as the runner has them."
+    )
+
+
+def _row(system: System, work: Work, rounds: Rounds) -> dict[str, Cell]:
+    seconds = [float(answer["seconds"]) for answer in rounds.answers[system]]
+    ours, theirs = rounds.outputs(QUIRE), rounds.outputs(system)
+    equal = equality(ours, theirs) if ours and theirs and system != QUIRE else None
+    return {
+        "system": system.title,
+        "tokens_per_s": work.num_output_tokens / median(seconds),
+        "seconds": median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "ratio": rounds.ratio(QUIRE, system),
+        "equal": None if equal is None else equal.tokens,
+        "equal_requests": None if equal is None else equal.requests,
+    }
+
+
+def _ratio_targets(rounds: Rounds) -> list[Target]:
+    found = []
+    for faster, slower, aim in _RATIOS:
+        if (ratio := rounds.ratio(faster, slower)) is not None:
+            what = f"{faster.title}: times as fast as {slower.title}"
+            found.append(Target(what, f"at least {aim:g}", f"{ratio:.2f}", ratio >= aim))
+    return found
+
+
+def _product_targets(rounds: Rounds) -> list[Target]:
+    """Of the runner alone, by both readings of what the products take."""
+    runner_s, products = rounds.seconds(RUNNER), rounds.answers[PRODUCTS]
+    if runner_s is None:
+        return []
+    at_rate_s = median(answer["flops"] / answer["flops_per_s"] for answer in products)
+    in_steps_s = median(answer["seconds"] for answer in products)
+    return [
+        Target(
+            f"the runner's time, of the matrix products' {how}",
+            f"at most {_OF_PRODUCTS:g}",
+            f"{runner_s / seconds:.2f}",
+            runner_s / seconds <= _OF_PRODUCTS,
+        )
+        for how, seconds in (
+            ("at the machine's rate", at_rate_s),
+            ("in the runner's steps", in_steps_s),
+        )
+    ]

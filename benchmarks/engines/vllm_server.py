@@ -1,0 +1,69 @@
+"""vLLM's OpenAI server, from its start to its end."""
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from benchmarks.engines.host import EngineError, log_end
+from benchmarks.engines.systems import vllm_environment
+from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS
+from quire.launcher.child import start_tethered
+
+_READY_S = 300.0
+_STOP_S = 20.0
+_POLL_S = 0.2
+
+
+@contextmanager
+def vllm_server(python: str, model: Path, folder: Path) -> Iterator[str]:
+    """The server's URL, once it is healthy. `folder` receives its log. EngineError if it does not
+    start."""
+    port = _free_port()
+    log = folder / "vllm-server.log"
+    log.unlink(missing_ok=True)
+    command = [
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "bench", "--dtype", "float32"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+        *("--enforce-eager", "--host", "127.0.0.1", "--port", str(port)),
+        "--disable-uvicorn-access-log",
+    ]
+    process = start_tethered(command, log, {**os.environ, **vllm_environment()})
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline_s = time.monotonic() + _READY_S
+    while not _is_healthy(url):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise EngineError(f"vLLM's server does not start; {log_end(log)}")
+        time.sleep(_POLL_S)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=1.0, trust_env=False).is_success
+    except httpx2.HTTPError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

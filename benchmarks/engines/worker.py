@@ -1,0 +1,75 @@
+"""The worker and its stack beside the work: memory, readiness, idle time."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.engines.models import BenchModel
+from benchmarks.report import Cell, Column, Part, Target
+
+_MB = 1e6
+# Of a worker's own: the interpreter, torch, activations.
+_MOST_OVERHEAD_MB = 600.0
+_MOST_READY_S = 10.0
+_MOST_IDLE_SHARE = 0.02
+
+
+def worker(
+    model: BenchModel, answers: Sequence[Mapping[str, Any]], ready_s: float, peak_rss_mb: float
+) -> Part:
+    """`answers` are Quire's of the rounds."""
+    weights_mb, pool_mb = model.weight_bytes / _MB, model.kv_cache_bytes / _MB
+    most_mb = weights_mb + pool_mb + _MOST_OVERHEAD_MB
+    idle_share = median(_idle_share(answer) for answer in answers)
+    row: dict[str, Cell] = {
+        "peak_rss_mb": peak_rss_mb,
+        "weights_mb": weights_mb,
+        "pool_mb": pool_mb,
+        "beside_mb": peak_rss_mb - weights_mb - pool_mb,
+        "ready_s": ready_s,
+        "idle_share": idle_share,
+    }
+    return Part(
+        name=f"worker-{model.name}",
+        title=f"The worker, {model.num_parameters / 1e6:.0f} million parameters",
+        notes=[
+            "Its largest resident memory while the rounds above ran (10^6 bytes), and what that is "
+            "beside weights and pool. *Ready* is from the start of the whole stack, Redis too, to "
+            "readiness. *Idle* is the share of the worker's time between a step's end and the next "
+            "one's begin, from the first step of the work to its last."
+        ],
+        columns=_COLUMNS,
+        rows=[row],
+        targets=[
+            Target(
+                "peak resident size",
+                f"at most {most_mb:.0f} MB, weights + pool + {_MOST_OVERHEAD_MB:.0f}",
+                f"{peak_rss_mb:.0f} MB",
+                peak_rss_mb <= most_mb,
+            ),
+            Target(
+                "ready", f"under {_MOST_READY_S:g} s", f"{ready_s:.1f} s", ready_s < _MOST_READY_S
+            ),
+            Target(
+                "idle between steps",
+                f"under {_MOST_IDLE_SHARE:.0%}",
+                f"{idle_share:.1%}",
+                idle_share < _MOST_IDLE_SHARE,
+            ),
+        ],
+    )
+
+
+_COLUMNS = [
+    Column("peak_rss_mb", "peak resident MB", ".0f"),
+    Column("weights_mb", "weights", ".0f"),
+    Column("pool_mb", "pool", ".0f"),
+    Column("beside_mb", "beside", ".0f"),
+    Column("ready_s", "ready s", ".1f"),
+    Column("idle_share", "idle", ".1%"),
+]
+
+
+def _idle_share(answer: Mapping[str, Any]) -> float:
+    idle_s, busy_s = float(answer["idle_s"]), float(answer["busy_s"])
+    return idle_s / (idle_s + busy_s)

@@ -1,0 +1,45 @@
+"""The work: 64 prompts of 64 to 256 random tokens, outputs of 32 to 96, greedy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.bench.lengths import lengths
+from quire.bench.workload import Workload
+
+# Sequences are far shorter; every system is told the same.
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 64
+_TOKEN_IDS = range(300, 8000)
+
+
+def workload(num_requests: int, seed: int = 0) -> Workload:
+    return Workload(
+        num_requests=num_requests,
+        prompt_lengths=lengths("64-256"),
+        output_lengths=lengths("32-96"),
+        token_ids=_TOKEN_IDS,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests, as all systems get them."""
+
+    prompts: Sequence[list[int]]
+    # Tokens that each of them is to write, whatever these are.
+    num_outputs: Sequence[int]
+
+    @classmethod
+    def of(cls, load: Workload) -> Self:
+        requests = load.requests()
+        return cls([r.prompt_token_ids for r in requests], [r.max_tokens for r in requests])
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> Self:
+        return cls(value["prompts"], value["num_outputs"])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.num_outputs)
