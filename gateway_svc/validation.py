@@ -177,6 +177,7 @@ def resolve(
         stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
         # Beside the most likely ones the token itself.
         num_logprobs=num_top + 1 if params.HasField("logprobs") else 0,
+        min_p=params.min_p,
     )
 
 
@@ -227,6 +228,8 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
         raise _sampling("temperature", params.temperature, "0 or more, and finite")
     if params.HasField("top_p") and not 0 < params.top_p <= 1:
         raise _sampling("top_p", params.top_p, "above 0 and at most 1")
+    if not 0 <= params.min_p <= 1:
+        raise _sampling("min_p", params.min_p, "0 to 1")
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise _sampling("max_tokens", params.max_tokens, "at least 1")
     if params.HasField("n") and not 1 <= params.n <= MAX_CHOICES:

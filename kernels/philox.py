@@ -5,6 +5,7 @@ A counter and a key give four words; there is no state. 32-bit words are kept in
 of two of them wraps, and its 64 bits are exactly the high and the low word.
 """
 
+import torch
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
@@ -14,6 +15,19 @@ _ROUNDS = 10
 
 Counter = tuple[Tensor, Tensor, Tensor, Tensor]
 Key = tuple[Tensor, Tensor]
+
+
+def random_words(seeds: Tensor, positions: Tensor, num_words: int) -> Tensor:
+    """int64 `[num_rows, num_words]`: word v is `v % 4` of the counter (v // 4, position, 0, 0).
+
+    `seeds` and `positions` are int64 `[num_rows]`; the 64 bits of a seed are the key.
+    """
+    counters = torch.arange(-(-num_words // 4), device=seeds.device).unsqueeze(0)
+    position = positions.unsqueeze(1)
+    zero = torch.zeros_like(position)
+    key = ((seeds & _WORD).unsqueeze(1), (seeds >> 32 & _WORD).unsqueeze(1))
+    words = torch.stack(philox4x32((counters, position, zero, zero), key), dim=-1)
+    return words.flatten(1)[:, :num_words]
 
 
 def philox4x32(counter: Counter, key: Key) -> Counter:

@@ -6,86 +6,40 @@ and (v // 4, p, 0, 0) as the counter.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from kernels.philox import philox4x32
+from kernels.choice import Implementation, choose
+from kernels.philox import random_words
 
-_WORD = 0xFFFFFFFF
+NO_TOKEN: Final = -1  # of a row whose logits allow none
 # The largest float32 below 1.
-_BELOW_ONE = 1.0 - 2.0**-24
+_BELOW_ONE: Final = 1.0 - 2.0**-24
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 `[num_rows, vocab_size]`.
+@dataclass(frozen=True)
+class RowParams:
+    """How each row samples; all are contiguous `[num_rows]` on the logits' device."""
 
-    `seeds` and `positions` are int64 `[num_rows]`; a seed counts by its 64 bits.
-    """
-    counters = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
-    position = positions.unsqueeze(1)
-    zero = torch.zeros_like(position)
-    key = ((seeds & _WORD).unsqueeze(1), (seeds >> 32 & _WORD).unsqueeze(1))
-    words = torch.stack(philox4x32((counters, position, zero, zero), key), dim=-1)
-    # v is the chance of a larger noise: small v, which decides draws, keeps all its 32 bits.
-    v = words.flatten(1)[:, :vocab_size].float().add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    temperatures: Tensor  # float32; 0 takes the most likely token
+    top_ks: Tensor  # int64; 0 considers all
+    top_ps: Tensor  # float32; 1 considers all
+    min_ps: Tensor  # float32; 0 considers all
+    seeds: Tensor  # int64, of which the 64 bits count
+    positions: Tensor  # int64; those that the sampled tokens get
 
-
-def keep_most_likely(logits: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """The logits with -inf where neither `top_k` nor `top_p` considers a token.
-
-    `top_k` 0 and `top_p` 1 consider all. `top_p` is taken of what `top_k` leaves: the fewest
-    tokens whose probability reaches it. Tokens as likely as the last one considered stay too.
-    """
-    kept = logits.clone()
-    filtering = (top_ks > 0) | (top_ps < 1)
-    # Each width by itself, so that rounding in a row does not depend on the other rows.
-    for top_k in sorted(set(top_ks[filtering].tolist())):
-        rows = (filtering & (top_ks == top_k)).nonzero().squeeze(1)
-        floor = _least_considered(logits[rows], top_k, top_ps[rows])
-        kept[rows] = kept[rows].masked_fill(logits[rows] < floor, float("-inf"))
-    return kept
-
-
-def _least_considered(logits: Tensor, top_k: int, top_ps: Tensor) -> Tensor:
-    """The smallest logit that stays, per row: `[num_rows, 1]`."""
-    vocab_size = logits.shape[1]
-    if 0 < top_k < vocab_size:
-        ordered = logits.topk(top_k).values
-    else:
-        ordered = logits.sort(descending=True).values
-    probabilities = ordered.softmax(-1)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    # The first token always stays; with top_p 1 rounding must not drop the last ones.
-    stays = (mass_before < top_ps.unsqueeze(1)) | (top_ps >= 1).unsqueeze(1)
-    num_staying = stays.sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(1, num_staying - 1)
-
-
-def sample(
-    logits: Tensor,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """One token id per row of `logits [num_rows, vocab_size]`, float32; int64 `[num_rows]`.
-
-    Temperature 0 takes the most likely token. `positions` are those that the sampled tokens get.
-    """
-    token_ids = logits.argmax(-1)
-    drawing = (temperatures > 0).nonzero().squeeze(1)
-    if drawing.numel() == 0:
-        return token_ids
-    chosen = logits[drawing]
-    # From the largest down, so that a tiny temperature gives -inf and never inf.
-    chosen = (chosen - chosen.amax(-1, keepdim=True)) / temperatures[drawing].unsqueeze(1)
-    chosen = keep_most_likely(chosen, top_ks[drawing], top_ps[drawing])
-    chosen += gumbel_noise(seeds[drawing], positions[drawing], logits.shape[1])
-    token_ids[drawing] = chosen.argmax(-1)
-    return token_ids
+    def of(self, rows: Tensor) -> "RowParams":
+        """The parameters of some of the rows."""
+        return RowParams(
+            self.temperatures[rows],
+            self.top_ks[rows],
+            self.top_ps[rows],
+            self.min_ps[rows],
+            self.seeds[rows],
+            self.positions[rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -97,11 +51,106 @@ class TokenLogprobs:
     ranks: Tensor  # int64 [num_rows, 1 + num_top]; 1 is the most likely
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
+def sample(
+    logits: Tensor, params: RowParams, *, implementation: Implementation | None = None
+) -> Tensor:
+    """One token id per row of `logits [num_rows, vocab_size]`, float32; int64 `[num_rows]`.
+
+    NO_TOKEN where a logit is NaN or +inf, or all are -inf. What top_k, top_p and min_p all
+    consider can be drawn, and tokens as likely as the last one considered. `top_p` is taken of
+    what `top_k` leaves: the fewest tokens whose probability reaches it. `min_p` considers what is
+    at least so many times as likely as the most likely token.
+    """
+    if implementation is None:
+        implementation = choose(logits.device.type, (logits.dtype,))
+    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+        return sample_reference(logits, params)
+    token_ids: Tensor = torch.ops.quire.sample(
+        logits,
+        params.temperatures,
+        params.top_ks,
+        params.top_ps,
+        params.min_ps,
+        params.seeds,
+        params.positions,
+        implementation.isa,
+    )
+    return token_ids
+
+
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    num_top: int,
+    *,
+    implementation: Implementation | None = None,
+) -> TokenLogprobs:
     """Of the model's own distribution, before temperature and filters: float32 logits.
 
     Ranked by logit; of equal ones the lower token id comes first.
     """
+    if implementation is None:
+        implementation = choose(logits.device.type, (logits.dtype,))
+    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+        return token_logprobs_reference(logits, token_ids, num_top)
+    return TokenLogprobs(
+        *torch.ops.quire.token_logprobs(logits, token_ids, num_top, implementation.isa)
+    )
+
+
+def sample_reference(logits: Tensor, params: RowParams) -> Tensor:
+    """The obvious twin of `sample`, on any device: noise for every token of every row."""
+    possible = (logits < float("inf")).all(-1) & (logits > float("-inf")).any(-1)
+    token_ids = logits.argmax(-1).masked_fill_(~possible, NO_TOKEN)
+    drawing = (possible & (params.temperatures > 0)).nonzero().squeeze(1)
+    if drawing.numel() == 0:
+        return token_ids
+    chosen, drawn = logits[drawing], params.of(drawing)
+    # From the largest down, so that a tiny temperature gives -inf and never inf.
+    scaled = (chosen - chosen.amax(-1, keepdim=True)) / drawn.temperatures.unsqueeze(1)
+    scores = keep_most_likely(scaled, drawn)
+    scores += gumbel_noise(drawn.seeds, drawn.positions, logits.shape[1])
+    token_ids[drawing] = scores.argmax(-1)
+    return token_ids
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, float32 `[num_rows, vocab_size]`."""
+    words = random_words(seeds, positions, vocab_size)
+    # v is the chance of a larger noise: small v, which decides draws, keeps all its 32 bits.
+    v = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def keep_most_likely(scaled: Tensor, params: RowParams) -> Tensor:
+    """The scaled logits, of which the largest is 0, with -inf where a token is not considered."""
+    floors = params.min_ps.log().unsqueeze(1)
+    filtering = (params.top_ks > 0) | (params.top_ps < 1)
+    # Each width by itself, so that rounding in a row does not depend on the other rows.
+    for top_k in sorted(set(params.top_ks[filtering].tolist())):
+        rows = (filtering & (params.top_ks == top_k)).nonzero().squeeze(1)
+        least = _least_considered(scaled[rows], top_k, params.top_ps[rows])
+        floors[rows] = torch.maximum(floors[rows], least)
+    return scaled.masked_fill(scaled < floors, float("-inf"))
+
+
+def _least_considered(scaled: Tensor, top_k: int, top_ps: Tensor) -> Tensor:
+    """The smallest value that `top_k` and `top_ps` leave, per row: `[num_rows, 1]`."""
+    vocab_size = scaled.shape[1]
+    if 0 < top_k < vocab_size:
+        ordered = scaled.topk(top_k).values
+    else:
+        ordered = scaled.sort(descending=True).values
+    probabilities = ordered.double().softmax(-1)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    # The first token always stays; with top_p 1 rounding must not drop the last ones.
+    stays = (mass_before < top_ps.unsqueeze(1)) | (top_ps >= 1).unsqueeze(1)
+    num_staying = stays.sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(1, num_staying - 1)
+
+
+def token_logprobs_reference(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
+    """The obvious twin of `token_logprobs`, on any device."""
     keys = _ranking_keys(logits)
     chosen = token_ids.unsqueeze(1)
     top_ids = keys.topk(num_top).indices

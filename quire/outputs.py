@@ -32,7 +32,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was, by the model's own distribution: before temperature, top_k, top_p."""
+    """How likely a token was, by the model's own distribution: before temperature and filters."""
 
     # Natural logarithm of the probability.
     logprob: float

@@ -29,6 +29,9 @@ class SamplingParams:
     top_k: int | None = None
     # Probability mass considered, in (0, 1]; the default is 1.
     top_p: float | None = None
+    # Considers what is at least so many times as likely as the most likely token; 0, the default,
+    # considers all.
+    min_p: float | None = None
     # Equal seeds give equal random bits; without one it derives from the request's id.
     seed: int | None = None
     # The default is what the model's context has left.
@@ -48,6 +51,7 @@ class SamplingParams:
         check_number("temperature", self.temperature)
         check_integer("top_k", self.top_k, UINT32_MAX)
         check_number("top_p", self.top_p)
+        check_number("min_p", self.min_p)
         check_integer("seed", self.seed, UINT64_MAX)
         check_integer("max_tokens", self.max_tokens, UINT32_MAX)
         _check_stop(self.stop)
@@ -63,6 +67,7 @@ class SamplingParams:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
             seed=self.seed,
             max_tokens=self.max_tokens,
             stop=stop,

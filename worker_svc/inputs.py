@@ -16,7 +16,8 @@ Ints = NDArray[np.int64]
 class StepInputs:
     """What the forward pass and the sampler need. A request is one scheduled row.
 
-    Flat arrays have one entry per scheduled token, requests one after the other.
+    Flat arrays have one entry per scheduled token, requests one after the other. They lie in
+    buffers that the next step's inputs take over.
     """
 
     request_indices: Ints  # the request of each token
@@ -49,6 +50,24 @@ class StepInputs:
         return self.query_start_loc[1:][self.sampling] - 1
 
 
+class InputBuffers:
+    """The memory of one step's inputs: allocated once, written anew by each step."""
+
+    def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
+        self.ascending = np.arange(max(max_num_seqs, max_num_tokens))
+        self.request_indices = np.empty(max_num_tokens, np.int64)
+        self.token_rows = np.empty(max_num_tokens, np.int64)
+        self.positions = np.empty(max_num_tokens, np.int64)
+        self.token_indices = np.empty(max_num_tokens, np.int64)
+        self.input_ids = np.empty(max_num_tokens, np.int64)
+        self.block_table_indices = np.empty(max_num_tokens, np.int64)
+        self.block_numbers = np.empty(max_num_tokens, np.int64)
+        self.block_offsets = np.empty(max_num_tokens, np.int64)
+        self.slot_mapping = np.empty(max_num_tokens, np.int64)
+        self.query_start_loc = np.zeros(max_num_seqs + 1, np.int64)
+        self.seq_lens = np.empty(max_num_seqs, np.int64)
+
+
 def prepare_inputs(
     rows: Ints,
     num_scheduled_tokens: Ints,
@@ -57,6 +76,7 @@ def prepare_inputs(
     token_table: NDArray[np.int32],
     block_table: NDArray[np.int32],
     block_size: int,
+    buffers: InputBuffers,
 ) -> StepInputs:
     """Inputs of the scheduled `rows`; the next three arrays have one entry for each of them.
 
@@ -64,26 +84,53 @@ def prepare_inputs(
     `[max_num_seqs, ceil(max_model_len / block_size)]`. A request samples when its sequence has no
     token after those of this step.
     """
-    request_indices = np.repeat(np.arange(len(rows)), num_scheduled_tokens)
-    query_start_loc = np.concatenate([[0], np.cumsum(num_scheduled_tokens)])
-    offsets = np.arange(query_start_loc[-1]) - query_start_loc[request_indices]
-    positions = num_computed_tokens[request_indices] + offsets
-    token_rows = rows[request_indices]
-    token_indices = positions + token_rows * token_table.shape[1]
-    block_table_indices = token_rows * block_table.shape[1] + positions // block_size
-    block_numbers = block_table.ravel()[block_table_indices].astype(np.int64)
-    block_offsets = positions % block_size
-    seq_lens = num_computed_tokens + num_scheduled_tokens
+    num_rows = len(rows)
+    query_start_loc = buffers.query_start_loc[: num_rows + 1]
+    np.cumsum(num_scheduled_tokens, out=query_start_loc[1:])
+    total = int(query_start_loc[-1])
+
+    request_indices = buffers.request_indices[:total]
+    request_indices[:] = np.repeat(buffers.ascending[:num_rows], num_scheduled_tokens)
+    positions = buffers.positions[:total]
+    # A token's place in the batch, less its request's first one there, plus that one's position.
+    _take(num_computed_tokens - query_start_loc[:-1], request_indices, positions)
+    positions += buffers.ascending[:total]
+
+    token_rows = _take(rows, request_indices, buffers.token_rows[:total])
+    token_indices = buffers.token_indices[:total]
+    np.multiply(token_rows, token_table.shape[1], out=token_indices)
+    token_indices += positions
+    input_ids = buffers.input_ids[:total]
+    input_ids[:] = token_table.reshape(-1)[token_indices]
+
+    block_table_indices = buffers.block_table_indices[:total]
+    np.multiply(token_rows, block_table.shape[1], out=block_table_indices)
+    block_offsets, slot_mapping = buffers.block_offsets[:total], buffers.slot_mapping[:total]
+    # The buffer of the slots holds the blocks' places in their tables until the slots are known.
+    np.divmod(positions, block_size, out=(slot_mapping, block_offsets))
+    block_table_indices += slot_mapping
+    block_numbers = buffers.block_numbers[:total]
+    block_numbers[:] = block_table.reshape(-1)[block_table_indices]
+    np.multiply(block_numbers, block_size, out=slot_mapping)
+    slot_mapping += block_offsets
+
+    seq_lens = buffers.seq_lens[:num_rows]
+    np.add(num_computed_tokens, num_scheduled_tokens, out=seq_lens)
     return StepInputs(
         request_indices=request_indices,
         positions=positions,
         token_indices=token_indices,
-        input_ids=token_table.ravel()[token_indices].astype(np.int64),
+        input_ids=input_ids,
         block_table_indices=block_table_indices,
         block_numbers=block_numbers,
         block_offsets=block_offsets,
-        slot_mapping=block_numbers * block_size + block_offsets,
+        slot_mapping=slot_mapping,
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         sampling=seq_lens == num_tokens,
     )
+
+
+def _take(values: Ints, indices: Ints, out: Ints) -> Ints:
+    """`values[indices]`. The indices are known to be in range: checking them costs a copy."""
+    return values.take(indices, out=out, mode="clip")

@@ -1,5 +1,6 @@
 """Plans and results in the worker's own types, converted here and nowhere else."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ class Admission:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
     num_logprobs: int  # 0 none, k + 1 for the chosen token and the top k
     num_prompt_logprobs: int
@@ -58,6 +60,7 @@ class Plan:
     copies: BlockMoves
     rows: Ints  # scheduled
     num_scheduled_tokens: Ints  # one per scheduled row
+    arrived_ns: int = field(default_factory=time.monotonic_ns, compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class StepTimes:
     preparing_ns: int
     forward_ns: int
     sampling_ns: int
+    starting_ns: int  # the part of `waiting_ns` in which the plan was there already
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
             preparing_ns=times.preparing_ns,
             forward_ns=times.forward_ns,
             sampling_ns=times.sampling_ns,
+            starting_ns=times.starting_ns,
         ),
     )
 
@@ -153,6 +158,7 @@ def _admissions(message: worker_pb2.Admissions) -> tuple[Admission, ...]:
         message.temperatures,
         message.top_ks,
         message.top_ps,
+        message.min_ps,
         message.seeds,
         message.num_logprobs,
         message.num_prompt_logprobs,
@@ -170,6 +176,7 @@ def _admissions(message: worker_pb2.Admissions) -> tuple[Admission, ...]:
             temperature=message.temperatures[i],
             top_k=message.top_ks[i],
             top_p=message.top_ps[i],
+            min_p=message.min_ps[i],
             seed=message.seeds[i],
             num_logprobs=message.num_logprobs[i],
             num_prompt_logprobs=message.num_prompt_logprobs[i],
@@ -189,6 +196,7 @@ def _add_admission(message: worker_pb2.Admissions, admission: Admission) -> None
     message.temperatures.append(admission.temperature)
     message.top_ks.append(admission.top_k)
     message.top_ps.append(admission.top_p)
+    message.min_ps.append(admission.min_p)
     message.seeds.append(admission.seed)
     message.num_logprobs.append(admission.num_logprobs)
     message.num_prompt_logprobs.append(admission.num_prompt_logprobs)

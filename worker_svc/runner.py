@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import PagedBatch
-from kernels.sampling import sample, token_logprobs
+from kernels.sampling import NO_TOKEN, RowParams, sample, token_logprobs
 from worker_svc.attention import PagedAttention
 from worker_svc.inputs import Ints, StepInputs
 from worker_svc.kv_pool import KvPool
@@ -18,7 +18,7 @@ from worker_svc.model import LoadedModel
 from worker_svc.plans import Plan, StepOutput, StepTimes
 from worker_svc.tables import Tables
 
-_NOT_FINITE = "the model gave logits that are not finite numbers"
+_NO_TOKEN_POSSIBLE = "the model gave logits that are not finite numbers"
 
 
 class Runner:
@@ -39,6 +39,7 @@ class Runner:
     def run(self, plan: Plan) -> StepOutput:
         """Runs one plan. An error leaves rows undefined until `clear`; the pool stays usable."""
         started_ns = time.monotonic_ns()
+        idle_since_ns = self._idle_since_ns
         self._apply(plan)
         rows, counts, failures = self._tables.without_failed(plan)
         inputs = self._tables.prepare(rows, counts)
@@ -47,17 +48,17 @@ class Runner:
         forwarded_ns = time.monotonic_ns()
         sampled_rows, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
         ended_ns = time.monotonic_ns()
-        waiting_ns = started_ns - self._idle_since_ns
         self._idle_since_ns = ended_ns
         self.last_finished_step = plan.step
         return StepOutput(
             sampled_rows=sampled_rows,
             sampled_token_ids=token_ids,
             times=StepTimes(
-                waiting_ns=waiting_ns,
+                waiting_ns=started_ns - idle_since_ns,
                 preparing_ns=prepared_ns - started_ns,
                 forward_ns=forwarded_ns - prepared_ns,
                 sampling_ns=ended_ns - forwarded_ns,
+                starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
             ),
             logprobs=logprobs,
             failures=failures,
@@ -95,27 +96,29 @@ class Runner:
         if logits is None or not logits.shape[0]:
             return [], [], None
         sampling = rows[inputs.sampling]
-        finite = torch.isfinite(logits).all(-1).cpu().numpy()
-        for row in sampling[~finite].tolist():
-            self._tables.fail(row, _NOT_FINITE)
-            failures[row] = _NOT_FINITE
-        if not finite.all():
-            sampling, logits = sampling[finite], logits[torch.from_numpy(finite)]
-        tokens = self._draw(logits, sampling)
-        logprobs = self._logprobs(logits, tokens, sampling)
+        tokens = sample(logits, self._params(sampling))
         token_ids = tokens.cpu().numpy()
+        drawn = token_ids != NO_TOKEN
+        if not drawn.all():
+            for row in sampling[~drawn].tolist():
+                self._tables.fail(row, _NO_TOKEN_POSSIBLE)
+                failures[row] = _NO_TOKEN_POSSIBLE
+            kept = self._tensor(drawn)
+            sampling, token_ids = sampling[drawn], token_ids[drawn]
+            logits, tokens = logits[kept], tokens[kept]
         self._tables.write_sampled(sampling, token_ids)
+        logprobs = self._logprobs(logits, tokens, sampling)
         return sampling.tolist(), token_ids.tolist(), logprobs
 
-    def _draw(self, logits: Tensor, rows: Ints) -> Tensor:
+    def _params(self, rows: Ints) -> RowParams:
         tables = self._tables
-        return sample(
-            logits,
-            self._tensor(tables.temperatures[rows]),
-            self._tensor(tables.top_ks[rows]),
-            self._tensor(tables.top_ps[rows]),
-            self._tensor(tables.seeds[rows].view(np.int64)),
-            self._tensor(tables.num_tokens[rows]),
+        return RowParams(
+            temperatures=self._tensor(tables.temperatures[rows]),
+            top_ks=self._tensor(tables.top_ks[rows]),
+            top_ps=self._tensor(tables.top_ps[rows]),
+            min_ps=self._tensor(tables.min_ps[rows]),
+            seeds=self._tensor(tables.seeds[rows].view(np.int64)),
+            positions=self._tensor(tables.num_tokens[rows]),
         )
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Ints) -> Logprobs | None:

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.inputs import Ints, StepInputs, prepare_inputs
+from worker_svc.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
 from worker_svc.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plans import Admission, BlockAppend, Plan, PlanError
 
@@ -36,9 +36,11 @@ class Tables:
         self.temperatures = np.zeros(max_num_seqs, np.float32)
         self.top_ks = np.zeros(max_num_seqs, np.int64)
         self.top_ps = np.ones(max_num_seqs, np.float32)
+        self.min_ps = np.zeros(max_num_seqs, np.float32)
         self.seeds = np.zeros(max_num_seqs, np.uint64)
         self.num_logprobs = np.zeros(max_num_seqs, np.int64)
         self.failures: dict[int, str] = {}  # reason, by row that gives no more tokens
+        self._buffers = InputBuffers(max_num_seqs, max_num_batched_tokens)
 
     @property
     def max_num_seqs(self) -> int:
@@ -71,7 +73,8 @@ class Tables:
         return plan.rows[running], plan.num_scheduled_tokens[running], failures
 
     def prepare(self, rows: Ints, num_scheduled_tokens: Ints) -> StepInputs:
-        """The inputs of the scheduled rows. PlanError where a schedule cannot be run."""
+        """The inputs of the scheduled rows, until the next call. PlanError where a schedule cannot
+        be run."""
         self._check_schedule(rows, num_scheduled_tokens)
         return prepare_inputs(
             rows,
@@ -81,6 +84,7 @@ class Tables:
             self.token_table,
             self.block_table,
             self._block_size,
+            self._buffers,
         )
 
     def advance(self, rows: Ints, seq_lens: Ints) -> None:
@@ -128,6 +132,7 @@ class Tables:
         self.temperatures[row] = admission.temperature
         self.top_ks[row] = admission.top_k
         self.top_ps[row] = admission.top_p
+        self.min_ps[row] = admission.min_p
         self.seeds[row] = admission.seed
         self.num_logprobs[row] = admission.num_logprobs
         self._append(BlockAppend(row, admission.block_ids))

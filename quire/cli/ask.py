@@ -27,6 +27,10 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(parser=number, help="Probability mass considered.")
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(parser=number, help="Share of the best token's likelihood considered."),
+    ] = None,
     top_k: Annotated[
         int | None, typer.Option(parser=integer, help="Tokens considered; 0: all.")
     ] = None,
@@ -57,6 +61,7 @@ def generate(
     params = SamplingParams(
         temperature=temperature,
         top_p=top_p,
+        min_p=min_p,
         top_k=top_k,
         max_tokens=max_tokens,
         seed=seed,

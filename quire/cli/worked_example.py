@@ -33,6 +33,7 @@ _PROMPTS = Admissions(
     temperatures=[0.0] * 3,
     top_ks=[0] * 3,
     top_ps=[1.0] * 3,
+    min_ps=[0.0] * 3,
     seeds=[0] * 3,
     num_logprobs=[0] * 3,
     num_prompt_logprobs=[0] * 3,

@@ -28,6 +28,7 @@ def group_of(record: RequestRecord) -> Group:
             max_tokens=wire.max_tokens,
             num_logprobs=wire.num_logprobs,
             num_prompt_logprobs=wire.num_prompt_logprobs,
+            min_p=wire.min_p,
         ),
         subscriber=Nobody(),
         terms=Terms(

@@ -40,6 +40,7 @@ class Params:
     # Of each sampled token: 0 none, k + 1 for itself and the top k.
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
+    min_p: float = 0.0
 
 
 class Subscriber(Protocol):

@@ -46,6 +46,8 @@ def malformed(submission: scheduler_pb2.Submission) -> RequestError | None:
         return invalid("sampling_params.temperature", "OUT_OF_RANGE", "must be at least 0")
     if not 0 < submission.params.top_p <= 1:
         return invalid("sampling_params.top_p", "OUT_OF_RANGE", "must be above 0, at most 1")
+    if not 0 <= submission.params.min_p <= 1:
+        return invalid("sampling_params.min_p", "OUT_OF_RANGE", "must be 0 to 1")
     if not 1 <= num_choices(submission) <= MAX_CHOICES:
         return invalid(
             "sampling_params.n", "OUT_OF_RANGE", f"is {submission.n}; must be 1 to {MAX_CHOICES}"

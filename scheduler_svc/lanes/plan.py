@@ -51,6 +51,7 @@ class Changes:
         admissions.temperatures.append(params.temperature)
         admissions.top_ks.append(params.top_k)
         admissions.top_ps.append(params.top_p)
+        admissions.min_ps.append(params.min_p)
         admissions.seeds.append(seed_of_choice(params.seed, sequence.choice))
         admissions.num_logprobs.append(params.num_logprobs)
         admissions.num_prompt_logprobs.append(0)

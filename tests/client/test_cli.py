@@ -23,13 +23,14 @@ def quire(server):
 def test_generate_streams_the_text(quire, server):
     result = quire(
         *("generate", "a b", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"),
+        *("--min-p", "0.1"),
         *("--max-tokens", "7", "--seed", "3", "--stop", "x", "--stop", "y", "--model", "m"),
     )
     assert (result.exit_code, result.stdout) == (0, "AB\n")
     [request] = server.inference.requests
     params = request.sampling_params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.5, 4, 7, 3)
-    assert params.top_p == pytest.approx(0.9)
+    assert (params.top_p, params.min_p) == pytest.approx((0.9, 0.1))
     assert list(params.stop) == ["x", "y"]
     assert request.model == "m"
 

@@ -14,6 +14,7 @@ def test_every_field_arrives():
         temperature=0.5,
         top_k=40,
         top_p=0.25,
+        min_p=0.125,
         seed=2**64 - 1,
         max_tokens=7,
         stop=["a", "b"],
@@ -25,7 +26,7 @@ def test_every_field_arrives():
     ).to_proto()
     assert message.temperature == 0.5
     assert message.top_k == 40
-    assert message.top_p == 0.25
+    assert (message.top_p, message.min_p) == (0.25, 0.125)
     assert message.seed == 2**64 - 1
     assert (message.max_tokens, message.n, message.logprobs) == (7, 3, 20)
     assert list(message.stop) == ["a", "b"]
@@ -59,6 +60,7 @@ def test_what_no_message_can_carry_is_named_with_its_value(name, value, shown):
     [
         ("temperature", "hot", r"temperature: must be a number \(got 'hot'\)"),
         ("top_p", True, r"top_p: must be a number \(got True\)"),
+        ("min_p", "0.1", r"min_p: must be a number \(got '0\.1'\)"),
         ("top_k", 2.5, r"top_k: must be an integer \(got 2\.5\)"),
         ("max_tokens", "3", r"max_tokens: must be an integer \(got '3'\)"),
         ("n", 2.0, r"n: must be an integer \(got 2\.0\)"),

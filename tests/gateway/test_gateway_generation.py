@@ -22,7 +22,8 @@ async def test_a_stream_from_acceptance_to_usage(stack: Stack) -> None:
     assert list(submission.prompt_token_ids) == stack.encode("The quick")
     params = submission.params
     room = MAX_MODEL_LEN - len(submission.prompt_token_ids)
-    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (1, 0, 1, room)
+    assert (params.temperature, params.max_tokens) == (1, room)
+    assert (params.top_k, params.top_p, params.min_p) == (0, 1, 0)
     assert params.seed == int.from_bytes(hashlib.sha256(b"r1").digest()[:8], "big")
     assert list(params.stop_token_ids) == stack.encode(EOS)
     assert not submission.HasField("deadline_ms")

@@ -1,14 +1,84 @@
-"""The generator against published vectors, and what is drawn with it."""
+"""The generator against published vectors, what is drawn with it, and each implementation against
+its twin."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernels.philox import philox4x32
-from kernels.sampling import gumbel_noise, sample, token_logprobs
+from kernels.choice import Implementation, cpp_implementations
+from kernels.philox import philox4x32, random_words
+from kernels.sampling import (
+    NO_TOKEN,
+    RowParams,
+    TokenLogprobs,
+    gumbel_noise,
+    keep_most_likely,
+    sample,
+    sample_reference,
+    token_logprobs,
+)
+
+Sample = Callable[[Tensor, RowParams], Tensor]
+Logprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
 
 _ONES = 0xFFFFFFFF
+_INF = float("inf")
+_IMPLEMENTATIONS = (Implementation.REFERENCE, *cpp_implementations())
+# Of the sums that decide a draw: what rounding may change.
+_MARGIN = 1e-5
+_DTYPES = {
+    "temperatures": torch.float32,
+    "top_ks": torch.int64,
+    "top_ps": torch.float32,
+    "min_ps": torch.float32,
+    "seeds": torch.int64,
+    "positions": torch.int64,
+}
+_DEFAULTS = {
+    "temperatures": 1.0,
+    "top_ks": 0,
+    "top_ps": 1.0,
+    "min_ps": 0.0,
+    "seeds": 0,
+    "positions": 0,
+}
+
+
+@pytest.fixture(params=_IMPLEMENTATIONS)
+def draw(request: pytest.FixtureRequest) -> Sample:
+    return partial(sample, implementation=request.param)
+
+
+@pytest.fixture(params=_IMPLEMENTATIONS)
+def logprobs(request: pytest.FixtureRequest) -> Logprobs:
+    return partial(token_logprobs, implementation=request.param)
+
+
+def params(num_rows: int, **changes: object) -> RowParams:
+    """A parameter may be one value for all rows."""
+    return RowParams(
+        **{
+            name: torch.as_tensor(value, dtype=_DTYPES[name]).expand(num_rows).contiguous()
+            for name, value in {**_DEFAULTS, **changes}.items()
+        }
+    )
+
+
+def mixed_params(num_rows: int) -> RowParams:
+    """All filters, alone and together, beside rows without any and greedy ones."""
+    rows = torch.arange(num_rows)
+    return RowParams(
+        temperatures=torch.linspace(0, 2, num_rows),
+        top_ks=rows % 5 * 40,
+        top_ps=torch.where(rows % 3 > 0, torch.linspace(0.1, 1, num_rows), 1.0),
+        min_ps=torch.where(rows % 4 == 1, 0.05, 0.0),
+        seeds=rows * 0x123456789ABCDEF - 5,
+        positions=rows * 3,
+    )
 
 
 # The known-answer vectors of Random123, the authors' own library.
@@ -36,34 +106,50 @@ def test_philox_known_answers(
     assert tuple(int(word) for word in philox4x32((c0, c1, c2, c3), (k0, k1))) == expected
 
 
-def draw(logits: torch.Tensor, **changes: object) -> torch.Tensor:
-    """Samples each row; a parameter may be one value for all rows."""
-    rows = logits.shape[0]
-    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0, "position": 0, **changes}
-    dtypes = (torch.float32, torch.int64, torch.float32, torch.int64, torch.int64)
-    params = [
-        torch.as_tensor(value, dtype=dtype).expand(rows)
-        for value, dtype in zip(values.values(), dtypes, strict=True)
-    ]
-    return sample(logits, *params)
+@pytest.mark.parametrize("implementation", cpp_implementations())
+def test_random_bits_are_the_same_everywhere(implementation: Implementation) -> None:
+    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
+    positions = torch.tensor([0, 1, 2**31 - 1, 77, 4095, 131_071])
+    for num_words in (1, 3, 63, 64, 65, 1003):
+        words = torch.ops.quire.random_words(seeds, positions, num_words, implementation.isa)
+        assert words.equal(random_words(seeds, positions, num_words))
 
 
-def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     expected = probabilities.double() * counts.sum()
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("varied", ["seed", "position"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax(varied: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("varied", "temperature"), [("seeds", 0.5), ("positions", 1.0), ("seeds", 2.0)]
+)
+def test_draws_follow_the_softmax(draw: Sample, varied: str, temperature: float) -> None:
     logits = torch.linspace(-1.5, 1.5, 21)[torch.randperm(21)]
-    num = 20_000
-    tokens = draw(
-        logits.expand(num, -1), temperature=temperature, **{varied: torch.arange(num) + 1}
-    )
-    counts = tokens.bincount(minlength=21).double()
+    num = 100_000
+    drawing = params(num, temperatures=temperature, **{varied: torch.arange(num) + 1})
+    counts = draw(logits.expand(num, -1), drawing).bincount(minlength=21).double()
     # 20 degrees of freedom: 59 is exceeded once in a hundred thousand.
     assert chi_square(counts, (logits / temperature).softmax(-1)) < 59
+
+
+@pytest.mark.parametrize(
+    ("filters", "num_left"),
+    [({"top_ks": 7}, 7), ({"top_ps": 0.5}, 5), ({"min_ps": 0.2}, 11)],
+    ids=["top_k", "top_p", "min_p"],
+)
+def test_draws_follow_the_softmax_of_what_filters_leave(
+    draw: Sample, filters: dict[str, float], num_left: int
+) -> None:
+    # More tokens than a block has, the likeliest ones in several blocks.
+    logits = torch.full((130,), -4.0)
+    logits[torch.arange(21) * 6 + 5] = torch.linspace(3, 0, 21)
+    num = 20_000
+    drawing = params(num, seeds=torch.arange(num), **filters)
+    counts = draw(logits.expand(num, -1), drawing).bincount(minlength=130)
+    left = counts.nonzero().squeeze(1)
+    assert left.tolist() == (torch.arange(num_left) * 6 + 5).tolist()
+    # With 10 degrees of freedom or fewer.
+    assert chi_square(counts[left].double(), logits[left].softmax(-1)) < 43
 
 
 def test_noise_has_gumbel_s_mean_and_variance() -> None:
@@ -74,71 +160,159 @@ def test_noise_has_gumbel_s_mean_and_variance() -> None:
     assert abs(noise.var() - math.pi**2 / 6) < 0.03
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch(draw: Sample) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(32, 999)
-    params = {
-        "temperature": torch.linspace(0, 2, 32),
-        "top_k": torch.arange(32) % 4 * 20,
-        "top_p": torch.linspace(0.1, 1, 32),
-        "seed": torch.arange(32) * 0x123456789ABCDEF - 5,
-        "position": torch.arange(32) * 3,
-    }
-    together = draw(logits, **params)
+    logits, drawing = torch.randn(32, 999), mixed_params(32)
+    together = draw(logits, drawing)
     for row in range(32):
-        alone = draw(logits[[row]], **{name: value[row] for name, value in params.items()})
+        alone = draw(logits[[row]], drawing.of(torch.tensor([row])))
         assert alone == together[row]
+    order = torch.randperm(32)
+    assert draw(logits[order], drawing.of(order)).equal(together[order])
 
 
-def test_greedy_and_tiny_temperatures_take_the_largest() -> None:
+def has_margin(logits: Tensor, drawing: RowParams) -> Tensor:
+    """Rows whose choice rounding cannot change: the best two sums, and what the filters leave."""
+    peaks = logits.amax(-1, keepdim=True)
+    scaled = (logits - peaks) / drawing.temperatures.clamp(min=1e-9).unsqueeze(1)
+    left = keep_most_likely(scaled, drawing)
+    scores = left + gumbel_noise(drawing.seeds, drawing.positions, logits.shape[1])
+    best = scores.topk(2).values
+    clear = (best[:, 0] - best[:, 1] > _MARGIN) | (drawing.temperatures == 0)
+    for shift in (-_MARGIN, _MARGIN):
+        shifted = RowParams(
+            drawing.temperatures,
+            drawing.top_ks,
+            torch.where(drawing.top_ps < 1, drawing.top_ps + shift, 1.0),
+            (drawing.min_ps + shift).clamp(min=0),
+            drawing.seeds,
+            drawing.positions,
+        )
+        clear &= (keep_most_likely(scaled, shifted) == left).all(-1)
+    return clear
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize(
+    ("vocab_size", "spread"),
+    [(1, 1.0), (2, 1.0), (63, 0.1), (64, 1.0), (65, 8.0), (129, 1.0)]
+    + [(1003, 0.1), (1003, 1.0), (1003, 8.0), (8192, 1.0), (50_257, 3.0)],
+)
+def test_every_token_is_the_twin_s(
+    vocab_size: int, spread: float, implementation: Implementation
+) -> None:
+    torch.manual_seed(vocab_size)
+    logits, drawing = torch.randn(48, vocab_size) * spread, mixed_params(48)
+    tokens = sample(logits, drawing, implementation=implementation)
+    expected = sample_reference(logits, drawing)
+    clear = has_margin(logits, drawing) if vocab_size > 1 else torch.ones(48, dtype=torch.bool)
+    assert clear.sum() >= 32
+    assert tokens[clear].equal(expected[clear])
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations())
+def test_every_token_is_the_twin_s_with_masked_and_equal_logits(
+    implementation: Implementation,
+) -> None:
+    torch.manual_seed(1)
+    # Halves, so that most logits have equals; nine of ten tokens are masked.
+    logits = (torch.randn(60, 777) * 4).round() / 2
+    logits[torch.rand(60, 777) < 0.9] = -_INF
+    drawing = mixed_params(60)
+    clear = has_margin(logits, drawing)
+    assert clear.sum() >= 50
+    tokens = sample(logits, drawing, implementation=implementation)
+    assert tokens[clear].equal(sample_reference(logits, drawing)[clear])
+
+
+def test_rows_that_allow_no_token_have_none(draw: Sample) -> None:
+    logits = torch.zeros(5, 130)
+    logits[0, 129] = float("nan")
+    logits[1, 3] = _INF
+    logits[2] = -_INF
+    logits[3] = -_INF
+    logits[3, 128] = -1e30
+    for temperature in (0.0, 1.0):
+        tokens = draw(logits, params(5, temperatures=temperature))
+        assert tokens[:4].tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 128]
+        assert tokens[4] != NO_TOKEN
+
+
+def test_greedy_and_tiny_temperatures_take_the_largest(draw: Sample) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(8, 50) * 30
+    logits = torch.randn(8, 150) * 30
     for temperature in (0.0, 1e-30, 1e-6):
-        assert draw(logits, temperature=temperature).equal(logits.argmax(-1))
+        tokens = draw(logits, params(8, temperatures=temperature))
+        assert tokens.equal(logits.argmax(-1))
 
 
-def test_top_k_and_top_p_bound_what_is_drawn() -> None:
+def test_of_equal_logits_greedy_takes_the_first(draw: Sample) -> None:
+    logits = torch.zeros(2, 200)
+    logits[1, [77, 150, 199]] = 1.0
+    assert draw(logits, params(2, temperatures=0.0)).tolist() == [0, 77]
+
+
+def test_filters_bound_what_is_drawn(draw: Sample) -> None:
     probabilities = torch.tensor([0.4, 0.05, 0.3, 0.05, 0.2])
     logits = probabilities.log().expand(4000, -1)
     seeds = torch.arange(4000)
     for changes, allowed in (
-        ({"top_k": 1}, {0}),
-        ({"top_k": 2}, {0, 2}),
-        ({"top_p": 1e-6}, {0}),
-        ({"top_p": 0.6}, {0, 2}),
-        ({"top_p": 0.85}, {0, 2, 4}),
+        ({"top_ks": 1}, {0}),
+        ({"top_ks": 2}, {0, 2}),
+        # The fourth and the fifth are as likely.
+        ({"top_ks": 4}, {0, 1, 2, 3, 4}),
+        ({"top_ps": 1e-6}, {0}),
+        ({"top_ps": 0.6}, {0, 2}),
+        ({"top_ps": 0.85}, {0, 2, 4}),
         # Of the two that top_k leaves, the first alone has 0.57.
-        ({"top_k": 2, "top_p": 0.5}, {0}),
-        ({"top_k": 999}, {0, 1, 2, 3, 4}),
+        ({"top_ks": 2, "top_ps": 0.5}, {0}),
+        ({"top_ks": 999}, {0, 1, 2, 3, 4}),
+        ({"min_ps": 1.0}, {0}),
+        ({"min_ps": 0.6}, {0, 2}),
+        ({"min_ps": 0.1}, {0, 1, 2, 3, 4}),
+        # Each bounds what the other leaves.
+        ({"min_ps": 0.4, "top_ks": 2}, {0, 2}),
+        ({"min_ps": 0.6, "top_ps": 0.85}, {0, 2}),
     ):
-        assert set(draw(logits, seed=seeds, **changes).tolist()) == allowed, changes
+        drawn = draw(logits, params(4000, seeds=seeds, **changes))
+        assert set(drawn.tolist()) == allowed, changes
 
 
-def test_logprobs_of_the_chosen_and_the_top() -> None:
+def test_logits_may_be_rows_of_a_wider_tensor(draw: Sample) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(6, 200)
+    drawing = params(6, seeds=torch.arange(6))
+    assert draw(wide[:, 50:150], drawing).equal(draw(wide[:, 50:150].clone(), drawing))
+
+
+def test_logprobs_of_the_chosen_and_the_top(logprobs: Logprobs) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
-    entries = token_logprobs(logits, torch.tensor([0]), 2)
+    entries = logprobs(logits, torch.tensor([0]), 2)
     assert entries.token_ids.tolist() == [[0, 1, 2]]
     assert entries.ranks.tolist() == [[3, 1, 2]]
     expected = logits.log_softmax(-1)[0, [0, 1, 2]]
     torch.testing.assert_close(entries.logprobs[0], expected)
 
 
-def test_of_equal_logits_the_lower_token_id_comes_first() -> None:
+def test_of_equal_logits_the_lower_token_id_comes_first(logprobs: Logprobs) -> None:
     logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, -2.0, -2.0, 1.0]])
-    entries = token_logprobs(logits.expand(3, -1), torch.tensor([3, 4, 6]), 8)
+    entries = logprobs(logits.expand(3, -1), torch.tensor([3, 4, 6]), 8)
     order = [1, 3, 0, 7, 2, 4, 5, 6]
     assert entries.token_ids.tolist() == [[chosen, *order] for chosen in (3, 4, 6)]
     assert entries.ranks[:, 0].tolist() == [2, 6, 8]
 
 
-def test_logprobs_are_ranked_as_a_stable_sort_ranks_them() -> None:
+def test_logprobs_are_ranked_as_a_stable_sort_ranks_them(logprobs: Logprobs) -> None:
     torch.manual_seed(0)
     # Halves, so that most logits have equals.
     logits = (torch.randn(17, 1003) * 6).round() / 2
+    logits[:4, 100:] = -_INF
     chosen = torch.randint(1003, (17,))
-    entries = token_logprobs(logits, chosen, 20)
-    order = logits.sort(descending=True, stable=True).indices
-    assert torch.equal(entries.token_ids[:, 1:], order[:, :20])
-    assert torch.equal(entries.ranks[:, 0], (order == chosen.unsqueeze(1)).nonzero()[:, 1] + 1)
-    expected = logits.double().log_softmax(-1).gather(1, entries.token_ids).float()
-    torch.testing.assert_close(entries.logprobs, expected, atol=1e-5, rtol=0)
+    for num_top in (0, 1, 20, 300):
+        entries = logprobs(logits, chosen, num_top)
+        order = logits.sort(descending=True, stable=True).indices
+        assert torch.equal(entries.token_ids[:, 1:], order[:, :num_top])
+        assert torch.equal(entries.ranks[:, 0], (order == chosen.unsqueeze(1)).nonzero()[:, 1] + 1)
+        assert torch.equal(entries.ranks[:, 1:], (torch.arange(num_top) + 1).expand(17, -1))
+        expected = logits.double().log_softmax(-1).gather(1, entries.token_ids).float()
+        torch.testing.assert_close(entries.logprobs, expected, atol=1e-5, rtol=0)

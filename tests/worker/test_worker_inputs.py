@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.attention import attention_mask
-from worker_svc.inputs import StepInputs, prepare_inputs
+from worker_svc.inputs import InputBuffers, StepInputs, prepare_inputs
 
 _EXAMPLE = json.loads((Path(__file__).parent / "prepare_inputs.json").read_text())
 _ARRAYS = (
@@ -39,6 +39,7 @@ def inputs_of(step: dict[str, Any], num_tokens: list[int]) -> StepInputs:
         np.array(step["token_table"], np.int32),
         np.array(step["block_table"], np.int32),
         _EXAMPLE["block_size"],
+        InputBuffers(3, 10),
     )
 
 
@@ -99,6 +100,7 @@ def test_rows_may_stand_anywhere_in_the_tables() -> None:
         np.array(step["token_table"], np.int32),
         np.array(step["block_table"], np.int32),
         _EXAMPLE["block_size"],
+        InputBuffers(3, 10),
     )
     assert inputs.input_ids.tolist() == [305, 306, 307, 103]
     assert inputs.slot_mapping.tolist() == [13, 16, 17, 5]

@@ -44,7 +44,9 @@ def test_a_plan_survives_the_way_there_and_back() -> None:
         swap_outs=worker_pb2.BlockMoves(sources=[4], destinations=[0]),
         copies=worker_pb2.BlockMoves(sources=[1, 2], destinations=[2, 1]),
     )
-    sampling = Sampling(temperature=0.5, top_k=3, top_p=0.25, seed=2**64 - 1, num_logprobs=2)
+    sampling = Sampling(
+        temperature=0.5, top_k=3, top_p=0.25, min_p=0.5, seed=2**64 - 1, num_logprobs=2
+    )
     admit(message, Sequence(2, [5, 6, 7], 2, 1, [9, 8], sampling))
     admit(message, Sequence(1, [5], 1, 0, [7]))
     append(message, 3, [11, 12])

@@ -140,6 +140,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
@@ -176,6 +177,7 @@ def admit(plan: worker_pb2.BatchPlan, sequence: Sequence) -> None:
     admissions.temperatures.append(sampling.temperature)
     admissions.top_ks.append(sampling.top_k)
     admissions.top_ps.append(sampling.top_p)
+    admissions.min_ps.append(sampling.min_p)
     admissions.seeds.append(sampling.seed)
     admissions.num_logprobs.append(sampling.num_logprobs)
     admissions.num_prompt_logprobs.append(sampling.num_prompt_logprobs)

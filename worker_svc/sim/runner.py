@@ -72,6 +72,7 @@ class SimRunner:
 
     def _run(self, plan: Plan) -> StepOutput:
         started_ns = time.monotonic_ns()
+        idle_since_ns = self._idle_since_ns
         self.ledger.apply(plan)
         rows, counts, failures = self._tables.without_failed(plan)
         inputs = self._tables.prepare(rows, counts)
@@ -83,14 +84,19 @@ class SimRunner:
         sampled = self._sample(plan.step, rows, inputs, failures)
         _sleep_until(started_ns + self.model.step_ns(inputs))
         ended_ns = time.monotonic_ns()
-        waiting_ns = started_ns - self._idle_since_ns
         self._idle_since_ns = ended_ns
         self.last_finished_step = plan.step
         return StepOutput(
             sampled_rows=sampled[0],
             sampled_token_ids=sampled[1],
             # Sampling is within the step's time and has none of its own.
-            times=StepTimes(waiting_ns, prepared_ns - started_ns, ended_ns - prepared_ns, 0),
+            times=StepTimes(
+                waiting_ns=started_ns - idle_since_ns,
+                preparing_ns=prepared_ns - started_ns,
+                forward_ns=ended_ns - prepared_ns,
+                sampling_ns=0,
+                starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
+            ),
             logprobs=sampled[2],
             failures=failures,
         )
