@@ -21,11 +21,10 @@ def job() -> Any:
 def answer(handlers: Mapping[str, Handler]) -> None:
     """Says that it is ready, then answers commands, until the parent has no more.
 
-    One line each way: a command's name, and JSON. Whatever else the process prints goes to stderr
-    from here on.
+    One line each way: a command's name on stdin, and JSON on a pipe of its own, because libraries
+    print what they like.
     """
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with os.fdopen(int(sys.argv[2]), "w", buffering=1) as answers:
         answers.write("{}\n")
         for line in sys.stdin:
             answers.write(json.dumps(handlers[line.strip()]()) + "\n")

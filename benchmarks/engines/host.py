@@ -34,12 +34,15 @@ class Host:
         job_file = folder / f"{name}.json"
         job_file.write_text(json.dumps(job))
         began_s = time.monotonic()
-        with self._log.open("w") as log:
+        read_end, write_end = os.pipe()
+        self._answers = os.fdopen(read_end)
+        with self._log.open("w") as log, os.fdopen(write_end, "w"):
             self._process = subprocess.Popen(
-                [*command, str(job_file)],
+                [*command, str(job_file), str(write_end)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=log,
                 stderr=log,
+                pass_fds=[write_end],
                 text=True,
                 # Settings of the caller's environment are not what is measured.
                 env={**_without_settings(os.environ), **environment},
@@ -71,10 +74,10 @@ class Host:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._answers.close()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise EngineError(f"{self.name} has ended; {log_end(self._log)}")
         return json.loads(line)
