@@ -79,6 +79,8 @@ class Host:
     def _answer(self) -> Any:
         line = self._answers.readline()
         if not line:
+            # It may still have something to say.
+            self.close()
             raise EngineError(f"{self.name} has ended; {log_end(self._log)}")
         return json.loads(line)
 

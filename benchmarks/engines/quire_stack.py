@@ -45,6 +45,7 @@ class Stack:
             "outputs": [request.outputs[0].token_ids for request in written],
             "busy_s": (after.busy_ns - before.busy_ns) / _NS_PER_S,
             "idle_s": (after.idle_ns - before.idle_ns) / _NS_PER_S,
+            "starting_s": (after.starting_ns - before.starting_ns) / _NS_PER_S,
         }
 
     def peak_rss_mb(self) -> float:
@@ -60,8 +61,9 @@ class Stack:
 
     def _status(self) -> WorkerStatus:
         status = self._operations.status(with_block_maps=False, timeout_s=_ASK_TIMEOUT_S)
-        [worker] = status.workers
-        return worker
+        if not status.workers:
+            raise RuntimeError("the scheduler has lost its worker: the machine is too busy")
+        return status.workers[0]
 
 
 def main() -> None:

@@ -31,6 +31,8 @@ class LaneStats:
     # As the worker told them.
     worker_idle_ns: int = 0
     worker_busy_ns: int = 0
+    # Of the idle time: with the next plan there already.
+    worker_starting_ns: int = 0
 
 
 @dataclass(slots=True)

@@ -406,6 +406,7 @@ class Lane:
             self.stats.num_sampled_tokens += len(landing.token_ids)
             self.stats.worker_idle_ns += result.times.waiting_ns
             self.stats.worker_busy_ns += _busy_ns(result.times)
+            self.stats.worker_starting_ns += result.times.starting_ns
             self.stats.scheduling_s += time.perf_counter() - started
             self._hooks.stepped(_sample(self.worker.incarnation, landing.flight, started))
 

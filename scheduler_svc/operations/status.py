@@ -49,6 +49,7 @@ def _worker(lane: LaneView, kinds: bytes | None) -> operations_pb2.WorkerStatus:
         num_preempted_by_swap=stats.num_preempted_by_swap,
         idle_ns=stats.worker_idle_ns,
         busy_ns=stats.worker_busy_ns,
+        starting_ns=stats.worker_starting_ns,
         num_blocks=lane.worker.num_blocks - 1,
         num_free_blocks=lane.num_free_blocks,
         num_cached_blocks=kinds.count(CACHED) if kinds else None,

@@ -24,6 +24,7 @@ from quire.bench.trace import Trace
 
 WORK = Work([[1, 2], [3]], [2, 3])
 OURS = [[7, 8], [9, 9, 9]]
+IDLE_NEVER = [{"busy_s": 1.0, "idle_s": 0.0, "starting_s": 0.0}]
 MACHINE = {
     "cores": 2,
     "processor": "a processor",
@@ -97,13 +98,18 @@ def test_without_vllm_the_others_are_compared():
 
 
 def test_the_worker_is_held_against_weights_pool_and_600_mb():
-    answers = [{"busy_s": 99.0, "idle_s": 1.0}, {"busy_s": 98.0, "idle_s": 2.0}]
+    answers = [
+        {"busy_s": 97.0, "idle_s": 3.0, "starting_s": 1.0},
+        {"busy_s": 98.0, "idle_s": 2.0, "starting_s": 2.0},
+    ]
     most = SMALL.weight_bytes / 1e6 + SMALL.kv_cache_bytes / 1e6 + 600
     part = worker(SMALL, answers, 4.0, most)
-    assert met(part) == {"peak resident size": True, "ready": True, "idle between steps": True}
+    assert met(part) == {"peak resident size": True, "ready": True, "idle with a plan there": True}
     assert part.rows[0]["beside_mb"] == pytest.approx(600)
-    assert part.rows[0]["idle_share"] == pytest.approx(0.015)
-    part = worker(SMALL, [{"busy_s": 97.0, "idle_s": 3.0}], 10.5, most + 1)
+    assert part.rows[0]["idle_share"] == pytest.approx(0.025)
+    assert part.rows[0]["starting_share"] == pytest.approx(0.015)
+    answers = [{"busy_s": 97.0, "idle_s": 3.0, "starting_s": 2.5}]
+    part = worker(SMALL, answers, 10.5, most + 1)
     assert set(met(part).values()) == {False}
 
 
@@ -159,9 +165,7 @@ async def test_without_vllm_there_is_one_server():
 
 
 def test_bars_are_as_long_as_their_values():
-    drawn = plot(
-        [throughput(SMALL, WORK, rounds()), worker(SMALL, [{"busy_s": 1, "idle_s": 0}], 1, 1)]
-    )
+    drawn = plot([throughput(SMALL, WORK, rounds()), worker(SMALL, IDLE_NEVER, 1, 1)])
     assert drawn is not None
     bars = ElementTree.fromstring(drawn).findall("{*}rect")[1:]
     widths = [float(bar.attrib["width"]) for bar in bars]
@@ -190,7 +194,7 @@ def test_the_page_shows_plot_table_and_versions(tmp_path, monkeypatch):
 def test_a_benchmark_without_a_plot_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
-    part = worker(SMALL, [{"busy_s": 1.0, "idle_s": 0.0}], 1.0, 1.0)
+    part = worker(SMALL, IDLE_NEVER, 1.0, 1.0)
     results.write("scheduler", Measured(MACHINE, part), [part.name])
     assert "![" not in (tmp_path / "RESULTS.md").read_text()
 

@@ -55,7 +55,9 @@ async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> 
     engine.add(12, FREE).draining = True
     lane = engine.add(10, HELD, HELD, FREE, FREE, CACHED, FREE, FREE)
     lane.rows, lane.assigned, lane.num_swapped = [1, 2, 3], [4], 2
-    lane.stats = LaneStats(num_steps=3, num_scheduled_tokens=50, worker_idle_ns=5)
+    lane.stats = LaneStats(
+        num_steps=3, num_scheduled_tokens=50, worker_idle_ns=5, worker_starting_ns=2
+    )
     engine.waiting.extend([100, 20])
     engine.stats.num_accepted = 9
     operations.servicer.leads(engine, epoch=77)
@@ -67,6 +69,7 @@ async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> 
     assert (first.incarnation, second.incarnation, second.draining) == (10, 12, True)
     assert (first.num_running, first.num_assigned, first.num_swapped) == (3, 1, 2)
     assert (first.num_steps, first.num_scheduled_tokens, first.idle_ns) == (3, 50, 5)
+    assert first.starting_ns == 2
     assert (first.num_blocks, first.num_free_blocks) == (7, 5)
     assert not first.HasField("num_cached_blocks")
     assert lane.pool.num_looks == 0
