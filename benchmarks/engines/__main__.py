@@ -13,8 +13,8 @@ from benchmarks import results
 from benchmarks.engines.latency import Addresses, latency, loads, measure
 from benchmarks.engines.models import MODELS, BenchModel
 from benchmarks.engines.plot import plot
-from benchmarks.engines.systems import QUIRE, ROOT, Bench
-from benchmarks.engines.throughput import run_rounds, throughput
+from benchmarks.engines.systems import QUIRE, ROOT, VLLM, Bench
+from benchmarks.engines.throughput import left_out_if_foreign, run_rounds, throughput
 from benchmarks.engines.vllm_server import vllm_server
 from benchmarks.engines.worker import worker
 from benchmarks.engines.workload import Work, workload
@@ -76,7 +76,8 @@ def _parts(bench: Bench, model: BenchModel, effort: Effort) -> Iterator[Part]:
         vllm = None
         if bench.vllm_python is not None:
             folder = bench.model_folder(model)
-            vllm = stack.enter_context(vllm_server(bench.vllm_python, folder, bench.folder))
+            with left_out_if_foreign(VLLM):
+                vllm = stack.enter_context(vllm_server(bench.vllm_python, folder, bench.folder))
         wanted = loads(model, effort.num_requests, effort.num_rounds)
         yield latency(model, measure(Addresses(quire.ask("address"), vllm), wanted))
 

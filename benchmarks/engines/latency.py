@@ -90,11 +90,11 @@ def latency(model: BenchModel, outcomes: Mapping[str, Sequence[Outcome]]) -> Par
     num_rounds = len(next(iter(outcomes.values())))
     return Part(
         name=f"latency-{model.name}",
-        title=f"Latencies, {model.num_parameters / 1e6:.0f} million parameters",
+        title=f"Latencies, {model.size}",
         notes=[
             "Streams of the same requests, through the gateway and through vLLM's OpenAI server; "
-            "arrivals are Poisson's, and latencies count from them. Milliseconds, medians of "
-            f"{num_rounds} rounds. *Inter-token* is the time between messages with tokens."
+            "arrivals are Poisson's, and latencies count from them. Milliseconds, medians of the "
+            f"rounds ({num_rounds}). *Inter-token* is the time between messages with tokens."
         ],
         columns=_COLUMNS,
         rows=rows,

@@ -46,6 +46,11 @@ class BenchModel:
         return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
 
     @property
+    def size(self) -> str:
+        """About so many parameters, in words."""
+        return f"{10 * round(self.num_parameters / 1e7)} million parameters"
+
+    @property
     def weight_bytes(self) -> int:
         return self.num_parameters * _FP32_BYTES
 

@@ -22,17 +22,23 @@ class System:
     """One way to do the work."""
 
     name: str
+    # Among the others, and alone.
+    short: str
     title: str
     module: str
     # Whether it is vLLM's environment that runs it.
     is_foreign: bool = False
 
 
-QUIRE = System("quire", "Quire, through its gateway over gRPC", "quire_stack")
-RUNNER = System("runner", "its runner alone, in process", "runner_alone")
-GENERATE = System("generate", "transformers `generate`, static batch", "transformers_generate")
-VLLM = System("vllm", "vLLM's CPU build, `LLM.generate`, eager", "vllm_offline", is_foreign=True)
-PRODUCTS = System("products", "the matrix products alone", "matrix_products")
+QUIRE = System("quire", "Quire", "Quire, through its gateway over gRPC", "quire_stack")
+RUNNER = System("runner", "its runner", "its runner alone, in process", "runner_alone")
+GENERATE = System(
+    "generate", "transformers", "transformers `generate`, static batch", "transformers_generate"
+)
+VLLM = System(
+    "vllm", "vLLM", "vLLM's CPU build, `LLM.generate`, eager", "vllm_offline", is_foreign=True
+)
+PRODUCTS = System("products", "matrix products", "the matrix products alone", "matrix_products")
 SYSTEMS = (QUIRE, RUNNER, GENERATE, VLLM, PRODUCTS)
 
 

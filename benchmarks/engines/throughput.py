@@ -1,12 +1,12 @@
 """Throughput: all requests at once, through every system, round after round."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.engines.host import Host
+from benchmarks.engines.host import EngineError, Host
 from benchmarks.engines.models import BenchModel
 from benchmarks.engines.systems import (
     GENERATE,
@@ -63,29 +63,43 @@ def run_rounds(
     num_rounds: int,
     started: Mapping[System, Host],
 ) -> Rounds:
-    """Starts whatever of the systems is not there yet. EngineError if one fails."""
+    """Starts whatever of the systems is not there yet; what is not ours is left out if it does not
+    start. EngineError if a system fails."""
     with ExitStack() as stack:
-        hosts = {
-            system: started.get(system) or stack.enter_context(bench.start(system, model, work))
-            for system in SYSTEMS
-            if bench.has(system)
-        }
+        hosts = dict(started)
+        for system in SYSTEMS:
+            if system not in hosts and bench.has(system):
+                with left_out_if_foreign(system):
+                    hosts[system] = stack.enter_context(bench.start(system, model, work))
         for host in hosts.values():
             host.ask("warm")
-        answers = [_round(hosts) for _ in range(num_rounds)]
+        answers = [_round(hosts, number) for number in range(num_rounds)]
         version = hosts[VLLM].ask("version") if VLLM in hosts else None
     return Rounds({system: [one[system] for one in answers] for system in hosts}, version)
 
 
-def _round(hosts: Mapping[System, Host]) -> dict[System, Mapping[str, Any]]:
-    """One after the other: the others sleep meanwhile."""
-    return {system: host.ask("run") for system, host in hosts.items()}
+@contextmanager
+def left_out_if_foreign(system: System) -> Iterator[None]:
+    """A start that may fail without ending everything, if the system is not ours."""
+    try:
+        yield
+    except EngineError as error:
+        if not system.is_foreign:
+            raise
+        print(f"{system.short} is left out: {error}", flush=True)
+
+
+def _round(hosts: Mapping[System, Host], number: int) -> dict[System, Mapping[str, Any]]:
+    """One after the other, while the others sleep; in turns from either end, so that a machine
+    that gets slower or faster favours nobody."""
+    order = list(hosts) if number % 2 == 0 else list(reversed(hosts))
+    return {system: hosts[system].ask("run") for system in order}
 
 
 def throughput(model: BenchModel, work: Work, rounds: Rounds) -> Part:
     return Part(
         name=f"throughput-{model.name}",
-        title=f"Throughput, {model.num_parameters / 1e6:.0f} million parameters",
+        title=f"Throughput, {model.size}",
         notes=[_setting(work, rounds), _READING, _products_note(rounds)],
         columns=_COLUMNS,
         rows=[_row(system, work, rounds) for system in SYSTEMS if system in rounds.answers],
@@ -114,7 +128,7 @@ def _setting(work: Work, rounds: Rounds) -> str:
     return (
         f"{len(work.prompts)} prompts with {sum(map(len, work.prompts)):,} tokens, "
         f"{work.num_output_tokens:,} tokens of output; all at once, greedy, fp32, on all cores; "
-        f"{num_rounds} rounds, in each of which every system does the work once{vllm}."
+        f"rounds in which every system does the work once: {num_rounds}{vllm}."
     )
 
 
@@ -148,7 +162,7 @@ def _ratio_targets(rounds: Rounds) -> list[Target]:
     found = []
     for faster, slower, aim in _RATIOS:
         if (ratio := rounds.ratio(faster, slower)) is not None:
-            what = f"{faster.title}: times as fast as {slower.title}"
+            what = f"{faster.short}, times as fast as {slower.short}"
             found.append(Target(what, f"at least {aim:g}", f"{ratio:.2f}", ratio >= aim))
     return found
 

@@ -33,7 +33,7 @@ def worker(
     }
     return Part(
         name=f"worker-{model.name}",
-        title=f"The worker, {model.num_parameters / 1e6:.0f} million parameters",
+        title=f"The worker, {model.size}",
         notes=[
             "Its largest resident memory while the rounds above ran (10^6 bytes), and what that is "
             "beside weights and pool. *Ready* is from the start of the whole stack, Redis too, to "

@@ -2,16 +2,19 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import cycle
 
 from quire.async_client import AsyncClient
 from quire.bench.server import Message, RequestFailed
 from quire.bench.workload import BenchRequest
 from quire.errors import QuireError
 from quire.sampling import SamplingParams
+from quire.targets import Targets
 
 
 class QuireServer:
-    """A gateway. What breaks is not taken up again: it is to be counted."""
+    """Gateways, each of which gets the next request in turn. What breaks is not taken up again: it
+    is to be counted."""
 
     name = "quire"
 
@@ -19,7 +22,10 @@ class QuireServer:
         self, target: str, model: str | None, temperature: float, ignore_eos: bool
     ) -> None:
         """TypeError or ValueError for a target that is no address."""
-        self._client = AsyncClient(target, resume_timeout_s=0)
+        self._clients = [
+            AsyncClient(address, resume_timeout_s=0) for address in Targets(target).addresses
+        ]
+        self._turns = cycle(self._clients)
         self._model = model
         self._temperature = temperature
         self._ignore_eos = ignore_eos
@@ -30,7 +36,9 @@ class QuireServer:
             max_tokens=request.max_tokens,
             ignore_eos=self._ignore_eos,
         )
-        deltas = self._client.stream_generate(request.prompt_token_ids, params, model=self._model)
+        deltas = next(self._turns).stream_generate(
+            request.prompt_token_ids, params, model=self._model
+        )
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -41,4 +49,5 @@ class QuireServer:
             raise RequestFailed(error.reason or error.code.name) from error
 
     async def close(self) -> None:
-        await self._client.close()
+        for client in self._clients:
+            await client.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scripted_openai import Handler
 from tiny_models import VOCAB_SIZE, llama
 from tiny_tokenizer import save_tokenizer
 from typer.testing import CliRunner
@@ -74,6 +75,21 @@ def test_what_is_too_long_for_the_model_is_cut(target):
     result = bench("--target", target, *SMALL[:2], "--prompt-len", "500", "--json", "-")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["servers"][0]["num_output_tokens"] == 12
+
+
+def test_another_server_gets_the_same_load_and_stands_beside(target, url):
+    result = bench("--target", target, "--openai", url, *SMALL)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0].split() == ["quire", "openai", "quire", "/", "openai"]
+    assert result.stdout.splitlines()[-1].startswith("equal: ")
+    assert len(Handler.bodies) == 1 + 12
+
+
+def test_another_server_may_be_alone(url):
+    result = bench("--openai", url, *SMALL, "--vocab-size", "100", "--json", "-")
+    assert result.exit_code == 0, result.output
+    [report] = json.loads(result.stdout)["servers"]
+    assert (report["server"], report["num_output_tokens"]) == ("openai", 12 * 3)
 
 
 def test_places_may_be_few(target):

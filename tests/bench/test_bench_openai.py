@@ -1,83 +1,12 @@
 """The OpenAI side of the load, against a real HTTP server that is scripted."""
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
-
 import pytest
+from scripted_openai import WITHOUT_IDS, Handler
 
 from quire.bench.load import run_load
 from quire.bench.openai_server import OpenAIServer, message_of, served_model
 from quire.bench.server import RequestFailed
 from quire.bench.workload import BenchRequest
-
-# What a server that knows vLLM's extensions streams, and one that knows none.
-WITH_IDS = [
-    {"choices": [{"text": "a", "token_ids": [5]}]},
-    {"choices": [{"text": "", "token_ids": [6, 7]}]},
-    {"choices": [], "usage": {"completion_tokens": 3}},
-]
-WITHOUT_IDS = [
-    {"choices": [{"text": "a"}]},
-    {"choices": [{"text": "bc"}]},
-    {"choices": [{"text": "", "finish_reason": "length"}]},
-    {"choices": [], "usage": {"completion_tokens": 3}},
-]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Streams `chunks`; a prompt that begins with 0 is refused, with 1 cut off, with 2 broken."""
-
-    chunks: ClassVar[list[dict]] = []
-    bodies: ClassVar[list[dict]] = []
-    authorizations: ClassVar[list[str | None]] = []
-
-    def do_GET(self) -> None:
-        assert self.path == "/v1/models"
-        self._answer(200, "application/json", json.dumps({"data": [{"id": "served"}]}))
-
-    def do_POST(self) -> None:
-        assert self.path == "/v1/completions"
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.bodies.append(body)
-        self.authorizations.append(self.headers["Authorization"])
-        events = [json.dumps(chunk) for chunk in self.chunks]
-        match body["prompt"][0]:
-            case 0:
-                self._answer(400, "application/json", '{"error": "no such parameter"}')
-                return
-            case 1:
-                events = events[:1]
-            case 2:
-                events = [*events[:1], json.dumps({"error": {"message": "out of memory"}})]
-            case _:
-                events.append("[DONE]")
-        self._answer(200, "text/event-stream", "".join(f"data: {e}\n\n" for e in events))
-
-    def _answer(self, status: int, kind: str, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Tests are quiet."""
-
-
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    for name, value in (("chunks", WITH_IDS), ("bodies", []), ("authorizations", [])):
-        monkeypatch.setattr(Handler, name, value)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 async def traced(url: str, *prompts: list[int], ignore_eos: bool = True):

@@ -6,11 +6,12 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks import results
+from benchmarks.engines.host import EngineError
 from benchmarks.engines.latency import Addresses, latency, loads
 from benchmarks.engines.models import SMALL
 from benchmarks.engines.plot import plot
 from benchmarks.engines.systems import GENERATE, PRODUCTS, QUIRE, RUNNER, VLLM
-from benchmarks.engines.throughput import Rounds, throughput
+from benchmarks.engines.throughput import Rounds, left_out_if_foreign, throughput
 from benchmarks.engines.vllm_requirements import needed
 from benchmarks.engines.worker import worker
 from benchmarks.engines.workload import Work
@@ -95,6 +96,14 @@ def test_without_vllm_the_others_are_compared():
     part = throughput(SMALL, WORK, Rounds({k: v for k, v in there.items() if k != VLLM}, None))
     assert len(part.rows) == 4
     assert len(part.targets) == 4
+
+
+def test_another_engine_that_does_not_start_is_left_out_and_ours_is_not(capsys):
+    with left_out_if_foreign(VLLM):
+        raise EngineError("no such library")
+    assert capsys.readouterr().out == "vLLM is left out: no such library\n"
+    with pytest.raises(EngineError, match="no such library"), left_out_if_foreign(RUNNER):
+        raise EngineError("no such library")
 
 
 def test_the_worker_is_held_against_weights_pool_and_600_mb():
