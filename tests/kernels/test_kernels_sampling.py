@@ -195,8 +195,10 @@ def has_margin(logits: Tensor, drawing: RowParams) -> Tensor:
 @pytest.mark.parametrize("implementation", cpp_implementations())
 @pytest.mark.parametrize(
     ("vocab_size", "spread"),
-    [(1, 1.0), (2, 1.0), (63, 0.1), (64, 1.0), (65, 8.0), (129, 1.0)]
-    + [(1003, 0.1), (1003, 1.0), (1003, 8.0), (8192, 1.0), (50_257, 3.0)],
+    [
+        *((1, 1.0), (2, 1.0), (63, 0.1), (64, 1.0), (65, 8.0), (129, 1.0)),
+        *((1003, 0.1), (1003, 1.0), (1003, 8.0), (8192, 1.0), (50_257, 3.0)),
+    ],
 )
 def test_every_token_is_the_twin_s(
     vocab_size: int, spread: float, implementation: Implementation
