@@ -84,11 +84,18 @@ RUN /opt/quire/bin/pip install --quiet --no-compile \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
+# The C++ kernels, in versions for several instruction sets, of which a worker chooses when it runs.
+FROM worker-dependencies AS worker-kernels
+RUN command -v g++ || { apt-get update && apt-get install --yes --no-install-recommends g++; }
+COPY --from=app /app/kernels ./kernels
+RUN QUIRE_KERNEL_CACHE=/opt/quire-kernels /opt/quire/bin/python -m kernels.cpu.build
+
 FROM base AS worker
 COPY --from=worker-dependencies /opt/quire /opt/quire
+COPY --from=worker-kernels /opt/quire-kernels /opt/quire-kernels
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053
+ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_KERNEL_CACHE=/opt/quire-kernels
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
   CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]

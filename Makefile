@@ -35,7 +35,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-containers bench bench-scheduler chaos lint format stubs clean up down local-images
+.PHONY: help demo kernels test test-slow test-containers bench bench-kernels bench-scheduler chaos lint format stubs clean up down local-images
 
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -43,16 +43,24 @@ help: ## Lists the targets.
 demo: $(STUBS) ## Streams texts from a private stack on this machine, and kills its parts meanwhile.
 	$(BIN)/quire demo
 
-test: $(STUBS) ## Runs the tests (minutes).
+kernels: $(STUBS) ## Compiles the C++ kernels, unless that has been done (a minute).
+	@mkdir -p .cache
+	@$(BIN)/python -m kernels.cpu.build >.cache/kernels.log 2>&1 \
+	  || { tail -n 20 .cache/kernels.log; echo 'No C++ kernels: torch does their work.'; }
+
+test: kernels ## Runs the tests (minutes).
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STUBS) ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-bench: $(STUBS) ## Measures Quire beside other engines on the same work (half an hour).
+bench: kernels ## Measures Quire beside other engines on the same work (forty minutes).
 	@$(MAKE) --no-print-directory $(VLLM_INSTALLED) \
 	  || echo 'vLLM cannot be had here; it goes on without.'
 	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) $(BENCH_ARGS)
+
+bench-kernels: kernels ## Measures the kernels beside torch's operations and the machine's limits (minutes).
+	$(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
 
 bench-scheduler: $(STUBS) ## Measures the scheduler with simulated workers (minutes).
 	$(BIN)/python -m benchmarks.scheduler $(BENCH_ARGS)
@@ -97,7 +105,8 @@ test-containers: $(STUBS) ## Runs the tests that need a Docker engine, in contai
 
 local-images: ## Makes base images without an image registry (as root; see README).
 	scripts/make-base-image.sh quire-base:local
-	TORCH='$(TORCH)' scripts/make-build-image.sh quire-base:local quire-build:local
+	scripts/make-base-image.sh quire-compiler:local g++
+	TORCH='$(TORCH)' scripts/make-build-image.sh quire-compiler:local quire-build:local
 
 $(INSTALLED): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -15,6 +15,7 @@ PAGE = _HERE / "RESULTS.md"
 # Of the page's sections, by benchmark, in their order.
 _TITLES = {
     "engines": "Beside other engines",
+    "kernels": "Kernels",
     "chaos": "Nothing is lost",
     "scheduler": "Scheduler",
 }

@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 local_base=quire-base:local
+local_compiler=quire-compiler:local
 local_build=quire-build:local
 
 wanted() { # NAME DEFAULT
@@ -29,5 +30,8 @@ if ! { to_be_had "$base" && to_be_had "$build" && to_be_had "$redis"; }; then
 fi
 # Whoever asked for them: their wheels have to be those that are required now.
 [[ $base != "$local_base" ]] || is_here "$base" || scripts/make-base-image.sh "$base" >&2
-[[ $build != "$local_build" ]] || scripts/make-build-image.sh "$local_base" "$build" >&2
+if [[ $build == "$local_build" ]]; then
+  is_here "$local_compiler" || scripts/make-base-image.sh "$local_compiler" g++ >&2
+  scripts/make-build-image.sh "$local_compiler" "$build" >&2
+fi
 echo "BASE_IMAGE=$base BUILD_IMAGE=$build REDIS_IMAGE=$redis"

@@ -2,14 +2,15 @@
 # Makes the images that the Dockerfile and docker-compose.yml start from, without an image
 # registry: Debian by debootstrap, with Python and Redis, from the Debian mirror of this host.
 #
-#   scripts/make-base-image.sh [IMAGE]       (as root; default quire-base:local)
+#   scripts/make-base-image.sh [IMAGE [PACKAGES]]     (as root; default quire-base:local)
 #
 # Then: BASE_IMAGE=quire-base:local REDIS_IMAGE=quire-base:local docker-compose up --build
 set -euo pipefail
 
 image=${1:-quire-base:local}
 suite=bookworm
-packages=ca-certificates,python3,python3-venv,redis-server
+# More of them, with commas between, for an image that others are built in: g++.
+packages=ca-certificates,python3,python3-venv,redis-server${2:+,$2}
 
 # The first Debian mirror that this host uses, from either format of its sources.
 mirror=$(awk '

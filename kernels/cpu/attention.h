@@ -1,4 +1,5 @@
-// Attention of one item of work. Included once per instruction set, after tile.h.
+// Attention of one item of work. Included once per instruction set, after
+// tile.h and finish.h.
 //
 // Keys are met tile by tile, with a running softmax, as in Dao et al., "FlashAttention" (2022).
 // The rows of a key head are its queries' tokens times the query heads that share it, so that a key
@@ -32,31 +33,6 @@ struct Layout {
 
 static int64_t scratch_floats(const Attention& call, const Item& item) {
   return Layout(call, item).end;
-}
-
-// An output row from its sums: [head_dim], which it overwrites.
-static void finish(const Attention& call, int64_t token, int64_t head, RowState state, float* sums) {
-  float factor = call.values.scale;
-  if (state.total == 0.0f) {
-    factor = 0.0f;  // it has seen no key
-  } else if (call.sinks != nullptr) {
-    const float top = state.maximum > call.sinks[head] ? state.maximum : call.sinks[head];
-    const float share = std::exp(state.maximum - top);
-    factor *= share / (state.total * share + std::exp(call.sinks[head] - top));
-  } else {
-    factor /= state.total;
-  }
-  const int64_t dim = call.values.head_dim;
-  for (int64_t d = 0; d < dim; d += kLanes) store(sums + d, load(sums + d) * factor);
-  char* out = static_cast<char*>(call.out.data) +
-              (token * call.out.token_stride + head * call.out.head_stride) *
-                  bytes_of(call.out.format);
-  narrow_row(call.out.format, sums, out, dim);
-}
-
-// Partials are rows of sums, then maximum and total.
-QUIRE_INLINE int64_t partial_stride(const Attention& call) {
-  return padded(call.values.head_dim) + 2;
 }
 
 template <typename T>
@@ -114,14 +90,17 @@ class ItemRun {
   void find_tile(int64_t first_key) {
     tile_key_ = first_key;
     tile_keys_ = std::min<int64_t>(kTileKeys, item_.end_key - first_key);
+    const int64_t count = std::min<int64_t>(kTileKeys + kBeyond, item_.end_key - first_key);
     const int32_t* block = call_.block_table + item_.seq * call_.block_table_stride +
                            first_key / call_.block_size;
     int64_t slot = first_key % call_.block_size;
-    for (int64_t j = 0; j < tile_keys_; ++j) {
+    for (int64_t j = 0; j < count; ++j) {
       keys_at_[j] = *block * call_.keys.block_stride + slot * call_.keys.slot_stride;
       values_at_[j] = *block * call_.values.block_stride + slot * call_.values.slot_stride;
       if (++slot == call_.block_size) ++block, slot = 0;
     }
+    std::fill(keys_at_ + count, std::end(keys_at_), keys_at_[count - 1]);
+    std::fill(values_at_ + count, std::end(values_at_), values_at_[count - 1]);
   }
 
   void meet_packed() {
@@ -166,47 +145,43 @@ class ItemRun {
 
   void meet_in_place() {
     const Span seen{row_span(0).begin, row_span(at_.rows - 1).end};
-    for (int64_t j = seen.begin / 4 * 4; j < seen.end; j += 4) {
-      for (int64_t head = 0; head < item_.num_heads; ++head) score_in_place(head, j, seen.end);
+    // A run of keys for all heads, then the next: near the order of addresses.
+    for (int64_t j = seen.begin / kRun * kRun; j < seen.end; j += kRun) {
+      const int64_t count = std::min(kRun, seen.end - j);
+      for (int64_t head = 0; head < item_.num_heads; ++head) score_in_place(head, j, count);
     }
     const Span span{seen.begin / kLanes * kLanes, rounded_up(seen.end, kLanes)};
     for (int64_t head = 0; head < item_.num_heads; ++head) {
       for (int64_t row = 0; row < at_.rows; ++row) soften_row(head, row, span);
     }
-    // So many that the sums' way from and to memory does not count.
-    constexpr int64_t kRun = 16;
     for (int64_t j = seen.begin; j < seen.end; j += kRun) {
-      for (int64_t head = 0; head < item_.num_heads; ++head) {
-        add_in_place(head, j, std::min(kRun, seen.end - j));
-      }
+      const int64_t count = std::min(kRun, seen.end - j);
+      for (int64_t head = 0; head < item_.num_heads; ++head) add_in_place(head, j, count);
     }
   }
 
-  // Past the last key the last one is scored again.
-  void score_in_place(int64_t head, int64_t j, int64_t end) {
-    int64_t at[4];
-    for (int i = 0; i < 4; ++i) at[i] = keys_at_[std::min(j + i, end - 1)];
+  void score_in_place(int64_t head, int64_t j, int64_t count) {
     const int64_t dim = call_.keys.head_dim, stride = at_.query_stride;
     for (int64_t row = 0; row < at_.rows; row += 2) {
       const float* queries = queries_ + index(head, row) * stride;
       float* scores = scores_ + index(head, row) * kTileKeys + j;
       if (row + 1 < at_.rows) {
-        score_four<T, 2>(queries, stride, keys(head), at, dim, scores);
+        score_keys<T, 2>(queries, stride, keys(head), keys_at_ + j, count, dim, scores);
       } else {
-        score_four<T, 1>(queries, stride, keys(head), at, dim, scores);
+        score_keys<T, 1>(queries, stride, keys(head), keys_at_ + j, count, dim, scores);
       }
     }
   }
 
-  void add_in_place(int64_t head, int64_t j, int64_t num_keys) {
+  void add_in_place(int64_t head, int64_t j, int64_t count) {
     const int64_t dim = call_.values.head_dim, stride = at_.sum_stride;
     for (int64_t row = 0; row < at_.rows; row += 2) {
       const float* weights = scores_ + index(head, row) * kTileKeys + j;
       float* sums = sums_ + index(head, row) * stride;
       if (row + 1 < at_.rows) {
-        add_values<T, 2>(weights, values(head), values_at_ + j, num_keys, dim, sums, stride);
+        add_values<T, 2>(weights, values(head), values_at_ + j, count, dim, sums, stride);
       } else {
-        add_values<T, 1>(weights, values(head), values_at_ + j, num_keys, dim, sums, stride);
+        add_values<T, 1>(weights, values(head), values_at_ + j, count, dim, sums, stride);
       }
     }
   }
@@ -290,7 +265,12 @@ class ItemRun {
   Span* spans_;  // of each block of rows, in whole panels
   int64_t group_, first_token_, first_position_;
   int64_t tile_key_, tile_keys_;
-  int64_t keys_at_[kTileKeys], values_at_[kTileKeys];
+  // Keys per turn of a head where tiles are read in place.
+  static constexpr int64_t kRun = 16;
+  // Beyond the tile stand the first keys of the next, for loops that look ahead, and in their place
+  // the last one again, for loops that take four at a time.
+  static constexpr int64_t kBeyond = kAhead + 4;
+  int64_t keys_at_[kTileKeys + kBeyond], values_at_[kTileKeys + kBeyond];
 };
 
 static void attend(const Attention& call, const Item& item, float* scratch, float* partials,
@@ -306,46 +286,5 @@ static void attend(const Attention& call, const Item& item, float* scratch, floa
       return ItemRun<E4M3>(call, item, scratch).run(partials, partial_floats);
     case Format::kE5M2:
       return ItemRun<E5M2>(call, item, scratch).run(partials, partial_floats);
-  }
-}
-
-// An output row from the partials of its keys' parts, the first of which is at `partial`.
-static void merge_row(const Attention& call, int64_t token, int64_t head, const float* partial,
-                      int64_t count, int64_t partial_floats, float* sums) {
-  const int64_t width = partial_stride(call) - 2;
-  const auto state_of = [&](int64_t part) {
-    RowState state;
-    std::memcpy(&state, partial + part * partial_floats + width, sizeof state);
-    return state;
-  };
-  RowState all{kMinusInfinity, 0.0f};
-  for (int64_t part = 0; part < count; ++part) {
-    all.maximum = std::max(all.maximum, state_of(part).maximum);
-  }
-  std::memset(sums, 0, width * sizeof(float));
-  for (int64_t part = 0; part < count; ++part) {
-    const RowState state = state_of(part);
-    if (state.total == 0.0f) continue;
-    const float factor = std::exp(state.maximum - all.maximum);
-    all.total += state.total * factor;
-    const float* from = partial + part * partial_floats;
-    for (int64_t d = 0; d < width; d += kLanes) {
-      store(sums + d, load(sums + d) + load(from + d) * factor);
-    }
-  }
-  finish(call, token, head, all, sums);
-}
-
-static void merge(const Attention& call, const Merge& merge, float* scratch, const float* partials,
-                  int64_t partial_floats) {
-  const Item& item = merge.whole;
-  const int64_t group = call.group_size(), rows = item.num_tokens * group;
-  const float* partial = partials + merge.first_partial * partial_floats;
-  for (int64_t head = 0; head < item.num_heads; ++head) {
-    for (int64_t row = 0; row < rows; ++row, partial += partial_stride(call)) {
-      const int64_t token = call.query_start_loc[item.seq] + item.first_token + row / group;
-      merge_row(call, token, (item.first_head + head) * group + row % group, partial, merge.count,
-                partial_floats, scratch);
-    }
   }
 }

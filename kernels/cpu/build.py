@@ -4,6 +4,8 @@ Needs g++ and ninja. Any number of processes may do so at once: one compiles, th
 """
 
 import fcntl
+import os
+import sys
 from pathlib import Path
 
 from torch.utils.cpp_extension import load
@@ -37,6 +39,8 @@ def build() -> Path:
 
 
 def _compile(folder: Path) -> None:
+    # A ninja that came with this environment is not on the path of those who call it by its name.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     load(
         name=NAME,
         sources=[str(path) for path in sources()],
@@ -46,6 +50,8 @@ def _compile(folder: Path) -> None:
         with_cuda=False,
         is_python_module=False,
     )
+    for compiled in folder.glob("*.o"):
+        compiled.unlink()
 
 
 if __name__ == "__main__":

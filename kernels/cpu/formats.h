@@ -51,6 +51,8 @@ struct BFloat16 { uint16_t raw; };
 struct E4M3 { uint8_t raw; };
 struct E5M2 { uint8_t raw; };
 
+#if QUIRE_LANES == 4
+
 QUIRE_INLINE Ints load_halves(const void* from) {
   return __builtin_convertvector(load_as<Halves>(static_cast<const uint8_t*>(from)), Ints);
 }
@@ -61,10 +63,12 @@ QUIRE_INLINE Ints load_bytes(const void* from) {
 
 QUIRE_INLINE Floats load(const BFloat16* from) { return from_bits(load_halves(from) << 16); }
 
-#if QUIRE_LANES == 4
-
 QUIRE_INLINE Floats load(const Float16* from) {
   return SmallFloat<5, 10, true>::widen(load_halves(from));
+}
+
+QUIRE_INLINE Floats load(const E4M3* from) {
+  return SmallFloat<4, 3, false>::widen(load_bytes(from));
 }
 
 QUIRE_INLINE Floats load(const E5M2* from) {
@@ -73,26 +77,52 @@ QUIRE_INLINE Floats load(const E5M2* from) {
 
 #else
 
-QUIRE_INLINE Floats widen_halves(Halves x) {
+// Widening by instructions' names: the compiler takes detours where it is left to it.
 #if QUIRE_LANES == 8
+QUIRE_INLINE Halves load_bytes(const void* from) {
+  return reinterpret_cast<Halves>(
+      _mm_cvtepu8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+}
+QUIRE_INLINE Ints widen_integers(Halves x) {
+  return reinterpret_cast<Ints>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x)));
+}
+QUIRE_INLINE Floats widen_halves(Halves x) {
   return reinterpret_cast<Floats>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(x)));
+}
 #else
+QUIRE_INLINE Halves load_bytes(const void* from) {
+  return reinterpret_cast<Halves>(
+      _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+}
+// The forms with a mask, as the compiler warns of the others.
+QUIRE_INLINE Ints widen_integers(Halves x) {
+  return reinterpret_cast<Ints>(
+      _mm512_maskz_cvtepu16_epi32(0xFFFF, reinterpret_cast<__m256i>(x)));
+}
+QUIRE_INLINE Floats widen_halves(Halves x) {
   return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xFFFF, reinterpret_cast<__m256i>(x)));
+}
 #endif
+
+QUIRE_INLINE Floats load(const BFloat16* from) {
+  return from_bits(widen_integers(load_as<Halves>(&from->raw)) << 16);
 }
 
 QUIRE_INLINE Floats load(const Float16* from) { return widen_halves(load_as<Halves>(&from->raw)); }
 
 // The upper byte of half-precision numbers.
-QUIRE_INLINE Floats load(const E5M2* from) {
-  return widen_halves(__builtin_convertvector(load_as<Bytes>(&from->raw), Halves) << 8);
+QUIRE_INLINE Floats load(const E5M2* from) { return widen_halves(load_bytes(from) << 8); }
+
+// As half-precision numbers, whose exponent's bias is larger by 8.
+QUIRE_INLINE Floats load(const E4M3* from) {
+  using Signed = int16_t __attribute__((vector_size(kLanes * 2)));
+  const Halves x = load_bytes(from) << 8;
+  const Halves half = reinterpret_cast<Halves>(reinterpret_cast<Signed>(x) >> 1) & 0xBFFF;
+  const Halves nan = reinterpret_cast<Halves>((half & 0x3F80) == 0x3F80);
+  return widen_halves(half | nan) * 256.0f;
 }
 
 #endif
-
-QUIRE_INLINE Floats load(const E4M3* from) {
-  return SmallFloat<4, 3, false>::widen(load_bytes(from));
-}
 
 QUIRE_INLINE void store(Float16* to, Floats x) {
   const Ints small = SmallFloat<5, 10, true>::narrow<false>(x);

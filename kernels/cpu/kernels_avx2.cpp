@@ -10,6 +10,7 @@ namespace avx2 {
 #include "vec.h"
 #include "formats.h"
 #include "tile.h"
+#include "finish.h"
 #include "attention.h"
 #include "kv_write.h"
 }  // namespace avx2

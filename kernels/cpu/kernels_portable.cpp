@@ -8,6 +8,7 @@ namespace portable {
 #include "vec.h"
 #include "formats.h"
 #include "tile.h"
+#include "finish.h"
 #include "attention.h"
 #include "kv_write.h"
 }  // namespace portable

@@ -5,8 +5,9 @@
 namespace quire {
 namespace {
 
-// Rows of a key head that share the packing of a tile, and its stay in the second-level cache.
-constexpr int64_t kItemRows = 96;
+// Rows of a key head that share the packing of a tile; their queries and sums have to stay in the
+// second-level cache with it.
+constexpr int64_t kItemRows = 192, kItemNumbers = 16 * 1024;
 // So few rows read memory rather than compute. Then an item has all key heads, which lie side by
 // side, so that it reads in the order of addresses.
 constexpr int64_t kReadingRows = 16;
@@ -41,13 +42,14 @@ Item item_of(const Attention& call, int64_t seq, int64_t first_token, int64_t nu
 // All the work, no item partitioned.
 std::vector<Item> whole_items(const Attention& call) {
   const int64_t group = call.group_size();
-  const int64_t tile_tokens = std::max<int64_t>(kItemRows / group, 1);
+  const int64_t dim = std::max({call.keys.head_dim, call.values.head_dim, int64_t{1}});
+  const int64_t item_tokens = std::max<int64_t>(std::min(kItemRows, kItemNumbers / dim) / group, 1);
   std::vector<Item> items;
   for (int64_t seq = 0; seq < call.num_seqs; ++seq) {
     const int64_t query_len = call.query_start_loc[seq + 1] - call.query_start_loc[seq];
     const int64_t heads = query_len * group <= kReadingRows ? call.num_kv_heads : 1;
-    for (int64_t token = 0; token < query_len; token += tile_tokens) {
-      const int64_t num_tokens = std::min(tile_tokens, query_len - token);
+    for (int64_t token = 0; token < query_len; token += item_tokens) {
+      const int64_t num_tokens = std::min(item_tokens, query_len - token);
       for (int64_t head = 0; head < call.num_kv_heads; head += heads) {
         items.push_back(item_of(call, seq, token, num_tokens, head, heads));
       }

@@ -9,6 +9,10 @@ constexpr int kRowBlock = kLanes == 16 ? 12 : 6;
 // Up to so many rows per key head, keys and values are read in place.
 constexpr int kFewRows = 4;
 
+// How many keys before its turn one is fetched where tiles are read in place: blocks lie anywhere,
+// so the processor's own guesses end with each of them.
+constexpr int kAhead = 16;
+
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 QUIRE_INLINE int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -73,51 +77,100 @@ template <typename T>
 static void pack_values(const T* values, const int64_t* at, int64_t num_keys, int64_t dim,
                         float* panels) {
   for (int64_t j = 0; j < rounded_up(num_keys, kPanel); ++j) {
-    for (int64_t d = 0; d < rounded_up(dim, kPanel); d += kLanes) {
-      float* to = panels + (d / kPanel * kTileKeys + j) * kPanel + d % kPanel;
-      store(to, j < num_keys && d < dim ? load_within(values + at[j], d, dim) : Floats{});
+    float* to = panels + j * kPanel;
+    for (int64_t d = 0; d < dim; d += kPanel, to += kTileKeys * kPanel) {
+      const bool none = j >= num_keys, half = d + kLanes >= dim;
+      store(to, none ? Floats{} : load_within(values + at[j], d, dim));
+      store(to + kLanes, none || half ? Floats{} : load_within(values + at[j], d + kLanes, dim));
     }
   }
 }
 
-// scores [kRows, 4] of four keys, read in place.
+// products [kRows, 4] += the products of four keys, each at `key`, in the dimensions from `d` on.
+template <bool kWhole, typename T, int kRows>
+QUIRE_INLINE void score_step(const float* queries, int64_t query_stride, const T* const* key,
+                             int64_t d, int64_t dim, Floats (*products)[4]) {
+  Floats k[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) k[i] = kWhole ? load(key[i] + d) : load_within(key[i], d, dim);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    const Floats q = load(queries + r * query_stride + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) products[r][i] += q * k[i];
+  }
+}
+
+// scores [kRows, 4] of four keys, read in place; those kAhead further on in `at` are fetched.
 template <typename T, int kRows>
 QUIRE_INLINE void score_four(const float* queries, int64_t query_stride, const T* keys,
                              const int64_t* at, int64_t dim, float* scores) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   const T* key[4] = {keys + at[0], keys + at[1], keys + at[2], keys + at[3]};
+  const T* next[4] = {keys + at[kAhead], keys + at[kAhead + 1], keys + at[kAhead + 2],
+                      keys + at[kAhead + 3]};
   Floats products[kRows][4] = {};
-  for (int64_t d = 0; d < dim; d += kLanes) {
-    Floats k[4];
-    for (int i = 0; i < 4; ++i) k[i] = load_within(key[i], d, dim);
-    for (int r = 0; r < kRows; ++r) {
-      const Floats q = load(queries + r * query_stride + d);
-      for (int i = 0; i < 4; ++i) products[r][i] += q * k[i];
+  int64_t d = 0;
+  for (; d + kLine <= dim; d += kLine) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) __builtin_prefetch(next[i] + d);
+#pragma GCC unroll 8
+    for (int64_t e = d; e < d + kLine; e += kLanes) {
+      score_step<true, T, kRows>(queries, query_stride, key, e, dim, products);
     }
   }
+  for (; d < dim; d += kLanes) {
+    score_step<false, T, kRows>(queries, query_stride, key, d, dim, products);
+  }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
     const Floats* p = products[r];
     store_as(scores + r * kTileKeys, sums(p[0], p[1], p[2], p[3]));
   }
 }
 
-// sums [kRows, kVectors * kLanes] += weights [kRows, num_keys] * values, read in place.
-template <typename T, int kRows, int kVectors>
+template <typename T, int kRows>
+QUIRE_INLINE void score_keys(const float* queries, int64_t query_stride, const T* keys,
+                             const int64_t* at, int64_t num_keys, int64_t dim, float* scores) {
+  for (int64_t j = 0; j < num_keys; j += 4) {
+    score_four<T, kRows>(queries, query_stride, keys, at + j, dim, scores + j);
+  }
+}
+
+// sums [kRows, kVectors * kLanes] += weights [kRows, num_keys] * values, read in place, in the
+// dimensions from `d` on.
+template <bool kWhole, typename T, int kRows, int kVectors>
 QUIRE_INLINE void add_columns(const float* weights, const T* values, const int64_t* at,
                               int64_t num_keys, int64_t d, int64_t dim, float* sums,
                               int64_t sums_stride) {
   Floats acc[kRows][kVectors];
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) acc[r][i] = load(sums + r * sums_stride + d + i * kLanes);
   }
   for (int64_t j = 0; j < num_keys; ++j) {
+    const T* row = values + at[j];
+    if (d == 0) {
+      for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) {
+        __builtin_prefetch(values + at[j + kAhead] + i);
+      }
+    }
     Floats v[kVectors];
-    for (int i = 0; i < kVectors; ++i) v[i] = load_within(values + at[j], d + i * kLanes, dim);
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) {
+      v[i] = kWhole ? load(row + d + i * kLanes) : load_within(row, d + i * kLanes, dim);
+    }
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const Floats w = broadcast(weights[r * kTileKeys + j]);
+#pragma GCC unroll 4
       for (int i = 0; i < kVectors; ++i) acc[r][i] += w * v[i];
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) store(sums + r * sums_stride + d + i * kLanes, acc[r][i]);
   }
 }
@@ -127,10 +180,10 @@ QUIRE_INLINE void add_values(const float* weights, const T* values, const int64_
                              int64_t num_keys, int64_t dim, float* sums, int64_t sums_stride) {
   int64_t d = 0;
   for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
-    add_columns<T, kRows, 4>(weights, values, at, num_keys, d, dim, sums, sums_stride);
+    add_columns<true, T, kRows, 4>(weights, values, at, num_keys, d, dim, sums, sums_stride);
   }
   for (; d < dim; d += kLanes) {
-    add_columns<T, kRows, 1>(weights, values, at, num_keys, d, dim, sums, sums_stride);
+    add_columns<false, T, kRows, 1>(weights, values, at, num_keys, d, dim, sums, sums_stride);
   }
 }
 

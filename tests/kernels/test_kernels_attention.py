@@ -1,79 +1,226 @@
-"""Paged attention against its twin, with everything unseen poisoned."""
+"""Paged attention, every implementation against the twin, with everything unseen poisoned."""
+
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from paged_cases import FP8, PagedCase, implementations, paged_case, relative_rms
 
-from kernels.attention import PagedBatch, paged_attention, paged_attention_reference
+from kernels.attention import paged_attention, paged_attention_reference
 
-_HEAD_DIM, _V_HEAD_DIM, _KV_HEADS, _HEADS = 12, 7, 2, 6
-
-
-def paged_case(
-    query_lens: list[int], seq_lens: list[int], block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
-    """Random queries and caches; slots of no sequence hold NaN."""
-    draw = torch.Generator().manual_seed(0)
-    num_blocks = 1 + sum(-(-length // block_size) for length in seq_lens) + 2
-    blocks = (torch.randperm(num_blocks - 1, generator=draw) + 1).tolist()
-    block_table = torch.zeros(len(seq_lens), 40, dtype=torch.int32)
-    k_cache = torch.full((num_blocks, block_size, _KV_HEADS, _HEAD_DIM), torch.nan)
-    v_cache = torch.full((num_blocks, block_size, _KV_HEADS, _V_HEAD_DIM), torch.nan)
-    for seq, length in enumerate(seq_lens):
-        for position in range(length):
-            if position % block_size == 0:
-                block_table[seq, position // block_size] = blocks.pop()
-            block = int(block_table[seq, position // block_size])
-            k_cache[block, position % block_size] = torch.randn(
-                _KV_HEADS, _HEAD_DIM, generator=draw
-            )
-            v_cache[block, position % block_size] = torch.randn(
-                _KV_HEADS, _V_HEAD_DIM, generator=draw
-            )
-    query = torch.randn(sum(query_lens), _HEADS, _HEAD_DIM, generator=draw)
-    start_loc = torch.tensor([0, *query_lens]).cumsum(0)
-    return (
-        query,
-        k_cache,
-        v_cache,
-        PagedBatch(block_table, start_loc, torch.tensor(seq_lens), block_size),
-    )
+_SCALE = 0.2
+# Whole prompts, chunks, prefix-cached prompts and decoded tokens; a row without a query, and exact
+# multiples of blocks of 8 and 16.
+_QUERY_LENS = [1, 63, 1, 100, 0, 7, 1, 129, 1, 16]
+_SEQ_LENS = [1, 63, 129, 100, 5, 128, 100, 129, 63, 64]
+_TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 
-@pytest.mark.parametrize(
-    ("query_lens", "seq_lens", "block_size"),
-    [
-        ([1], [1], 1),
-        ([1, 1, 1, 1], [1, 63, 16, 100], 16),
-        ([5, 1, 3, 3, 16], [5, 33, 8, 3, 48], 8),
-        ([63, 100], [63, 100], 5),
-    ],
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sliding_window": 6},
-        {"softcap": 2.0},
-        {"sinks": torch.linspace(-1, 2, _HEADS)},
-        {"sliding_window": 1, "softcap": 5.0, "sinks": torch.zeros(_HEADS)},
-    ],
-    ids=["plain", "window", "softcap", "sinks", "all"],
-)
-def test_equals_its_twin(
-    query_lens: list[int], seq_lens: list[int], block_size: int, options: dict[str, object]
+def assert_all_equal_the_twin(
+    case: PagedCase, options: dict[str, object], partition_keys: tuple[int | None, ...] = (None,)
 ) -> None:
-    case = paged_case(query_lens, seq_lens, block_size)
-    out = paged_attention(*case, scale=0.3, **options)  # type: ignore[arg-type]
-    expected = paged_attention_reference(*case, scale=0.3, **options)  # type: ignore[arg-type]
-    assert out.isfinite().all()
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    arguments = (case.query, case.k_cache, case.v_cache, case.batch)
+    expected = paged_attention_reference(*arguments, scale=_SCALE, **options)  # type: ignore[arg-type]
+    assert expected.isfinite().all()
+    for implementation, keys in product(implementations(), partition_keys):
+        out = torch.full_like(expected, torch.nan)
+        paged_attention(
+            *arguments,
+            scale=_SCALE,
+            partition_keys=keys,
+            implementation=implementation,
+            out=out,
+            **options,  # type: ignore[arg-type]
+        )
+        error = relative_rms(out, expected)
+        assert error < _TOLERANCES[case.query.dtype], (implementation, keys, options, error)
 
 
-def test_dtype_is_the_query_s_and_the_sum_is_float32() -> None:
-    query, k_cache, v_cache, batch = paged_case([1, 4], [50, 9], 4)
-    out = paged_attention(query.half(), k_cache.half(), v_cache.half(), batch, scale=0.3)
-    exact = paged_attention(
-        query.half().float(), k_cache.half().float(), v_cache.half().float(), batch, scale=0.3
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1), (32, 8)])
+def test_every_feature_with_every_other(heads: tuple[int, int], head_dim: int) -> None:
+    case = paged_case(_QUERY_LENS, _SEQ_LENS, 16, heads, head_dim)
+    sinks = torch.linspace(-2, 3, heads[0])
+    for window, softcap, with_sinks in product((None, 4, 64), (None, 50.0), (False, True)):
+        options = {
+            "sliding_window": window,
+            "softcap": softcap,
+            "sinks": sinks if with_sinks else None,
+        }
+        assert_all_equal_the_twin(case, options)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32, 64, 128, 256])
+def test_blocks_of_every_size(block_size: int) -> None:
+    assert_all_equal_the_twin(paged_case(_QUERY_LENS, _SEQ_LENS, block_size), {})
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_alibi(window: int | None) -> None:
+    case = paged_case(_QUERY_LENS, _SEQ_LENS, 16, (8, 2), 64)
+    slopes = 2.0 ** -torch.arange(1.0, 9.0)
+    for softcap in (None, 50.0):
+        options = {"alibi_slopes": slopes, "sliding_window": window, "softcap": softcap}
+        assert_all_equal_the_twin(case, options, (None, 64))
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(1, 1), (12, 7), (7, 33), (192, 128)])
+def test_heads_of_odd_sizes(head_dim: int, v_head_dim: int) -> None:
+    assert_all_equal_the_twin(
+        paged_case(_QUERY_LENS, _SEQ_LENS, 8, (6, 2), head_dim, v_head_dim), {}
     )
-    assert out.dtype == torch.float16
-    assert out.equal(exact.half())
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 8, 71, 128])
+def test_one_key_head_for_many(group_size: int) -> None:
+    case = paged_case([1, 2, 20], [77, 200, 150], 16, (group_size, 1), 64)
+    assert_all_equal_the_twin(case, {}, (None, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    case = paged_case(_QUERY_LENS, _SEQ_LENS, 16, (8, 2), 80).to(dtype)
+    assert_all_equal_the_twin(case, {}, (None, 64))
+    assert_all_equal_the_twin(case, {"sliding_window": 64, "softcap": 50.0})
+
+
+@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_of_8_bits(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    case = paged_case(_QUERY_LENS, _SEQ_LENS, 16, (8, 2), 80).to(dtype, cache_dtype)
+    options = {"k_scale": 0.7, "v_scale": 2.5}
+    assert_all_equal_the_twin(case, options, (None, 64))
+    assert_all_equal_the_twin(case, options | {"sinks": torch.ones(8), "sliding_window": 64})
+
+
+@pytest.mark.parametrize("cache_dtype", [*FP8, torch.float16, torch.bfloat16])
+def test_every_number_of_a_format_is_read_right(cache_dtype: torch.dtype) -> None:
+    """Attention to one key is its value."""
+    size = cache_dtype.itemsize
+    bits = torch.arange(256**size).to(torch.uint8 if size == 1 else torch.uint16)
+    values = bits.view(cache_dtype).view(-1, 1, 1, 256)
+    num_seqs = values.shape[0]
+    case = paged_case([1] * num_seqs, [1] * num_seqs, 1, (1, 1), 1)
+    batch = replace(case.batch, block_table=torch.arange(num_seqs, dtype=torch.int32).unsqueeze(1))
+    for implementation in implementations():
+        out = paged_attention(
+            torch.ones(num_seqs, 1, 1),
+            torch.ones(num_seqs, 1, 1, 1).to(cache_dtype),
+            values,
+            batch,
+            scale=1.0,
+            implementation=implementation,
+        )
+        assert torch.equal(out.nan_to_num(9e9), values.float().view_as(out).nan_to_num(9e9))
+
+
+@pytest.mark.parametrize("query_len", [1, 3, 40])
+def test_lengths_at_the_edges_of_partitions(query_len: int) -> None:
+    seq_lens = [length for edge in (64, 128, 192, 256) for length in (edge - 1, edge, edge + 1)]
+    case = paged_case([query_len] * len(seq_lens), seq_lens, 16, (8, 2), 64)
+    for options in ({}, {"sliding_window": 64}, {"sinks": torch.linspace(-1, 4, 8)}):
+        assert_all_equal_the_twin(case, options, (None, 1000, 128, 64, 63, 17))
+
+
+def test_a_few_long_sequences_are_partitioned_by_itself() -> None:
+    assert_all_equal_the_twin(paged_case([1, 1], [3000, 40], 16, (8, 4), 64), {})
+
+
+def test_blocks_outside_the_window_are_not_read() -> None:
+    window = 20
+    case = paged_case([1, 30, 1, 5], [200, 200, 64, 21], 8, (4, 2), 64)
+    query_lens = case.batch.query_lens.tolist()
+    for seq, seq_len in enumerate(case.batch.seq_lens.tolist()):
+        first_seen = max(seq_len - query_lens[seq] + 1 - window, 0)
+        for position in range(first_seen):
+            block = case.batch.block_table[seq, position // 8]
+            case.k_cache[block, position % 8] = torch.nan
+            case.v_cache[block, position % 8] = torch.nan
+    assert_all_equal_the_twin(case, {"sliding_window": window}, (None, 16))
+
+
+def test_sequences_share_the_blocks_of_a_prefix() -> None:
+    case = paged_case([4, 1, 60], [100, 90, 124], 16, (4, 2), 64)
+    case.batch.block_table[1:, :4] = case.batch.block_table[0, :4]
+    assert_all_equal_the_twin(case, {}, (None, 64))
+
+
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
+    case = paged_case([1, 1, 2, 3], [5, 0, 0, 9], 8, (4, 2), 64)
+    for implementation in implementations():
+        for sinks in (None, torch.zeros(4)):
+            out = paged_attention(
+                case.query,
+                case.k_cache,
+                case.v_cache,
+                case.batch,
+                scale=_SCALE,
+                sinks=sinks,
+                implementation=implementation,
+            )
+            assert out.isfinite().all()
+            assert not out[1:4].any()
+            assert out[0].all()
+            assert out[4:].all()
+    assert_all_equal_the_twin(case, {})
+
+
+def test_a_batch_without_queries() -> None:
+    case = paged_case([0, 0], [5, 0], 8)
+    for implementation in implementations():
+        out = paged_attention(
+            case.query,
+            case.k_cache,
+            case.v_cache,
+            case.batch,
+            scale=_SCALE,
+            implementation=implementation,
+        )
+        assert out.shape == (0, 6, 12)
+
+
+@pytest.mark.parametrize("query_len", [1, 20])
+def test_what_is_not_a_number_is_not_hidden(query_len: int) -> None:
+    case = paged_case([query_len], [50], 8, (4, 2), 64)
+    query = case.query.clone()
+    query[-1, 0] = torch.nan
+    for implementation in implementations():
+        out = paged_attention(
+            query,
+            case.k_cache,
+            case.v_cache,
+            case.batch,
+            scale=_SCALE,
+            implementation=implementation,
+        )
+        assert out[-1, 0].isnan().all()
+        assert out[-1, 1:].isfinite().all()
+
+
+def test_queries_as_models_give_them() -> None:
+    """Heads before tokens in memory."""
+    case = paged_case([3, 1], [30, 9], 4)
+    query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_all_equal_the_twin(replace(case, query=query), {})
+
+
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_scores_of_any_size(scale: float) -> None:
+    case = paged_case([1, 40], [100, 40], 8, (4, 2), 64)
+    assert_all_equal_the_twin(replace(case, query=case.query * scale), {})
+
+
+def test_a_block_that_is_not_there_is_refused() -> None:
+    case = paged_case([1], [20], 8)
+    case.batch.block_table[0, 1] = len(case.k_cache)
+    for implementation in implementations():
+        with pytest.raises(IndexError):
+            paged_attention(
+                case.query,
+                case.k_cache,
+                case.v_cache,
+                case.batch,
+                scale=_SCALE,
+                implementation=implementation,
+            )

@@ -1,0 +1,1 @@
+"""The kernels beside torch's own operations and the machine's limits."""

@@ -1,0 +1,109 @@
+"""Attention: decoding, which reads, and prefill, which multiplies."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.kernels.limits import Limits
+from benchmarks.kernels.paged import DenseTensors, PagedTensors, Shape
+from benchmarks.kernels.timing import best_seconds
+from benchmarks.report import Cell, Column, Part, Target
+
+_SEQ_LEN = 1024
+_ROUNDS, _FEW_ROUNDS = 20, 5
+_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+Row = dict[str, Cell]
+
+
+def decode(limits: Limits) -> Part:
+    """One query per sequence."""
+
+    def enough(seq_len: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
+        """Sequences that fill the working set."""
+        return limits.working_set // (2 * seq_len * num_kv_heads * head_dim * itemsize) + 1
+
+    first = Shape(enough(_SEQ_LEN, 4, 64, 4), _SEQ_LEN, 1)
+    others = [
+        Shape(1, enough(1, 4, 64, 4), 1),
+        Shape(enough(_SEQ_LEN, 8, 128, 4), _SEQ_LEN, 1, 32, 8, 128),
+        *(Shape(enough(_SEQ_LEN, 4, 64, d.itemsize), _SEQ_LEN, 1, dtype=d) for d in _DTYPES),
+    ]
+    rows = [_decode_row(limits, shape) for shape in (first, *others)]
+    return Part(
+        name="decode",
+        title="Attention of decoded tokens",
+        notes=[
+            "Sequences x length. *Of limit* is the rate at which keys and values are read, of that "
+            "at which a sum of numbers is read by the same threads. *Gather* is torch's attention "
+            "after the blocks have been put together, *contiguous* the same where keys and values "
+            "lie in order before, both in float32; times as long as ours they take."
+        ],
+        columns=[*_COLUMNS, Column("gbs", "GB/s", ".1f"), *_LIMIT, *_GATHER, *_CONTIGUOUS],
+        rows=rows,
+        targets=[
+            _target("against gather", 3.0, rows[0]["of_gather"]),
+            _target("against contiguous", 0.8, rows[0]["of_contiguous"]),
+            _target("of the bandwidth", 0.7, rows[0]["of_limit"]),
+        ],
+    )
+
+
+def _decode_row(limits: Limits, shape: Shape) -> Row:
+    paged = PagedTensors(shape)
+    functions: dict[str, Callable[[], object]] = {"ours": paged.attend, "limit": limits.read}
+    if shape.dtype == torch.float32:
+        functions["contiguous"] = DenseTensors(shape).attend
+        functions["gather"] = paged.gather_and_attend
+    seconds = best_seconds(functions, _ROUNDS)
+    rate = shape.read_bytes / seconds["ours"] / 1e9
+    return {
+        **_row(shape, seconds),
+        "gbs": rate,
+        "of_limit": rate / limits.gigabytes_per_s(seconds["limit"]),
+    }
+
+
+def prefill(limits: Limits) -> Part:
+    """Whole prompts."""
+    sizes = [_SEQ_LEN, 160]
+    shapes = [
+        Shape(limits.working_set // (2 * length * 4 * 64 * 4) + 1, length, length)
+        for length in sizes
+    ]
+    shapes.append(Shape(shapes[0].num_seqs // 4, _SEQ_LEN, _SEQ_LEN, 32, 8, 128))
+    rows = [_prefill_row(limits, shape) for shape in shapes]
+    return Part(
+        name="prefill",
+        title="Attention of whole prompts",
+        notes=[
+            "Prompts x length. *Of limit* is the rate of operations, those on keys that are not "
+            "seen left out, of that of a product of large matrices. *Contiguous* as above."
+        ],
+        columns=[*_COLUMNS, Column("gflops", "GFLOP/s", ".0f"), *_LIMIT, *_CONTIGUOUS],
+        rows=rows,
+        targets=[_target("against contiguous", 0.9, rows[0]["of_contiguous"])],
+    )
+
+
+def _prefill_row(limits: Limits, shape: Shape) -> Row:
+    functions = {"ours": PagedTensors(shape).attend, "contiguous": DenseTensors(shape).attend}
+    seconds = best_seconds(functions, _FEW_ROUNDS)
+    rate = shape.flops / seconds["ours"] / 1e9
+    return {**_row(shape, seconds), "gflops": rate, "of_limit": rate / limits.gigaflops}
+
+
+def _row(shape: Shape, seconds: dict[str, float]) -> Row:
+    ratios = {f"of_{name}": s / seconds["ours"] for name, s in seconds.items() if name != "limit"}
+    return {"shape": shape.title, "ms": 1000 * seconds["ours"], **ratios}
+
+
+def _target(what: str, aim: float, measured: Cell) -> Target:
+    assert isinstance(measured, float)
+    return Target(what, f"at least {aim}", f"{measured:.2f}", measured >= aim)
+
+
+_COLUMNS = [Column("shape", "batch"), Column("ms", "ms", ".2f")]
+_LIMIT = [Column("of_limit", "of limit", ".2f")]
+_GATHER = [Column("of_gather", "gather", ".2f")]
+_CONTIGUOUS = [Column("of_contiguous", "contiguous", ".2f")]

@@ -1,0 +1,91 @@
+"""Writes to a paged cache, and copies of its blocks."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.kernels.limits import Limits
+from benchmarks.kernels.timing import best_seconds
+from benchmarks.report import Cell, Column, Part
+from kernels.blocks import copy_blocks, swap_blocks_reference
+from kernels.kv_write import kv_write, kv_write_reference
+
+_HEADS, _HEAD_DIM, _BLOCK_SIZE, _LAYERS = 4, 64, 16, 8
+_ROUNDS = 10
+
+Row = dict[str, Cell]
+
+
+def cache_operations(limits: Limits) -> Part:
+    writes = [_write_row(limits, dtype) for dtype in (torch.float32, torch.bfloat16, *_FP8)]
+    return Part(
+        name="cache",
+        title="Writes to the cache, and copies of blocks",
+        notes=[
+            "*MB* are those read and those written. *Of limit* is their rate, of that at which a "
+            "sum of numbers is read by the same threads. *Torch*: times as long as ours its own "
+            "operations take."
+        ],
+        columns=[
+            Column("what", "operation"),
+            Column("ms", "ms", ".2f"),
+            Column("mb", "MB", ".0f"),
+            Column("of_limit", "of limit", ".2f"),
+            Column("of_torch", "torch", ".2f"),
+        ],
+        rows=[*writes, _copy_row(limits)],
+        targets=[],
+    )
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _write_row(limits: Limits, dtype: torch.dtype) -> Row:
+    token_bytes = _HEADS * _HEAD_DIM * (4 + dtype.itemsize)
+    num_tokens = limits.working_set // (2 * token_bytes) // _BLOCK_SIZE * _BLOCK_SIZE
+    states = torch.randn(2, num_tokens, _HEADS, _HEAD_DIM)
+    caches = torch.zeros(2, num_tokens // _BLOCK_SIZE, _BLOCK_SIZE, _HEADS, _HEAD_DIM, dtype=dtype)
+    slots = torch.randperm(num_tokens)
+    return _row(
+        limits,
+        f"kv_write of {num_tokens} tokens, float32 to {str(dtype)[6:]}",
+        lambda: kv_write(*states, *caches, slots),
+        lambda: kv_write_reference(*states, *caches, slots),
+        2 * num_tokens * token_bytes,
+    )
+
+
+def _copy_row(limits: Limits) -> Row:
+    """Half of the blocks onto the other half, in all layers."""
+    block_bytes = _BLOCK_SIZE * _HEADS * _HEAD_DIM * 4
+    num_blocks = limits.working_set // (2 * _LAYERS * block_bytes) // 2 * 2
+    size = (num_blocks, _BLOCK_SIZE, _HEADS, _HEAD_DIM)
+    layers = [torch.randn(size) for _ in range(2 * _LAYERS)]
+    ids = torch.randperm(num_blocks).view(2, -1)
+    return _row(
+        limits,
+        f"copy_blocks of {num_blocks // 2} blocks in {_LAYERS} layers",
+        lambda: copy_blocks(layers, ids[0], ids[1]),
+        lambda: swap_blocks_reference(layers, layers, ids[0], ids[1]),
+        2 * _LAYERS * num_blocks * block_bytes,
+    )
+
+
+def _row(
+    limits: Limits,
+    what: str,
+    ours: Callable[[], object],
+    torch_s: Callable[[], object],
+    num_bytes: int,
+) -> Row:
+    functions = {"ours": ours, "torch": torch_s, "limit": limits.read}
+    seconds = best_seconds(functions, _ROUNDS)
+    rate = num_bytes / seconds["ours"] / 1e9
+    return {
+        "what": what,
+        "ms": 1000 * seconds["ours"],
+        "mb": num_bytes / 1e6,
+        "of_limit": rate / limits.gigabytes_per_s(seconds["limit"]),
+        "of_torch": seconds["torch"] / seconds["ours"],
+    }

@@ -1,0 +1,53 @@
+"""What this machine can do at most: bytes read and products computed per second."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.timing import best_seconds
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+# Where the system does not tell.
+_LIKELY_CACHE_BYTES = 32 * 2**20
+_UNITS = {"K": 2**10, "M": 2**20}
+_TIMES_THE_CACHE = 4
+_MATRIX_SIZE = 2048
+
+
+def cache_bytes() -> int:
+    """Of the last level."""
+    sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
+    return max((int(s[:-1]) * _UNITS[s[-1]] for s in sizes), default=_LIKELY_CACHE_BYTES)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the machine, with the threads that torch has."""
+
+    working_set: int  # bytes; more than four times the last-level cache
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        return torch.ones(-(-self.working_set // 4))
+
+    def read(self) -> None:
+        """Reads a working set, in the order of addresses, and writes nothing."""
+        self._numbers.sum()
+
+    def gigabytes_per_s(self, seconds: float) -> float:
+        """What `read` reads in `seconds`."""
+        return self._numbers.nbytes / seconds / 1e9
+
+    @cached_property
+    def gigaflops(self) -> float:
+        """Of a large product of matrices in float32."""
+        left, right = torch.randn(2, _MATRIX_SIZE, _MATRIX_SIZE)
+        seconds = best_seconds({"product": lambda: left @ right}, rounds=10)["product"]
+        return float(2 * _MATRIX_SIZE**3 / seconds / 1e9)
+
+
+def limits() -> Limits:
+    return Limits(_TIMES_THE_CACHE * cache_bytes() + 1)

@@ -1,0 +1,78 @@
+"""Which implementation serves, and what happens without a compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import choice
+from kernels.choice import Implementation, NoSuchKernel, choose, cpp_implementations
+
+_FLOATS = (torch.float32, torch.float32)
+_ALL_CPP = (Implementation.CPP_PORTABLE, Implementation.CPP_AVX2, Implementation.CPP_AVX512)
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> list[Implementation]:
+    """What the C++ kernels can do here, as a list to be changed."""
+    found: list[Implementation] = list(_ALL_CPP)
+    monkeypatch.setattr(choice, "cpp_implementations", lambda: tuple(found))
+    return found
+
+
+def test_the_most_capable_serves(available: list[Implementation]) -> None:
+    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX512
+    assert choose("cpu", (torch.bfloat16, torch.float8_e5m2), "cpp") == Implementation.CPP_AVX512
+    available.pop()
+    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX2
+
+
+def test_a_setting_forces_it(available: list[Implementation]) -> None:
+    for implementation in Implementation:
+        assert choose("cpu", _FLOATS, implementation) == implementation
+    available.pop()
+    with pytest.raises(NoSuchKernel, match="cpp-avx512"):
+        choose("cpu", _FLOATS, "cpp-avx512")
+
+
+def test_what_has_no_kernel_is_torch_s_business(available: list[Implementation]) -> None:
+    for device, dtypes in (("cuda", _FLOATS), ("cpu", (torch.float64, torch.float32))):
+        assert choose(device, dtypes) == Implementation.TORCH
+        assert choose(device, dtypes, "reference") == Implementation.REFERENCE
+        with pytest.raises(NoSuchKernel, match=r"cuda|float64"):
+            choose(device, dtypes, "cpp")
+
+
+def test_without_a_compiler_torch_serves(available: list[Implementation]) -> None:
+    available.clear()
+    assert choose("cpu", _FLOATS) == Implementation.TORCH
+    with pytest.raises(NoSuchKernel, match="cannot be built"):
+        choose("cpu", _FLOATS, "cpp")
+
+
+def test_without_a_compiler_one_warning_says_so(tmp_path: Path) -> None:
+    program = (
+        "import torch; from kernels.choice import choose\n"
+        "for _ in range(3): print(choose('cpu', [torch.float32]))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    # No compiler is found on this path, and nothing that was built before.
+    alone = {"PATH": str(tmp_path), "QUIRE_KERNEL_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **alone, "CXX": "c++"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["torch"] * 3
+    assert done.stderr.count("no C++ kernels") == 1
+
+
+def test_this_machine_runs_what_its_processor_has() -> None:
+    found = cpp_implementations()
+    assert found == _ALL_CPP[: len(found)]
