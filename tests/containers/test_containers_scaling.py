@@ -49,7 +49,7 @@ async def test_scaling_under_load_loses_no_request(service: ComposeProject) -> N
         for worker in service.containers("worker"):
             if worker.id not in known:
                 ready_s = service.logged_at(worker, "ready")
-                assert service.logged_at(worker, "lane opened") - ready_s <= JOINED_S
+                assert service.logged_at(worker, "first work") - ready_s <= JOINED_S
         assert await num_cached(client) > 0
 
         await asyncio.to_thread(service.scale, 1)
