@@ -123,15 +123,21 @@ async def test_a_new_leader_goes_on_with_everything_and_finds_the_caches(
         await worker.check()
 
 
+async def six_running(stack: Stack) -> list[Heard]:
+    """Requests that have some of their tokens."""
+    gateway = await stack.gateway()
+    asked = [
+        gateway.heard[await gateway.submit(prompt(30, tag), max_tokens=30, seed=tag)]
+        for tag in range(6)
+    ]
+    await until(lambda: all(min(h.next_indices) > 2 for h in asked), "some tokens of all")
+    return asked
+
+
 async def test_sequences_go_back_to_the_worker_that_comes_a_little_later(redis_url, sockets):
     workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
     async with running_stack(redis_url, sockets, workers) as stack:
-        gateway = await stack.gateway()
-        asked = [
-            gateway.heard[await gateway.submit(prompt(30, tag), max_tokens=30, seed=tag)]
-            for tag in range(6)
-        ]
-        await until(lambda: all(min(h.next_indices) > 2 for h in asked), "some tokens of all")
+        asked = await six_running(stack)
         served = {name: set(worker.seeds.values()) for name, worker in workers.items()}
         assert all(served.values())
         for worker in workers.values():
@@ -171,12 +177,7 @@ async def test_a_worker_that_is_busy_holds_up_nobody_else(redis_url, sockets, mo
 async def test_a_worker_that_died_with_the_leader_is_not_waited_for_long(redis_url, sockets):
     workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
     async with running_stack(redis_url, sockets, workers) as stack:
-        gateway = await stack.gateway()
-        asked = [
-            gateway.heard[await gateway.submit(prompt(30, tag), max_tokens=30, seed=tag)]
-            for tag in range(6)
-        ]
-        await until(lambda: all(min(h.next_indices) > 2 for h in asked), "some tokens of all")
+        asked = await six_running(stack)
         for worker in workers.values():
             worker.gate.clear()
         await stack.stop_worker("b")
