@@ -65,17 +65,16 @@ def _fill_logprobs(
     message: inference_pb2.TokenLogprobs, told: TokenLogprobs, texts: TokenTexts
 ) -> None:
     """Where they are: to make each of up to 21 entries and copy it takes twice the time."""
-    _fill_entry(message.sampled, told, 0, texts)
-    for place in range(1, len(told.ranks)):
-        _fill_entry(message.top.add(), told, place, texts)
+    own, *top = told.entries()
+    _fill_entry(message.sampled, own, texts)
+    for one in top:
+        _fill_entry(message.top.add(), one, texts)
 
 
 def _fill_entry(
-    entry: inference_pb2.TokenLogprob, told: TokenLogprobs, place: int, texts: TokenTexts
+    entry: inference_pb2.TokenLogprob, told: tuple[int, float, int], texts: TokenTexts
 ) -> None:
-    entry.token_id = told.token_ids[place]
-    entry.logprob = told.logprobs[place]
-    entry.rank = told.ranks[place]
+    entry.token_id, entry.logprob, entry.rank = told
     entry.text = texts[entry.token_id]
 
 

@@ -1,14 +1,14 @@
 """The log-probabilities that come with tokens from the scheduler. Pure."""
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
-from typing import TypeVar
 
 from quire.internal.v1 import scheduler_pb2
 
-S = TypeVar("S", "array[int]", "array[float]", Sequence[int])
+_ENTRY = struct.Struct("<IfI")
+_TOKEN_ID = struct.Struct("<I")
 
 
 class MisfitError(Exception):
@@ -19,57 +19,43 @@ class MisfitError(Exception):
 class TokenLogprobs:
     """Entries of one token: its own first, behind it the most likely ones.
 
-    Arrays, because thousands of tokens may wait for a client that reads slowly.
+    Packed, because thousands of tokens may wait for a client that reads slowly.
     """
 
-    token_ids: "array[int]"
-    logprobs: "array[float]"
-    ranks: "array[int]"
+    packed: bytes
+
+    def entries(self) -> Iterator[tuple[int, float, int]]:
+        """Token id, log-probability and rank of each."""
+        return _ENTRY.iter_unpack(self.packed)
 
 
 def logprobs_of(deltas: scheduler_pb2.TokenDeltas) -> Iterable[tuple[TokenLogprobs, ...]]:
     """For each entry of the deltas, one per token; empty where the request did not ask.
     MisfitError if they are not the tokens'.
     """
-    if not deltas.HasField("logprobs"):
+    if not deltas.num_logprobs and not deltas.logprobs:
         return repeat((), len(deltas.num_tokens))
-    told = deltas.logprobs
-    num_entries = sum(told.num_entries)
-    if len(told.num_entries) != len(deltas.token_ids):
-        raise MisfitError(f"{len(told.num_entries)} counts for {len(deltas.token_ids)} tokens")
-    columns = (array("I", told.token_ids), array("f", told.logprobs), array("I", told.ranks))
-    if any(len(column) != num_entries for column in columns):
-        raise MisfitError(
-            f"{num_entries} entries counted, columns of {[len(column) for column in columns]}"
-        )
-    return list(_by_choice(deltas, *columns))
+    if len(deltas.num_logprobs) != len(deltas.num_tokens):
+        raise MisfitError(f"{len(deltas.num_logprobs)} counts, {len(deltas.num_tokens)} places")
+    widths = [count * _ENTRY.size for count in deltas.num_logprobs]
+    sizes = [width * count for width, count in zip(widths, deltas.num_tokens, strict=True)]
+    if sum(sizes) != len(deltas.logprobs):
+        raise MisfitError(f"{sum(sizes)} bytes counted, {len(deltas.logprobs)} came")
+    return list(_by_place(deltas, widths, sizes))
 
 
-def _by_choice(
-    deltas: scheduler_pb2.TokenDeltas,
-    token_ids: "array[int]",
-    logprobs: "array[float]",
-    ranks: "array[int]",
+def _by_place(
+    deltas: scheduler_pb2.TokenDeltas, widths: list[int], sizes: list[int]
 ) -> Iterator[tuple[TokenLogprobs, ...]]:
-    counts = list(_cut(deltas.logprobs.num_entries, deltas.num_tokens))
-    sizes = list(map(sum, counts))
-    tokens = _cut(deltas.token_ids, deltas.num_tokens)
-    columns = zip(_cut(token_ids, sizes), _cut(logprobs, sizes), _cut(ranks, sizes), strict=True)
-    for own, widths, (ids, values, places) in zip(tokens, counts, columns, strict=True):
-        if not ids:
+    packed, token_ids = deltas.logprobs, list(deltas.token_ids)
+    ends, token_ends = accumulate(sizes, initial=0), accumulate(deltas.num_tokens, initial=0)
+    for width, (begin, end), (first, last) in zip(
+        widths, pairwise(ends), pairwise(token_ends), strict=True
+    ):
+        if not width:
             yield ()
             continue
-        if len(set(widths)) != 1:
-            raise MisfitError(f"tokens of one choice with {sorted(set(widths))} entries")
-        its = tuple(
-            map(TokenLogprobs, _cut(ids, widths), _cut(values, widths), _cut(places, widths))
-        )
-        if [one.token_ids[0] for one in its] != list(own):
+        starts = range(begin, end, width)
+        if [_TOKEN_ID.unpack_from(packed, at)[0] for at in starts] != token_ids[first:last]:
             raise MisfitError("a token's own entry is not the first")
-        yield its
-
-
-def _cut(items: S, lengths: Iterable[int]) -> Iterator[S]:
-    """Consecutive pieces of these lengths."""
-    for begin, end in pairwise(accumulate(lengths, initial=0)):
-        yield items[begin:end]
+        yield tuple([TokenLogprobs(packed[at : at + width]) for at in starts])

@@ -1,7 +1,7 @@
 """From the queue's head to the lane that will serve it soonest."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 
@@ -41,7 +41,18 @@ class Dispatcher:
         self._match_pools = match_pools
         self._placement = placement
         self._wanted = asyncio.Event()
+        self._awaited: frozenset[int] = frozenset()
         self._turn = 0
+
+    def await_lanes(self, incarnations: Iterable[int], within_s: float) -> None:
+        """Places nobody until these workers have lanes, or for so long: what is in their caches the
+        others would compute again."""
+        self._awaited = frozenset(incarnations)
+        asyncio.get_running_loop().call_later(within_s, self._await_no_more)
+
+    def _await_no_more(self) -> None:
+        self._awaited = frozenset()
+        self.stir()
 
     def stir(self) -> None:
         """Somebody waits, or a lane may take more."""
@@ -63,7 +74,7 @@ class Dispatcher:
     async def _place(self) -> bool:
         """Places sequences from the head of the queue; True if there may be more to place."""
         lanes = self._open_lanes()
-        if not lanes:
+        if not lanes or self._awaited - self._lanes.keys():
             return False
         batch = [other for other in self._waiting.first(BATCH) if self._prepare(other)]
         if not batch:

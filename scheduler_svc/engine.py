@@ -108,6 +108,10 @@ class Engine:
         self.stats.num_accepted += 1
         self.restore(group)
 
+    def await_lanes(self, incarnations: Iterable[int], within_s: float) -> None:
+        """Lets requests wait, but not for long, until these workers have lanes."""
+        self._dispatcher.await_lanes(incarnations, within_s)
+
     def restore(self, group: Group) -> None:
         """Takes up a request, new or with the tokens that it has already."""
         group.order = (group.priority if self._by_priority else 0, next(self._arrivals))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from scheduler_svc.core.recorder import Recorder
-from scheduler_svc.core.restoring import restored, runs_of, stored_of
+from scheduler_svc.core.restoring import homes_of, restored, runs_of, stored_of
 from scheduler_svc.core.sequence import Group, Nobody
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine import Engine
@@ -23,6 +23,8 @@ from scheduler_svc.tenure import Tenure
 log = structlog.get_logger()
 
 HELLO_INTERVAL_S = 0.1
+# A worker that lives says so in less; one that has died is not waited for any longer.
+HOMES_WITHIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,12 @@ class Estate:
 async def found(store: Store) -> Estate:
     """What another leader has left in Redis: records, and what the pools have journaled since."""
     pools = await store.pools()
-    journals = [await store.pool(incarnation, num_blocks=0).journal() for incarnation in pools]
-    runs = runs_of(entry for journal in journals for entry in journal)
+    journals = {pool: await store.pool(pool, num_blocks=0).journal() for pool in pools}
+    runs = runs_of(entry for journal in journals.values() for entry in journal)
     groups = [restored(stored, runs) for stored in await store.load_live()]
+    homes = homes_of(journals)
+    for sequence in (other for group in groups for other in group.sequences):
+        sequence.home = homes.get(sequence.sequence_id)
     if groups:
         log.info("requests taken over", requests=len(groups))
     return Estate(groups, dict.fromkeys(pools, 0))
@@ -105,7 +110,9 @@ class Reign:
         """Errors of the store come as a group of exceptions."""
         # Before any pool changes: its journal may be all that knows of some tokens.
         await Patience().ask(lambda: self._recorder.fold(self._inherited))
+        homes = {sequence.home for sequence in self._inherited if sequence.home is not None}
         self._inherited = []
+        self.engine.await_lanes(homes, HOMES_WITHIN_S)
         async with asyncio.TaskGroup() as group:
             endless = [
                 group.create_task(work)

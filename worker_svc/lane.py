@@ -30,6 +30,7 @@ class Lane:
         self._runner = runner
         self._loop = asyncio.get_running_loop()
         self._last_step = 0
+        self._has_work = False  # a plan has come that runs rows
         self._pending: set[Future[StepOutput | None]] = set()
         self._responses: asyncio.Queue[worker_pb2.ExecuteResponse | RequestError | None] = (
             asyncio.Queue()
@@ -50,6 +51,9 @@ class Lane:
         if self._ended:
             return
         self._last_step = plan.step
+        if not self._has_work and len(plan.rows):
+            self._has_work = True
+            log.info("first work", step=plan.step)
         future = self._thread.submit(partial(self._run, plan))
         self._pending.add(future)
         future.add_done_callback(partial(self._report, plan))

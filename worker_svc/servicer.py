@@ -61,6 +61,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._lane is not None:
             self._lane.end(unavailable("WORKER_LEAVING", "the worker is going away"))
 
+    async def Identify(  # noqa: N802
+        self,
+        request: worker_pb2.IdentifyRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.IdentifyRequest, worker_pb2.IdentifyResponse],
+    ) -> worker_pb2.IdentifyResponse:
+        try:
+            self._require_engine()
+        except RequestError as error:
+            await abort(context, error)
+        return worker_pb2.IdentifyResponse(incarnation=self._incarnation)
+
     async def Execute(  # type: ignore[override]  # noqa: N802
         self, request_iterator: _Requests, context: _Context
     ) -> None:
@@ -69,10 +80,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             opening = _opening(await anext(request_iterator, None))
             self._check(opening)
-            if self._incarnation in opening.live_incarnations:
-                # A second address of a worker the scheduler has: nothing is taken from anybody.
-                await context.write(worker_pb2.ExecuteResponse(hello=self.hello()))
-                return
             lane = await self._open_lane(opening)
             await self._serve_lane(lane, request_iterator, context)
         except RequestError as error:

@@ -26,11 +26,3 @@ def pack_logprobs(columns: worker_pb2.Logprobs) -> list[bytes]:
     if sum(columns.num_entries) * ENTRY_BYTES != len(packed):
         raise ValueError("the entries are not as many as their counts say")
     return pieces
-
-
-def unpack_logprobs(packed: bytes) -> tuple[list[int], list[float], list[int]]:
-    """Token ids, log-probabilities and ranks of all entries."""
-    if not packed:
-        return [], [], []
-    token_ids, logprobs, ranks = zip(*_ENTRY.iter_unpack(packed), strict=True)
-    return list(token_ids), list(logprobs), list(ranks)

@@ -94,6 +94,18 @@ def runs_of(entries: Iterable[JournalEntry]) -> dict[int, Runs]:
     return runs
 
 
+def homes_of(journals: Mapping[int, Iterable[JournalEntry]]) -> dict[int, int]:
+    """The pool where each sequence had tokens last, from the pools' journals."""
+    last: dict[int, tuple[int, int]] = {}  # next index, pool
+    for pool, entries in journals.items():
+        for entry in entries:
+            for sequence_id, end in zip(
+                entry.runs.sequence_ids, entry.runs.next_indices, strict=True
+            ):
+                last[sequence_id] = max(last.get(sequence_id, (0, 0)), (end, pool))
+    return {sequence_id: pool for sequence_id, (_, pool) in last.items()}
+
+
 def stored_of(group: Group) -> StoredRequest:
     """A live request as its record has to be."""
     first = group.sequences[0]

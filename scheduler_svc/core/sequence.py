@@ -184,6 +184,8 @@ class Sequence:
 
     # The incarnation of the worker on whose lane it is; None in the queue.
     lane: int | None = None
+    # The last one it was on; that worker's cache may have what it has computed.
+    home: int | None = None
     # The last step of its lane that scheduled it.
     last_step: int = 0
     # It was in a step that a worker did not survive: it is tried alone.
@@ -341,10 +343,9 @@ class Sequence:
 
     def place_on(self, lane: int | None) -> None:
         """Its lane, and that of those to be forked from it."""
-        self.lane = lane
-        if self.is_first:
-            for sibling in self.group.siblings:
-                sibling.lane = lane
+        for sequence in (self, *(self.group.siblings if self.is_first else ())):
+            sequence.lane = lane
+            sequence.home = lane or sequence.home
 
     def lose_place(self) -> None:
         """Nothing of it is on a worker any more."""

@@ -9,9 +9,8 @@ from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed, unavailable
-from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Nobody, Sequence
-from scheduler_svc.gateways.token_logprobs import add_logprobs, complete
+from scheduler_svc.gateways.frame import Frame, num_entries
 from scheduler_svc.tenure import TenureOver
 
 # A gateway that has not read this many new tokens, those of log-probabilities included, is cut off:
@@ -43,7 +42,7 @@ class GatewayConnection:
         self.epoch = epoch
         self._may_send = may_send
         # Oldest first; the last one fills.
-        self._frames = deque([scheduler_pb2.ConnectResponse(epoch=epoch)])
+        self._frames = deque([Frame(epoch)])
         # In the frames, but for what is said again.
         self._num_new_tokens = 0
         self._pending = asyncio.Event()
@@ -66,14 +65,13 @@ class GatewayConnection:
                 )
             is_last, error = self._closed, self._error
             frames, self._num_new_tokens = self._frames, 0
-            self._frames = deque([scheduler_pb2.ConnectResponse(epoch=self.epoch)])
+            self._frames = deque([Frame(self.epoch)])
             while frames:
-                complete(frames[0].deltas)
                 try:
                     await self._may_send()
                 except TenureOver:
                     raise lead_ends() from None
-                yield frames.popleft()
+                yield frames.popleft().complete()
             if error is not None:
                 raise error
             if is_last:
@@ -96,8 +94,8 @@ class GatewayConnection:
 
     def replay(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
         """Accepts an attachment, and says again what there is of the request."""
-        if _num_tokens(self._frame) > LARGE_FRAME_TOKENS:
-            self._frames.append(scheduler_pb2.ConnectResponse(epoch=self.epoch))
+        if self._frames[-1].num_tokens > LARGE_FRAME_TOKENS:
+            self._frames.append(Frame(self.epoch))
         epoch, number = group.turn
         self._frame.acceptances.add(
             attachment=attachment,
@@ -125,7 +123,7 @@ class GatewayConnection:
 
     @property
     def _frame(self) -> scheduler_pb2.ConnectResponse:
-        return self._frames[-1]
+        return self._frames[-1].message
 
     def let_go(self, group: Group) -> None:
         """Nobody hears of the request from here on."""
@@ -148,19 +146,11 @@ class GatewayConnection:
     # What sequences say to their subscriber
 
     def deliver(self, delivery: Delivery) -> None:
-        num_bytes = sum([len(packed) for packed in delivery.logprobs])
-        self._num_new_tokens += len(delivery.token_ids) + num_bytes // ENTRY_BYTES
+        self._num_new_tokens += len(delivery.token_ids) + num_entries(delivery)
         self._add_tokens(delivery)
 
     def _add_tokens(self, delivery: Delivery) -> None:
-        deltas = self._frame.deltas
-        deltas.attachments.extend(delivery.attachments)
-        deltas.choices.extend(delivery.choices)
-        deltas.first_indices.extend(delivery.first_indices)
-        deltas.num_tokens.extend(delivery.num_tokens)
-        deltas.token_ids.extend(delivery.token_ids)
-        if any(delivery.logprobs):
-            add_logprobs(deltas, delivery)
+        self._frames[-1].add(delivery)
         self._pending.set()
 
     def ended(self, sequence: Sequence, end: End) -> None:
@@ -182,11 +172,6 @@ class GatewayConnection:
             num_cached_prompt_tokens=sequence.num_cached_prompt_tokens,
         )
         self._pending.set()
-
-
-def _num_tokens(frame: scheduler_pb2.ConnectResponse) -> int:
-    """Those of log-probabilities included."""
-    return len(frame.deltas.token_ids) + len(frame.deltas.logprobs.token_ids)
 
 
 def _at(indices: Iterable[int], choice: int) -> int:

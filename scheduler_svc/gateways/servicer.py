@@ -27,9 +27,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.desk: Desk | None = None
         self._leader_address = leader_address
 
-    async def Connect(  # noqa: N802
+    async def Connect(  # type: ignore[override]  # noqa: N802
         self, request_iterator: _Frames, context: _Context
-    ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+    ) -> None:
+        """Writes to the context: a write that fails is then this method's to see."""
         desk = self.desk
         try:
             if desk is None:
@@ -42,9 +43,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         reader = asyncio.create_task(_read(request_iterator, desk, connection))
         try:
             async for frame in connection.frames():
-                yield frame
+                await context.write(frame)
         except RequestError as error:
             await abort(context, error)
+        except grpc.aio.InternalError as error:
+            # Its gateway has died while it was written to.
+            log.info("a gateway has gone", reason=str(error))
         finally:
             reader.cancel()
             desk.disconnect(connection)

@@ -58,8 +58,9 @@ class Discovery:
         self._engine = engine
         self._options = options
         self._hooks = hooks
-        # Held from a worker's hello to its lane's entry: a second address of the same worker must
-        # not come in between.
+        # Workers that are being asked for their lanes: a second address of one must not take it.
+        self._entering: set[int] = set()
+        # One pool is opened or dropped at a time.
         self._changing = asyncio.Lock()
         self._halting = False
         self._former = FormerPools(store, recorder, former_pools)
@@ -117,21 +118,35 @@ class Discovery:
     async def _serve(self, address: str) -> None:
         """One lane's life, from the worker's hello to the end of its stream."""
         async with WorkerStream.connected(address) as stream:
-            async with self._changing:
-                entered = await self._enter(address, stream)
+            incarnation = await stream.identify()
+            if incarnation in self._entering or incarnation in self._engine.lanes:
+                # An alias.
+                return
+            self._entering.add(incarnation)
+            try:
+                entered = await self._enter(address, stream, incarnation)
+            finally:
+                self._entering.remove(incarnation)
             if entered is not None:
                 await self._run(address, stream, *entered)
 
-    async def _enter(self, address: str, stream: WorkerStream) -> tuple[Lane, Pool] | None:
-        """Opens the lane of a worker that has none; None where the address is an alias."""
-        if self._halting:
-            return None
+    async def _enter(
+        self, address: str, stream: WorkerStream, incarnation: int
+    ) -> tuple[Lane, Pool] | None:
+        """Opens a worker's lane; None where nobody wants it any more."""
+        leadership = self._store.leadership
+        # This may take as long as the worker's step; nobody waits for it but this address.
+        worker = await stream.open(leadership.epoch, leadership.holder)
+        if worker.incarnation != incarnation:
+            raise LaneLost("another worker has come up at its address")
+        async with self._changing:
+            return None if self._halting else await self._entered(address, stream, worker)
+
+    async def _entered(
+        self, address: str, stream: WorkerStream, worker: Worker
+    ) -> tuple[Lane, Pool]:
         await self._former.settle()
         leadership = self._store.leadership
-        live = list(self._engine.lanes)
-        worker = await stream.open(leadership.epoch, leadership.holder, live)
-        if worker.incarnation in live:
-            return None
         limits = self._options.limits_for(worker)
         model = self._agreed(worker, limits)
         pool = self._store.pool(

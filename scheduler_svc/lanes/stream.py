@@ -51,7 +51,8 @@ class WorkerStream:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         # Why the stream has ended, if it has.
         self.lost: LaneLost | None = None
-        self._call: _Call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+        self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        self._call: _Call = self._stub.Execute()
         self._results: deque[worker_pb2.StepResult] = deque()
         self._reader: asyncio.Task[None] | None = None
         self._heard_at = time.monotonic()
@@ -85,13 +86,21 @@ class WorkerStream:
             finally:
                 await stream._close()
 
-    async def open(self, epoch: int, holder: bytes, live: list[int]) -> Worker:
-        """Says who leads and whose lanes are open; what the worker is. LaneLost without a hello."""
+    async def identify(self) -> int:
+        """The worker's incarnation, at once. LaneLost without an answer."""
+        request = worker_pb2.IdentifyRequest()
+        try:
+            return (await self._stub.Identify(request, timeout=OPEN_TIMEOUT_S)).incarnation
+        except grpc.aio.AioRpcError as error:
+            raise LaneLost(_why(error)) from error
+
+    async def open(self, epoch: int, holder: bytes) -> Worker:
+        """Says who leads, and takes the worker, when the step that it runs is over; what the worker
+        is. LaneLost without a hello."""
         opening = worker_pb2.OpenLane(
             epoch=epoch,
             holder=holder,
             protocol_version=PROTOCOL_VERSION,
-            live_incarnations=live,
         )
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):

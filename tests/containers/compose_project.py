@@ -6,6 +6,7 @@ import shlex
 import socket
 import subprocess
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ class Container:
         )
 
 
+def _log_of(container: Container) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        ["docker", "logs", container.id], capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stderr.splitlines()]
+
+
 class ComposeProject:
     """Containers, networks and volumes of one name; `down` removes them all."""
 
@@ -165,10 +173,7 @@ class ComposeProject:
 
     def log(self, service: str) -> list[dict[str, Any]]:
         """The lines that a service of one container has logged."""
-        done = subprocess.run(
-            ["docker", "logs", self.the(service).id], capture_output=True, text=True, check=True
-        )
-        return [json.loads(line) for line in done.stderr.splitlines()]
+        return _log_of(self.the(service))
 
     @property
     def network(self) -> str:
@@ -183,6 +188,11 @@ class ComposeProject:
 
     def is_ready(self) -> bool:
         return answers(self.target)
+
+    def logged_at(self, container: Container, event: str) -> float:
+        """When a container first logged an event, in seconds since 1970."""
+        first = next(line for line in _log_of(container) if line["event"] == event)
+        return datetime.fromisoformat(first["timestamp"]).timestamp()
 
     def ready_workers(self) -> list[Container]:
         return [worker for worker in self.containers("worker") if self.answers(worker)]

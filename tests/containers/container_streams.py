@@ -12,6 +12,7 @@ from waiting import until
 
 from benchmarks.chaos.gaps import Window, percentile
 from benchmarks.chaos.mix import KINDS, Ask, catalogue
+from benchmarks.chaos.stack import LOGPROB_TOLERANCES
 from benchmarks.chaos.streams import Reference, Streams
 from quire.client import Client
 from quire.outputs import RequestOutput
@@ -37,7 +38,9 @@ def undisturbed(target: str) -> list[Reference]:
         def ask(one: Ask) -> RequestOutput:
             return client.generate(one.prompt, one.params, timeout_s=120)
 
-        return list(map(Reference, asks, threads.map(ask, asks)))
+        tolerance = LOGPROB_TOLERANCES["demo"]
+        outputs = threads.map(ask, asks)
+        return [Reference(*pair, tolerance) for pair in zip(asks, outputs, strict=True)]
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
 """A scheduler that does what a test says, behind a real gRPC server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import struct
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -153,21 +154,18 @@ def deltas(*entries: Delta) -> pb.TokenDeltas:
         first_indices=[entry.first for entry in entries],
         token_ids=[id_ for entry in entries for id_ in entry.token_ids],
         num_tokens=[len(entry.token_ids) for entry in entries],
-        logprobs=_logprobs(entries),
+        num_logprobs=_counts(entries),
+        logprobs=pack(told for entry in entries for one in entry.logprobs for told in one),
     )
 
 
-def _logprobs(deltas: Sequence[Delta]) -> pb.TokenLogprobs | None:
-    if not any(delta.logprobs for delta in deltas):
-        return None
-    by_token = [one for delta in deltas for one in delta.logprobs or [()] * len(delta.token_ids)]
-    entries = [entry for one in by_token for entry in one]
-    return pb.TokenLogprobs(
-        num_entries=map(len, by_token),
-        token_ids=[entry.token_id for entry in entries],
-        logprobs=[entry.logprob for entry in entries],
-        ranks=[entry.rank for entry in entries],
-    )
+def _counts(deltas: Sequence[Delta]) -> list[int]:
+    counts = [len(delta.logprobs[0]) if delta.logprobs else 0 for delta in deltas]
+    return counts if any(counts) else []
+
+
+def pack(entries: Iterable[Entry]) -> bytes:
+    return b"".join(struct.pack("<IfI", *entry) for entry in entries)
 
 
 def choice_end(

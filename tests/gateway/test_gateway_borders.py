@@ -1,11 +1,11 @@
 """Text that is cut between any two tokens and goes on elsewhere."""
 
-from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
 import gateway_tokenizers
 import pytest
+from gateway_fake_scheduler import Entry, pack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -47,10 +47,7 @@ def end(num_tokens: int) -> Ended:
 
 def logprobs_of(ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
     """Of each token its own; those of another index are others."""
-    return tuple(
-        TokenLogprobs(array("I", [id_]), array("f", [-at]), array("I", [1]))
-        for at, id_ in enumerate(ids)
-    )
+    return tuple(TokenLogprobs(pack([Entry(id_, -at, 1)])) for at, id_ in enumerate(ids))
 
 
 def written(writer: Choice, ids: Sequence[int], borders: Sequence[int]) -> list[Written]:

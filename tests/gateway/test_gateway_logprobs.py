@@ -267,50 +267,48 @@ async def test_they_fill_no_queue_of_tokens() -> None:
     assert requests.is_idle
 
 
-def a_count_is_missing(told: scheduler_pb2.TokenLogprobs) -> None:
-    del told.num_entries[-1]
+def a_count_is_missing(told: scheduler_pb2.TokenDeltas) -> None:
+    del told.num_logprobs[-1]
 
 
-def a_value_is_missing(told: scheduler_pb2.TokenLogprobs) -> None:
-    del told.logprobs[-1]
+def all_counts_are_missing(told: scheduler_pb2.TokenDeltas) -> None:
+    del told.num_logprobs[:]
 
 
-def an_id_is_too_much(told: scheduler_pb2.TokenLogprobs) -> None:
-    told.token_ids.append(1)
+def a_rank_is_missing(told: scheduler_pb2.TokenDeltas) -> None:
+    told.logprobs = told.logprobs[:-4]
 
 
-def all_ranks_are_missing(told: scheduler_pb2.TokenLogprobs) -> None:
-    del told.ranks[:]
+def one_is_too_much(told: scheduler_pb2.TokenDeltas) -> None:
+    told.logprobs += bytes(12)
 
 
-def one_token_has_others(told: scheduler_pb2.TokenLogprobs) -> None:
-    told.num_entries[0] -= 1
-    told.num_entries[1] += 1
+def they_are_missing(told: scheduler_pb2.TokenDeltas) -> None:
+    told.logprobs = b""
 
 
-def one_token_has_none(told: scheduler_pb2.TokenLogprobs) -> None:
-    told.num_entries[1] += told.num_entries[0]
-    told.num_entries[0] = 0
+def a_count_is_another(told: scheduler_pb2.TokenDeltas) -> None:
+    told.num_logprobs[0] += 1
 
 
-def the_own_is_another(told: scheduler_pb2.TokenLogprobs) -> None:
-    told.token_ids[0] += 1
+def the_own_is_another(told: scheduler_pb2.TokenDeltas) -> None:
+    told.logprobs = b"!" + told.logprobs[1:]
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
         a_count_is_missing,
-        a_value_is_missing,
-        an_id_is_too_much,
-        all_ranks_are_missing,
-        one_token_has_others,
-        one_token_has_none,
+        all_counts_are_missing,
+        a_rank_is_missing,
+        one_is_too_much,
+        they_are_missing,
+        a_count_is_another,
         the_own_is_another,
     ],
 )
 async def test_tokens_whose_own_do_not_fit_are_asked_for_again(
-    stack: Stack, spoil: Callable[[scheduler_pb2.TokenLogprobs], None]
+    stack: Stack, spoil: Callable[[scheduler_pb2.TokenDeltas], None]
 ) -> None:
     ids = stack.encode("abcd")
     call = stack.inference.StreamGenerate(request())
@@ -318,7 +316,7 @@ async def test_tokens_whose_own_do_not_fit_are_asked_for_again(
     stack.scheduler.accept(submission)
     stack.scheduler.say(deltas=deltas(delta(submission, 0, ids[:1])))
     spoilt = deltas(delta(submission, 1, ids[1:]))
-    spoil(spoilt.logprobs)
+    spoil(spoilt)
     stack.scheduler.say(deltas=spoilt, choice_ends=[choice_end(submission, len(ids))])
     again = await asyncio.wait_for(stack.scheduler.submissions.get(), 10)
     assert (again.again, list(again.next_indices)) == (True, [1])
@@ -334,7 +332,7 @@ async def test_a_scheduler_whose_own_never_fit_is_at_fault(stack: Stack) -> None
     for _ in range(4):
         submission = await stack.scheduler.submissions.get()
         spoilt = deltas(*(delta(submission, 0, [5], choice) for choice in range(2)))
-        del spoilt.logprobs.ranks[:]
+        spoilt.logprobs = b""
         stack.scheduler.accept(submission, deltas=spoilt)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await parts_of(call)

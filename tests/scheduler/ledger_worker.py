@@ -160,6 +160,12 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self._stream is not None:
             self._beat(self._stream)
 
+    async def Identify(  # noqa: N802
+        self, request: worker_pb2.IdentifyRequest, context: _Context
+    ) -> worker_pb2.IdentifyResponse:
+        await self.awake.wait()
+        return worker_pb2.IdentifyResponse(incarnation=self.hello.incarnation)
+
     async def Execute(  # noqa: N802
         self,
         request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
@@ -171,9 +177,6 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
             return
         opening = first.open
         await self.awake.wait()
-        if self.hello.incarnation in opening.live_incarnations:
-            yield worker_pb2.ExecuteResponse(hello=self.hello)
-            return
         await self._raise_fence((opening.epoch, opening.holder), context)
         if self._stream is not None:
             self._stream.drop_plans()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
@@ -296,13 +297,17 @@ class Gateway:
 
 def _entries(deltas: scheduler_pb2.TokenDeltas) -> Iterator[list[tuple[int, float, int]]]:
     """The log-probabilities of each token."""
-    columns = deltas.logprobs
-    if not deltas.HasField("logprobs"):
+    if not deltas.logprobs:
+        assert not deltas.num_logprobs, "no counts where there are none"
         return repeat([])
-    assert len(columns.num_entries) == len(deltas.token_ids), "a count for every token"
-    assert any(columns.num_entries), "no column without an entry"
-    entries = zip(columns.token_ids, columns.logprobs, columns.ranks, strict=True)
-    return iter([list(islice(entries, count)) for count in columns.num_entries])
+    entries = struct.iter_unpack("<IfI", deltas.logprobs)
+    told = [
+        list(islice(entries, width))
+        for width, count in zip(deltas.num_logprobs, deltas.num_tokens, strict=True)
+        for _ in range(count)
+    ]
+    assert not list(entries), "no more than are counted"
+    return iter(told)
 
 
 def _copied(heard: Heard) -> list[HeardChoice]:

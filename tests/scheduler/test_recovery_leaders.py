@@ -123,6 +123,71 @@ async def test_a_new_leader_goes_on_with_everything_and_finds_the_caches(
         await worker.check()
 
 
+async def six_running(stack: Stack) -> list[Heard]:
+    """Requests that have some of their tokens."""
+    gateway = await stack.gateway()
+    asked = [
+        gateway.heard[await gateway.submit(prompt(30, tag), max_tokens=30, seed=tag)]
+        for tag in range(6)
+    ]
+    await until(lambda: all(min(h.next_indices) > 2 for h in asked), "some tokens of all")
+    return asked
+
+
+async def test_sequences_go_back_to_the_worker_that_comes_a_little_later(redis_url, sockets):
+    workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
+    async with running_stack(redis_url, sockets, workers) as stack:
+        asked = await six_running(stack)
+        served = {name: set(worker.seeds.values()) for name, worker in workers.items()}
+        assert all(served.values())
+        for worker in workers.values():
+            worker.gate.clear()
+        workers["b"].awake.clear()
+        workers["a"].gate.set()
+        gateway = await succeeded(stack, is_killed=True)
+        for heard in asked:
+            await gateway.submit_again(heard)
+        await until(lambda: 1 in stack.engine.lanes, "the first lane")
+        workers["b"].gate.set()
+        workers["b"].awake.set()
+        assert all(one.is_whole for one in await gateway.over())
+        for name, worker in workers.items():
+            last = [plan for plan in worker.plans if plan.admissions.rows]
+            assert {seed for plan in last for seed in plan.admissions.seeds} == served[name]
+            await worker.check()
+
+
+async def test_a_worker_that_is_busy_holds_up_nobody_else(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr("scheduler_svc.lanes.stream.OPEN_TIMEOUT_S", 3600)
+    workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
+    async with running_stack(redis_url, sockets, workers, drain_grace_s=1) as stack:
+        gateway = await stack.gateway()
+        first = gateway.heard[await gateway.submit(prompt(30), max_tokens=30)]
+        await until(lambda: len(first.token_ids) > 2, "some tokens")
+        busy, free = sorted(workers.values(), key=lambda worker: not worker.rows)
+        busy.gate.clear()
+        gateway = await succeeded(stack, is_killed=True)
+        await gateway.over(await gateway.submit(prompt(30, 1), request_id="other"))
+        assert stack.engine.lanes.keys() == {free.hello.incarnation}
+        busy.gate.set()
+        [again] = await gateway.over(await gateway.submit_again(first))
+        assert again.is_whole
+
+
+async def test_a_worker_that_died_with_the_leader_is_not_waited_for_long(redis_url, sockets):
+    workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
+    async with running_stack(redis_url, sockets, workers) as stack:
+        asked = await six_running(stack)
+        for worker in workers.values():
+            worker.gate.clear()
+        await stack.stop_worker("b")
+        gateway = await succeeded(stack, is_killed=True)
+        workers["a"].gate.set()
+        for heard in asked:
+            await gateway.submit_again(heard)
+        assert all(one.is_whole for one in await gateway.over())
+
+
 def hold_renewals(monkeypatch: pytest.MonkeyPatch, member: Member) -> asyncio.Event:
     """This scheduler's clock stands still, as far as its lease goes, until the event is set."""
     renew, tenure, go_on = Tenure._renew, member.scheduler._reign.tenure, asyncio.Event()

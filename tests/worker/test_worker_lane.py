@@ -302,16 +302,17 @@ async def test_older_epochs_other_holders_and_versions_are_refused(worker: Serve
         assert all(word in (refused.value.details() or "") for word in words)
 
 
-async def test_a_second_address_of_a_live_worker_takes_nothing(
+async def test_a_worker_says_who_it_is_while_its_device_is_busy_and_nothing_is_taken(
     worker: ServedWorker, lane: LaneClient
 ) -> None:
     other = LaneClient(worker.stub)
     incarnation = (await other.open()).incarnation
-    alias = LaneClient(worker.stub, live_incarnations=(incarnation,))
-    assert (await alias.open()).incarnation == incarnation
-    assert await alias.ended() is grpc.StatusCode.OK
-    result = await other.run(whole(sequence(), [1, 2, 3]))
-    assert len(result.sampled_rows) == 1
+    release = await hold(worker)
+    await other.send(whole(sequence(), [1, 2, 3]))
+    identity = await worker.stub.Identify(worker_pb2.IdentifyRequest(), timeout=5)
+    assert identity.incarnation == incarnation
+    release.set()
+    assert len((await other.result()).sampled_rows) == 1
 
 
 async def test_a_newer_stream_takes_the_worker(worker: ServedWorker, lane: LaneClient) -> None:

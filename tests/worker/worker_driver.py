@@ -85,7 +85,6 @@ class LaneClient:
         epoch: int = 1,
         holder: bytes = b"holder",
         protocol_version: int = PROTOCOL_VERSION,
-        live_incarnations: tuple[int, ...] = (),
     ) -> None:
         self.call = stub.Execute()
         self.epoch = epoch
@@ -93,7 +92,6 @@ class LaneClient:
             epoch=epoch,
             holder=holder,
             protocol_version=protocol_version,
-            live_incarnations=live_incarnations,
         )
         self.heartbeats: list[worker_pb2.Heartbeat] = []
         self.step = 0
