@@ -8,9 +8,10 @@ import secrets
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from kernels.attention import PagedBatch, paged_attention
+from kernels.choice import Implementation
 from kernels.kv_write import kv_write
 from worker_svc.kv_pool import LayerShape
 
@@ -23,16 +24,14 @@ class UnsupportedModelError(ValueError):
 
 
 def register_attention(function: AttentionFunction) -> str:
-    """Makes `function` known to transformers under a new name, which it returns, and keeps models
-    from building masks for it."""
+    """Makes `function` known to transformers under a new name, which it returns.
+
+    No mask is registered for the name, so transformers builds none: causality and windows are the
+    function's own business.
+    """
     name = f"quire_{secrets.token_hex(8)}"
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, _no_mask)
     return name
-
-
-def _no_mask(*_: object, **__: object) -> None:
-    """Causality and windows are the attention function's own business."""
 
 
 class LayerProbe:
@@ -61,8 +60,12 @@ class LayerProbe:
 class PagedAttention:
     """Writes keys and values of a step into the pool, then attends through the block table."""
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, layers: list[tuple[Tensor, Tensor]], implementation: Implementation | None = None
+    ) -> None:
+        """`implementation` is the one of both kernels; the best there is if absent."""
         self._layers = layers
+        self._implementation = implementation
         self._batch: PagedBatch
         self._slot_mapping: Tensor
         self._next_layer = 0
@@ -89,7 +92,14 @@ class PagedAttention:
         k_cache, v_cache = self._layers[self._next_layer]
         self._next_layer += 1
         key, value = _flat(key), _flat(value)
-        kv_write(key, value, k_cache, v_cache, self._slot_mapping)
+        kv_write(
+            key,
+            value,
+            k_cache,
+            v_cache,
+            self._slot_mapping,
+            implementation=self._implementation,
+        )
         out = paged_attention(
             _flat(query),
             k_cache,
@@ -99,6 +109,7 @@ class PagedAttention:
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=s_aux,
+            implementation=self._implementation,
         )
         return out.unsqueeze(0), None
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import PagedBatch
+from kernels.choice import Implementation
 from kernels.sampling import NO_TOKEN, RowParams, sample, token_logprobs
 from worker_svc.attention import PagedAttention
 from worker_svc.inputs import Ints, StepInputs
@@ -25,13 +26,20 @@ class Runner:
     """One model with its pool and tables. Not safe for threads: one of them runs all steps."""
 
     def __init__(
-        self, model: LoadedModel, pool: KvPool, attention: PagedAttention, tables: Tables
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        attention: PagedAttention,
+        tables: Tables,
+        implementation: Implementation | None = None,
     ) -> None:
+        """`implementation` is that of the sampler; the best there is if absent."""
         self._model = model
         self._pool = pool
         self._attention = attention
         self._tables = tables
         self._device = model.device
+        self._implementation = implementation
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
 
@@ -75,7 +83,7 @@ class Runner:
     def _forward(self, inputs: StepInputs, rows: Ints) -> Tensor:
         """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""
         batch = PagedBatch(
-            block_table=self._tensor(self._tables.block_table[rows]),
+            block_table=self._tensor(self._tables.block_tables(rows, inputs.seq_lens)),
             query_start_loc=self._tensor(inputs.query_start_loc),
             seq_lens=self._tensor(inputs.seq_lens),
             block_size=self._pool.block_size,
@@ -96,7 +104,7 @@ class Runner:
         if logits is None or not logits.shape[0]:
             return [], [], None
         sampling = rows[inputs.sampling]
-        tokens = sample(logits, self._params(sampling))
+        tokens = sample(logits, self._params(sampling), implementation=self._implementation)
         token_ids = tokens.cpu().numpy()
         drawn = token_ids != NO_TOKEN
         if not drawn.all():
@@ -129,7 +137,9 @@ class Runner:
             return None
         index = self._tensor(asking)
         num_top = min(int(wanted.max()) - 1, logits.shape[1])
-        entries = token_logprobs(logits[index], tokens[index], num_top)
+        entries = token_logprobs(
+            logits[index], tokens[index], num_top, implementation=self._implementation
+        )
         arrays = (entries.token_ids, entries.logprobs, entries.ranks)
         return Logprobs.pack(wanted, *(tensor.cpu().numpy() for tensor in arrays))
 

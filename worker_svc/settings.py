@@ -55,6 +55,12 @@ class WorkerSettings(ServiceSettings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto: a GPU if there is one."
     )
+    kernels: Literal[
+        "auto", "cpp", "reference", "torch", "cpp-portable", "cpp-avx2", "cpp-avx512"
+    ] = Field(
+        "auto",
+        description="What computes attention, sampling and the like; auto: the fastest there is.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0: as many as cores.")
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")

@@ -87,6 +87,11 @@ class Tables:
             self._buffers,
         )
 
+    def block_tables(self, rows: Ints, seq_lens: Ints) -> NDArray[np.int32]:
+        """The rows' block tables, no wider than the longest sequence needs."""
+        width = -(-int(seq_lens.max(initial=0)) // self._block_size)
+        return self.block_table[rows, :width]
+
     def advance(self, rows: Ints, seq_lens: Ints) -> None:
         """The rows' tokens up to `seq_lens` are in the cache."""
         self.num_computed_tokens[rows] = seq_lens

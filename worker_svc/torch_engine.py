@@ -2,17 +2,22 @@
 
 import sys
 
+import structlog
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
+from kernels.choice import Implementation, NoSuchKernel, choose
 from worker_svc.attention import PagedAttention
 from worker_svc.engine import Engine, Identity
+from worker_svc.fusing import fuse
 from worker_svc.kv_pool import KvPool, dtype_name, size_pool
-from worker_svc.model import find_device, load_model
+from worker_svc.model import LoadedModel, find_device, load_model
 from worker_svc.runner import Runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.tables import Tables
+
+log = structlog.get_logger()
 
 
 def load_engine(settings: WorkerSettings) -> Engine:
@@ -33,6 +38,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
     model = load_model(
         settings.model, settings.revision, settings.dtype, device, settings.max_model_len
     )
+    implementation = _implementation(model, settings.kernels)
     size = size_pool(
         model.layers,
         settings.block_size,
@@ -42,8 +48,9 @@ def load_engine(settings: WorkerSettings) -> Engine:
         settings.swap_space,
     )
     pool = KvPool(model.layers, size, settings.block_size, device)
-    attention = PagedAttention(pool.layers)
+    attention = PagedAttention(pool.layers, implementation)
     model.attend_with(attention)
+    log.info("kernels", implementation=implementation, **fuse(model.network, implementation))
     tables = Tables(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.max_model_len,
@@ -52,7 +59,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     return Engine(
-        Runner(model, pool, attention, tables),
+        Runner(model, pool, attention, tables, implementation),
         Identity(
             model_fingerprint=model.fingerprint,
             block_size=settings.block_size,
@@ -64,3 +71,12 @@ def load_engine(settings: WorkerSettings) -> Engine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
         ),
     )
+
+
+def _implementation(model: LoadedModel, setting: str) -> Implementation:
+    """WrongSettingError if the setting names what cannot serve."""
+    dtypes = {model.dtype, *(layer.dtype for layer in model.layers)}
+    try:
+        return choose(model.device.type, dtypes, setting)
+    except NoSuchKernel as error:
+        raise WrongSettingError(f"--kernels: {error}") from error

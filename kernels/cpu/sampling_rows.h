@@ -52,19 +52,54 @@ inline int64_t keep_largest(const float* logits, int64_t vocab_size, int64_t cou
   return size;
 }
 
-// The smallest of the fewest values, from the largest down, whose share of the exponentials'
-// sum reaches `top_p`. The largest is 0. Reorders the values.
-inline float nucleus_floor(float* values, int64_t size, float top_p) {
-  const double total = exp_sum(values, size, 0.0f);
-  const double target = top_p * total;
-  // Values so small that all of them together could not be missed; half of it is for rounding.
-  const float negligible = static_cast<float>(std::log(0.5 * (1.0 - top_p) * total / size));
-  int64_t end = std::partition(values, values + size,
-                               [=](float value) { return value >= negligible; }) -
-                values;
-  // [0, begin) stay and have the sum `before`  [begin] stays  [end, size) do not
-  int64_t begin = 0;
-  double before = 0;
+// Values from 0 down to `last` in buckets of equal width, the largest in bucket 0; what lies below
+// goes into one more bucket.
+struct Buckets {
+  static constexpr int kCount = 512;
+  float scale;
+
+  explicit Buckets(float last) : scale(kCount / last) {}
+
+  __attribute__((always_inline)) Ints of(Floats values) const {
+    const Floats places = values * scale;
+    const Floats end = broadcast(static_cast<float>(kCount));
+    const Floats bounded = places < end ? places : end;
+    return __builtin_convertvector(bounded, Ints);
+  }
+};
+
+// The sum of the exponentials of each bucket's values.
+inline void add_up(const float* values, int64_t size, const Buckets& buckets, double* sums) {
+  std::fill(sums, sums + Buckets::kCount + 1, 0.0);
+  for_blocks(values, size, [&](const float* block, int64_t) {
+    float exponentials[kBlock];
+    int32_t places[kBlock];
+    for (int i = 0; i < kBlock; i += kLanes) {
+      store(exponentials + i, exponential(load(block + i)));
+      store_as(places + i, buckets.of(load(block + i)));
+    }
+    for (int i = 0; i < kBlock; ++i) sums[places[i]] += exponentials[i];
+  });
+}
+
+// Leaves the values of one bucket in front of all, in any order; returns how many.
+inline int64_t keep_bucket(float* values, int64_t size, const Buckets& buckets, int bucket) {
+  int64_t kept = 0;
+  for_blocks(values, size, [&](const float* block, int64_t) {
+    int32_t places[kBlock];
+    for (int i = 0; i < kBlock; i += kLanes)
+      store_as(places + i, buckets.of(load(block + i)));
+    for (int i = 0; i < kBlock; ++i)
+      if (places[i] == bucket) values[kept++] = block[i];
+  });
+  return kept;
+}
+
+// The smallest of the fewest values, from the largest down, whose exponentials add up to `target`
+// with the sum `before`. At least one value is there. Reorders them.
+inline float last_of_sum(float* values, int64_t size, double before, double target) {
+  // [0, begin) stay and are in `before`  [begin] stays  [end, size) do not
+  int64_t begin = 0, end = size;
   while (end - begin > kBlock) {
     const int64_t middle = begin + (end - begin) / 2;
     std::nth_element(values + begin, values + middle, values + end, std::greater<float>());
@@ -82,6 +117,32 @@ inline float nucleus_floor(float* values, int64_t size, float top_p) {
     if (!(before < target)) break;
   }
   return values[begin];
+}
+
+// The smallest of the fewest values, from the largest down, whose share of the exponentials'
+// sum reaches `top_p`. The largest is 0. Reorders the values.
+inline float nucleus_floor(float* values, int64_t size, float top_p) {
+  const double total = exp_sum(values, size, 0.0f);
+  const double target = top_p * total;
+  // Values so small that all of them together would not be missed; half of it is for rounding.
+  const Buckets buckets(static_cast<float>(std::log(0.5 * (1.0 - top_p) * total / size)));
+  double sums[Buckets::kCount + 1];
+  add_up(values, size, buckets, sums);
+  int bucket = 0, last_in_use = 0;
+  double before = 0, passed = 0;
+  for (; bucket < Buckets::kCount && passed + sums[bucket] < target; ++bucket) {
+    if (sums[bucket] > 0) {
+      last_in_use = bucket;
+      before = passed;
+    }
+    passed += sums[bucket];
+  }
+  // Only rounding leads past all of them.
+  if (bucket == Buckets::kCount)
+    bucket = last_in_use;
+  else
+    before = passed;
+  return last_of_sum(values, keep_bucket(values, size, buckets, bucket), before, target);
 }
 
 // The smallest scaled logit that top_k and top_p consider.

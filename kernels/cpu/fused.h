@@ -1,0 +1,44 @@
+// Chains of elementwise operations in one pass over memory, as every instruction set has them.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace quire::fused {
+
+enum class Activation : int { kSilu, kGeluTanh };
+
+// Dense rows of `dim` numbers; a weight per column in float32.
+struct Norm {
+  const void* source;
+  void* out;
+  Format format;
+  int64_t dim;
+  const float* weight;
+  float epsilon;
+};
+
+struct Gate {
+  const void *gate, *up;
+  void* out;
+  Format format;
+  Activation activation;
+};
+
+// Heads' vectors of `dim` numbers, each half dense; cosines and sines [num_tokens, dim] are dense.
+struct Rotation {
+  Tokens source, out;
+  const void *cosines, *sines;
+  int64_t num_heads, dim;
+};
+
+struct Functions {
+  void (*norm)(const Norm&, int64_t first_row, int64_t end_row);
+  void (*gate)(const Gate&, int64_t first, int64_t end);
+  void (*rotate)(const Rotation&, int64_t first_token, int64_t end_token);
+};
+
+const Functions& functions_of(Isa isa);
+
+}  // namespace quire::fused

@@ -1,0 +1,118 @@
+// Chains of elementwise operations. Included once per instruction set, after vec.h and formats.h.
+
+// Calls `lanes(from, count)` for pieces of a vector; only the last one may be shorter than a whole
+// vector of lanes.
+template <typename Visit>
+QUIRE_INLINE void for_lanes(int64_t size, Visit lanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) lanes(i, static_cast<int64_t>(kLanes));
+  if (i < size) lanes(i, size - i);
+}
+
+template <typename T>
+QUIRE_INLINE Floats load_some(const T* from, int64_t count) {
+  return count == kLanes ? load(from) : load_first(from, count);
+}
+
+template <typename T>
+QUIRE_INLINE void store_some(T* to, Floats x, int64_t count) {
+  if (count == kLanes)
+    store(to, x);
+  else
+    store_first(to, x, count);
+}
+
+// x / sqrt(mean(x^2) + epsilon) * weight, row by row.
+template <typename T>
+static void norm_rows(const Norm& call, int64_t first_row, int64_t end_row) {
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const T* source = static_cast<const T*>(call.source) + row * call.dim;
+    T* out = static_cast<T*>(call.out) + row * call.dim;
+    Floats squares{};
+    for_lanes(call.dim, [&](int64_t i, int64_t count) {
+      const Floats x = load_some(source + i, count);
+      squares += x * x;
+    });
+    const float factor = 1.0f / std::sqrt(sum(squares) / call.dim + call.epsilon);
+    for_lanes(call.dim, [&](int64_t i, int64_t count) {
+      const Floats x = load_some(source + i, count);
+      store_some(out + i, x * factor * load_some(call.weight + i, count), count);
+    });
+  }
+}
+
+QUIRE_INLINE Floats silu(Floats x) {
+  // Where e^-x is too large for a float, the result is too small for one.
+  return x < -87.0f ? Floats{} : x / (exponential(-x) + 1.0f);
+}
+
+// GELU by its approximation through tanh.
+QUIRE_INLINE Floats gelu_tanh(Floats x) {
+  constexpr float kSqrtTwoOverPi = 0.7978845608f;
+  const Floats inner = (x + x * x * x * 0.044715f) * kSqrtTwoOverPi;
+  return x * 0.5f * (hyperbolic_tangent(inner) + 1.0f);
+}
+
+// activation(gate) * up
+template <typename T>
+static void gate_rows(const Gate& call, int64_t first, int64_t end) {
+  const T* gate = static_cast<const T*>(call.gate) + first;
+  const T* up = static_cast<const T*>(call.up) + first;
+  T* out = static_cast<T*>(call.out) + first;
+  const bool is_silu = call.activation == Activation::kSilu;
+  for_lanes(end - first, [&](int64_t i, int64_t count) {
+    const Floats x = load_some(gate + i, count);
+    const Floats active = is_silu ? silu(x) : gelu_tanh(x);
+    store_some(out + i, active * load_some(up + i, count), count);
+  });
+}
+
+// Rotary embedding of Su et al., "RoFormer" (2021): number i of the first half turns with number i
+// of the second.
+template <typename T>
+static void rotate_tokens(const Rotation& call, int64_t first_token, int64_t end_token) {
+  const int64_t half = call.dim / 2;
+  for (int64_t token = first_token; token < end_token; ++token) {
+    const T* cosines = static_cast<const T*>(call.cosines) + token * call.dim;
+    const T* sines = static_cast<const T*>(call.sines) + token * call.dim;
+    for (int64_t head = 0; head < call.num_heads; ++head) {
+      const T* source = static_cast<const T*>(call.source.data) +
+                        token * call.source.token_stride + head * call.source.head_stride;
+      T* out = static_cast<T*>(call.out.data) + token * call.out.token_stride +
+               head * call.out.head_stride;
+      for_lanes(half, [&](int64_t i, int64_t count) {
+        const Floats a = load_some(source + i, count);
+        const Floats b = load_some(source + half + i, count);
+        const auto at = [&](const T* table, int64_t j) { return load_some(table + j, count); };
+        store_some(out + i, a * at(cosines, i) - b * at(sines, i), count);
+        store_some(out + half + i, b * at(cosines, half + i) + a * at(sines, half + i), count);
+      });
+    }
+  }
+}
+
+static void norm(const Norm& call, int64_t first, int64_t end) {
+  switch (call.format) {
+    case Format::kFloat16: return norm_rows<Float16>(call, first, end);
+    case Format::kBFloat16: return norm_rows<BFloat16>(call, first, end);
+    default: return norm_rows<float>(call, first, end);
+  }
+}
+
+static void gate(const Gate& call, int64_t first, int64_t end) {
+  switch (call.format) {
+    case Format::kFloat16: return gate_rows<Float16>(call, first, end);
+    case Format::kBFloat16: return gate_rows<BFloat16>(call, first, end);
+    default: return gate_rows<float>(call, first, end);
+  }
+}
+
+static void rotate(const Rotation& call, int64_t first, int64_t end) {
+  switch (call.source.format) {
+    case Format::kFloat16: return rotate_tokens<Float16>(call, first, end);
+    case Format::kBFloat16: return rotate_tokens<BFloat16>(call, first, end);
+    default: return rotate_tokens<float>(call, first, end);
+  }
+}
+
+constexpr Functions kFunctions{norm, gate, rotate};

@@ -1,0 +1,98 @@
+"""Chains of elementwise operations: every C++ implementation against the twin."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.choice import Implementation, cpp_implementations
+from kernels.fused import (
+    Activation,
+    gated_activation,
+    gated_activation_reference,
+    rms_norm,
+    rms_norm_reference,
+    rotate,
+    rotate_reference,
+)
+
+pytestmark = pytest.mark.parametrize("implementation", cpp_implementations())
+_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def assert_near(result: Tensor, expected: Tensor) -> None:
+    """Within a rounding of the largest number."""
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    bound = _TOLERANCE[expected.dtype] * float(expected.float().abs().max())
+    torch.testing.assert_close(result.float(), expected.float(), rtol=0, atol=bound)
+
+
+@_DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (2, 5, 64), (129, 100), (300, 512)], ids=str)
+def test_rms_norm(
+    implementation: Implementation, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    states, weight = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1])
+    expected = rms_norm_reference(states, weight, 1e-6)
+    assert_near(rms_norm(states, weight, 1e-6, implementation=implementation), expected)
+
+
+def test_rms_norm_of_strided_rows_and_of_zeros(implementation: Implementation) -> None:
+    torch.manual_seed(0)
+    states, weight = torch.randn(5, 4, 33).transpose(0, 1), torch.ones(33)
+    expected = rms_norm_reference(states, weight, 1e-6)
+    assert_near(rms_norm(states, weight, 1e-6, implementation=implementation), expected)
+    zeros = torch.zeros(2, 33)
+    assert rms_norm(zeros, weight, 1e-6, implementation=implementation).equal(zeros)
+
+
+@_DTYPES
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7, 63), (129, 300)], ids=str)
+def test_gated_activation(
+    implementation: Implementation,
+    dtype: torch.dtype,
+    activation: Activation,
+    shape: tuple[int, ...],
+) -> None:
+    torch.manual_seed(0)
+    gate, up = (torch.randn(shape) * 4).to(dtype), torch.randn(shape).to(dtype)
+    expected = gated_activation_reference(gate, up, activation)
+    assert_near(gated_activation(gate, up, activation, implementation=implementation), expected)
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_gates_far_from_zero(implementation: Implementation, activation: Activation) -> None:
+    gate = torch.tensor([-1e30, -200.0, -90.0, -87.5, -0.0, 0.0, 87.5, 200.0, 1e30])
+    result = gated_activation(gate, torch.ones(9), activation, implementation=implementation)
+    torch.testing.assert_close(result, gate.clamp(min=0), rtol=1e-6, atol=1e-30)
+
+
+@_DTYPES
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "dim"), [(1, (1, 1), 2), (5, (5, 1), 80), (100, (8, 4), 64)], ids=str
+)
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_rotation(
+    implementation: Implementation,
+    dtype: torch.dtype,
+    num_tokens: int,
+    heads: tuple[int, int],
+    dim: int,
+    tokens_first: bool,
+) -> None:
+    torch.manual_seed(0)
+
+    def states(num_heads: int) -> Tensor:
+        if tokens_first:
+            return torch.randn(1, num_tokens, num_heads, dim).to(dtype).transpose(1, 2)
+        return torch.randn(1, num_heads, num_tokens, dim).to(dtype)
+
+    query, key = states(heads[0]), states(heads[1])
+    angles = torch.randn(1, num_tokens, dim)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    turned = rotate(query, key, cosines, sines, implementation=implementation)
+    for result, expected in zip(turned, rotate_reference(query, key, cosines, sines), strict=True):
+        assert_near(result, expected)

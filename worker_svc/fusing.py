@@ -1,0 +1,158 @@
+"""What stands between a model's matrix products, computed by fewer operations.
+
+The code is transformers' own; parts of it are exchanged that are written in many operations, each
+of which reads and writes all numbers. A part is exchanged only if on random numbers the other one
+gives what the model's own gives: a model that does it differently keeps its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.choice import Implementation
+from kernels.fused import Activation, gated_activation, rms_norm, rotate
+
+# Largest difference to the largest number: a few roundings.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_ROTATION = "apply_rotary_pos_emb"  # so all models of transformers that have it call it
+
+
+def fuse(network: nn.Module, implementation: Implementation) -> Counter[str]:
+    """Exchanges what can be exchanged; says how many parts of each kind were."""
+    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+        return Counter()
+    fused: Counter[str] = Counter()
+    rotations: dict[FunctionType, FunctionType | None] = {}
+    with torch.inference_mode():
+        for module in network.modules():
+            fused["norms"] += _fuse_norm(module, implementation)
+            fused["gates"] += _fuse_gate(module, implementation)
+            fused["rotations"] += _fuse_rotation(module, implementation, rotations)
+    return fused
+
+
+def _fuse_norm(module: nn.Module, implementation: Implementation) -> bool:
+    """Exchanges the root-mean-square norm that a module is."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
+        return False
+    states = _random(3, len(weight), like=weight)
+    # Some families keep the weight's distance from 1.
+    for offset in (0.0, 1.0):
+        norm = partial(
+            rms_norm,
+            weight=weight.detach().float() + offset,
+            epsilon=epsilon,
+            implementation=implementation,
+        )
+        if _takes_one(module) and _agree(module, norm, states):
+            module.forward = norm
+            return True
+    return False
+
+
+def _fuse_gate(module: nn.Module, implementation: Implementation) -> bool:
+    """Exchanges the activation between the three projections that a module is."""
+    parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
+    if not all(isinstance(part, nn.Linear) for part in parts) or not _takes_one(module):
+        return False
+    gate, up, down = parts
+    states = _random(3, gate.in_features, like=gate.weight)
+    for activation in Activation:
+
+        def forward(states: Tensor, activation: Activation = activation) -> Any:
+            active = gated_activation(
+                gate(states), up(states), activation, implementation=implementation
+            )
+            return down(active)
+
+        if _agree(module, forward, states):
+            module.forward = forward
+            return True
+    return False
+
+
+def _fuse_rotation(
+    module: nn.Module,
+    implementation: Implementation,
+    known: dict[FunctionType, FunctionType | None],
+) -> bool:
+    """Exchanges the rotary embedding that a module's forward pass calls by its name."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
+        return False
+    if forward not in known:
+        known[forward] = _with_rotation(forward, implementation, next(module.parameters()))
+    function = known[forward]
+    if function is None:
+        return False
+    module.forward = MethodType(function, module)
+    return True
+
+
+def _with_rotation(
+    forward: FunctionType, implementation: Implementation, like: Tensor
+) -> FunctionType | None:
+    """The same code, for which the name means another function; transformers' own module stays as
+    it is. None if that would not do the same."""
+    original = forward.__globals__.get(_ROTATION)
+    query, key = _random(1, 4, 3, 16, like=like), _random(1, 2, 3, 16, like=like)
+    cosines, sines = _random(1, 3, 16, like=like).cos(), _random(1, 3, 16, like=like).sin()
+    states = (query, key, cosines, sines)
+    if original is None or not _agree(original, partial(rotate, implementation=implementation), *states):
+        return None
+
+    def rotation(
+        query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **named: Any
+    ) -> Any:
+        usual = query.dtype == key.dtype == cosines.dtype and cosines.dim() == 3
+        if others or named or not usual or cosines.shape[-1] != query.shape[-1]:
+            return original(query, key, cosines, sines, *others, **named)
+        return rotate(query, key, cosines, sines, implementation=implementation)
+
+    copy = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _ROTATION: rotation},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _takes_one(module: nn.Module) -> bool:
+    return len(signature(module.forward).parameters) == 1
+
+
+def _random(*shape: int, like: Tensor) -> Tensor:
+    """Always the same numbers, and none of the process's own generator."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+
+def _agree(own: Callable[..., Any], other: Callable[..., Any], *states: Tensor) -> bool:
+    """Whether both give the same; one that fails on such states does not."""
+    try:
+        results, others = own(*states), other(*states)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    if isinstance(results, Tensor):
+        results, others = (results,), (others,)
+    return len(results) == len(others) and all(map(_near, results, others))
+
+
+def _near(result: object, other: object) -> bool:
+    if not isinstance(result, Tensor) or not isinstance(other, Tensor):
+        return False
+    if result.shape != other.shape or result.dtype != other.dtype:
+        return False
+    bound = _TOLERANCE.get(result.dtype, 0.0) * result.float().abs().max()
+    return bool(((result.float() - other.float()).abs() <= bound).all())
