@@ -112,10 +112,11 @@ def _products(queries: Tensor, keys: Tensor, seen_shape: torch.Size) -> Tensor:
     """
     num_seqs, query_len, num_keys = seen_shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    grouped = queries.view(num_seqs, query_len, num_kv_heads, -1, head_dim)
+    group_size = queries.shape[1] // num_kv_heads
+    grouped = queries.view(num_seqs, query_len, num_kv_heads, group_size, head_dim)
     folded = grouped.permute(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, head_dim)
     scores = torch.matmul(folded, keys.transpose(2, 3))
-    return scores.view(num_seqs, num_kv_heads, -1, query_len, num_keys)
+    return scores.view(num_seqs, num_kv_heads, group_size, query_len, num_keys)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -130,7 +131,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 def _weighted_sums(weights: Tensor, values: Tensor) -> Tensor:
     """`[num_seqs * query_len, num_heads, v_head_dim]`."""
-    num_seqs, num_kv_heads, _, query_len, num_keys = weights.shape
-    out = torch.matmul(weights.reshape(num_seqs, num_kv_heads, -1, num_keys), values)
-    out = out.view(num_seqs, num_kv_heads, -1, query_len, values.shape[-1])
-    return out.permute(0, 3, 1, 2, 4).reshape(num_seqs * query_len, -1, values.shape[-1])
+    num_heads = weights.shape[1] * weights.shape[2]
+    out = torch.matmul(weights.flatten(2, 3), values)
+    out = out.unflatten(2, weights.shape[2:4])
+    return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, values.shape[-1])

@@ -106,7 +106,8 @@ def _with_rotation(
     query, key = _random(1, 4, 3, 16, like=like), _random(1, 2, 3, 16, like=like)
     cosines, sines = _random(1, 3, 16, like=like).cos(), _random(1, 3, 16, like=like).sin()
     states = (query, key, cosines, sines)
-    if original is None or not _agree(original, partial(rotate, implementation=implementation), *states):
+    rotated = partial(rotate, implementation=implementation)
+    if original is None or not _agree(original, rotated, *states):
         return None
 
     def rotation(
