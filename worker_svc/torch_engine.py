@@ -13,6 +13,7 @@ from worker_svc.engine import Engine, Identity
 from worker_svc.fusing import fuse
 from worker_svc.kv_pool import KvPool, dtype_name, size_pool
 from worker_svc.model import LoadedModel, find_device, load_model
+from worker_svc.packing import pack
 from worker_svc.runner import Runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.tables import Tables
@@ -50,7 +51,8 @@ def load_engine(settings: WorkerSettings) -> Engine:
     pool = KvPool(model.layers, size, settings.block_size, device)
     attention = PagedAttention(pool.layers, implementation)
     model.attend_with(attention)
-    log.info("kernels", implementation=implementation, **fuse(model.network, implementation))
+    exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
+    log.info("kernels", implementation=implementation, **exchanged)
     tables = Tables(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.max_model_len,

@@ -1,7 +1,8 @@
 // Chains of elementwise operations on tensors, on ATen's threads.
 #include "fused.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

@@ -1,0 +1,111 @@
+// Products with packed weights on tensors, on ATen's threads.
+#include "linear.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "tensors.h"
+
+namespace quire::linear {
+namespace {
+
+// A piece's rows are to stay in the second-level cache while all panels pass by.
+constexpr int64_t kPieceBytes = 192 << 10;
+// Threads take pieces in turn: one that was held up leaves the others more of them.
+constexpr int64_t kPiecesPerThread = 8;
+// Rows are widened by whole vectors.
+constexpr int64_t kMostLanes = 16;
+
+bool is_weight(const Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+}
+
+int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).panel_width; }
+
+// How a product is cut: rows first, so that pieces that follow each other share them.
+struct Cut {
+  int64_t piece_rows, piece_panels;
+  int64_t num_row_pieces, num_panel_pieces;
+
+  Cut(const Product& product, const Functions& functions) {
+    const int64_t tile = functions.tile_rows;
+    const int64_t fitting = kPieceBytes / 4 / std::max<int64_t>(1, product.num_inputs);
+    piece_rows = std::max(fitting / tile * tile, 2 * tile);
+    num_row_pieces = (product.num_rows + piece_rows - 1) / piece_rows;
+    // Equally large ones.
+    piece_rows = (product.num_rows + num_row_pieces - 1) / num_row_pieces;
+    piece_rows = (piece_rows + tile - 1) / tile * tile;
+    num_row_pieces = (product.num_rows + piece_rows - 1) / piece_rows;
+    const int64_t width = functions.panel_width;
+    const int64_t num_panels = (product.num_outputs + width - 1) / width;
+    const int64_t wanted = kPiecesPerThread * at::get_num_threads();
+    piece_panels = std::max<int64_t>(1, num_panels * num_row_pieces / wanted);
+    num_panel_pieces = (num_panels + piece_panels - 1) / piece_panels;
+  }
+
+  Piece piece(int64_t index, const Product& product, int64_t num_panels) const {
+    const int64_t first_row = index / num_panel_pieces * piece_rows;
+    const int64_t first_panel = index % num_panel_pieces * piece_panels;
+    return {first_row, std::min(first_row + piece_rows, product.num_rows), first_panel,
+            std::min(first_panel + piece_panels, num_panels)};
+  }
+};
+
+void multiply(const Product& product, const Functions& functions, int64_t num_panels) {
+  const Cut cut(product, functions);
+  const int64_t count = cut.num_row_pieces * cut.num_panel_pieces;
+  const bool widens = product.format != Format::kFloat32;
+  share_out(count, [&](int64_t index) {
+    thread_local std::vector<float> scratch;
+    if (widens) scratch.resize(cut.piece_rows * product.num_inputs + kMostLanes);
+    functions.multiply(product, cut.piece(index, product, num_panels), scratch.data());
+  });
+}
+
+Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
+              const std::optional<Tensor>& bias, int64_t isa) {
+  const Functions& functions = functions_of(static_cast<Isa>(isa));
+  const int64_t num_inputs = input.size(-1);
+  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_weight(panels) &&
+                  panels.size(1) == num_inputs && panels.size(2) == functions.panel_width &&
+                  panels.size(0) * functions.panel_width >= num_outputs,
+              "panels must be [ceil(num_outputs / ", functions.panel_width, "), ", num_inputs, ", ",
+              functions.panel_width, "]");
+  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
+                        bias->numel() == num_outputs),
+              "the bias must be dense float32, a number per output");
+  TORCH_CHECK(is_weight(input), "no kernel for ", input.scalar_type());
+  const Tensor rows = input.reshape({-1, num_inputs});
+  const Tensor source = rows.stride(1) == 1 ? rows : rows.contiguous();
+  auto shape = input.sizes().vec();
+  shape.back() = num_outputs;
+  Tensor out = at::empty(shape, input.options());
+  if (!out.numel()) return out;
+  const Product product{source.const_data_ptr(),
+                        format_of(source),
+                        source.stride(0),
+                        source.size(0),
+                        num_inputs,
+                        num_outputs,
+                        panels.const_data_ptr(),
+                        format_of(panels),
+                        bias ? bias->const_data_ptr<float>() : nullptr,
+                        out.mutable_data_ptr()};
+  multiply(product, functions, panels.size(0));
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, library) {
+  library.def("panel_width(int isa) -> int", panel_width);
+  library.def("linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, int isa) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(quire, CPU, library) { library.impl("linear", linear); }
+
+}  // namespace quire::linear

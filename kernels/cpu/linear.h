@@ -1,0 +1,38 @@
+// Products with a weight whose rows were put side by side in panels, as every instruction set has
+// them.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace quire::linear {
+
+// rows [num_rows, num_inputs] times the weight, transposed: out [num_rows, num_outputs].
+struct Product {
+  const void* rows;
+  Format format;       // of rows and outputs
+  int64_t row_stride;  // in elements
+  int64_t num_rows, num_inputs, num_outputs;
+  const void* panels;  // [num_panels, num_inputs, panel_width], zeros beyond num_outputs
+  Format panel_format;
+  const float* bias;  // [num_outputs] or null
+  void* out;          // dense
+};
+
+// What one thread does in one go.
+struct Piece {
+  int64_t first_row, end_row;
+  int64_t first_panel, end_panel;
+};
+
+struct Functions {
+  // Outputs of a panel, and how many rows are computed at once.
+  int64_t panel_width, tile_rows;
+  // `scratch` holds the piece's rows as float32, if they are of another format.
+  void (*multiply)(const Product&, const Piece&, float* scratch);
+};
+
+const Functions& functions_of(Isa isa);
+
+}  // namespace quire::linear

@@ -1,0 +1,58 @@
+// Products with packed weights, compiled once per instruction set.
+#include "linear.h"
+#include "prelude.h"
+
+#include <stdexcept>
+
+// Not every function of formats.h is needed here.
+#pragma GCC diagnostic ignored "-Wunused-function"
+
+namespace quire::linear {
+
+namespace portable {
+#define QUIRE_LANES 4
+#include "vec.h"
+
+#include "formats.h"
+#include "linear_tile.h"
+#undef QUIRE_LANES
+}  // namespace portable
+
+#ifdef __x86_64__
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+#define QUIRE_LANES 8
+#include "vec.h"
+
+#include "formats.h"
+#include "linear_tile.h"
+#undef QUIRE_LANES
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+namespace avx512 {
+#define QUIRE_LANES 16
+#include "vec.h"
+
+#include "formats.h"
+#include "linear_tile.h"
+#undef QUIRE_LANES
+}  // namespace avx512
+#pragma GCC pop_options
+
+#endif
+
+const Functions& functions_of(Isa isa) {
+  if (isa > best_isa()) throw std::invalid_argument("this processor lacks the instructions");
+#ifdef __x86_64__
+  if (isa == Isa::kAvx512) return avx512::kFunctions;
+  if (isa == Isa::kAvx2) return avx2::kFunctions;
+#endif
+  return portable::kFunctions;
+}
+
+}  // namespace quire::linear

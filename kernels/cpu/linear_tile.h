@@ -1,0 +1,106 @@
+// Products of some rows with panels of a weight. Included once per instruction set, after vec.h and
+// formats.h.
+//
+// The scheme is the inner kernel of Goto and van de Geijn, "Anatomy of High-Performance Matrix
+// Multiplication" (2008). Every output is one chain of multiplications and additions in the order
+// of the inputs, whatever rows are computed beside it: a row's result depends on nothing else.
+
+constexpr int kPanelWidth = 2 * kLanes;
+// As many as there are registers for their sums.
+constexpr int kTileRows = kLanes == 16 ? 12 : 6;
+
+// The sums of kRows rows and one panel.
+template <int kRows, typename W>
+QUIRE_INLINE void multiply_tile(const float* rows, int64_t row_stride, const W* panel,
+                                int64_t num_inputs, Floats (&sums)[kRows][2]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Floats{};
+  for (int64_t k = 0; k < num_inputs; ++k) {
+    const Floats left = load(panel + k * kPanelWidth);
+    const Floats right = load(panel + k * kPanelWidth + kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Floats x = broadcast(rows[r * row_stride + k]);
+      sums[r][0] += x * left;
+      sums[r][1] += x * right;
+    }
+  }
+}
+
+// One row's sums, the first `count` of them, to its place in the outputs.
+static void write_outputs(const Product& call, int64_t row, int64_t first_output, float* sums) {
+  const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
+  if (call.bias)
+    for (int64_t i = 0; i < count; ++i) sums[i] += call.bias[first_output + i];
+  const int64_t place = row * call.num_outputs + first_output;
+  narrow_row(call.format, sums, static_cast<uint8_t*>(call.out) + place * bytes_of(call.format),
+             count);
+}
+
+template <int kRows, typename W>
+static void tile(const Product& call, const float* rows, int64_t row_stride, int64_t first_row,
+                 int64_t panel) {
+  const int64_t first_output = panel * kPanelWidth;
+  const W* weights = static_cast<const W*>(call.panels) + first_output * call.num_inputs;
+  Floats sums[kRows][2];
+  multiply_tile<kRows>(rows, row_stride, weights, call.num_inputs, sums);
+  const bool is_whole = first_output + kPanelWidth <= call.num_outputs;
+  if (is_whole && call.format == Format::kFloat32 && !call.bias) {
+    float* out = static_cast<float*>(call.out) + first_row * call.num_outputs + first_output;
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      store(out + r * call.num_outputs, sums[r][0]);
+      store(out + r * call.num_outputs + kLanes, sums[r][1]);
+    }
+    return;
+  }
+  float spread[kRows][kPanelWidth];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    store(spread[r], sums[r][0]);
+    store(spread[r] + kLanes, sums[r][1]);
+  }
+  for (int r = 0; r < kRows; ++r) write_outputs(call, first_row + r, first_output, spread[r]);
+}
+
+using Tile = void (*)(const Product&, const float*, int64_t, int64_t, int64_t);
+
+// For 1 to kTileRows rows.
+template <typename W, int... kFewer>
+static Tile tile_of(int64_t num_rows, std::integer_sequence<int, kFewer...>) {
+  static constexpr Tile kTiles[] = {tile<1 + kFewer, W>...};
+  return kTiles[num_rows - 1];
+}
+
+static Tile tile_of(Format panel_format, int64_t num_rows) {
+  constexpr auto kAll = std::make_integer_sequence<int, kTileRows>();
+  switch (panel_format) {
+    case Format::kFloat16: return tile_of<Float16>(num_rows, kAll);
+    case Format::kBFloat16: return tile_of<BFloat16>(num_rows, kAll);
+    default: return tile_of<float>(num_rows, kAll);
+  }
+}
+
+static void multiply(const Product& call, const Piece& piece, float* scratch) {
+  const float* rows = scratch;
+  int64_t stride = call.num_inputs;
+  const uint8_t* source = static_cast<const uint8_t*>(call.rows);
+  const int64_t row_bytes = call.row_stride * bytes_of(call.format);
+  if (call.format == Format::kFloat32) {
+    rows = reinterpret_cast<const float*>(source + piece.first_row * row_bytes);
+    stride = call.row_stride;
+  } else {
+    for (int64_t row = piece.first_row; row < piece.end_row; ++row)
+      widen_row(call.format, source + row * row_bytes,
+                scratch + (row - piece.first_row) * stride, call.num_inputs, 1.0f);
+  }
+  for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
+    for (int64_t row = piece.first_row; row < piece.end_row; row += kTileRows) {
+      const int64_t count = std::min<int64_t>(kTileRows, piece.end_row - row);
+      tile_of(call.panel_format, count)(call, rows + (row - piece.first_row) * stride, stride, row,
+                                        panel);
+    }
+  }
+}
+
+constexpr Functions kFunctions{kPanelWidth, kTileRows, multiply};

@@ -1,0 +1,90 @@
+"""Products with packed weights: every C++ implementation against the twin."""
+
+import pytest
+import torch
+
+from kernels.choice import Implementation, cpp_implementations
+from kernels.linear import WEIGHT_DTYPES, PackedWeight, linear, linear_reference
+
+pytestmark = pytest.mark.parametrize("implementation", cpp_implementations())
+_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.mark.parametrize("input_dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"),
+    [(1, 1, 1), (1, 64, 512), (5, 16, 7), (63, 33, 65), (100, 257, 129), (700, 48, 300)],
+)
+def test_products(
+    implementation: Implementation,
+    input_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(num_rows, num_inputs).to(input_dtype)
+    weight = torch.randn(num_outputs, num_inputs).to(weight_dtype)
+    packed = PackedWeight.of(weight, implementation)
+    for bias in (None, torch.randn(num_outputs)):
+        result, expected = linear(states, packed, bias), linear_reference(states, weight, bias)
+        assert result.dtype == expected.dtype
+        bound = _TOLERANCE[input_dtype] * float(expected.float().abs().max())
+        torch.testing.assert_close(result.float(), expected.float(), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("num_inputs", [96, 4000])
+def test_a_row_s_result_is_the_same_in_every_batch(
+    implementation: Implementation, num_inputs: int
+) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(131, num_inputs)
+    weight = PackedWeight.of(torch.randn(50, num_inputs), implementation)
+    together = linear(states, weight)
+    for start, end in [(0, 1), (7, 9), (0, 5), (30, 43), (64, 131), (130, 131)]:
+        assert linear(states[start:end].clone(), weight).equal(together[start:end])
+
+
+def test_shapes_and_strides(implementation: Implementation) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 40)
+    packed = PackedWeight.of(weight, implementation)
+    for states in (
+        torch.randn(40),
+        torch.randn(2, 3, 40),
+        torch.randn(2, 0, 40),
+        torch.randn(40, 9).T,
+        torch.randn(3, 5, 80)[..., ::2],
+        torch.randn(7, 64)[:, 3:43],
+    ):
+        result, expected = linear(states, packed), linear_reference(states, weight)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_zeros_times_infinity_and_nan(implementation: Implementation) -> None:
+    """What stands beyond the last output takes part in nothing."""
+    weight = torch.tensor([[1.0, 0.0], [torch.inf, 2.0], [torch.nan, 1.0]])
+    states = torch.tensor([[0.0, 3.0], [1.0, 1.0]])
+    result = linear(states, PackedWeight.of(weight, implementation))
+    expected = torch.tensor([[0.0, torch.nan, torch.nan], [1.0, torch.inf, torch.nan]])
+    assert torch.equal(result.nan_to_num(-7.0, 7.0), expected.nan_to_num(-7.0, 7.0))
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+def test_rows_are_looked_up(implementation: Implementation, dtype: torch.dtype) -> None:
+    weight = torch.randn(100, 7).to(dtype)
+    indices = torch.tensor([[0, 99, 15], [16, 17, 99]])
+    assert PackedWeight.of(weight, implementation).rows(indices).equal(weight[indices])
+
+
+@pytest.mark.parametrize("num_inputs", [39, 41])
+def test_a_wrong_number_of_inputs_is_refused(
+    implementation: Implementation, num_inputs: int
+) -> None:
+    weight = PackedWeight.of(torch.randn(24, 40), implementation)
+    with pytest.raises(RuntimeError, match="panels must be"):
+        linear(torch.randn(2, num_inputs), weight)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        linear(torch.randn(2, 40), weight, torch.randn(23))

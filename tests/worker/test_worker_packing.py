@@ -1,0 +1,91 @@
+"""Weights in another layout: the same results, one copy of each, and nobody reads a freed one."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB_SIZE
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from kernels.choice import Implementation, cpp_implementations
+from worker_svc.fusing import fuse
+from worker_svc.packing import pack
+
+_BEST = pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+
+
+def network(config: PretrainedConfig) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    return model
+
+
+@torch.inference_mode()
+def logits(model: nn.Module) -> Tensor:
+    torch.manual_seed(1)
+    result: Tensor = model(torch.randint(VOCAB_SIZE, (1, 30)), use_cache=False).logits
+    return result
+
+
+def num_freed(model: nn.Module) -> int:
+    return sum(
+        parameter.numel() > 1 and parameter.stride() == (0, 0) for parameter in model.parameters()
+    )
+
+
+@_BEST
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_models_give_the_same(implementation: Implementation, family: str, tied: bool) -> None:
+    config = FAMILIES[family]()
+    config.tie_word_embeddings = tied
+    model = network(config)
+    before = logits(model)
+    fuse(model, implementation)
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    assert pack(model, implementation)["products"] == len(linears) > 0
+    after = logits(model)
+    assert (after - before).abs().max() < 1e-4 * before.abs().max()
+
+
+@_BEST
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_is_there_once(implementation: Implementation, tied: bool) -> None:
+    config = FAMILIES["qwen3"]()
+    config.tie_word_embeddings = tied
+    model = network(config)
+    num_weights = len({m.weight for m in model.modules() if type(m) is nn.Linear})
+    pack(model, implementation)
+    assert num_freed(model) == num_weights
+    assert model.get_output_embeddings().weight.isnan().all()
+    assert model.get_input_embeddings().weight.isnan().any() == tied
+
+
+@_BEST
+def test_a_weight_that_others_read_stays(implementation: Implementation) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, indices: Tensor) -> Tensor:
+            return super().forward(indices) * 3
+
+    embedding, head = Scaled(10, 4), nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleList([embedding, head])
+    indices = torch.tensor([3, 9])
+    with torch.inference_mode():
+        looked_up, product = embedding(indices), head(embedding(indices))
+        assert pack(model, implementation) == {"products": 1}
+        assert embedding(indices).equal(looked_up)
+        torch.testing.assert_close(head(embedding(indices)), product)
+
+
+@_BEST
+def test_in_half_precision(implementation: Implementation) -> None:
+    model = network(FAMILIES["llama"]()).to(torch.bfloat16)
+    before = logits(model)
+    pack(model, implementation)
+    assert (logits(model) - before).abs().max() < 0.05 * before.abs().max()
+
+
+def test_without_kernels_nothing_is_exchanged() -> None:
+    model = network(FAMILIES["llama"]())
+    assert not pack(model, Implementation.TORCH)
+    assert num_freed(model) == 0

@@ -1,0 +1,62 @@
+"""A model's weights, laid out for the kernel that multiplies with them."""
+
+from collections import Counter, defaultdict
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kernels.choice import Implementation
+from kernels.linear import WEIGHT_DTYPES, PackedWeight, linear
+
+_TWINS = (Implementation.REFERENCE, Implementation.TORCH)
+
+
+def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
+    """Exchanges the products of linear layers and says how many. A weight that nobody else reads
+    is freed as soon as it is laid out, so that there are hardly ever two of one.
+
+    Embeddings that share a weight with a linear layer, as tied ones do, look it up in its new
+    place. What takes a freed weight without being its layer meets NaN.
+    """
+    packed: Counter[str] = Counter()
+    if implementation in _TWINS:
+        return packed
+    for users in _by_weight(network):
+        linears = [user for user in users if type(user) is nn.Linear]
+        embeddings = [user for user in users if _only_looks_up(user)]
+        if not linears or linears[0].weight.dtype not in WEIGHT_DTYPES:
+            continue
+        weight = PackedWeight.of(linears[0].weight.detach(), implementation)
+        for layer in linears:
+            bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+            layer.forward = partial(linear, weight=weight, bias=bias)
+        packed["products"] += len(linears)
+        if len(linears) + len(embeddings) == len(users):
+            for embedding in embeddings:
+                embedding.forward = weight.rows
+            _free(users)
+    return packed
+
+
+def _by_weight(network: nn.Module) -> list[list[nn.Module]]:
+    """The modules that have a weight, those with the same one together."""
+    users: dict[Tensor, list[nn.Module]] = defaultdict(list)
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter is not getattr(module, "bias", None):
+                users[parameter].append(module)
+    return list(users.values())
+
+
+def _only_looks_up(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
+def _free(modules: list[nn.Module]) -> None:
+    """In place of their weight, all of them get one of its shape that takes no memory."""
+    weight = modules[0].weight
+    nothing = weight.new_full((1, 1), torch.nan).expand(weight.shape)
+    freed = nn.Parameter(nothing, requires_grad=False)
+    for module in modules:
+        module.weight = freed
