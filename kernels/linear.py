@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.choice import Implementation
+from kernels.fused import Activation, gated_activation_reference
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,19 +40,71 @@ class PackedWeight:
         return self.panels[indices // width, :, indices % width]
 
 
-def linear(input: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`input [..., num_inputs]` times the weight, transposed, plus the float32 `bias`.
+def linear(states: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`states [..., num_inputs]` times the weight, transposed, plus the float32 `bias`.
 
-    Sums are in float32 and rounded once, to the dtype of the input. A row's result does not depend
-    on the rows beside it.
+    Sums are in float32 and rounded once, to the dtype of the states. A row's result does not
+    depend on the rows beside it.
     """
+    return _multiply(states, weight, bias, None, None, Activation.SILU)
+
+
+def gated_linear(
+    states: Tensor,
+    gate: PackedWeight,
+    up: PackedWeight,
+    activation: Activation,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """`activation(linear(states, gate)) * linear(states, up)`, rounded once.
+
+    The weights are equally large and of one dtype.
+    """
+    if up.num_outputs != gate.num_outputs:
+        raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
+    return _multiply(states, gate, gate_bias, up.panels, up_bias, activation)
+
+
+def _multiply(
+    states: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    second_panels: Tensor | None,
+    second_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
     out: Tensor = torch.ops.quire.linear(
-        input, weight.panels, weight.num_outputs, bias, weight.implementation.isa
+        states,
+        weight.panels,
+        weight.num_outputs,
+        bias,
+        second_panels,
+        second_bias,
+        activation,
+        weight.implementation.isa,
     )
     return out
 
 
-def linear_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_reference(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The obvious twin of `linear`, of the weight as it was."""
-    out = input.float() @ weight.float().T
-    return (out if bias is None else out + bias).to(input.dtype)
+    return _wide(states, weight, bias).to(states.dtype)
+
+
+def gated_linear_reference(
+    states: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """The obvious twin of `gated_linear`, of the weights as they were."""
+    gates, values = _wide(states, gate, gate_bias), _wide(states, up, up_bias)
+    return gated_activation_reference(gates, values, activation).to(states.dtype)
+
+
+def _wide(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = states.float() @ weight.float().T
+    return out if bias is None else out + bias

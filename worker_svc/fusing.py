@@ -7,6 +7,7 @@ gives what the model's own gives: a model that does it differently keeps its own
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from types import FunctionType, MethodType
@@ -58,23 +59,36 @@ def _fuse_norm(module: nn.Module, implementation: Implementation) -> bool:
     return False
 
 
+@dataclass
+class GatedMlp:
+    """The forward pass of three projections, the first of which is the second one's gate."""
+
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    activation: Activation
+    implementation: Implementation
+
+    def __call__(self, states: Tensor) -> Any:
+        gates, values = self.gate(states), self.up(states)
+        active = gated_activation(
+            gates, values, self.activation, implementation=self.implementation
+        )
+        return self.down(active)
+
+
 def _fuse_gate(module: nn.Module, implementation: Implementation) -> bool:
     """Exchanges the activation between the three projections that a module is."""
-    parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
-    if not all(isinstance(part, nn.Linear) for part in parts) or not _takes_one(module):
+    gate, up, down = (getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down"))
+    if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
         return False
-    gate, up, down = parts
+    if not isinstance(down, nn.Linear) or not _takes_one(module):
+        return False
     states = _random(3, gate.in_features, like=gate.weight)
     for activation in Activation:
-
-        def forward(states: Tensor, activation: Activation = activation) -> Any:
-            active = gated_activation(
-                gate(states), up(states), activation, implementation=implementation
-            )
-            return down(active)
-
-        if _agree(module, forward, states):
-            module.forward = forward
+        mlp = GatedMlp(gate, up, down, activation, implementation)
+        if _agree(module, mlp, states):
+            module.forward = mlp
             return True
     return False
 

@@ -1,13 +1,15 @@
 """A model's weights, laid out for the kernel that multiplies with them."""
 
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kernels.choice import Implementation
-from kernels.linear import WEIGHT_DTYPES, PackedWeight, linear
+from kernels.linear import WEIGHT_DTYPES, PackedWeight, gated_linear, linear
+from worker_svc.fusing import GatedMlp
 
 _TWINS = (Implementation.REFERENCE, Implementation.TORCH)
 
@@ -30,13 +32,44 @@ def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
         weight = PackedWeight.of(linears[0].weight.detach(), implementation)
         for layer in linears:
             bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
-            layer.forward = partial(linear, weight=weight, bias=bias)
+            layer.forward = _Product(weight, bias)
         packed["products"] += len(linears)
         if len(linears) + len(embeddings) == len(users):
             for embedding in embeddings:
                 embedding.forward = weight.rows
             _free(users)
+    for module in network.modules():
+        if isinstance(module.forward, GatedMlp):
+            packed["gated products"] += _join_gate(module, module.forward)
     return packed
+
+
+@dataclass
+class _Product:
+    """The forward pass of a linear layer."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return linear(states, self.weight, self.bias)
+
+
+def _join_gate(module: nn.Module, mlp: GatedMlp) -> bool:
+    """Makes one of the products of the gate and of what it is a gate of."""
+    gate, up = mlp.gate.forward, mlp.up.forward
+    if not isinstance(gate, _Product) or not isinstance(up, _Product):
+        return False
+    active = partial(
+        gated_linear,
+        gate=gate.weight,
+        up=up.weight,
+        activation=mlp.activation,
+        gate_bias=gate.bias,
+        up_bias=up.bias,
+    )
+    module.forward = lambda states: mlp.down(active(states))
+    return True
 
 
 def _by_weight(network: nn.Module) -> list[list[nn.Module]]:

@@ -10,12 +10,14 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear as torch_linear
 
 from benchmarks.engines.answers import answer, job
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.models import MODELS, BenchModel
 from benchmarks.engines.workload import MAX_NUM_SEQS, Work
+from kernels.choice import cpp_implementations
+from kernels.linear import PackedWeight, linear
 from worker_svc.settings import WorkerSettings
 
 _NUM_RATES = 5
@@ -23,22 +25,22 @@ _MANY_BLOCKS = 1_000_000
 
 
 class Products:
-    """Weights of a model's shapes, each layer's its own."""
+    """Weights of a model's shapes, each layer's its own, by the kernel that the runner has."""
 
     def __init__(self, model: BenchModel) -> None:
         self._model = model
         self._layers = [
-            [torch.randn(outputs, inputs) for inputs, outputs in model.products]
+            [_Weight(inputs, outputs) for inputs, outputs in model.products]
             for _ in range(model.num_hidden_layers)
         ]
-        self._head = torch.randn(model.vocab_size, model.hidden_size)
+        self._head = _Weight(model.hidden_size, model.vocab_size)
         self._inputs: dict[tuple[int, int], Tensor] = {}
 
     def step(self, num_tokens: int, num_sampled: int) -> None:
         for layer in self._layers:
             for weight in layer:
-                linear(self._input(num_tokens, weight.shape[1]), weight)
-        linear(self._input(num_sampled, self._model.hidden_size), self._head)
+                weight.multiply(self._input(num_tokens, weight.num_inputs))
+        self._head.multiply(self._input(num_sampled, self._head.num_inputs))
 
     def rate(self, num_tokens: int) -> float:
         """Operations per second of a step of so many tokens."""
@@ -50,6 +52,22 @@ class Products:
         if shape not in self._inputs:
             self._inputs[shape] = torch.randn(shape)
         return self._inputs[shape]
+
+
+class _Weight:
+    """One weight, as the runner lays it out."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.num_inputs = num_inputs
+        weight = torch.randn(num_outputs, num_inputs)
+        implementations = cpp_implementations()
+        self._weight = PackedWeight.of(weight, implementations[-1]) if implementations else weight
+
+    def multiply(self, rows: Tensor) -> None:
+        if isinstance(self._weight, PackedWeight):
+            linear(rows, self._weight)
+        else:
+            torch_linear(rows, self._weight)
 
 
 def main() -> None:

@@ -7,8 +7,6 @@
 
 namespace quire::fused {
 
-enum class Activation : int { kSilu, kGeluTanh };
-
 // Dense rows of `dim` numbers; a weight per column in float32.
 struct Norm {
   const void* source;

@@ -41,29 +41,15 @@ static void norm_rows(const Norm& call, int64_t first_row, int64_t end_row) {
   }
 }
 
-QUIRE_INLINE Floats silu(Floats x) {
-  // Where e^-x is too large for a float, the result is too small for one.
-  return x < -87.0f ? Floats{} : x / (exponential(-x) + 1.0f);
-}
-
-// GELU by its approximation through tanh.
-QUIRE_INLINE Floats gelu_tanh(Floats x) {
-  constexpr float kSqrtTwoOverPi = 0.7978845608f;
-  const Floats inner = (x + x * x * x * 0.044715f) * kSqrtTwoOverPi;
-  return x * 0.5f * (hyperbolic_tangent(inner) + 1.0f);
-}
-
 // activation(gate) * up
 template <typename T>
 static void gate_rows(const Gate& call, int64_t first, int64_t end) {
   const T* gate = static_cast<const T*>(call.gate) + first;
   const T* up = static_cast<const T*>(call.up) + first;
   T* out = static_cast<T*>(call.out) + first;
-  const bool is_silu = call.activation == Activation::kSilu;
   for_lanes(end - first, [&](int64_t i, int64_t count) {
     const Floats x = load_some(gate + i, count);
-    const Floats active = is_silu ? silu(x) : gelu_tanh(x);
-    store_some(out + i, active * load_some(up + i, count), count);
+    store_some(out + i, activated(call.activation, x) * load_some(up + i, count), count);
   });
 }
 

@@ -8,6 +8,8 @@ namespace quire {
 
 enum class Format : int { kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
 
+enum class Activation : int { kSilu, kGeluTanh };
+
 // A cache [num_blocks, block_size, num_kv_heads, head_dim], dense in its last dimension. Strides
 // are in elements.
 struct Cache {

@@ -66,19 +66,32 @@ void multiply(const Product& product, const Functions& functions, int64_t num_pa
   });
 }
 
-Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
-              const std::optional<Tensor>& bias, int64_t isa) {
-  const Functions& functions = functions_of(static_cast<Isa>(isa));
-  const int64_t num_inputs = input.size(-1);
+void check_weight(const Tensor& panels, const std::optional<Tensor>& bias, int64_t num_inputs,
+                  int64_t num_outputs, int64_t width) {
   TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_weight(panels) &&
-                  panels.size(1) == num_inputs && panels.size(2) == functions.panel_width &&
-                  panels.size(0) * functions.panel_width >= num_outputs,
-              "panels must be [ceil(num_outputs / ", functions.panel_width, "), ", num_inputs, ", ",
-              functions.panel_width, "]");
+                  panels.size(0) * width >= num_outputs && panels.size(1) == num_inputs &&
+                  panels.size(2) == width,
+              "panels must be [ceil(num_outputs / ", width, "), ", num_inputs, ", ", width, "]");
   TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
                         bias->numel() == num_outputs),
               "the bias must be dense float32, a number per output");
+}
+
+const float* floats(const std::optional<Tensor>& bias) {
+  return bias ? bias->const_data_ptr<float>() : nullptr;
+}
+
+Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& second_panels,
+              const std::optional<Tensor>& second_bias, int64_t activation, int64_t isa) {
+  const Functions& functions = functions_of(static_cast<Isa>(isa));
+  const int64_t num_inputs = input.size(-1);
   TORCH_CHECK(is_weight(input), "no kernel for ", input.scalar_type());
+  check_weight(panels, bias, num_inputs, num_outputs, functions.panel_width);
+  if (second_panels) {
+    check_weight(*second_panels, second_bias, num_inputs, num_outputs, functions.panel_width);
+    TORCH_CHECK(second_panels->scalar_type() == panels.scalar_type(), "weights must be alike");
+  }
   const Tensor rows = input.reshape({-1, num_inputs});
   const Tensor source = rows.stride(1) == 1 ? rows : rows.contiguous();
   auto shape = input.sizes().vec();
@@ -93,7 +106,10 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
                         num_outputs,
                         panels.const_data_ptr(),
                         format_of(panels),
-                        bias ? bias->const_data_ptr<float>() : nullptr,
+                        floats(bias),
+                        second_panels ? second_panels->const_data_ptr() : nullptr,
+                        floats(second_bias),
+                        static_cast<Activation>(activation),
                         out.mutable_data_ptr()};
   multiply(product, functions, panels.size(0));
   return out;
@@ -103,7 +119,9 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("panel_width(int isa) -> int", panel_width);
-  library.def("linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, int isa) -> Tensor");
+  library.def(
+      "linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, Tensor? second_panels, "
+      "Tensor? second_bias, int activation, int isa) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(quire, CPU, library) { library.impl("linear", linear); }

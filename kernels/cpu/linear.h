@@ -8,7 +8,8 @@
 
 namespace quire::linear {
 
-// rows [num_rows, num_inputs] times the weight, transposed: out [num_rows, num_outputs].
+// rows [num_rows, num_inputs] times the weight, transposed: out [num_rows, num_outputs]. With a
+// second weight the first product goes through the activation and is multiplied with the second.
 struct Product {
   const void* rows;
   Format format;       // of rows and outputs
@@ -17,6 +18,9 @@ struct Product {
   const void* panels;  // [num_panels, num_inputs, panel_width], zeros beyond num_outputs
   Format panel_format;
   const float* bias;  // [num_outputs] or null
+  const void* second_panels;  // or null; of the same format
+  const float* second_bias;
+  Activation activation;
   void* out;          // dense
 };
 

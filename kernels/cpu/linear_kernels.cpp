@@ -14,6 +14,7 @@ namespace portable {
 #include "vec.h"
 
 #include "formats.h"
+#include "activations.h"
 #include "linear_tile.h"
 #undef QUIRE_LANES
 }  // namespace portable
@@ -27,6 +28,7 @@ namespace avx2 {
 #include "vec.h"
 
 #include "formats.h"
+#include "activations.h"
 #include "linear_tile.h"
 #undef QUIRE_LANES
 }  // namespace avx2
@@ -39,6 +41,7 @@ namespace avx512 {
 #include "vec.h"
 
 #include "formats.h"
+#include "activations.h"
 #include "linear_tile.h"
 #undef QUIRE_LANES
 }  // namespace avx512

@@ -27,13 +27,30 @@ QUIRE_INLINE void multiply_tile(const float* rows, int64_t row_stride, const W* 
   }
 }
 
-// One row's sums, the first `count` of them, to its place in the outputs.
-static void write_outputs(const Product& call, int64_t row, int64_t first_output, float* sums) {
+// The products of kRows rows and one panel.
+template <int kRows, typename W>
+QUIRE_INLINE void multiply_panel(const Product& call, const void* panels, const float* bias,
+                                 const float* rows, int64_t row_stride, int64_t first_output,
+                                 Floats (&sums)[kRows][2]) {
+  const W* panel = static_cast<const W*>(panels) + first_output * call.num_inputs;
+  multiply_tile<kRows>(rows, row_stride, panel, call.num_inputs, sums);
+  if (!bias) return;
+  float row[kPanelWidth] = {};
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
-  if (call.bias)
-    for (int64_t i = 0; i < count; ++i) sums[i] += call.bias[first_output + i];
+  __builtin_memcpy(row, bias + first_output, count * sizeof(float));
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    sums[r][0] += load(row);
+    sums[r][1] += load(row + kLanes);
+  }
+}
+
+// One row of a panel's outputs to its place.
+static void write_outputs(const Product& call, int64_t row, int64_t first_output,
+                          const float* outputs) {
+  const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
   const int64_t place = row * call.num_outputs + first_output;
-  narrow_row(call.format, sums, static_cast<uint8_t*>(call.out) + place * bytes_of(call.format),
+  narrow_row(call.format, outputs, static_cast<uint8_t*>(call.out) + place * bytes_of(call.format),
              count);
 }
 
@@ -41,26 +58,24 @@ template <int kRows, typename W>
 static void tile(const Product& call, const float* rows, int64_t row_stride, int64_t first_row,
                  int64_t panel) {
   const int64_t first_output = panel * kPanelWidth;
-  const W* weights = static_cast<const W*>(call.panels) + first_output * call.num_inputs;
+  float outputs[kRows][kPanelWidth];
   Floats sums[kRows][2];
-  multiply_tile<kRows>(rows, row_stride, weights, call.num_inputs, sums);
-  const bool is_whole = first_output + kPanelWidth <= call.num_outputs;
-  if (is_whole && call.format == Format::kFloat32 && !call.bias) {
-    float* out = static_cast<float*>(call.out) + first_row * call.num_outputs + first_output;
+  multiply_panel<kRows, W>(call, call.panels, call.bias, rows, row_stride, first_output, sums);
+  if (call.second_panels) {
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      store(out + r * call.num_outputs, sums[r][0]);
-      store(out + r * call.num_outputs + kLanes, sums[r][1]);
-    }
-    return;
-  }
-  float spread[kRows][kPanelWidth];
+    for (int r = 0; r < kRows; ++r)
+      for (int half = 0; half < 2; ++half)
+        store(outputs[r] + half * kLanes, activated(call.activation, sums[r][half]));
+    multiply_panel<kRows, W>(call, call.second_panels, call.second_bias, rows, row_stride,
+                             first_output, sums);
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    store(spread[r], sums[r][0]);
-    store(spread[r] + kLanes, sums[r][1]);
+    for (int r = 0; r < kRows; ++r)
+      for (int half = 0; half < 2; ++half) sums[r][half] *= load(outputs[r] + half * kLanes);
   }
-  for (int r = 0; r < kRows; ++r) write_outputs(call, first_row + r, first_output, spread[r]);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+    for (int half = 0; half < 2; ++half) store(outputs[r] + half * kLanes, sums[r][half]);
+  for (int r = 0; r < kRows; ++r) write_outputs(call, first_row + r, first_output, outputs[r]);
 }
 
 using Tile = void (*)(const Product&, const float*, int64_t, int64_t, int64_t);

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from kernels.choice import Implementation, cpp_implementations
-from kernels.linear import WEIGHT_DTYPES, PackedWeight, linear, linear_reference
+from kernels.fused import Activation
+from kernels.linear import (
+    WEIGHT_DTYPES,
+    PackedWeight,
+    gated_linear,
+    gated_linear_reference,
+    linear,
+    linear_reference,
+)
 
 pytestmark = pytest.mark.parametrize("implementation", cpp_implementations())
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -32,6 +40,23 @@ def test_products(
         result, expected = linear(states, packed, bias), linear_reference(states, weight, bias)
         assert result.dtype == expected.dtype
         bound = _TOLERANCE[input_dtype] * float(expected.float().abs().max())
+        torch.testing.assert_close(result.float(), expected.float(), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("num_outputs", [1, 48, 257])
+def test_gated_products(
+    implementation: Implementation, activation: Activation, dtype: torch.dtype, num_outputs: int
+) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(63, 100).to(dtype)
+    gate, up = torch.randn(2, num_outputs, 100).to(dtype)
+    packed = [PackedWeight.of(weight, implementation) for weight in (gate, up)]
+    for biases in ((None, None), (torch.randn(num_outputs), torch.randn(num_outputs))):
+        result = gated_linear(states, *packed, activation, *biases)
+        expected = gated_linear_reference(states, gate, up, activation, *biases)
+        bound = _TOLERANCE[dtype] * float(expected.float().abs().max())
         torch.testing.assert_close(result.float(), expected.float(), rtol=0, atol=bound)
 
 
@@ -88,3 +113,6 @@ def test_a_wrong_number_of_inputs_is_refused(
         linear(torch.randn(2, num_inputs), weight)
     with pytest.raises(RuntimeError, match="bias must be"):
         linear(torch.randn(2, 40), weight, torch.randn(23))
+    other = PackedWeight.of(torch.randn(23, 40), implementation)
+    with pytest.raises(ValueError, match="24 outputs for 23"):
+        gated_linear(torch.randn(2, 40), weight, other, Activation.SILU)
