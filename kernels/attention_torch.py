@@ -131,7 +131,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 def _weighted_sums(weights: Tensor, values: Tensor) -> Tensor:
     """`[num_seqs * query_len, num_heads, v_head_dim]`."""
-    num_heads = weights.shape[1] * weights.shape[2]
+    num_seqs, num_kv_heads, group_size, query_len, _ = weights.shape
     out = torch.matmul(weights.flatten(2, 3), values)
-    out = out.unflatten(2, weights.shape[2:4])
-    return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, values.shape[-1])
+    out = out.view(num_seqs, num_kv_heads, group_size, query_len, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_seqs * query_len, num_kv_heads * group_size, -1)

@@ -1,6 +1,7 @@
 """A model's weights, laid out for the kernel that multiplies with them."""
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,11 +33,11 @@ def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
         weight = PackedWeight.of(linears[0].weight.detach(), implementation)
         for layer in linears:
             bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
-            layer.forward = _Product(weight, bias)
+            _exchange(layer, _Product(weight, bias))
         packed["products"] += len(linears)
         if len(linears) + len(embeddings) == len(users):
             for embedding in embeddings:
-                embedding.forward = weight.rows
+                _exchange(embedding, weight.rows)
             _free(users)
     for module in network.modules():
         if isinstance(module.forward, GatedMlp):
@@ -68,7 +69,7 @@ def _join_gate(module: nn.Module, mlp: GatedMlp) -> bool:
         gate_bias=gate.bias,
         up_bias=up.bias,
     )
-    module.forward = lambda states: mlp.down(active(states))
+    _exchange(module, lambda states: mlp.down(active(states)))
     return True
 
 
@@ -86,9 +87,13 @@ def _only_looks_up(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
+def _exchange(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    module.forward = forward
+
+
 def _free(modules: list[nn.Module]) -> None:
     """In place of their weight, all of them get one of its shape that takes no memory."""
-    weight = modules[0].weight
+    weight = modules[0].get_parameter("weight")
     nothing = weight.new_full((1, 1), torch.nan).expand(weight.shape)
     freed = nn.Parameter(nothing, requires_grad=False)
     for module in modules:

@@ -92,7 +92,7 @@ def left_out_if_foreign(system: System) -> Iterator[None]:
 def _round(hosts: Mapping[System, Host], number: int) -> dict[System, Mapping[str, Any]]:
     """One after the other, while the others sleep; in turns from either end, so that a machine
     that gets slower or faster favours nobody."""
-    order = list(hosts) if number % 2 == 0 else list(reversed(hosts))
+    order = list(hosts)[:: -1 if number % 2 else 1]
     return {system: hosts[system].ask("run") for system in order}
 
 

@@ -50,8 +50,8 @@ def _write_row(limits: Limits, dtype: torch.dtype) -> Row:
     return _row(
         limits,
         f"kv_write of {num_tokens} tokens, float32 to {str(dtype)[6:]}",
-        lambda: kv_write(*states, *caches, slots),
-        lambda: kv_write_reference(*states, *caches, slots),
+        lambda: kv_write(states[0], states[1], caches[0], caches[1], slots),
+        lambda: kv_write_reference(states[0], states[1], caches[0], caches[1], slots),
         2 * num_tokens * token_bytes,
     )
 
