@@ -448,19 +448,19 @@ class Stack:
         )
 
     async def stop(self) -> None:
-        """Raises what ended the last scheduler, if it was not this."""
-        for gateway in self.gateways:
-            await gateway.close()
+        """Each part, whatever another one raises: what was wrong with what a gateway heard, or what
+        ended the last scheduler, if it was not this."""
         *former, last = self.members
-        try:
-            for member in former:
-                await member.kill()
-            await last.drain()
-        finally:
-            for _, server in self.workers.values():
-                await server.stop(grace=None)
+        async with contextlib.AsyncExitStack() as parts:
             for member in self.members:
-                await member.channel.close()
+                parts.push_async_callback(member.channel.close)
+            for _, server in self.workers.values():
+                parts.push_async_callback(server.stop, None)
+            parts.push_async_callback(last.drain)
+            for member in former:
+                parts.push_async_callback(member.kill)
+            for gateway in self.gateways:
+                parts.push_async_callback(gateway.close)
 
 
 @contextlib.asynccontextmanager
