@@ -96,7 +96,8 @@ class Gateway:
             unavailable("STOPPING", "the gateway is stopping", metadata={"resumable": "true"})
         )
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.calls.none_live(), timeout=1)
+            async with asyncio.timeout(1):
+                await self.calls.none_live()
         await self.server.stop(None)
         await self.link.close(within_s=1)
         for task in self._tasks:

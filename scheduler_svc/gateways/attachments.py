@@ -46,10 +46,11 @@ class Attachments:
 
     def attach(self, group: Group, connection: GatewayConnection, wanted: Wanted) -> None:
         """The newest attachment has the stream; the other one hears that it was taken. A gateway
-        that was away does not take back what a client has gone on with at another one."""
+        that was away, or has gone while its answer was on its way, does not take back what a client
+        has gone on with at another one."""
         turn, former = self._turn(wanted, connection), group.subscriber
         if isinstance(former, GatewayConnection):
-            if turn < group.turn:
+            if connection.is_gone or turn < group.turn:
                 connection.reject(wanted.attachment, _TAKEN_OVER)
                 return
             former.reject(group.attachment, _TAKEN_OVER)
@@ -81,10 +82,11 @@ class Attachments:
         # Looked for after the waiting, in which it may have come.
         if group := self._engine.live.get(key):
             self.attach(group, connection, wanted)
-        elif stored is None:
+        elif stored is None and isinstance(wanted, scheduler_pb2.Attachment):
             connection.reject(wanted.attachment, _UNKNOWN)
-        elif stored.state is RequestState.LIVE:
-            # Of a leadership whose requests are not taken up yet, or not any more.
+        elif stored is None or stored.state is RequestState.LIVE:
+            # A submission's was there a moment ago, and can begin anew; or it is of a leadership
+            # whose requests are not taken up yet, or not any more.
             connection.reject(wanted.attachment, NO_REDIS)
         else:
             _say_again(stored, wanted, connection)

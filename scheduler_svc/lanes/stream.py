@@ -77,7 +77,8 @@ class WorkerStream:
         options = channel_options(INTERNAL_MESSAGE_BYTES)
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             try:
-                await asyncio.wait_for(channel.channel_ready(), OPEN_TIMEOUT_S)
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await channel.channel_ready()
             except TimeoutError:
                 raise LaneLost(f"{address} cannot be reached") from None
             stream = cls(channel)

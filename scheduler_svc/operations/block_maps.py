@@ -47,7 +47,8 @@ class BlockMaps:
         if former is not None and started_s < former.good_until_s:
             return former
         try:
-            kinds = await asyncio.wait_for(lane.pool.block_map(), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                kinds = await lane.pool.block_map()
         except (TimeoutError, StoreError) as error:
             log.warning("no block map", incarnation=f"{incarnation:016x}", why=repr(error))
             return None

@@ -129,6 +129,11 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         return set(self.seeds)
 
     @property
+    def is_held_back(self) -> bool:
+        """A step waits for the gate."""
+        return self._device.locked() and not self.gate.is_set()
+
+    @property
     def failing_seeds(self) -> set[int]:
         return self.runner.failing_seeds
 

@@ -60,6 +60,8 @@ class Heard:
     opaque: bytes = b""
     turn: scheduler_pb2.Turn | None = None
     failure: scheduler_pb2.RequestFailure | None = None
+    # The scheduler may have lost what was heard; it is the same when it comes again.
+    hears_again: bool = False
 
     @property
     def seed(self) -> int:
@@ -130,8 +132,6 @@ class Gateway:
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.epoch = 0
         self.cancelled: dict[int, bool] = {}
-        # The scheduler may have lost what was heard; it is the same when it comes again.
-        self.hears_again = False
         # How the stream ended, if it did.
         self.lost: grpc.aio.AioRpcError | None = None
         # Not written to the call: a write that meets the end of the stream would hide why it ended.
@@ -181,11 +181,11 @@ class Gateway:
         submission = scheduler_pb2.Submission()
         submission.CopyFrom(heard.submission)
         submission.again = True
-        return await self._submit(Heard(submission, _copied(heard), turn=heard.turn))
+        return await self._submit(_still_heard(submission, heard))
 
     async def attach_again(self, heard: Heard) -> int:
         """The same for a client that has been heard of elsewhere first."""
-        return await self._attach(Heard(heard.submission, _copied(heard), turn=heard.turn))
+        return await self._attach(_still_heard(heard.submission, heard))
 
     async def _submit(self, heard: Heard) -> int:
         submission = heard.submission
@@ -290,7 +290,7 @@ class Gateway:
                 assert next(entries) == heard.entries(choice, index), "log-probabilities"
             num_known = len(token_ids) - first
             assert num_known >= 0, "indices go up without a gap"
-            assert num_known == 0 or self.hears_again, "no token comes twice"
+            assert num_known == 0 or heard.hears_again, "no token comes twice"
             assert run[:num_known] == token_ids[first : first + count], "it is what it was"
             token_ids.extend(run[num_known:])
 
@@ -310,9 +310,10 @@ def _entries(deltas: scheduler_pb2.TokenDeltas) -> Iterator[list[tuple[int, floa
     return iter(told)
 
 
-def _copied(heard: Heard) -> list[HeardChoice]:
+def _still_heard(submission: scheduler_pb2.Submission, heard: Heard) -> Heard:
     """Without the ends: they are said again."""
-    return [HeardChoice(list(choice.token_ids)) for choice in heard.choices]
+    choices = [HeardChoice(list(choice.token_ids)) for choice in heard.choices]
+    return Heard(submission, choices, turn=heard.turn, hears_again=heard.hears_again)
 
 
 @dataclass
@@ -447,19 +448,19 @@ class Stack:
         )
 
     async def stop(self) -> None:
-        """Raises what ended the last scheduler, if it was not this."""
-        for gateway in self.gateways:
-            await gateway.close()
+        """Each part, whatever another one raises: what was wrong with what a gateway heard, or what
+        ended the last scheduler, if it was not this."""
         *former, last = self.members
-        try:
-            for member in former:
-                await member.kill()
-            await last.drain()
-        finally:
-            for _, server in self.workers.values():
-                await server.stop(grace=None)
+        async with contextlib.AsyncExitStack() as parts:
             for member in self.members:
-                await member.channel.close()
+                parts.push_async_callback(member.channel.close)
+            for _, server in self.workers.values():
+                parts.push_async_callback(server.stop, None)
+            parts.push_async_callback(last.drain)
+            for member in former:
+                parts.push_async_callback(member.kill)
+            for gateway in self.gateways:
+                parts.push_async_callback(gateway.close)
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,8 @@
 """Gateways that were away, cut off and back; their clients have gone on elsewhere meanwhile."""
 
+import asyncio
 import gc
+from typing import Any
 
 import pytest
 import redis
@@ -9,6 +11,8 @@ from scheduler_stack import Heard, info_of, prompt, running_stack
 from waiting import until
 
 from scheduler_svc.engine import Engine
+from scheduler_svc.store.requests import Recorded, RequestKey, StoredRequest
+from scheduler_svc.store.store import Store
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["begun there", "resumed there"])
@@ -73,6 +77,67 @@ async def test_the_newer_of_two_streams_has_a_request_also_under_the_next_leader
         worker.gate.set()
         await new.over()
         assert theirs.is_whole
+
+
+def hold_records(monkeypatch: pytest.MonkeyPatch, count: int) -> list[asyncio.Event]:
+    """Answers of that many calls to record are held back until their events are set; an event is
+    here when its call has been carried out."""
+    record_in, answered = Store.record, []
+
+    async def record(*args: Any) -> list[Recorded]:
+        answers = await record_in(*args)
+        if len(answered) < count:
+            answered.append(asyncio.Event())
+            await answered[-1].wait()
+        return answers
+
+    monkeypatch.setattr(Store, "record", record)
+    return answered
+
+
+async def test_a_gateway_that_has_gone_before_it_was_answered_does_not_take_a_stream_back(
+    redis_url, sockets, monkeypatch
+):
+    worker = LedgerWorker(1)
+    worker.gate.clear()
+    answered = hold_records(monkeypatch, 2)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        first, second, third = [await stack.gateway() for _ in range(3)]
+        asked = first.heard[await first.submit(prompt(9), max_tokens=12)]
+        await until(lambda: len(answered) == 1, "its record")
+        await second.submit_again(asked)
+        await until(lambda: len(answered) == 2, "its record's repetition")
+        await second.close()
+        desk = stack.scheduler._servicer.desk
+        await until(lambda: len(desk._connections) == 2, "the end of its stream")
+        answered[0].set()
+        await until(lambda: asked.accepted, "acceptance")
+        taken = third.heard[await third.submit_again(asked)]
+        await until(lambda: taken.accepted, "acceptance elsewhere")
+        answered[1].set()
+        await until(lambda: not desk._submissions._tasks, "the last answer")
+        worker.gate.set()
+        await third.over()
+        assert taken.is_whole
+
+
+async def test_what_is_forgotten_while_it_is_submitted_again_is_to_be_asked_for_once_more(
+    redis_url, sockets, monkeypatch
+):
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        [asked] = await gateway.over(await gateway.submit(prompt(9)))
+        load = Store.load
+
+        async def forgotten(store: Store, key: RequestKey) -> StoredRequest | None:
+            monkeypatch.setattr(Store, "load", load)
+            return None
+
+        monkeypatch.setattr(Store, "load", forgotten)
+        [refused] = await gateway.over(await gateway.submit_again(asked))
+        assert info_of(refused.failure).reason == "REDIS_AWAY"
+        [again] = await gateway.over(await gateway.submit_again(asked))
+        assert again.is_whole
 
 
 async def test_a_leadership_that_is_over_leaves_nothing_in_memory(redis_url, sockets):

@@ -88,7 +88,7 @@ async def test_redis_is_rolled_back_behind_the_worker_and_the_leader_knows_bette
         worker.gate.set()
         await all_are_whole(stack, again, worker)
         # Whose end Redis has forgotten begins anew, for those who ask for it by all it was.
-        again.hears_again = True
+        ended.hears_again = True
         await again.submit_again(ended)
         await all_are_whole(stack, again, worker)
 
@@ -114,7 +114,7 @@ async def test_leader_and_redis_s_last_second_are_lost_together(server, sockets)
         assert info_of(unknown.failure).metadata["resumable"] == "false"
         again.heard = {k: h for k, h in again.heard.items() if h is not unknown}
         # What clients have already is sampled again, unsent.
-        again.hears_again = True
+        early.hears_again = late.hears_again = True
         num_sampled = worker.num_sampled_tokens
         for heard in (early, late):
             await again.submit_again(heard)

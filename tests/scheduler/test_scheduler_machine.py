@@ -11,6 +11,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -83,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     runner: ClassVar[asyncio.Runner]
     redis_url: ClassVar[str]
     directories: ClassVar[pytest.TempPathFactory]
+    first_failure: ClassVar[BaseException | None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,10 +94,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def drive(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             self.runner.run(work)
-        except BaseException:
+        except BaseException as failure:
             self.failed = True
-            # Another run of the same steps may go another way: this says what happened in this one.
-            traceback.print_exc()
+            SchedulerMachine.first_failure = SchedulerMachine.first_failure or failure
             raise
 
     @initialize(
@@ -136,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.drive(self.load.settle())
                 self.drive(self.load.check())
         finally:
-            self.runner.run(self._stop(self.running))
+            self.drive(self._stop(self.running))
 
     async def _stop(self, running: AbstractAsyncContextManager[Stack]) -> None:
         for worker in self.workers:
@@ -210,15 +211,29 @@ def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile:
         SchedulerMachine.runner = runner
         SchedulerMachine.redis_url = redis_url
         SchedulerMachine.directories = directories
-        run_state_machine_as_test(
-            SchedulerMachine,
-            settings=settings(
-                deadline=None,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                **profile,  # type: ignore[arg-type]
-            ),
-        )
+        SchedulerMachine.first_failure = None
+        try:
+            run_state_machine_as_test(
+                SchedulerMachine,
+                settings=settings(
+                    deadline=None,
+                    database=None,
+                    suppress_health_check=list(HealthCheck),
+                    **profile,  # type: ignore[arg-type]
+                ),
+            )
+        except Flaky as flaky:
+            if SchedulerMachine.first_failure is None:
+                raise
+            raise _told(SchedulerMachine.first_failure, flaky) from None
+
+
+def _told(failure: BaseException, flaky: Flaky) -> AssertionError:
+    """In a few lines what failed, and where, for another run of the steps does not; then these."""
+    lines = "".join(traceback.format_exception(failure, limit=-4, chain=False)).splitlines()
+    error = AssertionError("\n".join(["it failed once, and then no more:", *lines[-19:]]))
+    error.__notes__ = getattr(flaky, "__notes__", [])
+    return error
 
 
 @pytest.mark.timeout(300)
