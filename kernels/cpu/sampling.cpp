@@ -1,7 +1,7 @@
 // Sampling on tensors: rows side by side on ATen's threads.
 #include "sampling.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

@@ -14,6 +14,9 @@
 #include <immintrin.h>
 #endif
 
+// The compiler's own header of AVX-512 sets it off.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
 namespace quire::sampling {
 
 namespace portable {
