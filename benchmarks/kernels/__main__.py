@@ -13,10 +13,13 @@ from benchmarks import results
 from benchmarks.kernels.attention import decode, prefill
 from benchmarks.kernels.cache import cache_operations
 from benchmarks.kernels.limits import Limits, limits
+from benchmarks.kernels.products import products
+from benchmarks.kernels.sampling import sampling
 from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
-from kernels.choice import choose
+from kernels.choice import choose, cpp_implementations
+from worker_svc.memory import ask_for_huge_pages, keep_freed_memory
 
 _NAME = "kernels"
 _TESTS = Path(__file__).resolve().parents[2] / "tests" / "kernels"
@@ -32,11 +35,19 @@ PARTS: Mapping[str, Benchmark] = {
     "decode": Benchmark(decode, ("test_kernels_attention.py", "test_kernels_plan.py")),
     "prefill": Benchmark(prefill, ("test_kernels_attention.py", "test_kernels_plan.py")),
     "cache": Benchmark(cache_operations, ("test_kernels_kv_write.py", "test_kernels_blocks.py")),
+    "products": Benchmark(products, ("test_kernels_linear.py",)),
+    "sampling": Benchmark(sampling, ("test_kernels_sampling.py",)),
 }
 
 
 def main() -> int:
     options = _options()
+    if not cpp_implementations():
+        print("There are no C++ kernels here; the twins are not worth a measurement.")
+        return 1
+    # As the worker does, and for torch's operations alike.
+    keep_freed_memory()
+    ask_for_huge_pages()
     if options.threads:
         torch.set_num_threads(options.threads)
     machine_limits = limits()

@@ -1,0 +1,173 @@
+"""Products with weights, which few rows read and many rows multiply."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
+
+from benchmarks.kernels.limits import Limits
+from benchmarks.kernels.timing import best_seconds
+from benchmarks.report import Cell, Column, Part
+from kernels.choice import Implementation, choose
+from kernels.fused import Activation
+from kernels.linear import PackedWeight, gated_linear, linear
+
+_ROWS = (1, 4, 16, 64, 256, 2048)
+# Up to here the weights' way from memory is what takes the time.
+_FEW_ROWS = 4
+# oneDNN lays a weight out for so many rows. Once, as a server has to, and so do we.
+_ONEDNN_ROWS = 64
+_FLOPS_PER_PASS = 2 * 10**9
+_ROUNDS = 10
+
+Row = dict[str, Cell]
+Multiply = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight's shape; a gated one has two weights, the gate's and the other."""
+
+    num_inputs: int
+    num_outputs: int
+    gated: bool = False
+    dtype: torch.dtype = torch.float32  # of weights and rows
+
+    @property
+    def weight_bytes(self) -> int:
+        return (1 + self.gated) * self.num_inputs * self.num_outputs * self.dtype.itemsize
+
+    def moved_bytes(self, num_rows: int) -> int:
+        """Of weights, rows and results, each once."""
+        numbers = num_rows * (self.num_inputs + self.num_outputs)
+        return self.weight_bytes + numbers * self.dtype.itemsize
+
+    def flops(self, num_rows: int) -> int:
+        return 2 * (1 + self.gated) * num_rows * self.num_inputs * self.num_outputs
+
+    @property
+    def title(self) -> str:
+        outputs = f"2 x {self.num_outputs}, gated" if self.gated else str(self.num_outputs)
+        return f"{self.num_inputs} to {outputs}, {str(self.dtype)[6:]}"
+
+
+# Of a model with 30 million parameters: keys and values, queries and outputs, the gated ones,
+# the way back, and the vocabulary.
+_PRODUCTS = (
+    Product(512, 256),
+    Product(512, 512),
+    Product(512, 1536, gated=True),
+    Product(1536, 512),
+    Product(512, 8192),
+    Product(512, 8192, dtype=torch.bfloat16),
+)
+
+
+def products(limits: Limits) -> Part:
+    return Part(
+        name="products",
+        title="Products with weights",
+        notes=[
+            "Inputs to outputs, for so many rows; every product takes another weight, until they "
+            "have exceeded four times the last-level cache. *Of limit* is, up to "
+            f"{_FEW_ROWS} rows, the rate at which weights, rows and results are moved, of that at "
+            "which a sum of numbers is read by the same threads; beyond, the rate of operations, "
+            "of that of torch's product of large matrices in float32. *Torch* is its linear layer, "
+            "*oneDNN* the same on weights that oneDNN laid out before; times as long as ours they "
+            "take. Gates are SiLU, and the peers' activation and multiplication are torch's."
+        ],
+        columns=[
+            Column("shape", "product"),
+            Column("rows", "rows", "d"),
+            Column("ms", "ms", ".3f"),
+            Column("gflops", "GFLOP/s", ".0f"),
+            Column("gbs", "GB/s", ".1f"),
+            Column("of_limit", "of limit", ".2f"),
+            Column("of_torch", "torch", ".2f"),
+            Column("of_onednn", "oneDNN", ".2f"),
+        ],
+        rows=[row for product in _PRODUCTS for row in _rows(limits, product)],
+        targets=[],
+    )
+
+
+def _rows(limits: Limits, product: Product) -> list[Row]:
+    """All of them on the same weights: as many as fill the working set."""
+    size = (1 + product.gated, product.num_outputs, product.num_inputs)
+    count = limits.working_set // product.weight_bytes + 1
+    weights = [torch.randn(size).to(product.dtype) for _ in range(count)]
+    implementation = choose("cpu", (product.dtype,))
+    systems = {
+        "ours": [_ours(weight, implementation) for weight in weights],
+        "torch": [_joined([partial(torch_linear, weight=part) for part in w]) for w in weights],
+    }
+    if _onednn_has(product.dtype):
+        systems["onednn"] = [_joined(list(map(_onednn, weight))) for weight in weights]
+    return [_row(limits, product, num_rows, systems) for num_rows in _ROWS]
+
+
+def _row(
+    limits: Limits, product: Product, num_rows: int, systems: dict[str, list[Multiply]]
+) -> Row:
+    states = torch.randn(num_rows, product.num_inputs).to(product.dtype)
+    flops, few = product.flops(num_rows), num_rows <= _FEW_ROWS
+    num_calls = max(1, min(len(systems["ours"]), _FLOPS_PER_PASS // flops))
+    passes = {name: _pass(calls, states, num_calls) for name, calls in systems.items()}
+    taken = best_seconds({**passes, "limit": limits.read} if few else passes, _ROUNDS)
+    seconds = taken["ours"] / num_calls
+    gflops = flops / seconds / 1e9
+    gbs = product.moved_bytes(num_rows) / seconds / 1e9 if few else None
+    return {
+        "shape": product.title,
+        "rows": num_rows,
+        "ms": 1000 * seconds,
+        "gflops": gflops,
+        "gbs": gbs,
+        "of_limit": gflops / limits.gigaflops
+        if gbs is None
+        else gbs / limits.gigabytes_per_s(taken["limit"]),
+        **{f"of_{name}": taken[name] / taken["ours"] for name in systems if name != "ours"},
+    }
+
+
+def _pass(calls: list[Multiply], states: Tensor, num_calls: int) -> Callable[[], None]:
+    """So many products, with the weights that come next."""
+    following = cycle(calls)
+
+    def run() -> None:
+        for _ in range(num_calls):
+            next(following)(states)
+
+    return run
+
+
+def _ours(weight: Tensor, implementation: Implementation) -> Multiply:
+    packed = [PackedWeight.of(part, implementation) for part in weight]
+    if len(packed) == 1:
+        return partial(linear, weight=packed[0])
+    return partial(gated_linear, gate=packed[0], up=packed[1], activation=Activation.SILU)
+
+
+def _joined(multiplies: Sequence[Multiply]) -> Multiply:
+    """The one product, or the gated one of both."""
+    if len(multiplies) == 1:
+        return multiplies[0]
+    gate, up = multiplies
+    return lambda states: silu(gate(states)) * up(states)
+
+
+def _onednn_has(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _onednn(weight: Tensor) -> Multiply:
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return lambda states: multiply(states, laid_out, None, "none", [], "")
