@@ -12,7 +12,7 @@ WORKDIR /requirements
 COPY pyproject.toml scripts/requirements.py ./
 RUN for name in build-system gateway scheduler worker; do \
     python3 requirements.py $name >$name.txt || exit 1; done \
-  # No kernel is compiled without a GPU, and Triton is larger than everything else together.
+  # Triton compiles kernels for GPUs alone, and is larger than everything else together.
   && grep -v ^triton worker.txt >worker-cpu.txt
 
 FROM ${BUILD_IMAGE} AS build
