@@ -66,10 +66,11 @@ class Generation:
                 self.choices = self._choices(self._stream.state)
             if Accepted() in events:
                 yield ()
-            for piece in _pieces(events):
+            for number, piece in enumerate(_pieces(events)):
+                if number:
+                    await asyncio.sleep(0)
                 if update := self._write(piece):
                     yield update
-                await asyncio.sleep(0)
 
     def _write(self, events: Iterable[NewTokens | Ended]) -> list[Written]:
         by_choice: dict[int, list[NewTokens | Ended]] = defaultdict(list)
@@ -93,20 +94,33 @@ def _pieces(events: Iterable[Event]) -> Iterator[list[NewTokens | Ended]]:
     """The same events in their order, in lists that are quick to write."""
     piece: list[NewTokens | Ended] = []
     room = _PIECE_TOKENS
-    for event in events:
-        if isinstance(event, Ended):
-            piece.append(event)
-        elif isinstance(event, NewTokens):
-            for at in range(0, len(event.token_ids), _PIECE_TOKENS):
-                token_ids = event.token_ids[at : at + _PIECE_TOKENS]
-                logprobs = event.logprobs[at : at + _PIECE_TOKENS]
-                if len(token_ids) > room:
-                    yield piece
-                    piece, room = [], _PIECE_TOKENS
-                piece.append(NewTokens(event.choice, event.first_index + at, token_ids, logprobs))
-                room -= len(token_ids)
+    for event in _in_parts(events):
+        num_tokens = 0 if isinstance(event, Ended) else len(event.token_ids)
+        if num_tokens > room:
+            yield piece
+            piece, room = [], _PIECE_TOKENS
+        piece.append(event)
+        room -= num_tokens
     if piece:
         yield piece
+
+
+def _in_parts(events: Iterable[Event]) -> Iterator[NewTokens | Ended]:
+    """Without acceptances; tokens that are many are cut."""
+    for event in events:
+        if isinstance(event, Accepted):
+            continue
+        if isinstance(event, Ended) or len(event.token_ids) <= _PIECE_TOKENS:
+            yield event
+            continue
+        for at in range(0, len(event.token_ids), _PIECE_TOKENS):
+            part = slice(at, at + _PIECE_TOKENS)
+            yield NewTokens(
+                event.choice,
+                event.first_index + at,
+                event.token_ids[part],
+                event.logprobs[part],
+            )
 
 
 @asynccontextmanager

@@ -25,13 +25,15 @@ class StopFinder:
 
     def push(self, text: str) -> Passed:
         """After a stop was told there is nothing more to push."""
+        if not self._stops:
+            return Passed(text)
         text = self._held + text
         found = self._first(text)
         if found is not None:
             at, stop = found
             self._held = ""
             return Passed(text[:at], stop)
-        certain = min((_beginning(text, stop) for stop in self._stops), default=len(text))
+        certain = min(_beginning(text, stop) for stop in self._stops)
         self._held = text[certain:]
         return Passed(text[:certain])
 
