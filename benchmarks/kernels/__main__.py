@@ -42,12 +42,12 @@ PARTS: Mapping[str, Benchmark] = {
 
 def main() -> int:
     options = _options()
-    if not cpp_implementations():
-        print("There are no C++ kernels here; the twins are not worth a measurement.")
-        return 1
     # As the worker does, and for torch's operations alike.
     keep_freed_memory()
     ask_for_huge_pages()
+    if not cpp_implementations():
+        print("There are no C++ kernels here to measure.")
+        return 1
     if options.threads:
         torch.set_num_threads(options.threads)
     machine_limits = limits()
