@@ -40,7 +40,7 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STUBS) ## Streams texts from a private stack on this machine, and kills its parts meanwhile.
+demo: kernels ## Streams texts from a private stack on this machine, and kills its parts meanwhile.
 	$(BIN)/quire demo
 
 kernels: $(STUBS) ## Compiles the C++ kernels, unless that has been done (a minute).
@@ -51,7 +51,7 @@ kernels: $(STUBS) ## Compiles the C++ kernels, unless that has been done (a minu
 test: kernels ## Runs the tests (minutes).
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
-test-slow: $(STUBS) ## Runs the long tests.
+test-slow: kernels ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 bench: kernels ## Measures Quire beside other engines on the same work (forty minutes).

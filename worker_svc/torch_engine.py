@@ -8,6 +8,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
 from kernels.choice import Implementation, NoSuchKernel, choose
+from kernels.cpu.extension import is_compiled
 from worker_svc.attention import PagedAttention
 from worker_svc.engine import Engine, Identity
 from worker_svc.fusing import fuse
@@ -77,6 +78,9 @@ def load_engine(settings: WorkerSettings) -> Engine:
 
 def _implementation(model: LoadedModel, setting: str) -> Implementation:
     """WrongSettingError if the setting names what cannot serve."""
+    wants_cpp = setting not in (Implementation.REFERENCE, Implementation.TORCH)
+    if wants_cpp and model.device.type == "cpu" and not is_compiled():
+        log.info("compiling kernels, which takes about a minute")
     dtypes = {model.dtype, *(layer.dtype for layer in model.layers)}
     try:
         return choose(model.device.type, dtypes, setting)
