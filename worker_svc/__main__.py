@@ -5,7 +5,7 @@ import sys
 
 from worker_svc import server
 from worker_svc.compatibility import refuse_foreign_kernels
-from worker_svc.memory import ask_for_huge_pages, keep_freed_memory
+from worker_svc.memory import prepare_memory
 from worker_svc.settings import WorkerSettings
 
 
@@ -20,8 +20,7 @@ def _loader(engine: str) -> server.EngineLoader:
         module = "worker_svc.sim.engine"
     else:
         refuse_foreign_kernels()
-        keep_freed_memory()
-        ask_for_huge_pages()
+        prepare_memory()
         module = "worker_svc.torch_engine"
     load_engine: server.EngineLoader = importlib.import_module(module).load_engine
     return load_engine

@@ -1,4 +1,4 @@
-"""How this process gets its memory: set before torch is there, for all of the process's life."""
+"""How this process gets its memory, and what it keeps."""
 
 import ctypes
 import os
@@ -10,22 +10,33 @@ _LARGE = 2**30
 _LARGEST_THRESHOLD = 2**25
 
 
-def keep_freed_memory() -> None:
-    """Steps ask for the same sizes again and again: what one frees stays with the process, for
-    memory that is new costs a page fault for every 4 KiB. One arena, because the arenas of other
-    threads give back what they can. Does nothing where the C library is not glibc.
+def prepare_memory() -> None:
+    """To be called before torch is there and threads are.
+
+    torch then asks Linux for pages of 2 MiB where a tensor has as much: weights and the cache are
+    read from end to end in every step, and the addresses of small pages do not fit the processor's
+    table of them. The environment's own word goes before. All threads share one arena, because
+    those of other threads give back what they can, whatever `keep_freed_memory` says.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    mallopt(_M_ARENA_MAX, 1)
-    mallopt(_M_TRIM_THRESHOLD, _LARGE)
-    if not mallopt(_M_MMAP_THRESHOLD, _LARGE):
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
-
-
-def ask_for_huge_pages() -> None:
-    """torch then asks Linux for pages of 2 MiB where a tensor has as much: weights and the cache
-    are read from end to end in every step, and small pages' addresses do not fit the processor's
-    table of them. The environment's own word goes before."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if glibc := _glibc():
+        glibc.mallopt(_M_ARENA_MAX, 1)
+
+
+def keep_freed_memory() -> None:
+    """To be called when the model is loaded: what that took and needs no more is given back, and
+    from here on what is freed stays with the process. Steps ask for the same sizes again and
+    again, and memory that is new costs a page fault for every page.
+
+    Does nothing where the C library is not glibc.
+    """
+    if glibc := _glibc():
+        glibc.malloc_trim(0)
+        glibc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+        if not glibc.mallopt(_M_MMAP_THRESHOLD, _LARGE):
+            glibc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

@@ -39,6 +39,7 @@ def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
             for embedding in embeddings:
                 _exchange(embedding, weight.rows)
             _free(users)
+    _leave_files(network)
     for module in network.modules():
         if isinstance(module.forward, GatedMlp):
             packed["gated products"] += _join_gate(module, module.forward)
@@ -98,3 +99,10 @@ def _free(modules: list[nn.Module]) -> None:
     freed = nn.Parameter(nothing, requires_grad=False)
     for module in modules:
         module.weight = freed
+
+
+def _leave_files(network: nn.Module) -> None:
+    """Weights may lie in mapped files, all of which stay in memory for the smallest of them."""
+    for parameter in network.parameters():
+        if parameter.is_contiguous():
+            parameter.data = parameter.data.clone()

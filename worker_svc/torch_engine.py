@@ -13,6 +13,7 @@ from worker_svc.attention import PagedAttention
 from worker_svc.engine import Engine, Identity
 from worker_svc.fusing import fuse
 from worker_svc.kv_pool import KvPool, dtype_name, size_pool
+from worker_svc.memory import keep_freed_memory
 from worker_svc.model import LoadedModel, find_device, load_model
 from worker_svc.packing import pack
 from worker_svc.runner import Runner
@@ -54,6 +55,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
     model.attend_with(attention)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
     log.info("kernels", implementation=implementation, **exchanged)
+    keep_freed_memory()
     tables = Tables(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.max_model_len,

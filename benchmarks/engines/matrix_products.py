@@ -18,7 +18,7 @@ from benchmarks.engines.models import MODELS, BenchModel
 from benchmarks.engines.workload import MAX_NUM_SEQS, Work
 from kernels.choice import cpp_implementations
 from kernels.linear import PackedWeight, linear
-from worker_svc.memory import ask_for_huge_pages, keep_freed_memory
+from worker_svc.memory import keep_freed_memory, prepare_memory
 from worker_svc.settings import WorkerSettings
 
 _NUM_RATES = 5
@@ -73,8 +73,8 @@ class _Weight:
 
 def main() -> None:
     # As the worker does.
+    prepare_memory()
     keep_freed_memory()
-    ask_for_huge_pages()
     given = job()
     model = MODELS[given["name"]]
     shapes = _shapes(Work.of_json(given["work"]))

@@ -6,7 +6,7 @@ from benchmarks.engines.answers import answer, job
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS, Work
 from worker_svc.engine import Engine
-from worker_svc.memory import ask_for_huge_pages, keep_freed_memory
+from worker_svc.memory import prepare_memory
 from worker_svc.plans import plan_from_proto
 from worker_svc.settings import WorkerSettings
 from worker_svc.torch_engine import load_engine
@@ -14,8 +14,7 @@ from worker_svc.torch_engine import load_engine
 
 def main() -> None:
     # As the worker does.
-    keep_freed_memory()
-    ask_for_huge_pages()
+    prepare_memory()
     given = job()
     flags = {
         "model": given["model"],

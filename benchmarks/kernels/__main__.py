@@ -19,7 +19,7 @@ from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
 from kernels.choice import choose, cpp_implementations
-from worker_svc.memory import ask_for_huge_pages, keep_freed_memory
+from worker_svc.memory import keep_freed_memory, prepare_memory
 
 _NAME = "kernels"
 _TESTS = Path(__file__).resolve().parents[2] / "tests" / "kernels"
@@ -43,8 +43,8 @@ PARTS: Mapping[str, Benchmark] = {
 def main() -> int:
     options = _options()
     # As the worker does, and for torch's operations alike.
+    prepare_memory()
     keep_freed_memory()
-    ask_for_huge_pages()
     if not cpp_implementations():
         print("There are no C++ kernels here to measure.")
         return 1

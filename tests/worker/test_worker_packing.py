@@ -63,6 +63,17 @@ def test_a_weight_is_there_once(implementation: Implementation, tied: bool) -> N
 
 
 @_BEST
+def test_no_file_stays_mapped_for_what_is_left(implementation: Implementation) -> None:
+    model = network(FAMILIES["llama"]())
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    mapped = torch.empty(10**6)
+    for norm in norms:
+        norm.data = mapped[: norm.numel()].copy_(norm.data)
+    pack(model, implementation)
+    assert all(norm.untyped_storage().nbytes() == norm.nbytes for norm in norms)
+
+
+@_BEST
 def test_a_weight_that_others_read_stays(implementation: Implementation) -> None:
     class Scaled(nn.Embedding):
         def forward(self, indices: Tensor) -> Tensor:
