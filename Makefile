@@ -54,7 +54,7 @@ test: kernels ## Runs the tests (minutes).
 test-slow: kernels ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-bench: kernels ## Measures Quire beside other engines on the same work (forty minutes).
+bench: kernels ## Measures Quire beside other engines on the same work (tens of minutes).
 	@$(MAKE) --no-print-directory $(VLLM_INSTALLED) \
 	  || echo 'vLLM cannot be had here; it goes on without.'
 	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) $(BENCH_ARGS)
