@@ -20,13 +20,19 @@ class DeviceMemory:
     """What a GPU's memory goes to before there is a cache, in bytes."""
 
     total: int
+    others: int  # taken before: by other processes, and by the driver for this one
     weights: int
     peak_activations: int  # of the largest batch, its sampling included
-    non_torch: int  # the driver's, libraries', and other processes'
+    non_torch: int  # what libraries took beside torch while it ran
 
     def left_of(self, num_bytes: int) -> int:
-        """What remains of so many bytes; negative if they do not suffice."""
+        """What remains of so many bytes that this process may take; negative if it needs more."""
         return num_bytes - self.weights - self.peak_activations - self.non_torch
+
+    @property
+    def left(self) -> int:
+        """What remains of all there is."""
+        return self.left_of(self.total - self.others)
 
 
 def cache_block_bytes(block_size: int, token_bytes: int) -> int:
@@ -38,33 +44,38 @@ def cache_block_bytes(block_size: int, token_bytes: int) -> int:
 def cache_memory(
     asked: int | None, gpu_memory_utilization: float, memory: DeviceMemory | None
 ) -> int:
-    """Bytes for the cache: what is asked for, else what the utilization leaves of the GPU. Without
-    a GPU, whose `memory` is then None, 1 GiB.
+    """Bytes for the cache: what is asked for, else what the utilization leaves of the GPU, but no
+    more than is there. Without a GPU, whose `memory` is then None, 1 GiB.
 
-    WrongSettingError, with both numbers, if there is not as much.
+    The utilization is this worker's share, whatever other processes take: two workers may have
+    0.45 each. WrongSettingError, with both numbers, if there is not as much.
     """
     if memory is None:
         return _CPU_CACHE_BYTES if asked is None else asked
-    taken = (
-        f"weights take {size_text(memory.weights)}, the largest batch "
-        f"{size_text(memory.peak_activations)}, what is not torch's {size_text(memory.non_torch)}"
-    )
     if asked is None:
-        usable = int(memory.total * gpu_memory_utilization)
-        if (left := memory.left_of(usable)) > 0:
+        share = int(memory.total * gpu_memory_utilization)
+        if (left := min(memory.left_of(share), memory.left)) > 0:
             return left
         raise WrongSettingError(
-            f"nothing is left for the cache of {size_text(usable)}, which is "
-            f"{gpu_memory_utilization} of the GPU: {taken}; raise --gpu-memory-utilization, or "
-            "lower --max-num-batched-tokens or --max-num-seqs"
+            f"nothing is left for the cache of {size_text(share)}, which is "
+            f"{gpu_memory_utilization} of the GPU: {_taken(memory)}; raise "
+            "--gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
         )
-    if asked > (left := memory.left_of(memory.total)):
+    if asked > memory.left:
         raise WrongSettingError(
-            f"a cache of {size_text(asked)} is asked for, but {size_text(max(left, 0))} of the "
-            f"GPU's {size_text(memory.total)} are left: {taken}; lower --kv-cache-memory or "
-            "--num-blocks"
+            f"a cache of {size_text(asked)} is asked for, but {size_text(max(memory.left, 0))} of "
+            f"the GPU's {size_text(memory.total)} are left: {_taken(memory)}; lower "
+            "--kv-cache-memory or --num-blocks"
         )
     return asked
+
+
+def _taken(memory: DeviceMemory) -> str:
+    return (
+        f"weights take {size_text(memory.weights)}, the largest batch "
+        f"{size_text(memory.peak_activations)}, libraries {size_text(memory.non_torch)}, others "
+        f"{size_text(memory.others)}"
+    )
 
 
 def host_blocks(swap_space: int, block_bytes: int) -> int:

@@ -186,6 +186,11 @@ class MemoryReading:
     reserved: int  # by torch, from the driver
     peak: int  # the most that was allocated since the restart
 
+    @property
+    def beside_torch(self) -> int:
+        """What the driver, libraries and other processes have."""
+        return self.total - self.free - self.reserved
+
 
 class MemoryMeter(Protocol):
     """Where readings come from."""
@@ -231,7 +236,8 @@ def measure(meter: MemoryMeter, run: Callable[[], ProfileRun]) -> tuple[ProfileR
     meter.restart()
     return result, DeviceMemory(
         total=after.total,
+        others=before.beside_torch,
         weights=before.allocated,
         peak_activations=after.peak - before.allocated - result.cache_bytes,
-        non_torch=after.total - after.free - after.reserved,
+        non_torch=after.beside_torch - before.beside_torch,
     )

@@ -97,7 +97,7 @@ class WorkerSettings(ServiceSettings):
         gt=0,
         le=1,
         allow_inf_nan=False,
-        description="Share of a GPU's memory for weights, steps and cache together.",
+        description="Share of a GPU's memory for this worker's weights, steps and cache.",
     )
     num_blocks: int | None = Field(
         None,

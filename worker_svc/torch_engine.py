@@ -1,6 +1,7 @@
 """A loaded model with its pool and tables, ready to run plans."""
 
 import sys
+from contextlib import nullcontext
 
 import structlog
 import torch
@@ -22,6 +23,7 @@ from worker_svc.profiling import CudaMeter
 from worker_svc.runner import Runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.tables import Tables
+from worker_svc.turns import one_at_a_time
 
 log = structlog.get_logger()
 
@@ -48,9 +50,11 @@ def load_engine(settings: WorkerSettings) -> Engine:
     flash = _flash(model, settings)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
     log.info("kernels", implementation=implementation, **exchanged)
-    meter = CudaMeter(device) if device.type == "cuda" else None
-    cache = set_up_cache(model, settings, implementation, flash, meter)
-    pool = KvPool(cache.layers, cache.size, settings.block_size, device)
+    on_gpu = device.type == "cuda"
+    with one_at_a_time() if on_gpu else nullcontext():
+        meter = CudaMeter(device) if on_gpu else None
+        cache = set_up_cache(model, settings, implementation, flash, meter)
+        pool = KvPool(cache.layers, cache.size, settings.block_size, device)
     attention = PagedAttention(pool.layers, implementation, cache.scales, flash)
     model.attend_with(attention)
     keep_freed_memory()

@@ -18,7 +18,11 @@ from worker_svc.settings import WrongSettingError, size_text
 
 _GIB = 2**30
 _GPU = DeviceMemory(
-    total=80 * _GIB, weights=16 * _GIB, peak_activations=3 * _GIB, non_torch=1 * _GIB
+    total=80 * _GIB,
+    others=5 * _GIB,
+    weights=16 * _GIB,
+    peak_activations=3 * _GIB,
+    non_torch=1 * _GIB,
 )
 
 
@@ -34,8 +38,10 @@ def test_a_block_s_bytes() -> None:
         (3 * _GIB, 0.9, None, 3 * _GIB),
         (None, 0.9, _GPU, int(80 * _GIB * 0.9) - 20 * _GIB),
         (None, 0.5, _GPU, 20 * _GIB),
+        # No more than others leave.
+        (None, 0.95, _GPU, 55 * _GIB),
         # What is asked for goes before the utilization, up to the last byte.
-        (60 * _GIB, 0.5, _GPU, 60 * _GIB),
+        (55 * _GIB, 0.5, _GPU, 55 * _GIB),
     ],
 )
 def test_the_memory_of_the_cache(
@@ -47,8 +53,12 @@ def test_the_memory_of_the_cache(
 @pytest.mark.parametrize(
     ("asked", "utilization", "words"),
     [
-        (None, 0.25, ("20 GiB", "0.25", "16 GiB", "3 GiB", "1 GiB", "--gpu-memory-utilization")),
-        (60 * _GIB + 2**29, 0.9, ("60.5 GiB", "60 GiB", "80 GiB", "--kv-cache-memory")),
+        (
+            None,
+            0.25,
+            ("20 GiB", "0.25", "16 GiB", "3 GiB", "1 GiB", "5 GiB", "--gpu-memory-utilization"),
+        ),
+        (55 * _GIB + 2**29, 0.9, ("55.5 GiB", "55 GiB", "80 GiB", "--kv-cache-memory")),
     ],
 )
 def test_what_does_not_fit_on_the_gpu(

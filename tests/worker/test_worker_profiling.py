@@ -19,7 +19,7 @@ from worker_svc.profiling import MemoryReading, ProfileRun, largest_batch, measu
 from worker_svc.settings import WrongSettingError
 
 _CPU = torch.device("cpu")
-_WEIGHTS, _ACTIVATIONS, _OTHERS, _TOTAL = 400_000, 70_000, 30_000, 1_000_000
+_WEIGHTS, _ACTIVATIONS, _OTHERS, _LIBRARIES, _TOTAL = 400_000, 70_000, 50_000, 30_000, 1_000_000
 
 
 class MadeUpGpu:
@@ -34,13 +34,15 @@ class MadeUpGpu:
 
     def read(self) -> MemoryReading:
         self.num_readings += 1
-        reserved = self._peak + 5000
+        has_run = self.num_readings > 1
+        peak = self._peak if has_run else _WEIGHTS
+        reserved = peak + 5000
         return MemoryReading(
             total=_TOTAL,
-            free=_TOTAL - reserved - _OTHERS,
+            free=_TOTAL - reserved - _OTHERS - _LIBRARIES * has_run,
             allocated=_WEIGHTS,
             reserved=reserved,
-            peak=_WEIGHTS if self.num_readings == 1 else self._peak,
+            peak=peak,
         )
 
 
@@ -75,7 +77,7 @@ def test_what_a_run_takes() -> None:
     run = ProfileRun((), 1234)
     assert measure(gpu, lambda: run) == (
         run,
-        DeviceMemory(_TOTAL, _WEIGHTS, _ACTIVATIONS, _OTHERS),
+        DeviceMemory(_TOTAL, _OTHERS, _WEIGHTS, _ACTIVATIONS, _LIBRARIES),
     )
     # Before, so that the peak is the run's; after, so that nothing of it stays.
     assert gpu.num_restarts == 2
@@ -107,7 +109,7 @@ def test_every_term_of_the_size_is_in_the_log(
     [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
     [sizing] = [log for log in logs if log["event"] == "key-value cache"]
     assert (gpu["weights"], gpu["peak_activations"]) == (_WEIGHTS, _ACTIVATIONS)
-    assert (gpu["total"], gpu["non_torch"]) == (_TOTAL, _OTHERS)
+    assert (gpu["total"], gpu["others"], gpu["non_torch"]) == (_TOTAL, _OTHERS, _LIBRARIES)
     left = int(gpu["total"] * gpu["gpu_memory_utilization"])
     left -= gpu["weights"] + gpu["peak_activations"] + gpu["non_torch"]
     # 3 layers, 2 heads, 8 numbers for keys and 8 for values.
@@ -121,10 +123,10 @@ def test_every_term_of_the_size_is_in_the_log(
 def test_what_is_asked_for_is_compared_with_what_is_there(tmp_path: Path) -> None:
     folder = save_model(llama(), tmp_path)
     block_bytes = BLOCK_SIZE * 3 * 2 * 16 * 4
-    left = _TOTAL - _WEIGHTS - _ACTIVATIONS - _OTHERS
+    left = _TOTAL - _WEIGHTS - _ACTIVATIONS - _OTHERS - _LIBRARIES
     assert set_up(folder, kv_cache_memory=left).size.num_blocks == left // block_bytes
     assert set_up(folder, num_blocks=100).size.num_blocks == 100
-    with pytest.raises(WrongSettingError, match=r"488\.3 KiB of the GPU's 976\.6 KiB are left"):
+    with pytest.raises(WrongSettingError, match=r"439\.5 KiB of the GPU's 976\.6 KiB are left"):
         set_up(folder, kv_cache_memory=left + 1)
     with pytest.raises(WrongSettingError, match=r"of the GPU's 976\.6 KiB are left"):
         set_up(folder, num_blocks=left // block_bytes + 1)
