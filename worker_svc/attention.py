@@ -90,8 +90,8 @@ def choose_attention(
     # Elsewhere none is needed, and to import one takes time.
     found, missing = find_flash() if on_gpu else ({}, {})
     choice = choose_flash(needs, missing, setting)
-    refused = {f"not {kind}": reason for kind, reason in choice.reasons.items()}
-    log.info("attention", by=choice.kind or "paged kernel", **refused)
+    refused = {f"not_{kind.replace('-', '_')}": reason for kind, reason in choice.reasons.items()}
+    log.info("attention", by=choice.kind or "paged", **refused)
     return None if choice.kind is None else found[choice.kind]
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from paged_cases import relative_rms
@@ -20,9 +21,11 @@ from kernels.attention import PagedBatch
 from kernels.choice import choose
 from worker_svc.attention import PagedAttention
 from worker_svc.cache_setup import CacheSetup, set_up_cache
-from worker_svc.kv_pool import KvPool
+from worker_svc.kv_pool import KvPool, LayerShape
 from worker_svc.kv_scales import KvScales
 from worker_svc.model import LoadedModel, load_model
+from worker_svc.plans import BlockMoves
+from worker_svc.pool_size import PoolSize
 from worker_svc.profiling import largest_batch
 
 _CPU = torch.device("cpu")
@@ -169,6 +172,21 @@ def test_a_checkpoint_without_scales_is_asked_what_its_keys_and_values_are(
     for scales, (key, value) in zip(cache.scales, seen, strict=True):
         assert scales.key == pytest.approx(key / 448, rel=1e-5)
         assert scales.value == pytest.approx(value / 448, rel=1e-5)
+
+
+def test_blocks_of_8_bits_are_swapped_and_copied_as_they_are() -> None:
+    layers = (LayerShape(2, 8, 4, torch.float8_e5m2), LayerShape(1, 16, 16, torch.float8_e5m2))
+    pool = KvPool(layers, PoolSize(5, 3), BLOCK_SIZE, _CPU)
+    caches = [cache.view(torch.uint8) for pair in pool.layers for cache in pair]
+    for cache in caches:
+        cache.copy_(torch.randint(256, cache.shape, dtype=torch.uint8))
+    before = [cache.clone() for cache in caches]
+    none = BlockMoves(np.empty(0, np.int64), np.empty(0, np.int64))
+    pool.move(BlockMoves(np.array([1, 4]), np.array([2, 0])), none, none)
+    pool.move(none, BlockMoves(np.array([0, 2]), np.array([2, 3])), none)
+    pool.move(none, none, BlockMoves(np.array([3]), np.array([4])))
+    for was, cache in zip(before, caches, strict=True):
+        assert cache.equal(was[[0, 1, 4, 1, 1]])
 
 
 def test_a_cache_of_the_model_s_own_dtype_needs_no_scales(tmp_path: Path) -> None:
