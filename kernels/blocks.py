@@ -15,13 +15,9 @@ def empty_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    is_pinned: bool = False,
 ) -> Tensor:
-    """A cache whose contents mean nothing until written. Host memory that is pinned is reached by
-    a GPU as its own is."""
-    shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    return torch.empty(shape, dtype=dtype, device=device, pin_memory=is_pinned)
+    """A cache whose contents mean nothing until written."""
+    return torch.empty(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
 
 
 def copy_blocks(

@@ -104,10 +104,7 @@ class KvPool:
         self.block_size = block_size
         self.dtype = layers[0].dtype
         self.layers = allocate(layers, size.num_blocks, block_size, device)
-        host = torch.device("cpu")
-        # What a GPU is to reach has to stay where it is.
-        is_pinned = device.type == "cuda" and size.num_host_blocks > 0
-        self._host = allocate(layers, size.num_host_blocks, block_size, host, is_pinned=is_pinned)
+        self._host = allocate(layers, size.num_host_blocks, block_size, torch.device("cpu"))
 
     def move(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Device to host, host to device, device to device, in this order; each reads all its
@@ -148,17 +145,17 @@ def _move(
 
 
 def allocate(
-    layers: tuple[LayerShape, ...],
-    num_blocks: int,
-    block_size: int,
-    device: torch.device,
-    *,
-    is_pinned: bool = False,
+    layers: tuple[LayerShape, ...], num_blocks: int, block_size: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
     """Keys and values per layer, whose contents mean nothing yet."""
-
-    def cache(shape: LayerShape, dim: int) -> Tensor:
-        heads, dtype = shape.num_kv_heads, shape.dtype
-        return empty_cache(num_blocks, block_size, heads, dim, dtype, device, is_pinned=is_pinned)
-
-    return [(cache(shape, shape.key_dim), cache(shape, shape.value_dim)) for shape in layers]
+    return [
+        (
+            empty_cache(
+                num_blocks, block_size, shape.num_kv_heads, shape.key_dim, shape.dtype, device
+            ),
+            empty_cache(
+                num_blocks, block_size, shape.num_kv_heads, shape.value_dim, shape.dtype, device
+            ),
+        )
+        for shape in layers
+    ]
