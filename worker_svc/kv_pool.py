@@ -103,8 +103,8 @@ class KvPool:
         self.size = size
         self.block_size = block_size
         self.dtype = layers[0].dtype
-        self.layers = allocate(layers, size.num_blocks, block_size, device)
-        self._host = allocate(layers, size.num_host_blocks, block_size, torch.device("cpu"))
+        self.layers = _allocate(layers, size.num_blocks, block_size, device)
+        self._host = _allocate(layers, size.num_host_blocks, block_size, torch.device("cpu"))
 
     def move(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Device to host, host to device, device to device, in this order; each reads all its
@@ -144,10 +144,10 @@ def _move(
     )
 
 
-def allocate(
+def _allocate(
     layers: tuple[LayerShape, ...], num_blocks: int, block_size: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values per layer, whose contents mean nothing yet."""
+    """Keys and values per layer."""
     return [
         (
             empty_cache(

@@ -20,11 +20,11 @@ from kernels.flash import FlashAttention
 from kernels.sampling import RowParams, sample, token_logprobs
 from worker_svc.attention import PagedAttention
 from worker_svc.inputs import InputBuffers, StepInputs, prepare_inputs
-from worker_svc.kv_pool import allocate
+from worker_svc.kv_pool import KvPool
 from worker_svc.kv_scales import KvMaxima
 from worker_svc.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.model import LoadedModel
-from worker_svc.pool_size import DeviceMemory
+from worker_svc.pool_size import DeviceMemory, PoolSize
 
 _SEED = 0
 
@@ -123,8 +123,8 @@ def run_batch(
     it was given for it until it is given another function."""
     shapes = tuple(dict.fromkeys(model.layers))
     # What a layer writes it alone reads, before the next one writes.
-    caches = allocate(shapes, batch.num_blocks, batch.block_size, model.device)
-    shared = dict(zip(shapes, caches, strict=True))
+    scratch = KvPool(shapes, PoolSize(batch.num_blocks, 0), batch.block_size, model.device)
+    shared = dict(zip(shapes, scratch.layers, strict=True))
     attention = PagedAttention(
         [shared[shape] for shape in model.layers], implementation, None, flash
     )
@@ -139,7 +139,7 @@ def run_batch(
     logits = model.logits(ids, positions, indices)
     if sampling:
         _sample(logits, implementation)
-    cache_bytes = sum(cache.nbytes for pair in caches for cache in pair)
+    cache_bytes = sum(cache.nbytes for pair in scratch.layers for cache in pair)
     return ProfileRun(recorder.end(), cache_bytes)
 
 

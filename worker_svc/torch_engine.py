@@ -46,7 +46,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
     model = load_model(
         settings.model, settings.revision, settings.dtype, device, settings.max_model_len
     )
-    implementation = _implementation(model, settings)
+    implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels)
     flash = _flash(model, settings)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
     log.info("kernels", implementation=implementation, **exchanged)
@@ -80,13 +80,12 @@ def load_engine(settings: WorkerSettings) -> Engine:
     )
 
 
-def _implementation(model: LoadedModel, settings: WorkerSettings) -> Implementation:
+def _implementation(model: LoadedModel, kv_cache_dtype: str, setting: str) -> Implementation:
     """WrongSettingError if the setting names what cannot serve."""
-    setting = settings.kernels
     wants_cpp = setting not in (Implementation.REFERENCE, Implementation.TORCH)
     if wants_cpp and model.device.type == "cpu" and not is_compiled():
         log.info("compiling kernels, which takes about a minute")
-    cached = cached_as(model.layers, settings.kv_cache_dtype)
+    cached = cached_as(model.layers, kv_cache_dtype)
     dtypes = {model.dtype, *(layer.dtype for layer in (*model.layers, *cached))}
     try:
         return choose(model.device.type, dtypes, setting)

@@ -16,8 +16,9 @@ from kernels.choice import Implementation, NoSuchKernel
 from kernels.flash import FLASH_SETTINGS, FlashBatch, FlashKind, TorchFlash
 from worker_svc import attention
 from worker_svc.attention import PagedAttention, choose_attention
-from worker_svc.kv_pool import LayerShape, allocate
+from worker_svc.kv_pool import KvPool, LayerShape
 from worker_svc.model import load_model
+from worker_svc.pool_size import PoolSize
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.torch_engine import load_engine
 
@@ -63,8 +64,8 @@ def test_all_layers_of_a_step_attend_through_it(config: Any, tmp_path: Path) -> 
     flash = MadeUpFlash()
     logits = []
     for by in (flash, None):
-        caches = allocate(model.layers, 6, _BLOCK_SIZE, _CPU)
-        paged = PagedAttention(caches, Implementation.REFERENCE, None, by)
+        pool = KvPool(model.layers, PoolSize(6, 0), _BLOCK_SIZE, _CPU)
+        paged = PagedAttention(pool.layers, Implementation.REFERENCE, None, by)
         model.attend_with(paged)
         draw = torch.Generator().manual_seed(1)
         # A prompt of two and a half blocks; then two tokens decoded.
