@@ -9,6 +9,7 @@ from paged_cases import relative_rms
 from structlog.testing import capture_logs
 from tiny_models import VOCAB_SIZE, gemma2, gpt2, llama, save_model
 from torch import Tensor
+from transformers import GptOssConfig, PretrainedConfig
 from worker_driver import worker_settings
 
 from kernels.attention import PagedBatch, paged_attention_reference
@@ -91,10 +92,36 @@ def test_all_layers_of_a_step_attend_through_it(config: Any, tmp_path: Path) -> 
         ]
 
 
-def test_the_probe_sees_what_scores_go_through(tmp_path: Path) -> None:
-    folder = save_model(gemma2(), tmp_path)
+def with_sinks() -> PretrainedConfig:
+    """Which FlashAttention does not have."""
+    return GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=96,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "softcap", "has_sinks"),
+    [(llama, None, False), (gemma2, 2.0, False), (with_sinks, None, True)],
+)
+def test_the_probe_sees_what_scores_go_through(
+    config: Any, softcap: float | None, has_sinks: bool, tmp_path: Path
+) -> None:
+    folder = save_model(config(), tmp_path)
     layers = load_model(str(folder), None, "auto", _CPU, None).layers
-    assert [(layer.softcap, layer.has_sinks) for layer in layers] == [(2.0, False)] * 3
+    assert [(layer.softcap, layer.has_sinks) for layer in layers] == [(softcap, has_sinks)] * 3
 
 
 def test_every_kind_can_be_set() -> None:

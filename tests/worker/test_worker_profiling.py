@@ -15,7 +15,7 @@ from worker_svc.cache_setup import CacheSetup, set_up_cache
 from worker_svc.kv_pool import LayerShape
 from worker_svc.model import load_model
 from worker_svc.pool_size import DeviceMemory, PoolSize
-from worker_svc.profiling import MemoryReading, ProfileRun, largest_batch, measure
+from worker_svc.profiling import CudaMeter, MemoryReading, ProfileRun, largest_batch, measure
 from worker_svc.settings import WrongSettingError
 
 _CPU = torch.device("cpu")
@@ -81,6 +81,21 @@ def test_what_a_run_takes() -> None:
     )
     # Before, so that the peak is the run's; after, so that nothing of it stays.
     assert gpu.num_restarts == 2
+
+
+def test_a_reading_is_what_torch_and_the_driver_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "mem_get_info": (60, 100),
+        "memory_allocated": 20,
+        "memory_reserved": 25,
+        "max_memory_allocated": 23,
+        "synchronize": None,
+    }
+    for name, answer in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    reading = CudaMeter(torch.device("cuda")).read()
+    assert reading == MemoryReading(total=100, free=60, allocated=20, reserved=25, peak=23)
+    assert reading.beside_torch == 15
 
 
 def scratch_bytes(layers: tuple[LayerShape, ...], num_blocks: int) -> int:
