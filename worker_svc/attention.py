@@ -14,7 +14,8 @@ from transformers import AttentionInterface
 
 from kernels.attention import PagedBatch, paged_attention
 from kernels.choice import Implementation
-from kernels.flash import AttentionNeeds, FlashAttention, FlashBatch, choose_flash, find_flash
+from kernels.flash import FlashAttention, FlashBatch, find_flash
+from kernels.flash_choice import AttentionNeeds, choose_flash
 from kernels.kv_write import kv_write
 from worker_svc.kv_pool import LayerShape
 from worker_svc.kv_scales import KvScales
@@ -75,7 +76,7 @@ def choose_attention(
     setting: str,
 ) -> FlashAttention | None:
     """FlashAttention if it can serve these layers; says so, and why not. `setting` is one of
-    `kernels.flash.FLASH_SETTINGS`. NoSuchKernel if it names what cannot serve."""
+    `kernels.flash_choice.FLASH_SETTINGS`. NoSuchKernel if it names what cannot serve."""
     on_gpu = device.type == "cuda"
     needs = AttentionNeeds(
         device_type=device.type,

@@ -8,19 +8,13 @@ import torch
 
 from kernels.choice import Implementation
 from kernels.flash import FlashAttention
+from worker_svc.device_memory import MemoryMeter
 from worker_svc.kv_pool import LayerShape, block_bytes_of, cached_as, dtype_name, size_pool
 from worker_svc.kv_scales import KvMaxima, KvScales, read_scales, scales_of_maxima
 from worker_svc.memory import host_memory
 from worker_svc.model import LoadedModel
 from worker_svc.pool_size import DeviceMemory, PoolSize, cache_memory, require_host_memory
-from worker_svc.profiling import (
-    MemoryMeter,
-    ProfileBatch,
-    ProfileRun,
-    largest_batch,
-    measure,
-    run_batch,
-)
+from worker_svc.profiling import ProfileBatch, ProfileRun, largest_batch, measure, run_batch
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 log = structlog.get_logger()

@@ -4,10 +4,8 @@ values become.
 Its keys and values go to blocks of its own, which are gone when the pool is made.
 """
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from kernels.choice import Implementation
 from kernels.flash import FlashAttention
 from kernels.sampling import RowParams, sample, token_logprobs
 from worker_svc.attention import PagedAttention
+from worker_svc.device_memory import MemoryMeter
 from worker_svc.inputs import InputBuffers, StepInputs, prepare_inputs
 from worker_svc.kv_pool import KvPool
 from worker_svc.kv_scales import KvMaxima
@@ -72,7 +71,7 @@ class MaximaRecorder:
     """An attention function that notes how large keys and values are on their way to another."""
 
     def __init__(self, attention: PagedAttention) -> None:
-        self._attention: PagedAttention | None = attention
+        self._attention = attention
         self._maxima: list[Tensor] = []
 
     def __call__(
@@ -85,15 +84,13 @@ class MaximaRecorder:
         **kw: object,
     ) -> tuple[Tensor, None]:
         self._maxima.append(torch.stack([_largest(key), _largest(value)]).float())
-        assert self._attention is not None
         return self._attention(module, query, key, value, *args, **kw)  # type: ignore[arg-type]
 
     def end(self) -> tuple[KvMaxima, ...]:
         """What was noted, per layer. transformers keeps every function that it was ever given, so
         this lets go of the caches."""
-        self._attention = None
-        maxima, self._maxima = self._maxima, []
-        return tuple(KvMaxima(*layer.tolist()) for layer in maxima)
+        del self._attention
+        return tuple(KvMaxima(*layer.tolist()) for layer in self._maxima)
 
 
 def _largest(states: Tensor) -> Tensor:
@@ -174,56 +171,6 @@ def _sample(logits: Tensor, implementation: Implementation) -> None:
     tokens = sample(logits, params, implementation=implementation)
     num_top = min(MAX_NUM_LOGPROBS - 1, vocab_size)
     token_logprobs(logits, tokens.clamp(min=0), num_top, implementation=implementation)
-
-
-@dataclass(frozen=True)
-class MemoryReading:
-    """Bytes of a GPU at one moment."""
-
-    total: int
-    free: int  # of all processes together
-    allocated: int  # by torch, in tensors
-    reserved: int  # by torch, from the driver
-    peak: int  # the most that was allocated since the restart
-
-    @property
-    def beside_torch(self) -> int:
-        """What the driver, libraries and other processes have."""
-        return self.total - self.free - self.reserved
-
-
-class MemoryMeter(Protocol):
-    """Where readings come from."""
-
-    def restart(self) -> None:
-        """Gives back what torch keeps unused, and begins a new peak."""
-        ...
-
-    def read(self) -> MemoryReading: ...
-
-
-class CudaMeter:
-    """The statistics of torch's own allocator, and the driver's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def restart(self) -> None:
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self) -> MemoryReading:
-        torch.cuda.synchronize(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        return MemoryReading(
-            total=total,
-            free=free,
-            allocated=torch.cuda.memory_allocated(self._device),
-            reserved=torch.cuda.memory_reserved(self._device),
-            peak=torch.cuda.max_memory_allocated(self._device),
-        )
 
 
 def measure(meter: MemoryMeter, run: Callable[[], ProfileRun]) -> tuple[ProfileRun, DeviceMemory]:

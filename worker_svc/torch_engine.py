@@ -13,13 +13,13 @@ from kernels.cpu.extension import is_compiled
 from kernels.flash import FlashAttention
 from worker_svc.attention import PagedAttention, choose_attention
 from worker_svc.cache_setup import set_up_cache
+from worker_svc.device_memory import CudaMeter
 from worker_svc.engine import Engine, Identity
 from worker_svc.fusing import fuse
 from worker_svc.kv_pool import KvPool, cached_as, dtype_name
 from worker_svc.memory import keep_freed_memory
 from worker_svc.model import LoadedModel, find_device, load_model
 from worker_svc.packing import pack
-from worker_svc.profiling import CudaMeter
 from worker_svc.runner import Runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.tables import Tables

@@ -13,17 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from kernels import flash
 from kernels.attention import paged_attention_reference
 from kernels.choice import NoSuchKernel
-from kernels.flash import (
-    AttentionNeeds,
-    FlashAttention,
-    FlashBatch,
-    FlashChoice,
-    FlashKind,
-    PackageFlash,
-    TorchFlash,
-    choose_flash,
-    find_flash,
-)
+from kernels.flash import FlashAttention, FlashBatch, PackageFlash, TorchFlash, find_flash
+from kernels.flash_choice import AttentionNeeds, FlashChoice, FlashKind, choose_flash
 
 _NEEDS = AttentionNeeds(
     device_type="cuda",

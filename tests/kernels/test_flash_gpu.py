@@ -8,7 +8,8 @@ import torch
 from paged_cases import PagedCase, paged_case, relative_rms
 
 from kernels.attention import PagedBatch, paged_attention_reference
-from kernels.flash import FlashBatch, FlashKind, find_flash
+from kernels.flash import FlashBatch, find_flash
+from kernels.flash_choice import FlashKind
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,8 @@ from worker_driver import worker_settings
 
 from kernels.attention import PagedBatch, paged_attention_reference
 from kernels.choice import Implementation, NoSuchKernel
-from kernels.flash import FLASH_SETTINGS, FlashBatch, FlashKind, TorchFlash
+from kernels.flash import FlashBatch, TorchFlash
+from kernels.flash_choice import FLASH_SETTINGS, FlashKind
 from worker_svc import attention
 from worker_svc.attention import PagedAttention, choose_attention
 from worker_svc.kv_pool import KvPool, LayerShape

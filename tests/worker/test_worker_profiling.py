@@ -12,10 +12,11 @@ from worker_driver import BLOCK_SIZE, worker_settings
 
 from kernels.choice import choose
 from worker_svc.cache_setup import CacheSetup, set_up_cache
+from worker_svc.device_memory import CudaMeter, MemoryReading
 from worker_svc.kv_pool import LayerShape
 from worker_svc.model import load_model
 from worker_svc.pool_size import DeviceMemory, PoolSize
-from worker_svc.profiling import CudaMeter, MemoryReading, ProfileRun, largest_batch, measure
+from worker_svc.profiling import ProfileRun, largest_batch, measure
 from worker_svc.settings import WrongSettingError
 
 _CPU = torch.device("cpu")
