@@ -6,6 +6,7 @@ Its keys and values go to blocks of its own, which are gone when the pool is mad
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,11 +81,11 @@ class MaximaRecorder:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *args: object,
-        **kw: object,
+        *args: Any,
+        **kw: Any,
     ) -> tuple[Tensor, None]:
         self._maxima.append(torch.stack([_largest(key), _largest(value)]).float())
-        return self._attention(module, query, key, value, *args, **kw)  # type: ignore[arg-type]
+        return self._attention(module, query, key, value, *args, **kw)
 
     def end(self) -> tuple[KvMaxima, ...]:
         """What was noted, per layer. transformers keeps every function that it was ever given, so
