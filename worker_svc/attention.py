@@ -5,15 +5,22 @@ are told apart by the order of these calls, which is the same in every pass.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import structlog
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kernels.attention import PagedBatch, paged_attention
 from kernels.choice import Implementation
+from kernels.flash import FlashAttention, FlashBatch, find_flash
+from kernels.flash_choice import AttentionNeeds, choose_flash
 from kernels.kv_write import kv_write
 from worker_svc.kv_pool import LayerShape
+from worker_svc.kv_scales import KvScales
+
+log = structlog.get_logger()
 
 # transformers calls it with a module, then query, key and value as `[1, heads, num_tokens, dim]`.
 AttentionFunction = Callable[..., tuple[Tensor, None]]
@@ -47,26 +54,66 @@ class LayerProbe:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
         if attention_mask is not None:
             raise UnsupportedModelError(f"{type(module).__name__} insists on a mask of its own")
         if unused.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{type(module).__name__} attends to later tokens")
-        self.layers.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype))
+        heads, key_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
+        sinks = s_aux is not None
+        self.layers.append(LayerShape(heads, key_dim, value_dim, key.dtype, softcap, sinks))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def choose_attention(
+    layers: Sequence[LayerShape],
+    cache_dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    setting: str,
+) -> FlashAttention | None:
+    """FlashAttention if it can serve these layers; says so, and why not. `setting` is one of
+    `kernels.flash_choice.FLASH_SETTINGS`. NoSuchKernel if it names what cannot serve."""
+    on_gpu = device.type == "cuda"
+    needs = AttentionNeeds(
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if on_gpu else None,
+        dtype=layers[0].dtype,
+        cache_dtype=cache_dtype,
+        block_size=block_size,
+        head_dims=frozenset((layer.key_dim, layer.value_dim) for layer in layers),
+        has_softcap=any(layer.softcap is not None for layer in layers),
+        has_sinks=any(layer.has_sinks for layer in layers),
+    )
+    # Elsewhere none is needed, and to import one takes time.
+    found, missing = find_flash() if on_gpu else ({}, {})
+    choice = choose_flash(needs, missing, setting)
+    refused = {f"not_{kind.replace('-', '_')}": reason for kind, reason in choice.reasons.items()}
+    log.info("attention", by=choice.kind or "paged", **refused)
+    return None if choice.kind is None else found[choice.kind]
 
 
 class PagedAttention:
     """Writes keys and values of a step into the pool, then attends through the block table."""
 
     def __init__(
-        self, layers: list[tuple[Tensor, Tensor]], implementation: Implementation | None = None
+        self,
+        layers: Sequence[tuple[Tensor, Tensor]],
+        implementation: Implementation | None = None,
+        scales: Sequence[KvScales] | None = None,
+        flash: FlashAttention | None = None,
     ) -> None:
-        """`implementation` is the one of both kernels; the best there is if absent."""
+        """`implementation` is the one of both kernels; the best there is if absent. `scales` are
+        those of the layers' caches, 1.0 if absent. `flash` attends in the kernel's place."""
         self._layers = layers
         self._implementation = implementation
+        self._scales = scales or [KvScales()] * len(layers)
+        self._flash = flash
         self._batch: PagedBatch
+        self._flash_batch: FlashBatch
         self._slot_mapping: Tensor
         self._next_layer = 0
 
@@ -89,29 +136,60 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        k_cache, v_cache = self._layers[self._next_layer]
+        layer = self._next_layer
         self._next_layer += 1
-        key, value = _flat(key), _flat(value)
+        k_cache, v_cache = self._layers[layer]
+        scales = self._scales[layer]
+        query, key, value = _flat(query), _flat(key), _flat(value)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         kv_write(
             key,
             value,
             k_cache,
             v_cache,
             self._slot_mapping,
+            k_scale=scales.key,
+            v_scale=scales.value,
             implementation=self._implementation,
         )
+        if self._flash is not None:
+            out = self._flash_attention(self._flash, layer, query, scale, sliding_window, softcap)
+            return out.unsqueeze(0), None
         out = paged_attention(
-            _flat(query),
+            query,
             k_cache,
             v_cache,
             self._batch,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scale=scale,
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=s_aux,
+            k_scale=scales.key,
+            v_scale=scales.value,
             implementation=self._implementation,
         )
         return out.unsqueeze(0), None
+
+    def _flash_attention(
+        self,
+        flash: FlashAttention,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if layer == 0:
+            # Here and not in `begin`: a graph that is captured has to compute it anew.
+            self._flash_batch = FlashBatch.of(self._batch)
+        return flash(
+            query,
+            *self._layers[layer],
+            self._flash_batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
 
 
 def _flat(states: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The paged cache: how many blocks fit, and the blocks themselves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Final
 
 import structlog
 import torch
@@ -10,31 +11,40 @@ from torch import Tensor
 from kernels.blocks import empty_cache, swap_blocks
 from worker_svc.inputs import Ints
 from worker_svc.plans import BlockMoves, PlanError
-from worker_svc.pool_size import require_room
+from worker_svc.pool_size import PoolSize, cache_block_bytes, host_blocks, require_room
 
 log = structlog.get_logger()
+
+# By the names of the setting `kv_cache_dtype`; `auto` is the model's own.
+_CACHE_DTYPES: Final = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps of a token."""
+    """What one attention layer keeps of a token, and what its scores go through."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of keys and values as the model gives them, or as the cache has them
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def token_bytes(self) -> int:
         return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class PoolSize:
-    """Blocks on the device, the null block included, and on the host."""
+def cached_as(layers: tuple[LayerShape, ...], kv_cache_dtype: str) -> tuple[LayerShape, ...]:
+    """The layers with the dtype that the setting gives their cache."""
+    if kv_cache_dtype == "auto":
+        return layers
+    return tuple(replace(layer, dtype=_CACHE_DTYPES[kv_cache_dtype]) for layer in layers)
 
-    num_blocks: int
-    num_host_blocks: int
+
+def block_bytes_of(layers: tuple[LayerShape, ...], block_size: int) -> int:
+    """Bytes of one block in all layers together."""
+    return cache_block_bytes(block_size, sum(layer.token_bytes for layer in layers))
 
 
 def size_pool(
@@ -47,19 +57,18 @@ def size_pool(
 ) -> PoolSize:
     """The blocks that fit into the memory (bytes), or `num_blocks` where that is set.
 
-    WrongSettingError, with both numbers, if the longest sequence does not fit.
+    WrongSettingError, with both numbers, if the longest sequence does not fit, or no block into
+    the swap space.
     """
-    token_bytes = sum(layer.token_bytes for layer in layers)
-    # block_size × Σ layers num_kv_heads × (key_dim + value_dim) × bytes of the dtype
-    block_bytes = block_size * token_bytes
+    block_bytes = block_bytes_of(layers, block_size)
     chosen = kv_cache_memory // block_bytes if num_blocks is None else num_blocks
-    num_host_blocks = swap_space // block_bytes
+    num_host_blocks = host_blocks(swap_space, block_bytes)
     log.info(
         "key-value cache",
         block_size=block_size,
         num_layers=len(layers),
         layers=_summary(layers),
-        token_bytes=token_bytes,
+        token_bytes=block_bytes // block_size,
         block_bytes=block_bytes,
         kv_cache_memory=kv_cache_memory,
         num_blocks=chosen,

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from pathlib import Path
 
 # glibc's names for what `mallopt` sets (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -35,6 +36,16 @@ def keep_freed_memory() -> None:
         glibc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
         if not glibc.mallopt(_M_MMAP_THRESHOLD, _LARGE):
             glibc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+
+
+def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this machine has, or that its container may take if that is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -40,6 +40,7 @@ class LoadedModel:
     device: torch.device
     max_model_len: int
     fingerprint: bytes
+    weights: tuple[Path, ...]  # its safetensors files
 
     def attend_with(self, function: AttentionFunction) -> None:
         """Replaces the attention function of every layer."""
@@ -95,6 +96,7 @@ def load_model(
         device=device,
         max_model_len=length,
         fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights),
+        weights=weights,
     )
 
 

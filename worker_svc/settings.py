@@ -31,6 +31,14 @@ def parse_size(value: object) -> object:
     return int(float(number) * factors[unit.rstrip("B").rstrip("I")])
 
 
+def size_text(num_bytes: int) -> str:
+    """Bytes for a person: `512 B`, `1.5 MiB`, `139.8 GiB`."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f}".removesuffix(".0") + f" {units[0]}"
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
@@ -50,7 +58,12 @@ class WorkerSettings(ServiceSettings):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and cache; auto: the one the model was saved in."
+        "auto", description="Type of the weights; auto: the one the model was saved in."
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto",
+        description="Type of cached keys and values; auto: that of the model; the others take half "
+        "of 16 bits, and scales from the model's files or from a run over random tokens.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto: a GPU if there is one."
@@ -61,6 +74,11 @@ class WorkerSettings(ServiceSettings):
         "auto",
         description="What computes attention, sampling and the like; auto: the fastest there is.",
     )
+    attention: Literal["auto", "paged", "flash-attn", "torch-varlen"] = Field(
+        "auto",
+        description="What attends on a GPU; auto: FlashAttention where it can serve (blocks of a "
+        "multiple of 256 tokens, 16 bits) and `--kernels` is auto; paged: the kernel.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0: as many as cores.")
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
@@ -68,8 +86,18 @@ class WorkerSettings(ServiceSettings):
         None, ge=2, description="Longest sequence in tokens; the model's own limit if absent."
     )
     max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens in one step.")
-    kv_cache_memory: Bytes = Field(
-        2**30, gt=0, description="Memory of the key-value cache, such as 256MiB or 4GiB."
+    kv_cache_memory: Bytes | None = Field(
+        None,
+        gt=0,
+        description="Memory of the key-value cache, such as 256MiB or 4GiB; 1GiB on a CPU if "
+        "absent, on a GPU what `--gpu-memory-utilization` leaves.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of a GPU's memory for this worker's weights, steps and cache.",
     )
     num_blocks: int | None = Field(
         None,
@@ -77,7 +105,9 @@ class WorkerSettings(ServiceSettings):
         description="Blocks of the cache, the null block included; overrides the memory.",
     )
     swap_space: Bytes = Field(
-        0, ge=0, description="Host memory for blocks of swapped-out sequences, such as 4GiB."
+        0,
+        ge=0,
+        description="Host memory for blocks of swapped-out sequences, such as 4GiB; 0: none.",
     )
     record: Path | None = Field(
         None, description="File that receives every plan and result, for `quire replay`."

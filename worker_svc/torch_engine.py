@@ -1,6 +1,7 @@
 """A loaded model with its pool and tables, ready to run plans."""
 
 import sys
+from contextlib import nullcontext
 
 import structlog
 import torch
@@ -9,16 +10,20 @@ from transformers.utils.logging import disable_progress_bar
 
 from kernels.choice import Implementation, NoSuchKernel, choose
 from kernels.cpu.extension import is_compiled
-from worker_svc.attention import PagedAttention
+from kernels.flash import FlashAttention
+from worker_svc.attention import PagedAttention, choose_attention
+from worker_svc.cache_setup import set_up_cache
+from worker_svc.device_memory import CudaMeter
 from worker_svc.engine import Engine, Identity
 from worker_svc.fusing import fuse
-from worker_svc.kv_pool import KvPool, dtype_name, size_pool
+from worker_svc.kv_pool import KvPool, cached_as, dtype_name
 from worker_svc.memory import keep_freed_memory
 from worker_svc.model import LoadedModel, find_device, load_model
 from worker_svc.packing import pack
 from worker_svc.runner import Runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.tables import Tables
+from worker_svc.turns import one_at_a_time
 
 log = structlog.get_logger()
 
@@ -27,7 +32,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
     """Loads the model and allocates its pool; takes seconds to minutes. To be called on the thread
     that runs the plans: torch counts its threads per caller.
 
-    ModelError and WrongSettingError as `load_model` and `size_pool` say.
+    ModelError and WrongSettingError as `load_model` and `set_up_cache` say.
     """
     if settings.model is None:
         raise WrongSettingError("--model / QUIRE_WORKER_MODEL: required to run a model")
@@ -41,26 +46,23 @@ def load_engine(settings: WorkerSettings) -> Engine:
     model = load_model(
         settings.model, settings.revision, settings.dtype, device, settings.max_model_len
     )
-    implementation = _implementation(model, settings.kernels)
-    size = size_pool(
-        model.layers,
-        settings.block_size,
-        model.max_model_len,
-        settings.kv_cache_memory,
-        settings.num_blocks,
-        settings.swap_space,
-    )
-    pool = KvPool(model.layers, size, settings.block_size, device)
-    attention = PagedAttention(pool.layers, implementation)
-    model.attend_with(attention)
+    implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels)
+    flash = _flash(model, settings)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
     log.info("kernels", implementation=implementation, **exchanged)
+    on_gpu = device.type == "cuda"
+    with one_at_a_time() if on_gpu else nullcontext():
+        meter = CudaMeter(device) if on_gpu else None
+        cache = set_up_cache(model, settings, implementation, flash, meter)
+        pool = KvPool(cache.layers, cache.size, settings.block_size, device)
+    attention = PagedAttention(pool.layers, implementation, cache.scales, flash)
+    model.attend_with(attention)
     keep_freed_memory()
     tables = Tables(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.max_model_len,
         block_size=settings.block_size,
-        num_blocks=size.num_blocks,
+        num_blocks=pool.size.num_blocks,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     return Engine(
@@ -68,8 +70,8 @@ def load_engine(settings: WorkerSettings) -> Engine:
         Identity(
             model_fingerprint=model.fingerprint,
             block_size=settings.block_size,
-            num_blocks=size.num_blocks,
-            num_host_blocks=size.num_host_blocks,
+            num_blocks=pool.size.num_blocks,
+            num_host_blocks=pool.size.num_host_blocks,
             kv_cache_dtype=dtype_name(pool.dtype),
             max_num_seqs=settings.max_num_seqs,
             max_model_len=model.max_model_len,
@@ -78,13 +80,29 @@ def load_engine(settings: WorkerSettings) -> Engine:
     )
 
 
-def _implementation(model: LoadedModel, setting: str) -> Implementation:
+def _implementation(model: LoadedModel, kv_cache_dtype: str, setting: str) -> Implementation:
     """WrongSettingError if the setting names what cannot serve."""
     wants_cpp = setting not in (Implementation.REFERENCE, Implementation.TORCH)
     if wants_cpp and model.device.type == "cpu" and not is_compiled():
         log.info("compiling kernels, which takes about a minute")
-    dtypes = {model.dtype, *(layer.dtype for layer in model.layers)}
+    cached = cached_as(model.layers, kv_cache_dtype)
+    dtypes = {model.dtype, *(layer.dtype for layer in (*model.layers, *cached))}
     try:
         return choose(model.device.type, dtypes, setting)
     except NoSuchKernel as error:
         raise WrongSettingError(f"--kernels: {error}") from error
+
+
+def _flash(model: LoadedModel, settings: WorkerSettings) -> FlashAttention | None:
+    """WrongSettingError if the setting names what cannot serve."""
+    setting = settings.attention
+    if setting == "auto" and settings.kernels != "auto":
+        # Who names kernels wants to see them.
+        setting = "paged"
+    cache_dtype = cached_as(model.layers, settings.kv_cache_dtype)[0].dtype
+    try:
+        return choose_attention(
+            model.layers, cache_dtype, settings.block_size, model.device, setting
+        )
+    except NoSuchKernel as error:
+        raise WrongSettingError(f"--attention: {error}") from error

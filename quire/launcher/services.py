@@ -81,12 +81,13 @@ class Services:
         return [f"unix:{self.directory}/{name}.sock" for name in _names(service, count)]
 
     def _environment(self, service: str) -> dict[str, str]:
-        """What a person wants to read, and an equal share of the cores for each worker; what the
-        environment says goes first."""
+        """What a person wants to read, and an equal share of the cores and of a GPU for each
+        worker; what the environment says goes first."""
         threads = max(1, (os.cpu_count() or 1) // self.num_workers)
         defaults = {
             f"QUIRE_{service.upper()}_LOG_FORMAT": "human",
             "QUIRE_WORKER_THREADS": str(threads),
+            "QUIRE_WORKER_GPU_MEMORY_UTILIZATION": str(0.9 / self.num_workers),
         }
         return {**defaults, **os.environ, **self.settings}
 

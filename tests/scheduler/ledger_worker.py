@@ -82,6 +82,7 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         fingerprint: bytes = b"model",
         num_host_blocks: int = 0,
         max_num_batched_tokens: int = 32,
+        kv_cache_dtype: str = "float32",
     ) -> None:
         self.hello = worker_pb2.Hello(
             incarnation=incarnation,
@@ -90,7 +91,7 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
             block_size=block_size,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
-            kv_cache_dtype="float32",
+            kv_cache_dtype=kv_cache_dtype,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,

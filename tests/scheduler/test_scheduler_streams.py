@@ -294,8 +294,9 @@ async def test_two_names_of_one_worker_are_one_lane(redis_url, sockets):
         LedgerWorker(2, block_size=8),
         LedgerWorker(2, max_model_len=32),
         LedgerWorker(2, num_blocks=10),
+        LedgerWorker(2, kv_cache_dtype="float8_e4m3fn"),
     ],
-    ids=["fingerprint", "block size", "length", "too small a pool"],
+    ids=["fingerprint", "block size", "length", "too small a pool", "cache type"],
 )
 async def test_a_worker_that_does_not_fit_is_refused(redis_url, sockets, other):
     async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}, names=("a", "b")) as stack:

@@ -23,7 +23,7 @@ def load(folder: Path, dtype: str = "auto", max_model_len: int | None = None) ->
 
 def test_finds_every_layer_s_shape(tmp_path: Path) -> None:
     model = load(save_model(gemma2(), tmp_path))
-    assert model.layers == (LayerShape(2, 8, 8, torch.float32),) * 3
+    assert model.layers == (LayerShape(2, 8, 8, torch.float32, softcap=2.0),) * 3
     assert model.max_model_len == MAX_MODEL_LEN
     assert load(tmp_path, "bfloat16", 50).layers[0].dtype == torch.bfloat16
 

@@ -63,6 +63,7 @@ async def test_stays_up_and_says_why_without_a_model(tmp_path: Path) -> None:
         ("--max-model-len=97", ("97", "96")),
         ("--block-size=0", ("--block-size", "0")),
         ("--kv-cache-memory=lots", ("--kv-cache-memory", "lots")),
+        ("--swap-space=5KiB", ("--swap-space", "5 KiB", "6 KiB")),
     ],
 )
 async def test_wrong_settings_stop_it(

@@ -1,0 +1,161 @@
+"""How a worker comes to FlashAttention, and what its layers make of it."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from paged_cases import relative_rms
+from structlog.testing import capture_logs
+from tiny_models import VOCAB_SIZE, gemma2, gpt2, llama, save_model
+from torch import Tensor
+from transformers import GptOssConfig, PretrainedConfig
+from worker_driver import worker_settings
+
+from kernels.attention import PagedBatch, paged_attention_reference
+from kernels.choice import Implementation, NoSuchKernel
+from kernels.flash import FlashBatch, TorchFlash
+from kernels.flash_choice import FLASH_SETTINGS, FlashKind
+from worker_svc import attention
+from worker_svc.attention import PagedAttention, choose_attention
+from worker_svc.kv_pool import KvPool, LayerShape
+from worker_svc.model import load_model
+from worker_svc.pool_size import PoolSize
+from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.torch_engine import load_engine
+
+_CPU, _GPU = torch.device("cpu"), torch.device("cuda")
+_BLOCK_SIZE = 8
+_LAYERS = (LayerShape(8, 128, 128, torch.bfloat16),) * 2
+
+
+class MadeUpFlash:
+    """Computes what FlashAttention is asked for, and notes what it was asked with."""
+
+    def __init__(self) -> None:
+        self.batches: list[FlashBatch] = []
+        self.features: list[dict[str, Any]] = []
+
+    def __call__(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: FlashBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        self.batches.append(batch)
+        features = {"sliding_window": sliding_window, "softcap": softcap}
+        self.features.append(features)
+        paged = PagedBatch(
+            batch.block_table,
+            batch.query_start_loc.long(),
+            batch.seq_lens.long(),
+            k_cache.shape[1],
+        )
+        return paged_attention_reference(query, k_cache, v_cache, paged, scale=scale, **features)
+
+
+@pytest.mark.parametrize("config", [llama, gemma2, gpt2])
+def test_all_layers_of_a_step_attend_through_it(config: Any, tmp_path: Path) -> None:
+    folder = save_model(config(), tmp_path)
+    model = load_model(str(folder), None, "auto", _CPU, None)
+    flash = MadeUpFlash()
+    logits = []
+    for by in (flash, None):
+        pool = KvPool(model.layers, PoolSize(6, 0), _BLOCK_SIZE, _CPU)
+        paged = PagedAttention(pool.layers, Implementation.REFERENCE, None, by)
+        model.attend_with(paged)
+        draw = torch.Generator().manual_seed(1)
+        # A prompt of two and a half blocks; then two tokens decoded.
+        for positions in (torch.arange(20), torch.tensor([20]), torch.tensor([21])):
+            table = torch.tensor([[3, 1, 5]], dtype=torch.int32)
+            starts, lens = torch.tensor([0, len(positions)]), positions[-1:] + 1
+            slots = table[0, positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
+            paged.begin(PagedBatch(table, starts, lens, _BLOCK_SIZE), slots.long())
+            tokens = torch.randint(VOCAB_SIZE, (len(positions),), generator=draw)
+            with torch.inference_mode():
+                logits.append(model.logits(tokens, positions, torch.tensor([len(positions) - 1])))
+    for ours, expected in zip(logits[:3], logits[3:], strict=True):
+        assert relative_rms(ours, expected) < 1e-5
+    # Layers share a step's batch, and steps do not.
+    assert [id(batch) for batch in flash.batches] == [
+        id(flash.batches[3 * step]) for step in range(3) for _ in range(3)
+    ]
+    assert [batch.max_seq_len for batch in flash.batches[::3]] == [20, 21, 22]
+    if config is gemma2:
+        assert flash.features[:2] == [
+            {"sliding_window": 6, "softcap": 2.0},
+            {"sliding_window": None, "softcap": 2.0},
+        ]
+
+
+def with_sinks() -> PretrainedConfig:
+    """Which FlashAttention does not have."""
+    return GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=96,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "softcap", "has_sinks"),
+    [(llama, None, False), (gemma2, 2.0, False), (with_sinks, None, True)],
+)
+def test_the_probe_sees_what_scores_go_through(
+    config: Any, softcap: float | None, has_sinks: bool, tmp_path: Path
+) -> None:
+    folder = save_model(config(), tmp_path)
+    layers = load_model(str(folder), None, "auto", _CPU, None).layers
+    assert [(layer.softcap, layer.has_sinks) for layer in layers] == [(softcap, has_sinks)] * 3
+
+
+def test_every_kind_can_be_set() -> None:
+    choices = get_args(WorkerSettings.model_fields["attention"].annotation)
+    assert set(choices) == set(FLASH_SETTINGS)
+
+
+def test_the_log_says_who_attends_and_why_the_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch_s = TorchFlash(lambda: None)
+    found = {FlashKind.TORCH: torch_s}
+    monkeypatch.setattr(
+        attention, "find_flash", lambda: (found, {FlashKind.PACKAGE: "not installed"})
+    )
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    with capture_logs() as logs:
+        assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "auto") is torch_s
+        assert choose_attention(_LAYERS, torch.float8_e5m2, 256, _GPU, "auto") is None
+        assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "paged") is None
+    reason = "reads no cache of float8_e5m2 with queries of bfloat16"
+    said = [{key: log[key] for key in log if key not in ("event", "log_level")} for log in logs]
+    why = "the setting is paged"
+    assert said == [
+        {"by": "torch-varlen", "not_flash_attn": "not installed"},
+        {"by": "paged", "not_flash_attn": reason, "not_torch_varlen": reason},
+        {"by": "paged", "not_flash_attn": why, "not_torch_varlen": why},
+    ]
+    with pytest.raises(NoSuchKernel, match="flash-attn: not installed"):
+        choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "flash-attn")
+
+
+def test_a_setting_that_cannot_serve_is_refused(tmp_path: Path) -> None:
+    folder = save_model(llama(), tmp_path)
+    with pytest.raises(WrongSettingError, match="--attention: torch-varlen: does not run on cpu"):
+        load_engine(worker_settings(folder, device="cpu", attention="torch-varlen"))

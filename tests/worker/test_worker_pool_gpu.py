@@ -1,0 +1,46 @@
+"""What a GPU's memory is really filled with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from tiny_models import llama, save_model
+from worker_driver import worker_settings
+
+from worker_svc.torch_engine import load_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_the_cache_fills_its_share_and_no_more(tmp_path: Path, kv_cache_dtype: str) -> None:
+    settings = worker_settings(
+        save_model(llama(), tmp_path),
+        device="cuda",
+        dtype="bfloat16",
+        block_size=16,
+        num_blocks=None,
+        gpu_memory_utilization=0.05,
+        kv_cache_dtype=kv_cache_dtype,
+        swap_space="1MiB",
+    )
+    with capture_logs() as logs:
+        engine = load_engine(settings)
+    [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
+    [sizing] = [log for log in logs if log["event"] == "key-value cache"]
+    assert gpu["total"] == torch.cuda.mem_get_info()[1]
+    assert gpu["weights"] > 0
+    # Keys and values of the batch are none of it: the model's tables of logits are.
+    assert 0 < gpu["peak_activations"] < 2**30
+    assert gpu["non_torch"] >= 0
+    share = int(gpu["total"] * 0.05)
+    left = share - gpu["weights"] - gpu["peak_activations"] - gpu["non_torch"]
+    assert sizing["kv_cache_memory"] == left
+    assert sizing["block_bytes"] == 16 * 3 * 2 * 16 * (2 if kv_cache_dtype == "auto" else 1)
+    assert engine.identity.num_blocks == left // sizing["block_bytes"]
+    # Tables and graphs come on top, out of what the share leaves.
+    assert sizing["cache_bytes"] <= torch.cuda.memory_allocated() < share + 2**28

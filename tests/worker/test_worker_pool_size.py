@@ -1,0 +1,102 @@
+"""How many blocks there are: every term, recomputed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker_svc.memory import host_memory
+from worker_svc.pool_size import (
+    DeviceMemory,
+    cache_block_bytes,
+    cache_memory,
+    host_blocks,
+    require_host_memory,
+    require_room,
+)
+from worker_svc.settings import WrongSettingError, size_text
+
+_GIB = 2**30
+_GPU = DeviceMemory(
+    total=80 * _GIB,
+    others=5 * _GIB,
+    weights=16 * _GIB,
+    peak_activations=3 * _GIB,
+    non_torch=1 * _GIB,
+)
+
+
+def test_a_block_s_bytes() -> None:
+    # 28 layers of 8 heads with 128 numbers for keys and as many for values, of 2 bytes each.
+    assert cache_block_bytes(16, 28 * 8 * (128 + 128) * 2) == 1_835_008
+
+
+@pytest.mark.parametrize(
+    ("asked", "utilization", "memory", "expected"),
+    [
+        (None, 0.9, None, _GIB),
+        (3 * _GIB, 0.9, None, 3 * _GIB),
+        (None, 0.9, _GPU, int(80 * _GIB * 0.9) - 20 * _GIB),
+        (None, 0.5, _GPU, 20 * _GIB),
+        # No more than others leave.
+        (None, 0.95, _GPU, 55 * _GIB),
+        # What is asked for goes before the utilization, up to the last byte.
+        (55 * _GIB, 0.5, _GPU, 55 * _GIB),
+    ],
+)
+def test_the_memory_of_the_cache(
+    asked: int | None, utilization: float, memory: DeviceMemory | None, expected: int
+) -> None:
+    assert cache_memory(asked, utilization, memory) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "utilization", "words"),
+    [
+        (
+            None,
+            0.25,
+            ("20 GiB", "0.25", "16 GiB", "3 GiB", "1 GiB", "5 GiB", "--gpu-memory-utilization"),
+        ),
+        (55 * _GIB + 2**29, 0.9, ("55.5 GiB", "55 GiB", "80 GiB", "--kv-cache-memory")),
+    ],
+)
+def test_what_does_not_fit_on_the_gpu(
+    asked: int | None, utilization: float, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(WrongSettingError) as wrong:
+        cache_memory(asked, utilization, _GPU)
+    assert all(word in str(wrong.value) for word in words)
+
+
+def test_blocks_of_the_swap_space() -> None:
+    assert [host_blocks(size, 1000) for size in (0, 1000, 2999)] == [0, 1, 2]
+    with pytest.raises(WrongSettingError, match=r"--swap-space: 999 B .* 1000 B"):
+        host_blocks(999, 1000)
+
+
+def test_the_host_s_memory_holds_its_part() -> None:
+    require_host_memory(3 * _GIB, 5 * _GIB, 8 * _GIB)
+    with pytest.raises(WrongSettingError, match=r"0 B .* 9 GiB .* 8 GiB; lower --swap-space$"):
+        require_host_memory(0, 9 * _GIB, 8 * _GIB)
+    with pytest.raises(WrongSettingError, match=r"6 GiB .* 3 GiB .* 8 GiB; lower --kv-cache-mem"):
+        require_host_memory(6 * _GIB, 3 * _GIB, 8 * _GIB)
+
+
+@pytest.mark.parametrize(("text", "limited"), [("4096\n", True), ("max\n", False), (None, False)])
+def test_a_container_s_limit_is_its_memory(tmp_path: Path, text: str | None, limited: bool) -> None:
+    if text is not None:
+        (tmp_path / "memory.max").write_text(text)
+    assert (host_memory(tmp_path) == 4096) is limited
+    assert host_memory(tmp_path) >= 4096
+
+
+def test_the_longest_sequence_needs_room() -> None:
+    require_room(8, 16, 100)
+    with pytest.raises(WrongSettingError, match=r"100 tokens needs 7 blocks.* only 6"):
+        require_room(7, 16, 100)
+
+
+def test_sizes_for_a_person() -> None:
+    sizes: dict[Any, str] = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 * 2**40: "5 TiB"}
+    assert {size: size_text(size) for size in sizes} == sizes

@@ -1,0 +1,41 @@
+"""Settings of the cache: what they mean, and what is refused by name."""
+
+import pytest
+
+from worker_svc.settings import WorkerSettings
+
+
+def test_what_holds_without_a_word() -> None:
+    settings = WorkerSettings.load([])
+    assert settings.kv_cache_memory is None
+    assert (settings.kv_cache_dtype, settings.attention) == ("auto", "auto")
+    assert (settings.gpu_memory_utilization, settings.swap_space) == (0.9, 0)
+
+
+def test_sizes_have_units() -> None:
+    settings = WorkerSettings.load(["--kv-cache-memory=1.5GiB", "--swap-space=4GB"])
+    assert (settings.kv_cache_memory, settings.swap_space) == (3 * 2**29, 4 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--kv-cache-memory", "0"),
+        ("--kv-cache-memory", "much"),
+        ("--kv-cache-dtype", "int8"),
+        ("--gpu-memory-utilization", "0"),
+        ("--gpu-memory-utilization", "1.1"),
+        ("--gpu-memory-utilization", "nan"),
+        ("--swap-space", "-1GiB"),
+        ("--attention", "xformers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        WorkerSettings.load([f"{flag}={value}"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"quire-worker: {flag} / QUIRE_WORKER_")
+    assert value in said

@@ -1,0 +1,139 @@
+"""What the cache is made with: its dtype, its size, its scales."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+import torch
+
+from kernels.choice import Implementation
+from kernels.flash import FlashAttention
+from worker_svc.device_memory import MemoryMeter
+from worker_svc.kv_pool import LayerShape, block_bytes_of, cached_as, dtype_name, size_pool
+from worker_svc.kv_scales import KvMaxima, KvScales, read_scales, scales_of_maxima
+from worker_svc.memory import host_memory
+from worker_svc.model import LoadedModel
+from worker_svc.pool_size import DeviceMemory, PoolSize, cache_memory, require_host_memory
+from worker_svc.profiling import ProfileBatch, ProfileRun, largest_batch, measure, run_batch
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+log = structlog.get_logger()
+
+# Enough to meet large keys and values, and little enough for a processor's patience.
+_SCALE_TOKENS, _SCALE_ROWS = 512, 4
+
+
+@dataclass(frozen=True)
+class CacheSetup:
+    """All that a pool and the attention over it need to know."""
+
+    layers: tuple[LayerShape, ...]  # with the dtype that they have in the cache
+    size: PoolSize
+    scales: tuple[KvScales, ...]  # per layer
+
+
+def set_up_cache(
+    model: LoadedModel,
+    settings: WorkerSettings,
+    implementation: Implementation,
+    flash: FlashAttention | None,
+    meter: MemoryMeter | None,
+) -> CacheSetup:
+    """Runs the largest batch where its memory counts, which is where there is a meter, or a small
+    one where scales are needed and the checkpoint has none. The model attends to nothing useful
+    afterwards.
+
+    WrongSettingError, with both numbers, if what is asked for does not fit.
+    """
+    layers = cached_as(model.layers, settings.kv_cache_dtype)
+    dtype = layers[0].dtype
+    scales = _known_scales(model, dtype)
+    memory: DeviceMemory | None = None
+    if meter is not None:
+        largest = _batch(model, settings, settings.max_num_batched_tokens, settings.max_num_seqs)
+        run, memory = _measured(model, largest, implementation, flash, meter)
+        scales = scales or _profiled_scales(run.maxima, dtype)
+    elif scales is None:
+        num_tokens = min(settings.max_num_batched_tokens, _SCALE_TOKENS)
+        small = _batch(model, settings, num_tokens, min(settings.max_num_seqs, _SCALE_ROWS))
+        run = run_batch(model, small, implementation, flash, sampling=False)
+        scales = _profiled_scales(run.maxima, dtype)
+    return CacheSetup(layers, _size(model, layers, settings, memory), scales)
+
+
+def _known_scales(model: LoadedModel, dtype: torch.dtype) -> tuple[KvScales, ...] | None:
+    """1.0 for a cache that needs none, else the checkpoint's, if it has them."""
+    if dtype.itemsize > 1:
+        return (KvScales(),) * len(model.layers)
+    scales = read_scales(model.weights, len(model.layers))
+    if scales is not None:
+        _log_scales(scales, dtype, "the checkpoint")
+    return scales
+
+
+def _profiled_scales(maxima: tuple[KvMaxima, ...], dtype: torch.dtype) -> tuple[KvScales, ...]:
+    scales = scales_of_maxima(maxima, dtype)
+    _log_scales(scales, dtype, "a run over random tokens")
+    return scales
+
+
+def _log_scales(scales: tuple[KvScales, ...], dtype: torch.dtype, source: str) -> None:
+    keys, values = [scale.key for scale in scales], [scale.value for scale in scales]
+    log.info(
+        "scales of the cache",
+        source=source,
+        dtype=dtype_name(dtype),
+        keys=[min(keys), max(keys)],
+        values=[min(values), max(values)],
+    )
+
+
+def _batch(
+    model: LoadedModel, settings: WorkerSettings, num_tokens: int, num_rows: int
+) -> ProfileBatch:
+    vocab_size = model.network.config.get_text_config().vocab_size
+    return largest_batch(num_tokens, num_rows, model.max_model_len, settings.block_size, vocab_size)
+
+
+def _measured(
+    model: LoadedModel,
+    batch: ProfileBatch,
+    implementation: Implementation,
+    flash: FlashAttention | None,
+    meter: MemoryMeter,
+) -> tuple[ProfileRun, DeviceMemory]:
+    try:
+        return measure(meter, partial(run_batch, model, batch, implementation, flash))
+    except torch.OutOfMemoryError as error:
+        raise WrongSettingError(
+            f"the largest batch, {batch.inputs.num_tokens} tokens in {batch.inputs.num_requests} "
+            "rows, does not fit beside the weights; lower --max-num-batched-tokens or "
+            f"--max-num-seqs: {error}"
+        ) from error
+
+
+def _size(
+    model: LoadedModel,
+    layers: tuple[LayerShape, ...],
+    settings: WorkerSettings,
+    memory: DeviceMemory | None,
+) -> PoolSize:
+    asked = settings.kv_cache_memory
+    if settings.num_blocks is not None:
+        asked = settings.num_blocks * block_bytes_of(layers, settings.block_size)
+    if memory is not None:
+        log.info(
+            "memory of the GPU",
+            **vars(memory),
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+        )
+    num_bytes = cache_memory(asked, settings.gpu_memory_utilization, memory)
+    require_host_memory(num_bytes if memory is None else 0, settings.swap_space, host_memory())
+    return size_pool(
+        layers,
+        settings.block_size,
+        model.max_model_len,
+        num_bytes,
+        settings.num_blocks,
+        settings.swap_space,
+    )
