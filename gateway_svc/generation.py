@@ -59,9 +59,12 @@ class Generation:
     async def updates(self) -> AsyncIterator[Sequence[Written]]:
         """First an empty one, at acceptance; then what came since the one before, an entry for
         each choice that something came for. RequestError as the scheduler says.
+
+        Of a patient request the first one comes with its first token, the others as there is
+        enough to write at once.
         """
         while not self.has_ended:
-            events = await self._stream.take()
+            events = await self._stream.take(self._least_tokens)
             if not self.choices and self._stream.state is not None:
                 self.choices = self._choices(self._stream.state)
             if Accepted() in events:
@@ -71,6 +74,12 @@ class Generation:
                     await asyncio.sleep(0)
                 if update := self._write(piece):
                     yield update
+
+    @property
+    def _least_tokens(self) -> int:
+        if not self._stream.is_patient:
+            return 0
+        return 1 if self.first_token_at is None else _PIECE_TOKENS
 
     def _write(self, events: Iterable[NewTokens | Ended]) -> list[Written]:
         by_choice: dict[int, list[NewTokens | Ended]] = defaultdict(list)
