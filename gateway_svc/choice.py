@@ -73,28 +73,41 @@ class Choice:
         Tokens that come after a stop string was found are dropped. RequestError if it ends before
         `next_index`.
         """
-        first_index = max(self.num_tokens, self._next_index)
-        texts: list[str] = []
+        num_before = self.num_tokens
+        first_index = max(num_before, self._next_index)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
+        end = None
         for event in events:
             if isinstance(event, Ended):
-                texts.append(self._end(event))
-                continue
-            num_before = self.num_tokens
-            for run in self._runs(event.token_ids):
-                if self.stop_string is not None:
-                    break
-                text = self._write(run)
-                if self.num_tokens > self._next_index:
-                    texts.append(text)
-                    token_ids += run
-            num_known = max(0, self._next_index - num_before)
-            logprobs += event.logprobs[num_known : self.num_tokens - num_before]
-        text = "".join(texts)
+                end = event
+            else:
+                token_ids += event.token_ids
+                logprobs += event.logprobs
+        texts = self._write_new(token_ids)
+        # What was written, before an end that may keep less of it.
+        new = slice(first_index - num_before, self.num_tokens - num_before)
+        if end is not None:
+            texts.append(self._end(end))
         return Written(
-            self.index, text, tuple(token_ids), first_index, self.outcome, tuple(logprobs)
+            self.index,
+            "".join(texts),
+            tuple(token_ids[new]),
+            first_index,
+            self.outcome,
+            tuple(logprobs[new]),
         )
+
+    def _write_new(self, token_ids: Sequence[int]) -> list[str]:
+        """The texts that go out, up to a stop string."""
+        texts: list[str] = []
+        for run in self._runs(token_ids):
+            if self.stop_string is not None:
+                break
+            text = self._write(run)
+            if self.num_tokens > self._next_index:
+                texts.append(text)
+        return texts
 
     def _runs(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
         """The tokens, cut where their text has to be known: between those that the client has and
