@@ -55,10 +55,10 @@ class TokenTexts(dict[int, str]):
 class Detokenizer:
     """The text of one choice.
 
-    The deltas of `push`, `push_all` and `flush`, joined, are what decoding all pushed ids at once gives after
-    `context`. What has been given out after some ids depends on them alone, so that another
-    detokenizer can go on there. Each id is decoded a bounded number of times, however long the
-    choice is.
+    The deltas of `push`, `push_all` and `flush`, joined, are what decoding all pushed ids at once
+    gives after `context`. What has been given out after some ids depends on them alone, so that
+    another detokenizer can go on there. Each id is decoded a bounded number of times, however long
+    the choice is.
 
     Held back are an unfinished character of a byte-level vocabulary, and a run of byte tokens:
     decoders read a run as a whole, and one bad byte spoils all of it.

@@ -10,8 +10,8 @@ from quire.service.errors import invalid
 # A frame beyond the link's limit would end the link, and with it everybody's requests. A quarter
 # leaves room for the few bytes around each part, which are not counted.
 FRAME_BYTES = INTERNAL_MESSAGE_BYTES // 4
-# Requests that come at once come some tenths of a millisecond apart, and a frame for each costs both
-# sides more than the requests do. So a frame goes no sooner than this behind the one before it.
+# Requests that come at once come some tenths of a millisecond apart, and a frame for each costs
+# both sides more than the requests do. So a frame goes no sooner than this behind the one before.
 FRAME_INTERVAL_S = 0.005
 
 _Part = (

@@ -56,7 +56,9 @@ def check_token_ids(name: str, value: object) -> None:
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         raise wrong_type(name, "a list of token ids", value)
     # The usual ones cost little: there may be a million.
-    if not value or (set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= UINT32_MAX):
+    if not value or (
+        set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= UINT32_MAX
+    ):
         return
     for index, token_id in enumerate(value):
         _check_token_id(f"{name}[{index}]", token_id)

@@ -17,7 +17,7 @@ from scheduler_svc.tenure import TenureOver
 # A gateway that has not read this many new tokens, those of log-probabilities included, is cut off:
 # it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
-# What is said again, or has been gathered, begins a frame of its own behind so many tokens: messages
+# What is said again, or was gathered, begins a frame of its own behind so many tokens: messages
 # have a largest size.
 LARGE_FRAME_TOKENS = 250_000
 

@@ -43,7 +43,7 @@ class Gathering:
         """What of a delivery is to be told at once."""
         if not self._patients:
             return delivery
-        places = [at for at in range(len(delivery.attachments)) if not self._holds(delivery, at)]
+        places = self._urgent(delivery)
         return delivery if len(places) == len(delivery.attachments) else _part(delivery, places)
 
     def take_all(self) -> Delivery:
@@ -63,17 +63,27 @@ class Gathering:
             _tell(rest, patient, sequence)
         return rest
 
-    def _holds(self, delivery: Delivery, at: int) -> bool:
-        patient = self._patients.get(delivery.attachments[at])
-        if patient is None:
-            return False
-        choice, first = delivery.choices[at], delivery.first_indices[at]
-        end = first + delivery.num_tokens[at]
-        if first == 0:
-            patient.told[choice] = end
-            return False
-        self.is_due |= end - patient.told[choice] >= PATIENT_TOKENS
-        return True
+    def _urgent(self, delivery: Delivery) -> list[int]:
+        """Places of those that are not patient, and of first tokens. Runs in every step."""
+        patients, places = self._patients, []
+        for at, (attachment, choice, first, count) in enumerate(
+            zip(
+                delivery.attachments,
+                delivery.choices,
+                delivery.first_indices,
+                delivery.num_tokens,
+                strict=True,
+            )
+        ):
+            patient = patients.get(attachment)
+            if patient is None:
+                places.append(at)
+            elif first == 0:
+                places.append(at)
+                patient.told[choice] = count
+            elif first + count - patient.told[choice] >= PATIENT_TOKENS:
+                self.is_due = True
+        return places
 
 
 def add_delivered(delivery: Delivery, attachment: int, sequence: Sequence, first: int) -> int:

@@ -27,9 +27,7 @@ def told(registry: CollectorRegistry, generate: Callable[..., bytes]) -> list[tu
 
 @given(
     st.lists(
-        st.tuples(
-            st.one_of(st.sampled_from([0.0, *BOUNDS]), st.floats(0, 100)), st.integers(1, 3)
-        ),
+        st.tuples(st.one_of(st.sampled_from([0.0, *BOUNDS]), st.floats(0, 100)), st.integers(1, 3)),
         max_size=20,
     )
 )
