@@ -68,7 +68,8 @@ class Desk:
     def announce(self) -> None:
         """Tells every gateway where readiness or the model has changed."""
         if (model := self._model_now()) != self._model_told:
-            self._model_told, self._hello = model, self._make_hello()
+            self._model_told = model
+            self._hello = self._make_hello()
             for connection in self._connections:
                 connection.say_hello(self._hello)
 
