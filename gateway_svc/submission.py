@@ -66,7 +66,9 @@ def digest_of(request: GenerationRequest) -> bytes:
     """The same for both ways to ask: their messages have the same fields. How long it runs on
     without a client is no part of what is asked for.
     """
-    asked = type(request)()
-    asked.CopyFrom(request)  # type: ignore[arg-type]
-    asked.ClearField("resume_window_s")
+    asked = request
+    if request.HasField("resume_window_s"):
+        asked = type(request)()
+        asked.CopyFrom(request)  # type: ignore[arg-type]
+        asked.ClearField("resume_window_s")
     return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
