@@ -1,10 +1,9 @@
 """What has been written, in the API's messages."""
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable
 from typing import TypeVar
 
-from gateway_svc.choice import Choice, Outcome, Written
+from gateway_svc.choice import Outcome, Written
 from gateway_svc.detokenizer import TokenTexts
 from gateway_svc.generation import Generation
 from gateway_svc.logprobs import TokenLogprobs
@@ -23,28 +22,40 @@ def stream_response(
     return kind(
         request_id=running.request_id,
         model=model.name,
-        deltas=deltas(model, update),
+        deltas=[_delta(written, model.token_texts) for written in update],
         usage=_usage(running) if running.has_ended else None,
     )
 
 
-def response(
-    running: Generation, model: Model, parts: Iterable[inference_pb2.ChoiceDelta]
-) -> inference_pb2.GenerateResponse:
-    """Of a request that has ended, from all its deltas."""
-    by_choice: list[list[inference_pb2.ChoiceDelta]] = [[] for _ in running.choices]
-    for part in parts:
-        by_choice[part.index].append(part)
-    return inference_pb2.GenerateResponse(
-        request_id=running.request_id,
-        model=model.name,
-        choices=map(_choice, running.choices, by_choice),
-        usage=_usage(running),
-    )
+class Answer:
+    """The response to a unary call, while it is written: each part goes where it stays."""
 
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._response = inference_pb2.GenerateResponse(model=model.name)
+        # By choice.
+        self._texts: list[list[str]] = []
 
-def deltas(model: Model, update: Iterable[Written]) -> list[inference_pb2.ChoiceDelta]:
-    return [_delta(written, model.token_texts) for written in update]
+    def add(self, update: Iterable[Written]) -> None:
+        for written in update:
+            while written.index >= len(self._texts):
+                self._response.choices.add(index=len(self._texts))
+                self._texts.append([])
+            self._texts[written.index].append(written.text)
+            choice = self._response.choices[written.index]
+            choice.token_ids.extend(written.token_ids)
+            _fill_all_logprobs(choice, written, self._model.token_texts)
+            if written.outcome is not None:
+                _set_finish(choice, written.outcome)
+
+    def complete(self, running: Generation) -> inference_pb2.GenerateResponse:
+        """Of a request that has ended, all of whose updates were added."""
+        response = self._response
+        response.request_id = running.request_id
+        for choice, texts in zip(response.choices, self._texts, strict=True):
+            choice.text = "".join(texts)
+        response.usage.CopyFrom(_usage(running))
+        return response
 
 
 def _delta(written: Written, texts: TokenTexts) -> inference_pb2.ChoiceDelta:
@@ -54,11 +65,17 @@ def _delta(written: Written, texts: TokenTexts) -> inference_pb2.ChoiceDelta:
         token_ids=written.token_ids,
         first_token_index=written.first_index,
     )
-    for told in written.logprobs:
-        _fill_logprobs(delta.logprobs.add(), told, texts)
+    _fill_all_logprobs(delta, written, texts)
     if written.outcome is not None:
         _set_finish(delta, written.outcome)
     return delta
+
+
+def _fill_all_logprobs(
+    message: inference_pb2.ChoiceDelta | inference_pb2.Choice, written: Written, texts: TokenTexts
+) -> None:
+    for told in written.logprobs:
+        _fill_logprobs(message.logprobs.add(), told, texts)
 
 
 def _fill_logprobs(
@@ -76,18 +93,6 @@ def _fill_entry(
 ) -> None:
     entry.token_id, entry.logprob, entry.rank = told
     entry.text = texts[entry.token_id]
-
-
-def _choice(choice: Choice, parts: Sequence[inference_pb2.ChoiceDelta]) -> inference_pb2.Choice:
-    whole = inference_pb2.Choice(
-        index=choice.index,
-        text="".join(part.text for part in parts),
-        token_ids=chain.from_iterable(part.token_ids for part in parts),
-        logprobs=chain.from_iterable(part.logprobs for part in parts),
-    )
-    if choice.outcome is not None:
-        _set_finish(whole, choice.outcome)
-    return whole
 
 
 def _set_finish(

@@ -1,6 +1,6 @@
 """One choice's tokens, text and end. Pure."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from gateway_svc.detokenizer import Detokenizer
@@ -63,6 +63,7 @@ class Choice:
         self.outcome: Outcome | None = None
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops)
+        self._has_stops = bool(stops)
         self._stop_token_ids = stop_token_ids
         self._next_index = next_index
 
@@ -72,37 +73,59 @@ class Choice:
         Tokens that come after a stop string was found are dropped. RequestError if it ends before
         `next_index`.
         """
-        first_index = max(self.num_tokens, self._next_index)
-        texts: list[str] = []
+        num_before = self.num_tokens
+        first_index = max(num_before, self._next_index)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
+        end = None
         for event in events:
             if isinstance(event, Ended):
-                texts.append(self._end(event))
-                continue
-            num_before = self.num_tokens
-            for token_id in event.token_ids:
-                if self.stop_string is not None:
-                    break
-                text = self._write(token_id)
-                if self.num_tokens > self._next_index:
-                    texts.append(text)
-                    token_ids.append(token_id)
-            num_known = max(0, self._next_index - num_before)
-            logprobs += event.logprobs[num_known : self.num_tokens - num_before]
-        text = "".join(texts)
+                end = event
+            else:
+                token_ids += event.token_ids
+                logprobs += event.logprobs
+        texts = self._write_new(token_ids)
+        # What was written, before an end that may keep less of it.
+        new = slice(first_index - num_before, self.num_tokens - num_before)
+        if end is not None:
+            texts.append(self._end(end))
         return Written(
-            self.index, text, tuple(token_ids), first_index, self.outcome, tuple(logprobs)
+            self.index,
+            "".join(texts),
+            tuple(token_ids[new]),
+            first_index,
+            self.outcome,
+            tuple(logprobs[new]),
         )
 
-    def _write(self, token_id: int) -> str:
-        """Counts a token, and gives the text that may go out with it. A stop token ends the choice
-        and is no part of its text.
+    def _write_new(self, token_ids: Sequence[int]) -> list[str]:
+        """The texts that go out, up to a stop string."""
+        texts: list[str] = []
+        for run in self._runs(token_ids):
+            if self.stop_string is not None:
+                break
+            text = self._write(run)
+            if self.num_tokens > self._next_index:
+                texts.append(text)
+        return texts
+
+    def _runs(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The tokens, cut where their text has to be known: between those that the client has and
+        the others, and behind each one where a stop string may end there.
         """
-        self.num_tokens += 1
-        if token_id in self._stop_token_ids:
-            return ""
-        return self._pass(self._detokenizer.push(token_id))
+        if self._has_stops:
+            yield from zip(token_ids)
+            return
+        num_known = max(0, self._next_index - self.num_tokens)
+        yield from filter(None, (token_ids[:num_known], token_ids[num_known:]))
+
+    def _write(self, run: Sequence[int]) -> str:
+        """Counts tokens, and gives the text that may go out with the last of them. A stop token
+        ends the choice and is no part of its text.
+        """
+        self.num_tokens += len(run)
+        written = [token_id for token_id in run if token_id not in self._stop_token_ids]
+        return self._pass(self._detokenizer.push_all(written))
 
     def _end(self, ended: Ended) -> str:
         """What was held back. A stop string found before, or in it, wins over the told reason."""

@@ -55,10 +55,10 @@ class TokenTexts(dict[int, str]):
 class Detokenizer:
     """The text of one choice.
 
-    The deltas of `push` and `flush`, joined, are what decoding all pushed ids at once gives after
-    `context`. What has been given out after some ids depends on them alone, so that another
-    detokenizer can go on there. Each id is decoded a bounded number of times, however long the
-    choice is.
+    The deltas of `push`, `push_all` and `flush`, joined, are what decoding all pushed ids at once
+    gives after `context`. What has been given out after some ids depends on them alone, so that
+    another detokenizer can go on there. Each id is decoded a bounded number of times, however long
+    the choice is.
 
     Held back are an unfinished character of a byte-level vocabulary, and a run of byte tokens:
     decoders read a run as a whole, and one bad byte spoils all of it.
@@ -95,16 +95,24 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token and was not before."""
-        if token_id not in self._visible:
+        return self.push_all((token_id,))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The same with the last of these: one by one they would give as much, but many are decoded
+        at once.
+        """
+        visible = [id_ for id_ in token_ids if id_ in self._visible]
+        num_closed = self._num_closed(visible)
+        if not num_closed:
+            self._window += visible
             return ""
-        self._window.append(token_id)
-        if token_id in self._vocabulary.byte_ids:
-            return ""
+        self._window += visible[:num_closed]
         text = self._vocabulary.decode(self._window)
         certain = len(text) - text.endswith(_REPLACEMENT)
         delta = text[self._sent : certain]
         self._sent = max(self._sent, certain)
         self._slide(len(text) - self._sent)
+        self._window += visible[num_closed:]
         return delta
 
     def flush(self) -> str:
@@ -113,6 +121,14 @@ class Detokenizer:
         delta = text[self._sent :]
         self._sent = len(text)
         return delta
+
+    def _num_closed(self, token_ids: Sequence[int]) -> int:
+        """Without a run of byte tokens at the end, which may go on."""
+        byte_ids = self._vocabulary.byte_ids
+        for at in range(len(token_ids), 0, -1):
+            if token_ids[at - 1] not in byte_ids:
+                return at
+        return 0
 
     def _slide(self, num_held: int) -> None:
         if len(self._window) > _WINDOW_TOKENS:

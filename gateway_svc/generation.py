@@ -59,9 +59,12 @@ class Generation:
     async def updates(self) -> AsyncIterator[Sequence[Written]]:
         """First an empty one, at acceptance; then what came since the one before, an entry for
         each choice that something came for. RequestError as the scheduler says.
+
+        Of a patient request the first one comes with its first token, the others as there is
+        enough to write at once.
         """
         while not self.has_ended:
-            events = await self._stream.take()
+            events = await self._stream.take(self._least_tokens)
             if not self.choices and self._stream.state is not None:
                 self.choices = self._choices(self._stream.state)
             if Accepted() in events:
@@ -71,6 +74,12 @@ class Generation:
                     await asyncio.sleep(0)
                 if update := self._write(piece):
                     yield update
+
+    @property
+    def _least_tokens(self) -> int:
+        if not self._stream.is_patient:
+            return 0
+        return 1 if self.first_token_at is None else _PIECE_TOKENS
 
     def _write(self, events: Iterable[NewTokens | Ended]) -> list[Written]:
         by_choice: dict[int, list[NewTokens | Ended]] = defaultdict(list)
@@ -191,8 +200,12 @@ def _end_of(choice: Choice) -> str:
 
 
 def _log_end(generation: Generation, end: str, started_at: float) -> None:
+    """What goes well is told where somebody wants to see it all: a line costs much beside all else
+    that is done for a request.
+    """
     first_at = generation.first_token_at
-    log.info(
+    tell = log.debug if generation.has_ended else log.info
+    tell(
         "request ended",
         request_id=generation.request_id,
         end=end,

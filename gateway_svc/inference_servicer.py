@@ -30,11 +30,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with self._calls.answering(context):
             with self._metrics.request() as times:
                 submitted = await self._prepare(request, context)
-                parts: list[inference_pb2.ChoiceDelta] = []
+                answer = answers.Answer(submitted.model)
                 async with generation.running(submitted, self._link.requests) as running:
                     async for update in times.of(running.updates()):
-                        parts += answers.deltas(submitted.model, update)
-            return answers.response(running, submitted.model, parts)
+                        answer.add(update)
+            return answer.complete(running)
         raise AssertionError("answering ends the call")
 
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
 from gateway_svc.choice import Written
+from gateway_svc.histogram import Histogram
 from quire.service.errors import RequestError
 
 _STOP, _LENGTH = "stop", "length"
@@ -35,19 +36,19 @@ class GatewayMetrics:
         self.first_token = Histogram(
             "quire:time_to_first_token_seconds",
             "From a request's arrival to its first token.",
-            buckets=_FIRST_TOKEN_S,
+            bounds=_FIRST_TOKEN_S,
             registry=registry,
         )
         self.between_tokens = Histogram(
             "quire:inter_token_latency_seconds",
             "Between a choice's tokens; those that come together share the time in equal parts.",
-            buckets=_BETWEEN_TOKENS_S,
+            bounds=_BETWEEN_TOKENS_S,
             registry=registry,
         )
         self._whole = Histogram(
             "quire:e2e_request_latency_seconds",
             "From the arrival of a request that succeeds to its end.",
-            buckets=_WHOLE_S,
+            bounds=_WHOLE_S,
             registry=registry,
         )
         self._ended_choices = Counter(
@@ -73,8 +74,8 @@ class GatewayMetrics:
             registry=registry,
         )
         # There from the start, so that a first one is an increase.
-        for reason in (_STOP, _LENGTH):
-            self._ended_choices.labels(reason)
+        self._ended_by_stop = self._ended_choices.labels(_STOP)
+        self._ended_by_length = self._ended_choices.labels(_LENGTH)
 
     @contextmanager
     def request(self) -> Iterator["RequestTimes"]:
@@ -106,7 +107,7 @@ class GatewayMetrics:
             raise
 
     def choice_ended(self, by_stop: bool) -> None:
-        self._ended_choices.labels(_STOP if by_stop else _LENGTH).inc()
+        (self._ended_by_stop if by_stop else self._ended_by_length).inc()
 
 
 class RequestTimes:
@@ -136,8 +137,7 @@ class RequestTimes:
                 metrics.first_token.observe(now - self._arrived_at)
             latest_at = self._latest_at.get(written.index)
             if latest_at is not None:
-                for _ in range(num_tokens):
-                    metrics.between_tokens.observe((now - latest_at) / num_tokens)
+                metrics.between_tokens.observe((now - latest_at) / num_tokens, num_tokens)
             self._latest_at[written.index] = now
         if written.outcome is not None:
             metrics.choice_ended(written.outcome.is_stop)

@@ -70,6 +70,8 @@ class RequestStream:
         self.finishes: dict[int, int] = {}
         # How often tokens were missing since the latest that came.
         self.num_gaps = 0
+        # Its answer is given when all of it is there.
+        self.is_patient = isinstance(wanted, scheduler_pb2.Submission) and wanted.patient
         # By choice, the next index to come.
         self._next_indices: list[int] = []
         # The choices whose end the scheduler has not told yet.
@@ -77,9 +79,13 @@ class RequestStream:
         self._max_queued_tokens = max_queued_tokens
         self._on_overflow = on_overflow
         self._events: list[Event] = []
+        # Those that wait in `events`, and those of them that the bound counts.
+        self._num_waiting_tokens = 0
         self._num_queued_tokens = 0
-        self._changed = asyncio.Event()
-        self._patience: asyncio.TimerHandle | None = None
+        # Tokens that somebody waits for; 0 is anything.
+        self._at_least = 0
+        self._due = asyncio.Event()
+        self._waiting: asyncio.TimerHandle | None = None
         if state is not None:
             self._begin(state)
 
@@ -101,13 +107,13 @@ class RequestStream:
 
     def wait(self, wait_s: float, give_up: Callable[[], object]) -> None:
         """Gives up unless something comes in time; one that waits already goes on waiting."""
-        if self._patience is None and self.error is None:
-            self._patience = asyncio.get_running_loop().call_later(wait_s, give_up)
+        if self._waiting is None and self.error is None:
+            self._waiting = asyncio.get_running_loop().call_later(wait_s, give_up)
 
     def wait_no_more(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     def accept(self, acceptance: scheduler_pb2.Acceptance) -> None:
         """Takes what the gateway that submitted it gave along, and what it is to be asked for with
@@ -131,7 +137,8 @@ class RequestStream:
         """False, and without effect, where tokens are missing before it.
 
         What is known already is dropped. A choice's first end wins: what comes behind it is
-        dropped, too. The bound does not count what `is_replayed`: the scheduler has it at once.
+        dropped, too. The bound does not count what `is_replayed`: the scheduler has it at once. Nor
+        does it count what is patient, which waits for no client to read it.
         """
         self.wait_no_more()
         if not self.is_live(event.choice):
@@ -158,17 +165,21 @@ class RequestStream:
         """What was put before is still taken."""
         self.wait_no_more()
         self.error = self.error or error
-        self._changed.set()
+        self._due.set()
 
-    async def take(self) -> list[Event]:
-        """Everything that waits, at least one event; RequestError once there is only that."""
-        await self._changed.wait()
+    async def take(self, at_least: int = 0) -> list[Event]:
+        """Everything that waits, at least one event; RequestError once there is only that.
+
+        With `at_least` not before so many tokens wait, or every choice's end does.
+        """
+        self._at_least = at_least
+        self._due.clear()
+        self._tell_if_due()
+        await self._due.wait()
         if not self._events and self.error is not None:
             raise self.error
         events, self._events = self._events, []
-        self._num_queued_tokens = 0
-        if self.error is None:
-            self._changed.clear()
+        self._num_waiting_tokens = self._num_queued_tokens = 0
         return events
 
     def _begin(self, state: gateway_pb2.StreamState) -> None:
@@ -179,7 +190,8 @@ class RequestStream:
     def _put_tokens(self, new: NewTokens, is_replayed: bool) -> None:
         if self.error is not None:
             return
-        if not is_replayed:
+        self._num_waiting_tokens += len(new.token_ids)
+        if not (is_replayed or self.is_patient):
             self._num_queued_tokens += len(new.token_ids)
         if self._num_queued_tokens > self._max_queued_tokens:
             self._overflow()
@@ -188,7 +200,15 @@ class RequestStream:
 
     def _queue(self, event: Event) -> None:
         self._events.append(event)
-        self._changed.set()
+        self._tell_if_due()
+
+    def _tell_if_due(self) -> None:
+        if self.error is not None or (self._events and self._is_due):
+            self._due.set()
+
+    @property
+    def _is_due(self) -> bool:
+        return self._num_waiting_tokens >= self._at_least or self.has_ended
 
     def _overflow(self) -> None:
         self._events.clear()

@@ -70,6 +70,8 @@ class SchedulerLink:
         """Until a scheduler has ever been there: what it says bounds requests. RequestError if
         that takes too long.
         """
+        if self._was_greeted.is_set():
+            return
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._was_greeted.wait()
@@ -140,8 +142,8 @@ class SchedulerLink:
     def _check(self, frame: scheduler_pb2.ConnectResponse) -> None:
         if frame.epoch < self._epoch:
             raise NotLeadingError(f"its epoch {frame.epoch} is over, {self._epoch} has been seen")
-        version = frame.hello.protocol_version
-        if frame.HasField("hello") and version != PROTOCOL_VERSION:
+        if frame.HasField("hello") and frame.hello.protocol_version != PROTOCOL_VERSION:
+            version = frame.hello.protocol_version
             raise NotLeadingError(f"it speaks protocol {version}, this is {PROTOCOL_VERSION}")
 
     def _receive(self, frame: scheduler_pb2.ConnectResponse) -> None:

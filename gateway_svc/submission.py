@@ -12,6 +12,7 @@ from gateway_svc.continuation import choices_of, state_of
 from gateway_svc.served_model import Model
 from gateway_svc.validation import GenerationRequest
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.v1 import inference_pb2
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,26 @@ async def prepare(
         n=state.num_choices,
         cache_salt=request.cache_salt.encode(),
         opaque=state.SerializeToString(),
+        patient=_is_patient(request),
     )
     return Submitted(model, submission, state, choices_of(state, model))
+
+
+def _is_patient(request: GenerationRequest) -> bool:
+    """Nobody sees its tokens before its end. Where a stop string may end it each of them is
+    looked at as it comes, for a worker writes on until the string is found.
+    """
+    is_unary = isinstance(request, inference_pb2.GenerateRequest)
+    return is_unary and not request.sampling_params.stop
 
 
 def digest_of(request: GenerationRequest) -> bytes:
     """The same for both ways to ask: their messages have the same fields. How long it runs on
     without a client is no part of what is asked for.
     """
-    asked = type(request)()
-    asked.CopyFrom(request)  # type: ignore[arg-type]
-    asked.ClearField("resume_window_s")
+    asked = request
+    if request.HasField("resume_window_s"):
+        asked = type(request)()
+        asked.CopyFrom(request)  # type: ignore[arg-type]
+        asked.ClearField("resume_window_s")
     return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()

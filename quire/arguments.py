@@ -55,10 +55,13 @@ def check_token_ids(name: str, value: object) -> None:
         return
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         raise wrong_type(name, "a list of token ids", value)
+    # The usual ones cost little: there may be a million.
+    if not value or (
+        set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= UINT32_MAX
+    ):
+        return
     for index, token_id in enumerate(value):
-        # The usual one costs little: there may be a million.
-        if type(token_id) is not int or not 0 <= token_id <= UINT32_MAX:
-            _check_token_id(f"{name}[{index}]", token_id)
+        _check_token_id(f"{name}[{index}]", token_id)
 
 
 def deadline(name: str, timeout_s: float | None) -> float | None:

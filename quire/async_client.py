@@ -74,6 +74,7 @@ class AsyncClient:
         self._on_break = on_break
         self.target = target
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._inference_stubs: dict[str, InferenceServiceAsyncStub] = {}
         self._closed = False
 
     @property
@@ -229,7 +230,11 @@ class AsyncClient:
         return Patience(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
 
     def _inference(self, target: str) -> "InferenceServiceAsyncStub":
-        return InferenceServiceStub(self._channel(target))
+        """Made once: a stub costs about as much as the call that is made with it."""
+        channel = self._channel(target)
+        if target not in self._inference_stubs:
+            self._inference_stubs[target] = InferenceServiceStub(channel)
+        return self._inference_stubs[target]
 
     def _tokenizer(self, target: str) -> "TokenizerServiceAsyncStub":
         return TokenizerServiceStub(self._channel(target))

@@ -72,6 +72,10 @@ class Client:
             address: grpc.insecure_channel(address, options=client_options(address))
             for address in self._targets.addresses
         }
+        # Made once: a stub costs about as much as the call that is made with it.
+        self._inference_stubs = {
+            address: InferenceServiceStub(channel) for address, channel in self._channels.items()
+        }
         self._closed = False
 
     @property
@@ -239,7 +243,8 @@ class Client:
         return Patience(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
 
     def _inference(self, target: str) -> InferenceServiceStub:
-        return InferenceServiceStub(self._channel(target))
+        self._check_open()
+        return self._inference_stubs[target]
 
     def _tokenizer(self, target: str) -> TokenizerServiceStub:
         return TokenizerServiceStub(self._channel(target))
@@ -248,9 +253,12 @@ class Client:
         return ModelServiceStub(self._channel(target))
 
     def _channel(self, target: str) -> grpc.Channel:
+        self._check_open()
+        return self._channels[target]
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the client is closed")
-        return self._channels[target]
 
     def __enter__(self) -> Self:
         return self

@@ -57,7 +57,8 @@ class Attachments:
             former.let_go(group)
         self._orphans.remove(group)
         group.turn = turn
-        connection.attach(group, wanted.attachment, wanted.next_indices)
+        is_patient = isinstance(wanted, scheduler_pb2.Submission) and wanted.patient
+        connection.attach(group, wanted.attachment, wanted.next_indices, is_patient)
         if connection.is_gone:
             self.detach(group, connection, client_gone=False)
 

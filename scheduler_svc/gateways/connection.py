@@ -11,12 +11,14 @@ from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed, unavailable
 from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Nobody, Sequence
 from scheduler_svc.gateways.frame import Frame, num_entries
+from scheduler_svc.gateways.gathering import Gathering, add_delivered
 from scheduler_svc.tenure import TenureOver
 
 # A gateway that has not read this many new tokens, those of log-probabilities included, is cut off:
 # it cannot be slowed down otherwise.
 MAX_PENDING_TOKENS = 1_000_000
-# What is said again begins a frame of its own behind so many tokens: messages have a largest size.
+# What is said again, or was gathered, begins a frame of its own behind so many tokens: messages
+# have a largest size.
 LARGE_FRAME_TOKENS = 250_000
 
 _REASONS = {
@@ -43,6 +45,7 @@ class GatewayConnection:
         self._may_send = may_send
         # Oldest first; the last one fills.
         self._frames = deque([Frame(epoch)])
+        self._gathering = Gathering()
         # In the frames, but for what is said again.
         self._num_new_tokens = 0
         self._pending = asyncio.Event()
@@ -86,16 +89,24 @@ class GatewayConnection:
         self._frame.hello.CopyFrom(hello)
         self._pending.set()
 
-    def attach(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
-        """Takes over a request's stream: its tokens from these indices on, then what comes."""
+    def attach(
+        self,
+        group: Group,
+        attachment: int,
+        next_indices: Iterable[int],
+        is_patient: bool = False,
+    ) -> None:
+        """Takes over a request's stream: its tokens from these indices on, then what comes. A
+        patient one hears of that when there is enough of it, and of each end at once."""
         group.subscriber, group.attachment = self, attachment
         self.attached[attachment] = group
         self.replay(group, attachment, next_indices)
+        if is_patient:
+            self._gathering.add(group)
 
     def replay(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
         """Accepts an attachment, and says again what there is of the request."""
-        if self._frames[-1].num_tokens > LARGE_FRAME_TOKENS:
-            self._frames.append(Frame(self.epoch))
+        self._begin_frame_if_large()
         epoch, number = group.turn
         self._frame.acceptances.add(
             attachment=attachment,
@@ -103,20 +114,9 @@ class GatewayConnection:
             turn=scheduler_pb2.Turn(epoch=epoch, number=number),
         )
         for sequence in group.sequences:
-            first = _at(next_indices, sequence.choice)
-            if token_ids := sequence.delivered[first:].tolist():
-                end = first + len(token_ids)
-                logprobs = [sequence.logprobs_of(first, end)] if sequence.logprobs else []
-                self._add_tokens(
-                    Delivery(
-                        [attachment],
-                        [sequence.choice],
-                        [first],
-                        [len(token_ids)],
-                        token_ids,
-                        logprobs,
-                    )
-                )
+            again = Delivery()
+            add_delivered(again, attachment, sequence, _at(next_indices, sequence.choice))
+            self._frames[-1].add(again)
             if sequence.has_left and sequence.end is not None:
                 self._add_end(attachment, sequence, sequence.end)
         self._pending.set()
@@ -127,7 +127,7 @@ class GatewayConnection:
 
     def let_go(self, group: Group) -> None:
         """Nobody hears of the request from here on."""
-        self.attached.pop(group.attachment, None)
+        self._forget(group)
         group.subscriber = Nobody()
 
     def reject(self, attachment: int, error: RequestError) -> None:
@@ -146,21 +146,34 @@ class GatewayConnection:
     # What sequences say to their subscriber
 
     def deliver(self, delivery: Delivery) -> None:
-        self._num_new_tokens += len(delivery.token_ids) + num_entries(delivery)
-        self._add_tokens(delivery)
+        self._say_new(self._gathering.hold(delivery))
+        if self._gathering.is_due:
+            self._begin_frame_if_large()
+            self._say_new(self._gathering.take_all())
 
-    def _add_tokens(self, delivery: Delivery) -> None:
-        self._frames[-1].add(delivery)
-        self._pending.set()
+    def _say_new(self, delivery: Delivery) -> None:
+        if delivery.token_ids:
+            self._num_new_tokens += len(delivery.token_ids) + num_entries(delivery)
+            self._frames[-1].add(delivery)
+            self._pending.set()
+
+    def _begin_frame_if_large(self) -> None:
+        if self._frames[-1].num_tokens > LARGE_FRAME_TOKENS:
+            self._frames.append(Frame(self.epoch))
 
     def ended(self, sequence: Sequence, end: End) -> None:
+        self._say_new(self._gathering.take(sequence))
         self._add_end(sequence.group.attachment, sequence, end)
         if sequence.group.num_live == 0:
-            self.attached.pop(sequence.group.attachment, None)
+            self._forget(sequence.group)
 
     def failed(self, group: Group, error: RequestError) -> None:
-        self.attached.pop(group.attachment, None)
+        self._forget(group)
         self.reject(group.attachment, error)
+
+    def _forget(self, group: Group) -> None:
+        self.attached.pop(group.attachment, None)
+        self._gathering.remove(group.attachment)
 
     def _add_end(self, attachment: int, sequence: Sequence, end: End) -> None:
         self._frame.choice_ends.add(

@@ -38,7 +38,8 @@ class Desk:
         self._submissions = Submissions(engine, store, recorder, self._attachments)
         self._connections: set[GatewayConnection] = set()
         self._is_closed = False
-        self._hello = self._hello_now()
+        self._model_told = self._model_now()
+        self._hello = self._make_hello()
         # Restored requests are nobody's until their gateways have found us.
         for group in engine.live.values():
             self._orphans.add(group, client_gone=False)
@@ -66,11 +67,11 @@ class Desk:
 
     def announce(self) -> None:
         """Tells every gateway where readiness or the model has changed."""
-        hello = self._hello_now()
-        if hello != self._hello:
-            self._hello = hello
+        if (model := self._model_now()) != self._model_told:
+            self._model_told = model
+            self._hello = self._make_hello()
             for connection in self._connections:
-                connection.say_hello(hello)
+                connection.say_hello(self._hello)
 
     def close(self) -> None:
         """Ends every stream behind what has been said: gateways are to look for the next leader,
@@ -84,13 +85,18 @@ class Desk:
             connection.close(lead_ends())
         self._connections.clear()
 
-    def _hello_now(self) -> scheduler_pb2.SchedulerHello:
+    def _model_now(self) -> tuple[bool, int | None]:
+        """Whether some worker is there, and its limit. Looked at many times a second."""
         model = self._engine.model
+        return bool(self._engine.lanes), model.max_model_len if model else None
+
+    def _make_hello(self) -> scheduler_pb2.SchedulerHello:
+        ready, max_model_len = self._model_told
         return scheduler_pb2.SchedulerHello(
             protocol_version=PROTOCOL_VERSION,
             holder=self._store.leadership.holder,
-            ready=bool(self._engine.lanes),
-            max_model_len=model.max_model_len if model else None,
+            ready=ready,
+            max_model_len=max_model_len,
         )
 
     # Frames

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import gateway_tokenizers
 import pytest
 from hypothesis import given, settings
@@ -59,6 +61,25 @@ def test_a_context_keeps_the_space_between_prompt_and_text(name: str, text: str,
         return
     text_after = written(Detokenizer(vocabulary, context=ids[:cut]), ids[cut:])
     assert prompt + text_after == vocabulary.decode(ids)
+
+
+@every_vocabulary
+@given(
+    ids=token_ids,
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+    skip=st.booleans(),
+    context=st.lists(st.integers(0, MOST_IDS), max_size=6),
+)
+@settings(max_examples=300, deadline=None)
+def test_tokens_give_the_same_together_as_one_by_one(
+    name: str, ids: list[int], cuts: list[int], skip: bool, context: list[int]
+) -> None:
+    one_by_one = Detokenizer(VOCABULARIES[name], skip, context)
+    together = Detokenizer(VOCABULARIES[name], skip, context)
+    for begin, end in pairwise([0, *sorted(cuts), len(ids)]):
+        piece = ids[begin:end]
+        assert together.push_all(piece) == "".join(map(one_by_one.push, piece))
+    assert together.flush() == one_by_one.flush()
 
 
 def test_unfinished_characters_end_as_the_replacement_character() -> None:

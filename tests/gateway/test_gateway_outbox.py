@@ -4,6 +4,7 @@ import grpc
 import pytest
 from gateway_stack import Stack
 
+from gateway_svc import outbox as outbox_module
 from gateway_svc.outbox import FRAME_BYTES, Outbox, check_size
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
@@ -30,6 +31,32 @@ async def test_one_turn_of_the_loop_is_one_frame() -> None:
     assert not waiting.done()
     outbox.submit(submission(3, 10))
     assert [part.attachment for part in (await waiting).submissions] == [3]
+
+
+async def test_what_comes_right_behind_a_frame_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "FRAME_INTERVAL_S", 0.5)
+    outbox = Outbox()
+    outbox.submit(submission(1, 10))
+    # One that is alone goes at once.
+    assert [part.attachment for part in (await outbox.take()).submissions] == [1]
+    waiting = asyncio.ensure_future(outbox.take())
+    for attachment in (2, 3, 4):
+        outbox.submit(submission(attachment, 10))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert not waiting.done()
+    assert [part.attachment for part in (await waiting).submissions] == [2, 3, 4]
+
+
+async def test_what_is_left_at_the_end_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "FRAME_INTERVAL_S", 3600)
+    outbox = Outbox()
+    outbox.submit(submission(1, 10))
+    await outbox.take()
+    outbox.submit(submission(2, 10))
+    outbox.close()
+    assert [part.attachment for part in (await outbox.take()).submissions] == [2]
+    assert await outbox.take() is None
 
 
 async def test_frames_stay_below_the_links_limit_and_in_order() -> None:

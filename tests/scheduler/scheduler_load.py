@@ -144,6 +144,7 @@ class Load:
             n=n,
             priority=priority,
             num_logprobs=num_logprobs,
+            patient=self._num_submitted % 2 == 0,
         )
         self.requests.append(Request(gateway, stream.heard[attachment]))
 

@@ -131,6 +131,8 @@ class Gateway:
         self.heard: dict[int, Heard] = {}
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.epoch = 0
+        # Those that bore tokens.
+        self.num_token_frames = 0
         self.cancelled: dict[int, bool] = {}
         # How the stream ended, if it did.
         self.lost: grpc.aio.AioRpcError | None = None
@@ -265,6 +267,7 @@ class Gateway:
             heard.accepted, heard.opaque = True, acceptance.opaque
             heard.turn = acceptance.turn
         self._take_tokens(frame.deltas)
+        self.num_token_frames += bool(frame.deltas.token_ids)
         for end in frame.choice_ends:
             choice = self.heard[end.attachment].choices[end.choice]
             assert choice.end is None, "a choice ends once"

@@ -1,0 +1,44 @@
+"""Histograms are told as prometheus_client tells its own."""
+
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Histogram as Theirs
+from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
+
+from gateway_svc.histogram import Histogram
+
+BOUNDS = (0.001, 0.0025, 0.5, 1.0, 40.0)
+
+
+def told(registry: CollectorRegistry, generate: Callable[..., bytes]) -> list[tuple[str, object]]:
+    """Lines and their values. Sums may differ in their last digits, times of creation in all."""
+    found: list[tuple[str, object]] = []
+    for line in generate(registry).decode().splitlines():
+        name, _, value = line.rpartition(" ")
+        if line.startswith("#"):
+            found.append((line, None))
+        else:
+            found.append((name, None if "_created" in name else round(float(value), 6)))
+    return found
+
+
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.sampled_from([0.0, *BOUNDS]), st.floats(0, 100)), st.integers(1, 3)),
+        max_size=20,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_it_tells_what_theirs_tells(observed: list[tuple[float, int]]) -> None:
+    our_registry, their_registry = CollectorRegistry(), CollectorRegistry()
+    ours = Histogram("quire:seconds", "Time.", BOUNDS, our_registry)
+    theirs = Theirs("quire:seconds", "Time.", buckets=BOUNDS, registry=their_registry)
+    for value, times in observed:
+        ours.observe(value, times)
+        for _ in range(times):
+            theirs.observe(value)
+    for generate in (generate_latest, generate_open_metrics):
+        assert told(our_registry, generate) == told(their_registry, generate)

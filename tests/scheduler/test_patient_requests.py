@@ -1,0 +1,125 @@
+"""Requests whose tokens nobody sees before their end, through the whole scheduler."""
+
+import pytest
+from ledger_worker import LedgerWorker
+from scheduler_stack import (
+    ABORTED,
+    CANCELLED,
+    Gateway,
+    Heard,
+    Stack,
+    info_of,
+    prompt,
+    running_stack,
+)
+from waiting import until
+
+from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.gateways.gathering import PATIENT_TOKENS
+
+LONG = 100
+
+
+def roomy(incarnation: int = 1) -> LedgerWorker:
+    return LedgerWorker(incarnation, num_blocks=1024, max_model_len=256)
+
+
+async def begun(stack: Stack, gateway: Gateway, **asked: object) -> list[Heard]:
+    """Several that have their first tokens."""
+    attachments = [
+        await gateway.submit(
+            prompt(9, tag),
+            **{"max_tokens": LONG, "seed": tag, "num_logprobs": tag, "patient": True, **asked},
+        )
+        for tag in range(3)
+    ]
+    heard = [gateway.heard[attachment] for attachment in attachments]
+    await until(lambda: all(min(one.next_indices) for one in heard), "their first tokens")
+    return heard
+
+
+async def test_their_tokens_come_in_few_frames(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": roomy()}) as stack:
+        gateway = await stack.gateway()
+        for tag in range(8):
+            await gateway.submit(prompt(9, tag), max_tokens=LONG, seed=tag, patient=True)
+        assert all(heard.is_whole for heard in await gateway.over())
+        # Each first token, each end, and in between what has gathered.
+        assert gateway.num_token_frames <= 8 + 8 + LONG // PATIENT_TOKENS + 1
+
+
+async def test_ends_by_stop_tokens_and_several_choices_are_whole(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": roomy()}) as stack:
+        gateway = await stack.gateway()
+        probe = gateway.heard[await gateway.submit(prompt(6), max_tokens=60, seed=5)]
+        await gateway.over()
+        stop = probe.token_ids[44]
+        await gateway.submit(prompt(6), max_tokens=60, seed=5, patient=True, stop_token_ids=(stop,))
+        await gateway.submit(prompt(7), max_tokens=60, seed=6, patient=True, n=3, num_logprobs=2)
+        assert all(heard.is_whole for heard in await gateway.over())
+
+
+async def test_a_lost_worker_takes_nothing_from_them(redis_url, sockets):
+    async with running_stack(
+        redis_url, sockets, {"a": roomy()}, names=("a", "b"), drain_grace_s=5
+    ) as stack:
+        gateway = await stack.gateway()
+        heard = await begun(stack, gateway)
+        await stack.stop_worker("a")
+        await stack.start_worker("b", roomy(2))
+        await gateway.over()
+        assert all(one.is_whole for one in heard)
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "drained"])
+async def test_a_new_leader_says_what_the_former_one_had_gathered(redis_url, sockets, is_killed):
+    async with running_stack(redis_url, sockets, {"a": roomy()}) as stack:
+        heard = await begun(stack, await stack.gateway())
+        former, successor = stack.member, stack.start_scheduler()
+        await until(lambda: successor.stands_by, "a standby")
+        if is_killed:
+            await former.kill()
+            stack.lapse()
+        else:
+            await former.drain()
+        gateway = await stack.gateway()
+        for one in heard:
+            await gateway.submit_again(one)
+        assert all(again.is_whole for again in await gateway.over())
+
+
+async def test_one_that_is_taken_over_by_a_stream_is_a_stream(redis_url, sockets):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        first, other = await stack.gateway(), await stack.gateway()
+        [asked, *_] = await begun(stack, first, max_tokens=200)
+        worker.gate.clear()
+        attachment = await other.attach(asked, 1)
+        await until(lambda: asked.failure is not None, "the former stream's end")
+        assert (asked.failure.code, info_of(asked.failure).reason) == (ABORTED, "TAKEN_OVER")
+        frames = other.num_token_frames
+        worker.gate.set()
+        [heard] = await other.over(attachment)
+        assert heard.is_whole
+        # Each step's, but for those that were there before; some steps are heard of together.
+        assert other.num_token_frames - frames > LONG // PATIENT_TOKENS + 2
+
+
+async def test_one_that_is_cancelled_hears_so(redis_url, sockets):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        [heard, *_] = await begun(stack, gateway, max_tokens=240)
+        worker.gate.clear()
+        [group] = [
+            group
+            for group in stack.engine.live.values()
+            if group.key.request_id == heard.submission.request_id
+        ]
+        key = scheduler_pb2.RequestKey(request_id=heard.submission.request_id)
+        await gateway.send(cancellations=[scheduler_pb2.Cancellation(request=key)])
+        await until(lambda: group.error is not None, "the cancellation")
+        worker.gate.set()
+        await until(lambda: heard.failure is not None, "the end")
+        assert heard.failure.code == CANCELLED
+        await gateway.over()

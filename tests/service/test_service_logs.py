@@ -1,0 +1,61 @@
+"""Lines of the log, and what becomes of them when nobody reads them any more."""
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from quire.service.logs import configure_logging
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.fixture(autouse=True)
+def unchanged() -> Iterator[None]:
+    """Leaves the logging of others as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def test_records_of_both_kinds_are_lines_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    configure_logging("gateway", "info", "json")
+    structlog.get_logger().info("request ended", total_s=0.5)
+    structlog.get_logger().debug("not told")
+    logging.getLogger("library").warning("odd %s", "thing")
+    ours, theirs = map(json.loads, sys.stderr.getvalue().splitlines())  # type: ignore[attr-defined]
+    assert (ours["event"], ours["level"], ours["total_s"]) == ("request ended", "info", 0.5)
+    assert (theirs["event"], theirs["level"]) == ("odd thing", "warning")
+    assert ours["service"] == theirs["service"] == "gateway"
+    assert ours["timestamp"].endswith("Z")
+
+
+def test_a_failure_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    configure_logging("gateway", "info", "json")
+    try:
+        raise ValueError("no such thing")
+    except ValueError:
+        structlog.get_logger().exception("a call failed")
+    [line] = sys.stderr.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "ValueError: no such thing" in json.loads(line)["exception"]
+
+
+def test_a_terminal_that_is_gone_ends_nobodys_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Gone())
+    configure_logging("gateway", "info", "human")
+    structlog.get_logger().info("request ended")
+    structlog.get_logger().error("and more")
