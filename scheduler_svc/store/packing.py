@@ -9,6 +9,11 @@ from itertools import chain, islice
 from scheduler_svc.store.types import Commit, CommitReply, PrefixMatch
 
 
+def mapping(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Names and values in turn, as Redis gives them."""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
 def pack_u32s(numbers: Iterable[int]) -> bytes:
     """Little-endian, as the scripts read them. Arrays of the type `I` are quickest."""
     packed = numbers if isinstance(numbers, array) else array("I", numbers)
