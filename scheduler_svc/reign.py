@@ -138,7 +138,8 @@ class Reign:
     def estate(self) -> Estate:
         """The requests as they are known here, to be gone on with under another leadership. This
         one is over then."""
-        groups = list(self.engine.live.values())
+        # What has ended unwritten ends anew there, by its tokens or its error.
+        groups = [*self._recorder.unwritten, *self.engine.live.values()]
         for group in groups:
             group.subscriber = Nobody()
             group.hold = None
