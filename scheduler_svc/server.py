@@ -190,8 +190,12 @@ class Scheduler:
     # Health
 
     async def _tell_health(self) -> None:
+        told: dict[str, str | None] = {}
         while True:
-            for check, why_not in self._checks().items():
+            checks = self._checks()
+            changed = [check for check in checks.items() if check not in told.items()]
+            told = checks
+            for check, why_not in changed:
                 if why_not is None:
                     await self._health.passed(check)
                 else:

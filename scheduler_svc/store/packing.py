@@ -16,6 +16,9 @@ def mapping(flat: Sequence[bytes]) -> dict[bytes, bytes]:
 
 def pack_u32s(numbers: Iterable[int]) -> bytes:
     """Little-endian, as the scripts read them. Arrays of the type `I` are quickest."""
+    if not numbers:
+        # Most of what a step could say it does not.
+        return b""
     packed = numbers if isinstance(numbers, array) else array("I", numbers)
     if sys.byteorder == "big":
         packed = packed[:]
@@ -42,6 +45,8 @@ def unpack_parts(packed: bytes) -> list[bytes]:
 
 
 def pack_ids(sequence_ids: Sequence[int]) -> bytes:
+    if not sequence_ids:
+        return b""
     return struct.pack(f"<{len(sequence_ids)}Q", *sequence_ids)
 
 

@@ -45,6 +45,7 @@ class Pool:
         self._connection = connection
         self._leadership = leadership
         self._keys = PoolKeys(incarnation)
+        self._all_keys = self._keys.all
 
     async def open(self, last_finished_step: int, known_step: int = 0) -> int:
         """Takes the pool over, creates it if absent, and returns the step to start above.
@@ -85,7 +86,7 @@ class Pool:
         """
         if not self.enable_prefix_caching:
             commit = _without_hashes(commit)
-        packed = await self._run(scripts.COMMIT, self._keys.all, commit.step, *pack_commit(commit))
+        packed = await self._run(scripts.COMMIT, self._all_keys, commit.step, *pack_commit(commit))
         return unpack_reply(commit, packed)
 
     async def reset_prefix_cache(self) -> int:

@@ -26,9 +26,7 @@ class WireLost(Exception):
 def pack(command: Iterable[Argument]) -> bytes:
     """A command as it travels."""
     parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
-    lengths = [b"$%d\r\n" % len(part) for part in parts]
-    pieces = [piece for pair in zip(lengths, parts, strict=True) for piece in (*pair, _END)]
-    return b"".join([b"*%d\r\n" % len(parts), *pieces])
+    return b"*%d\r\n" % len(parts) + b"".join([b"$%d\r\n%b\r\n" % (len(p), p) for p in parts])
 
 
 class ReplyReader:
