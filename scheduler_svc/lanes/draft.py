@@ -43,12 +43,16 @@ class Draft:
     @property
     def is_empty(self) -> bool:
         """Nobody leaves, and nothing is to be told."""
+        return self.all_stay and not self.journaled
+
+    @property
+    def all_stay(self) -> bool:
+        """Nobody leaves, and nothing is given back."""
         return not (
             self.changes.released_rows
             or self.forgotten
             or self.returned
             or self.withdrawals
-            or self.journaled
             or self.left
             or self.recalled
         )

@@ -289,7 +289,8 @@ class Lane:
         self._count(changes.num_scheduled_tokens, scheduling_s)
         if not changes.is_empty:
             await self._send(changes, ran, scheduling_s, redis_s)
-        self._hooks.room()
+        if step.makes_room:
+            self._hooks.room()
         self._folding.look(self._step, self.roster.everybody())
         if self._options.check_every_step:
             await self.check_integrity()
