@@ -269,7 +269,8 @@ class Lane:
         """Decides one step, commits it, tells of it, sends its plan. False: nothing to do."""
         started, waited_s = time.perf_counter(), self.stats.redis_s
         accused = self._trial.accused()
-        candidates = await self._candidates()
+        is_asked = self.roster.assigned or self._hints
+        candidates = await self._candidates() if is_asked else []
         step = self._decide(candidates, accused)
         if step.is_empty and accused is not None:
             # There is no room for it: the others go on.

@@ -77,7 +77,8 @@ class Connection:
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Runs a script; its reply, or its error as an exception."""
-        return (await self.run_each(script, ((keys, args),)))[0]
+        command = pack(("EVALSHA", script.digest, len(keys), *keys, *args))
+        return _sound(await self._call([command], script))[0]
 
     async def run_each(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
