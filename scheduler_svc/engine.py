@@ -1,5 +1,6 @@
 """The engine: one queue of sequences, and the lanes that take from its head."""
 
+import asyncio
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class Engine:
         max_waiting_tokens: int,
     ) -> None:
         self.lanes: dict[int, Lane] = {}
+        # A lane has come or gone; cleared by whoever tells of it.
+        self.lanes_changed = asyncio.Event()
         self.live: dict[RequestKey, Group] = {}
         self.waiting = WaitingQueue()
         self.model: ServedModel | None = None
@@ -171,6 +174,7 @@ class Engine:
             self._start_anew()
         self.model = self._last_model = model
         self.lanes[lane.worker.incarnation] = lane
+        self.lanes_changed.set()
         self._dispatcher.stir()
 
     def remove(self, lane: Lane) -> list[Sequence]:
@@ -178,6 +182,7 @@ class Engine:
         is returned."""
         incarnation = lane.worker.incarnation
         del self.lanes[incarnation]
+        self.lanes_changed.set()
         lost = []
         for group in list(self.live.values()):
             theirs = [

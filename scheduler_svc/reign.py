@@ -22,7 +22,7 @@ from scheduler_svc.tenure import Tenure
 
 log = structlog.get_logger()
 
-HELLO_INTERVAL_S = 0.1
+HELLO_DELAY_S = 0.1
 # A worker that lives says so in less; one that has died is not waited for any longer.
 HOMES_WITHIN_S = 0.5
 
@@ -138,7 +138,8 @@ class Reign:
     def estate(self) -> Estate:
         """The requests as they are known here, to be gone on with under another leadership. This
         one is over then."""
-        groups = list(self.engine.live.values())
+        # What has ended unwritten ends anew there, by its tokens or its error.
+        groups = [*self._recorder.unwritten, *self.engine.live.values()]
         for group in groups:
             group.subscriber = Nobody()
             group.hold = None
@@ -149,9 +150,13 @@ class Reign:
         return Estate(groups, self._discovery.steps)
 
     async def _announce(self) -> None:
+        """Readiness that comes and goes in a moment is nobody's news."""
+        changed = self.engine.lanes_changed
         while True:
+            await changed.wait()
+            await asyncio.sleep(HELLO_DELAY_S)
+            changed.clear()
             self.desk.announce()
-            await asyncio.sleep(HELLO_INTERVAL_S)
 
 
 def _lane_options(settings: SchedulerSettings) -> LaneOptions:

@@ -37,7 +37,9 @@ _SERVICES = (
     operations_pb2.DESCRIPTOR.services_by_name["OperationsService"].full_name,
 )
 _REDIS, _LEAD, _WORKER = "redis", "lead", "worker"
+# While something is missing, and while all is well.
 HEALTH_INTERVAL_S = 0.1
+WELL_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
 
 _Result = TypeVar("_Result")
@@ -190,13 +192,17 @@ class Scheduler:
     # Health
 
     async def _tell_health(self) -> None:
+        told: dict[str, str | None] = {}
         while True:
-            for check, why_not in self._checks().items():
+            checks = self._checks()
+            changed = [check for check in checks.items() if check not in told.items()]
+            told = checks
+            for check, why_not in changed:
                 if why_not is None:
                     await self._health.passed(check)
                 else:
                     await self._health.failed(check, why_not)
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+            await asyncio.sleep(HEALTH_INTERVAL_S if any(checks.values()) else WELL_INTERVAL_S)
 
     def _checks(self) -> dict[str, str | None]:
         """Why each fails; None where it holds."""

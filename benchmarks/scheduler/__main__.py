@@ -12,6 +12,7 @@ from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
 from benchmarks.scheduler.arrivals import arrivals
+from benchmarks.scheduler.burst import burst
 from benchmarks.scheduler.memory import memory
 from benchmarks.scheduler.prefixes import prefixes
 from benchmarks.scheduler.profile import profile
@@ -32,11 +33,12 @@ class Sizes:
     step_ms: tuple[float, ...] = (10.0, 40.0, 160.0)
     rows: tuple[int, ...] = (16, 64, 256, 1024)
     effort: Effort = field(default_factory=lambda: Effort(num_windows=3, window_s=4.0))
+    bursts: int = 5
     waiting: int = 10_000
     requests: int = 1_500
 
 
-QUICK = Sizes((1, 4), (10.0,), (64, 256), Effort(1, 2.0), waiting=1_000, requests=300)
+QUICK = Sizes((1, 4), (10.0,), (64, 256), Effort(1, 2.0), bursts=1, waiting=1_000, requests=300)
 
 
 def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
@@ -45,6 +47,7 @@ def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
         "throughput": lambda: throughput(pairs, 256, sizes.effort),
         "rows": lambda: by_rows(sizes.rows, sizes.effort),
         "arrivals": lambda: arrivals(sizes.effort),
+        "burst": lambda: burst(sizes.bursts),
         "memory": lambda: memory(sizes.waiting),
         "prefixes": lambda: prefixes(sizes.requests),
     }
@@ -88,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=_numbers(int), help="such as 16,64,256,1024")
     parser.add_argument("--windows", type=int, help="figures are medians of so many")
     parser.add_argument("--window-s", type=float, help="seconds of each")
+    parser.add_argument("--bursts", type=int, help="figures are medians of so many, for burst")
     parser.add_argument("--waiting", type=int, help="requests that wait, for memory")
     parser.add_argument("--requests", type=int, help="requests, for prefixes")
     parser.add_argument(

@@ -23,8 +23,9 @@ from scheduler_svc.core.sequence import Group
 from scheduler_svc.core.sequence import Sequence as SequenceState
 from scheduler_svc.lanes.flights import Flights, Landing
 from scheduler_svc.lanes.lane import Lane
-from scheduler_svc.store.connection import Argument, Connection
+from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.scripts import COMMIT, Script
+from scheduler_svc.store.wire import Argument
 
 _ADMITTED = COMMIT.args.index("admitted_sequences")
 

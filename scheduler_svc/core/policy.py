@@ -50,7 +50,10 @@ def fit_of_prompt(num_tokens: int, limits: Limits, num_usable: int) -> Fit:
 def schedule(limits: Limits, view: View[R]) -> Decision[R]:
     """Decides one step."""
     step = _Step(limits, view)
-    if limits.policy is Policy.CHUNKED:
+    if step.only_decodes:
+        # As both policies have it; most steps are so.
+        step.decode()
+    elif limits.policy is Policy.CHUNKED:
         step.decode()
         step.fork()
         step.prefill()
@@ -97,6 +100,12 @@ class _Step(Generic[R]):
         self._gone: set[R | None] = set()
         # Hashes of the blocks that admissions of this step fill; later ones may share them.
         self._planned: set[bytes] = set()
+
+    @property
+    def only_decodes(self) -> bool:
+        """Nobody has a prompt to compute, or wants a row."""
+        view = self._view
+        return not (self._prefills or view.forkable or view.swapped or view.candidates)
 
     @property
     def has_work(self) -> bool:

@@ -169,9 +169,13 @@ class Decision(Generic[R]):
     @property
     def is_empty(self) -> bool:
         """Nobody runs, nobody gives way."""
-        return not (
-            self.scheduled
-            or self.admitted
+        return not self.scheduled and self.only_decodes
+
+    @property
+    def only_decodes(self) -> bool:
+        """Nobody comes or gives way, and no prompt gets on."""
+        return len(self.scheduled) == self.num_decodes and not (
+            self.admitted
             or self.forked
             or self.swapped_in
             or self.preempted

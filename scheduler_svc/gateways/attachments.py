@@ -75,7 +75,7 @@ class Attachments:
         """Attaches to a request that runs; one that has ended is said again from its record."""
         key = key_of(wanted)
         try:
-            await self._recorder.flush()
+            await self._recorder.settle({key})
             stored = None if key in self._engine.live else await self._store.load(key)
         except StoreError:
             connection.reject(wanted.attachment, NO_REDIS)
@@ -99,7 +99,7 @@ class Attachments:
         none."""
         key = key_of(submission)
         try:
-            await self._recorder.flush()
+            await self._recorder.settle({key})
             stored = await self._store.load(key)
         except StoreError:
             connection.reject(submission.attachment, NO_REDIS)

@@ -118,11 +118,12 @@ class Submissions:
     async def _stored(self, new: list[tuple[_Submission, RequestRecord]]) -> list[Recorded]:
         """Writes the records; waits for a Redis that is away, but not for ever."""
         again = [submission.again for submission, _ in new]
+        keys = {record.key for _, record in new}
         deadline = asyncio.get_running_loop().time() + RECORD_PATIENCE_S
         while True:
             try:
                 # An id may be asked for again as soon as its client has seen the end.
-                await self._recorder.flush()
+                await self._recorder.settle(keys)
                 return await self._store.record([record for _, record in new], again)
             except StoreUnavailable:
                 if asyncio.get_running_loop().time() > deadline:

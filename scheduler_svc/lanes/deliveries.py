@@ -11,8 +11,12 @@ def deliver(draft: Draft) -> None:
     for sequence, next_index in zip(draft.journaled, draft.runs.next_indices, strict=True):
         sequence.num_journaled = next_index
     # Some may have been cut while the commit was on its way.
-    heard = [sequence for sequence in draft.journaled if not sequence.is_cut]
-    subscribers = {sequence.group.subscriber: None for sequence in heard}
+    heard = [
+        other.group
+        for other in draft.journaled
+        if other.group.error is None and (other.end is None or not other.is_cut)
+    ]
+    subscribers = {group.subscriber: None for group in heard}
     is_whole = len(subscribers) == 1 and len(heard) == len(draft.journaled)
     for subscriber in subscribers:
         subscriber.deliver(_whole(draft) if is_whole else _part(draft, subscriber))

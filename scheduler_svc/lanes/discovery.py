@@ -1,6 +1,7 @@
 """Finds workers by name and keeps a lane to each."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
 import structlog
@@ -21,7 +22,8 @@ from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
 
-POLL_S = 0.2
+# For what only time changes, and what Redis refused.
+LOOK_S = 1.0
 RETRY_S = 0.5
 
 
@@ -53,7 +55,9 @@ class Discovery:
     ) -> None:
         """`former_pools`: those of a former leadership, by incarnation, with the last step that is
         known of each."""
-        self._names = Names(names)
+        # There are other addresses, or others to be kept; or it is halted.
+        self._stirred = asyncio.Event()
+        self._names = Names(names, self._stirred.set)
         self._store = store
         self._engine = engine
         self._options = options
@@ -71,12 +75,14 @@ class Discovery:
         async with asyncio.TaskGroup() as group:
             names = group.create_task(self._names.run())
             while not self._halting:
+                self._stirred.clear()
                 keepers = {a: keeper for a, keeper in keepers.items() if not keeper.done()}
                 for address in self._names.addresses - keepers.keys():
                     keepers[address] = group.create_task(self._keep(address))
+                    keepers[address].add_done_callback(lambda _: self._stirred.set())
                 async with self._changing:
                     await self._former.tidy()
-                await asyncio.sleep(POLL_S)
+                await self._rest()
             names.cancel()
             busy = {lane.address for lane in self._engine.lanes.values()}
             for address in keepers.keys() - busy:
@@ -85,8 +91,14 @@ class Discovery:
     def halt(self) -> None:
         """Opens no lane more; `run` returns when those that are open have come to rest."""
         self._halting = True
+        self._stirred.set()
         for lane in self._engine.lanes.values():
             lane.halt()
+
+    async def _rest(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._stirred.wait()
 
     @property
     def steps(self) -> dict[int, int]:
@@ -183,6 +195,7 @@ class Discovery:
             # At once, for others wait for these; the pool can wait.
             lost = self._engine.remove(lane)
             self._former.add(pool, address, lane.step, [*lost, *lane.recalled])
+            self._stirred.set()
 
     def _agreed(self, worker: Worker, limits: Limits) -> ServedModel:
         """The model that the worker serves; WorkerRefused if it is not that of the others."""

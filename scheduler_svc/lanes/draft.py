@@ -43,12 +43,16 @@ class Draft:
     @property
     def is_empty(self) -> bool:
         """Nobody leaves, and nothing is to be told."""
+        return self.all_stay and not self.journaled
+
+    @property
+    def all_stay(self) -> bool:
+        """Nobody leaves, and nothing is given back."""
         return not (
             self.changes.released_rows
             or self.forgotten
             or self.returned
             or self.withdrawals
-            or self.journaled
             or self.left
             or self.recalled
         )
@@ -71,7 +75,12 @@ class Draft:
     def journal(self, fresh: Iterable[Sequence]) -> None:
         """Takes up what sequences have got since the last commit."""
         # Comprehensions, for this runs over all rows in every step.
-        self.journaled = journaled = [sequence for sequence in fresh if not sequence.is_cut]
+        self.journaled = journaled = [
+            # Few have ended, and only these may be cut.
+            other
+            for other in fresh
+            if other.group.error is None and (other.end is None or not other.is_cut)
+        ]
         first_indices = [sequence.num_journaled for sequence in journaled]
         next_indices = [len(other.token_ids) - other.num_prompt_tokens for other in journaled]
         if sum(next_indices) - sum(first_indices) == len(journaled):
@@ -86,9 +95,13 @@ class Draft:
             logprobs=_logprobs(journaled, first_indices, next_indices),
         )
         block_size = self.block_size
-        for sequence in journaled:
-            num_full = len(sequence.token_ids) // block_size
-            if num_full > sequence.num_published_blocks and sequence.row is not None:
+        full = [
+            other
+            for other in journaled
+            if len(other.token_ids) >= (other.num_published_blocks + 1) * block_size
+        ]
+        for sequence in full:
+            if sequence.row is not None:
                 self.publish(sequence)
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
@@ -120,7 +133,7 @@ def _logprobs(
     sequences: list[Sequence], first_indices: list[int], next_indices: list[int]
 ) -> list[bytes]:
     """Of the tokens between the indices; nothing where nobody asked."""
-    if not any(sequence.logprobs for sequence in sequences):
+    if not [True for sequence in sequences if sequence.logprobs]:
         return []
     runs = zip(sequences, first_indices, next_indices, strict=True)
     return [sequence.logprobs_of(first, end) for sequence, first, end in runs]

@@ -74,7 +74,10 @@ class FormerPools:
         late = {incarnation for incarnation, pool in self._pools.items() if pool.left_at < oldest}
         with contextlib.suppress(StoreUnavailable):
             await self.settle()
-            for incarnation in late | self._doomed:
+            if gone := late | self._doomed:
+                # Their journals may be all that tells of ends.
+                await self._recorder.flush()
+            for incarnation in gone:
                 await self._store.pool(incarnation, num_blocks=0).drop()
                 self._pools.pop(incarnation, None)
                 self._doomed.discard(incarnation)

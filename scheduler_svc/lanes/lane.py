@@ -269,7 +269,8 @@ class Lane:
         """Decides one step, commits it, tells of it, sends its plan. False: nothing to do."""
         started, waited_s = time.perf_counter(), self.stats.redis_s
         accused = self._trial.accused()
-        candidates = await self._candidates()
+        is_asked = self.roster.assigned or self._hints
+        candidates = await self._candidates() if is_asked else []
         step = self._decide(candidates, accused)
         if step.is_empty and accused is not None:
             # There is no room for it: the others go on.
@@ -289,7 +290,8 @@ class Lane:
         self._count(changes.num_scheduled_tokens, scheduling_s)
         if not changes.is_empty:
             await self._send(changes, ran, scheduling_s, redis_s)
-        self._hooks.room()
+        if step.makes_room:
+            self._hooks.room()
         self._folding.look(self._step, self.roster.everybody())
         if self._options.check_every_step:
             await self.check_integrity()

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 import structlog
 
@@ -16,8 +17,10 @@ class Names:
     A name that does not resolve keeps the addresses it had: an absence from DNS closes nothing.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], on_news: Callable[[], None]) -> None:
+        """`on_news`: a name stands for other addresses than before."""
         self._answers: dict[str, frozenset[str]] = {name: frozenset() for name in names}
+        self._on_news = on_news
         self._failing: set[str] = set()
 
     @property
@@ -32,7 +35,7 @@ class Names:
 
     async def _keep(self, name: str) -> None:
         if name.startswith("unix:"):
-            self._answers[name] = frozenset({name})
+            self._take(name, frozenset({name}))
             return
         while True:
             await self._look_up(name)
@@ -40,13 +43,18 @@ class Names:
 
     async def _look_up(self, name: str) -> None:
         try:
-            self._answers[name] = await _resolve(name)
+            self._take(name, await _resolve(name))
             self._failing.discard(name)
         except (OSError, UnicodeError) as error:
             # Said once, not every second.
             if name not in self._failing:
                 self._failing.add(name)
                 log.warning("name does not resolve", name=name, why=str(error))
+
+    def _take(self, name: str, answer: frozenset[str]) -> None:
+        if answer != self._answers[name]:
+            self._answers[name] = answer
+            self._on_news()
 
 
 async def _resolve(name: str) -> frozenset[str]:

@@ -43,6 +43,11 @@ class Step:
     def is_empty(self) -> bool:
         return self._decision.is_empty and self.draft.is_empty
 
+    @property
+    def makes_room(self) -> bool:
+        """There may be some for others that was not there before."""
+        return not (self._decision.only_decodes and self.draft.all_stay)
+
     def settle(self, failed: Iterable[Sequence]) -> None:
         """Has everybody leave who is over; `failed` ones had rows that failed."""
         self._leaving.settle(failed)

@@ -3,25 +3,13 @@
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Sequence
+from typing import Any, Self
 
-from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    MasterDownError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 
 from scheduler_svc.store.errors import (
     LeadLost,
@@ -33,9 +21,7 @@ from scheduler_svc.store.errors import (
     WrongStep,
 )
 from scheduler_svc.store.scripts import Script
-
-Argument = bytes | str | int
-T = TypeVar("T")
+from scheduler_svc.store.wire import Argument, ReplyError, Wire, WireLost, pack
 
 _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
     "STALE_EPOCH": StaleEpoch,
@@ -46,124 +32,127 @@ _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
 }
 
 # Redis answers, but not to the point: a replica, a full one, one that cannot save or may not obey.
-_REFUSALS = (
-    AuthenticationError,
-    MasterDownError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
+# Where a script meets such an answer it stands within the script's error.
+_REFUSED = re.compile(
+    r"\b(READONLY|OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING)\b"
 )
-# The same said by a script, or by codes that the client has no class for.
-_REFUSED = re.compile(r"\b(READONLY|OOM|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING)\b")
+_UNKNOWN_SCRIPT = "NOSCRIPT"
 
 
 class Connection:
-    """A caller that is cancelled leaves its call to finish by itself: a reply read half-way would
-    be taken for the next call's.
+    """A caller that is cancelled leaves its call to finish by itself.
 
-    After a lost connection a call is tried once more; every script is written to be repeated.
+    The Redis client connects, with all that a URL may ask for; from there on its socket is ours,
+    for what else it does for a call costs several times the call. After a lost connection a call is
+    tried once more; every script is written to be repeated.
     """
 
-    def __init__(self, redis: Redis, timeout_s: float) -> None:
+    def __init__(self, link: AbstractConnection, timeout_s: float) -> None:
         self.num_calls = 0
         self.waited_s = 0.0  # the sum over all calls
-        self._redis = redis
+        self._link = link
         self._timeout_s = timeout_s
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._wire: Wire | None = None
+        self._connecting = asyncio.Lock()
 
     @classmethod
     def to(cls, url: str, timeout_s: float) -> Self:
         """ValueError for a URL that is none. Connects with the first call."""
-        redis = Redis.from_url(
+        pool = ConnectionPool.from_url(
             url,
-            single_connection_client=True,
             protocol=2,
-            retry=Retry(NoBackoff(), 1),
-            # One timer for each call: the client's own, several a call, cost more than the call.
-            socket_timeout=None,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
         )
-        return cls(redis, timeout_s)
+        return cls(pool.make_connection(), timeout_s)  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
-        """Behind the calls under way: the client would give their connection back twice."""
-        while self._calls:
-            await asyncio.wait(self._calls)
-        await self._redis.aclose()
+        """Behind the calls under way."""
+        async with self._connecting:
+            if self._wire is not None:
+                await self._wire.close()
+                self._wire = None
+            await self._link.disconnect(nowait=True)
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Runs a script; its reply, or its error as an exception."""
-
-        async def evaluate() -> Any:
-            try:
-                return await self._redis.evalsha(script.digest, len(keys), *keys, *args)
-            except NoScriptError:  # Redis was restarted, or has never seen it
-                return await self._redis.eval(script.body, len(keys), *keys, *args)
-
-        return await self._shielded(evaluate)
+        command = pack(("EVALSHA", script.digest, len(keys), *keys, *args))
+        return _sound(await self._call([command], script))[0]
 
     async def run_each(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
         """Runs a script with several keys and arguments in one round trip; the replies."""
-
-        async def evaluate() -> list[Any]:
-            pipeline: Pipeline = self._redis.pipeline(transaction=False)
-            for keys, args in calls:
-                pipeline.execute_command("EVALSHA", script.digest, len(keys), *keys, *args)
-            return await pipeline.execute()
-
-        async def evaluate_or_load() -> list[Any]:
-            try:
-                return await evaluate()
-            except NoScriptError:
-                await self._redis.script_load(script.body)
-                return await evaluate()
-
-        return await self._shielded(evaluate_or_load)
+        commands = [
+            pack(("EVALSHA", script.digest, len(keys), *keys, *args)) for keys, args in calls
+        ]
+        return _sound(await self._call(commands, script))
 
     async def execute(self, command: str, *args: Argument) -> Any:
-        """Runs one command; its reply as the client reads it."""
-        execute: Callable[..., Awaitable[Any]] = self._redis.execute_command
-        return await self._shielded(lambda: execute(command, *args))
+        """Runs one command; its reply as Redis gives it, flat where it is a map."""
+        return _sound(await self._call([pack((command, *args))]))[0]
 
     async def snapshot(self, *commands: Sequence[Argument]) -> list[Any]:
         """Runs several commands with no other's in between; their replies."""
+        packed = [pack(command) for command in (("MULTI",), *commands, ("EXEC",))]
+        replies: list[Any] = _sound(await self._call(packed))[-1]
+        return _sound(replies)
 
-        async def transact() -> list[Any]:
-            pipeline: Pipeline = self._redis.pipeline(transaction=True)
-            for command in commands:
-                pipeline.execute_command(*command)
-            return await pipeline.execute()
-
-        return await self._shielded(transact)
-
-    async def _shielded(self, call: Callable[[], Awaitable[T]]) -> T:
-        task = asyncio.ensure_future(_translated(call, self._timeout_s))
-        # Reads the outcome of a call whose caller has gone, so that nothing complains of it.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+    async def _call(self, commands: Sequence[bytes], script: Script | None = None) -> list[Any]:
+        """The replies to packed commands, errors among them; `script` is the one that they run."""
         self.num_calls += 1
         start_s = time.perf_counter()
         try:
-            return await asyncio.shield(task)
+            replies = await self._ask(commands)
+            if script is not None and any(map(_is_unknown_script, replies)):
+                # Redis was restarted, or has never seen it.
+                load = pack(("SCRIPT", "LOAD", script.body))
+                _, *replies = await self._ask([load, *commands])
+            return replies
+        except TimeoutError as error:
+            raise StoreUnavailable(f"Redis has not answered for {self._timeout_s} s") from error
+        except (WireLost, RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis: {error}") from error
         finally:
             self.waited_s += time.perf_counter() - start_s
 
+    async def _ask(self, commands: Sequence[bytes]) -> list[Any]:
+        until = asyncio.get_running_loop().time() + self._timeout_s
+        if self._wire is not None and not self._wire.is_lost:
+            try:
+                return await self._wire.ask(commands)
+            except WireLost:
+                pass
+        async with asyncio.timeout_at(until):
+            return await (await self._connected()).ask(commands)
 
-async def _translated(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await call()
-    except TimeoutError as error:
-        raise StoreUnavailable(f"Redis has not answered for {timeout_s} s") from error
-    except (RedisConnectionError, RedisTimeoutError, OSError, *_REFUSALS) as error:
-        raise StoreUnavailable(f"Redis: {error}") from error
-    except ResponseError as error:
-        if _REFUSED.search(str(error)):
-            raise StoreUnavailable(f"Redis: {error}") from error
-        code, _, message = str(error).partition(" ")
-        raise _SCRIPT_ERRORS.get(code, StoreError)(message or code) from error
-    except RedisError as error:
-        raise StoreError(str(error)) from error
+    async def _connected(self) -> Wire:
+        async with self._connecting:
+            if self._wire is None or self._wire.is_lost:
+                await self._link.disconnect(nowait=True)
+                await self._link.connect()  # type: ignore[no-untyped-call]
+                # It has no public name; nothing else of the client is needed from here on.
+                writer = self._link._writer
+                assert writer is not None
+                self._wire = Wire(writer.transport, self._timeout_s)
+            return self._wire
+
+
+def _is_unknown_script(reply: Any) -> bool:
+    return isinstance(reply, ReplyError) and str(reply).startswith(_UNKNOWN_SCRIPT)
+
+
+def _sound(replies: list[Any]) -> list[Any]:
+    """The replies, if there is no error among them; else the first one as an exception."""
+    for reply in replies:
+        if isinstance(reply, ReplyError):
+            raise _translated(str(reply))
+    return replies
+
+
+def _translated(error: str) -> StoreError:
+    if _REFUSED.search(error):
+        return StoreUnavailable(f"Redis: {error}")
+    code, _, message = error.partition(" ")
+    return _SCRIPT_ERRORS.get(code, StoreError)(message or code)

@@ -69,7 +69,7 @@ class Lease:
             holder=holder or b"",
             address=(address or b"").decode(),
             idle_ms=None if holder is None else _ms(now) - int(renewed_ms),
-            run_id=server["run_id"],
+            run_id=_run_id(server),
         )
 
     async def take(self, address: str, lease_ms: int) -> Leadership | None:
@@ -100,6 +100,12 @@ class Lease:
         self._held = Leadership(epoch, holder)
         self._next_holder = secrets.token_bytes(16)
         return self._held
+
+
+def _run_id(server: bytes) -> str:
+    """Of the lines of Redis' INFO."""
+    [run_id] = [line[7:] for line in server.decode().splitlines() if line.startswith("run_id:")]
+    return run_id
 
 
 def _ms(time: Any) -> int:

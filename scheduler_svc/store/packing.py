@@ -8,9 +8,20 @@ from itertools import chain, islice
 
 from scheduler_svc.store.types import Commit, CommitReply, PrefixMatch
 
+# Arguments of commit behind the log-probabilities.
+_NUM_CHANGES = 13
+
+
+def mapping(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Names and values in turn, as Redis gives them."""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
 
 def pack_u32s(numbers: Iterable[int]) -> bytes:
     """Little-endian, as the scripts read them. Arrays of the type `I` are quickest."""
+    if not numbers:
+        # Most of what a step could say it does not.
+        return b""
     packed = numbers if isinstance(numbers, array) else array("I", numbers)
     if sys.byteorder == "big":
         packed = packed[:]
@@ -37,6 +48,8 @@ def unpack_parts(packed: bytes) -> list[bytes]:
 
 
 def pack_ids(sequence_ids: Sequence[int]) -> bytes:
+    if not sequence_ids:
+        return b""
     return struct.pack(f"<{len(sequence_ids)}Q", *sequence_ids)
 
 
@@ -60,7 +73,6 @@ def unpack_matches(packed: bytes) -> list[PrefixMatch]:
 def pack_commit(commit: Commit) -> list[bytes]:
     """The ARGV of commit, from the withdrawals on."""
     publications, runs = commit.publications, commit.runs
-    joined, admissions = commit.joined, commit.admissions
     return [
         pack_u32s(commit.withdrawals),
         pack_u32s([publication.block_id for publication in publications]),
@@ -70,6 +82,23 @@ def pack_commit(commit: Commit) -> list[bytes]:
         pack_u32s(runs.next_indices),
         pack_u32s(runs.token_ids),
         pack_parts(runs.logprobs),
+        *_pack_changes(commit),
+    ]
+
+
+def _pack_changes(commit: Commit) -> list[bytes]:
+    """What it says of blocks, and of sequences that come and go: in most steps nothing."""
+    joined, admissions = commit.joined, commit.admissions
+    if not (
+        commit.forgotten
+        or commit.shared_blocks
+        or commit.returned_blocks
+        or commit.taken_references
+        or joined
+        or admissions
+    ):
+        return [b""] * _NUM_CHANGES
+    return [
         pack_ids(commit.forgotten),
         pack_u32s(commit.shared_blocks),
         pack_u32s(commit.returned_blocks),

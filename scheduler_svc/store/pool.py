@@ -6,13 +6,20 @@ from typing import Any
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.audit import PoolAudit
-from scheduler_svc.store.connection import Argument, Connection
+from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.journal import JournalEntry, unpack_entry
 from scheduler_svc.store.keys import POOLS, PoolKeys
 from scheduler_svc.store.leadership import Leadership
-from scheduler_svc.store.packing import pack_commit, pack_queries, unpack_matches, unpack_reply
+from scheduler_svc.store.packing import (
+    mapping,
+    pack_commit,
+    pack_queries,
+    unpack_matches,
+    unpack_reply,
+)
 from scheduler_svc.store.scripts import Script
 from scheduler_svc.store.types import Commit, CommitReply, PrefixMatch
+from scheduler_svc.store.wire import Argument
 
 _RECLAIMED_PER_CALL = 4096
 
@@ -38,6 +45,7 @@ class Pool:
         self._connection = connection
         self._leadership = leadership
         self._keys = PoolKeys(incarnation)
+        self._all_keys = self._keys.all
 
     async def open(self, last_finished_step: int, known_step: int = 0) -> int:
         """Takes the pool over, creates it if absent, and returns the step to start above.
@@ -78,7 +86,7 @@ class Pool:
         """
         if not self.enable_prefix_caching:
             commit = _without_hashes(commit)
-        packed = await self._run(scripts.COMMIT, self._keys.all, commit.step, *pack_commit(commit))
+        packed = await self._run(scripts.COMMIT, self._all_keys, commit.step, *pack_commit(commit))
         return unpack_reply(commit, packed)
 
     async def reset_prefix_cache(self) -> int:
@@ -103,7 +111,7 @@ class Pool:
     async def journal(self) -> list[JournalEntry]:
         """What was journaled and not trimmed, in order of the steps."""
         entries = await self._connection.execute("XRANGE", self._keys.journal, "-", "+")
-        return [unpack_entry(entry_id, fields) for entry_id, fields in entries]
+        return [unpack_entry(entry_id, mapping(fields)) for entry_id, fields in entries]
 
     async def trim_journal(self, through_step: int) -> None:
         """Drops the journal entries up to and including a step, once they are folded."""
@@ -120,7 +128,9 @@ class Pool:
             ("HGETALL", keys.hashes),
             ("HGETALL", keys.index),
         )
-        audit = PoolAudit.read(state, free, references or b"", hashes, index)
+        audit = PoolAudit.read(
+            mapping(state), free, references or b"", mapping(hashes), mapping(index)
+        )
         audit.check()
         return audit
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Self
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.connection import Argument, Connection
+from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.keys import (
     ENDED,
     LEADERSHIP,
@@ -15,7 +15,7 @@ from scheduler_svc.store.keys import (
     request_pattern,
 )
 from scheduler_svc.store.leadership import Leader, Leadership, Lease, Renewal
-from scheduler_svc.store.packing import pack_queries, pack_u32s, unpack_matches
+from scheduler_svc.store.packing import mapping, pack_queries, pack_u32s, unpack_matches
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.requests import (
     Ending,
@@ -31,6 +31,7 @@ from scheduler_svc.store.requests import (
 )
 from scheduler_svc.store.scripts import Script
 from scheduler_svc.store.types import PrefixMatch
+from scheduler_svc.store.wire import Argument
 
 FINISHED_MAX_BYTES = 256 << 20
 _TIMEOUT_S = 5.0
@@ -215,7 +216,7 @@ class Store:
         """The record of a request, live or finished; None if there is none."""
         record, output = request_keys(key.principal, key.request_id)
         fields, tokens = await self._connection.snapshot(("HGETALL", record), ("HGETALL", output))
-        return unpack_request(fields, tokens) if fields else None
+        return unpack_request(mapping(fields), mapping(tokens)) if fields else None
 
     async def load_live(self) -> list[StoredRequest]:
         """All live records, whoever wrote them, in order of their sequence ids."""
@@ -243,7 +244,7 @@ class Store:
         """The keys of all records, live or not."""
         names: set[bytes] = set()
         cursor = None
-        while cursor != 0:
+        while cursor != b"0":
             cursor, found = await self._connection.execute(
                 "SCAN", cursor or 0, "MATCH", request_pattern(), "COUNT", _SCANNED_PER_CALL
             )

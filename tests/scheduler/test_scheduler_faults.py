@@ -196,10 +196,29 @@ async def test_a_record_that_may_have_been_written_is_taken_back(redis_url, redi
 
 
 async def test_names_that_do_not_resolve_hold_nobody_up():
-    names = Names(("localhost:50053", "unix:/run/worker.sock", "no-such-host.invalid:1"))
+    names = Names(
+        ("localhost:50053", "unix:/run/worker.sock", "no-such-host.invalid:1"), lambda: None
+    )
     looking = asyncio.create_task(names.run())
     await until(lambda: len(names.addresses) >= 2, "the names that resolve")
     assert "unix:/run/worker.sock" in names.addresses
     assert all(address.endswith((":50053", ".sock")) for address in names.addresses)
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_a_name_is_news_when_it_stands_for_something_else(monkeypatch):
+    answers = [frozenset({"10.0.0.1:1"})] * 5 + [frozenset({"10.0.0.2:1"})] * 5
+    left, news = iter(answers), []
+
+    async def resolve(name: str) -> frozenset[str]:
+        return next(left, answers[-1])
+
+    monkeypatch.setattr("scheduler_svc.lanes.names._resolve", resolve)
+    monkeypatch.setattr("scheduler_svc.lanes.names.LOOKUP_INTERVAL_S", 0)
+    names = Names(("worker:1",), lambda: news.append(names.addresses))
+    looking = asyncio.create_task(names.run())
+    await until(lambda: left.__length_hint__() == 0, "all answers")
+    assert news == [answers[0], answers[-1]]
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)

@@ -47,9 +47,12 @@ async def cut(load: Load) -> None:
 
 
 async def end_unheard(load: Load, worker: LedgerWorker) -> None:
+    """Redis alone knows of the end when it returns."""
+    recorder = load.engine._recorder
     await load.gateways[0].close()
     worker.gate.set()
     await until(lambda: not load.engine.live, "the end")
+    await until(lambda: not recorder.unwritten, "its record")
 
 
 async def test_what_ended_unheard_before_redis_was_emptied_begins_anew(redis_url, sockets):

@@ -10,6 +10,7 @@ from scheduler_stack import ALREADY_EXISTS, info_of, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.engine import Engine
 from scheduler_svc.store.store import Store
 
 
@@ -354,3 +355,20 @@ async def test_a_scheduler_that_has_lost_the_lead_stands_by_and_leads_again(redi
         gateway = await stack.gateway()
         [heard] = await gateway.over(await gateway.submit(prompt(8), request_id="after"))
         assert heard.token_ids == heard.tokens(4)
+
+
+async def test_steps_that_only_decode_have_nobody_look_for_room(redis_url, sockets, monkeypatch):
+    room, looks = Engine.room, []
+
+    def counted(engine: Engine) -> None:
+        looks.append(engine)
+        room(engine)
+
+    monkeypatch.setattr(Engine, "room", counted)
+    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        [heard] = await gateway.over(await gateway.submit(prompt(9), max_tokens=40))
+        assert heard.is_whole
+        await until(lambda: stack.only_lane.is_empty, "an empty lane")
+    # Its prompt, and its leaving.
+    assert 0 < len(looks) <= 4

@@ -1,0 +1,94 @@
+"""Requests that all come at once, and run together to their ends: what each of them costs."""
+
+import time
+from collections.abc import Mapping
+from statistics import median
+
+from benchmarks.report import Cell, Column, Part
+from benchmarks.scheduler.proc import cpu_s
+from benchmarks.scheduler.stack import BenchStack, Setting
+from benchmarks.scheduler.throughput import BLOCK_SIZE
+from benchmarks.scheduler.workload import Workload
+
+_REQUESTS = 64
+_PROMPT_TOKENS = (32, 128)
+_OUTPUT_TOKENS = 100
+_STEP_MS = 50.0
+_MAX_MODEL_LEN = 512
+_TIMEOUT_S = 60.0
+# Ends are told before their records are written.
+_SETTLE_S = 1.0
+
+
+def burst(num_bursts: int) -> Part:
+    setting = Setting(
+        model={
+            "max_model_len": _MAX_MODEL_LEN,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": _REQUESTS * _MAX_MODEL_LEN // BLOCK_SIZE + 1,
+            "max_num_seqs": _REQUESTS,
+            "step_ms": _STEP_MS,
+        },
+        scheduler={"max-num-seqs": _REQUESTS},
+    )
+    with BenchStack(setting) as stack:
+        # The first one warms up.
+        bursts = [_burst(stack, index) for index in range(num_bursts + 1)][1:]
+        stack.check()
+    return _part({key: median([float(one[key]) for one in bursts]) for key in bursts[0]})
+
+
+def _burst(stack: BenchStack, index: int) -> dict[str, float]:
+    stack.probe.ask("take")
+    before = _processor_s(stack)
+    stack.run(
+        Workload(
+            num_requests=_REQUESTS,
+            concurrency=_REQUESTS,
+            prompt_tokens=_PROMPT_TOKENS,
+            output_tokens=(_OUTPUT_TOKENS, _OUTPUT_TOKENS),
+            seed=index,
+        )
+    )
+    stack.wait_for("ended", (index + 1) * _REQUESTS, _TIMEOUT_S)
+    time.sleep(_SETTLE_S)
+    spent = {name: now - before[name] for name, now in _processor_s(stack).items()}
+    num_steps = len(stack.probe.ask("take")["scheduling_s"])
+    return {
+        "steps": num_steps,
+        "scheduler_step_ms": 1000 * spent["scheduler"] / num_steps,
+        "scheduler_request_ms": 1000 * spent["scheduler"] / _REQUESTS,
+        "redis_step_ms": 1000 * spent["redis"] / num_steps,
+        "redis_request_ms": 1000 * spent["redis"] / _REQUESTS,
+    }
+
+
+def _processor_s(stack: BenchStack) -> dict[str, float]:
+    [scheduler] = stack.pids["scheduler"]
+    server = stack.redis.info("cpu")
+    return {
+        "scheduler": cpu_s(scheduler),
+        "redis": server["used_cpu_user"] + server["used_cpu_sys"],
+    }
+
+
+def _part(row: Mapping[str, Cell]) -> Part:
+    return Part(
+        name="burst",
+        title=f"{_REQUESTS} requests at once",
+        notes=[
+            f"One worker, {_STEP_MS:g} ms per step; prompts of {_PROMPT_TOKENS[0]} to "
+            f"{_PROMPT_TOKENS[1]} tokens, outputs of {_OUTPUT_TOKENS}. Processor time from the "
+            "first submission to a second behind the last end, in all and divided: between such "
+            "steps others have had the caches.",
+        ],
+        columns=[
+            Column("steps", "steps", ".0f"),
+            Column("scheduler_step_ms", "scheduler ms per step", ".2f"),
+            Column("scheduler_request_ms", "per request", ".2f"),
+            Column("redis_step_ms", "Redis ms per step", ".2f"),
+            Column("redis_request_ms", "per request", ".2f"),
+        ],
+        rows=[row],
+        targets=[],
+    )
