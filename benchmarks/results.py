@@ -22,15 +22,16 @@ _TITLES = {
 }
 # What the page says of a benchmark that has given nothing; others are left out.
 _UNMEASURED = {
-    "gpu": "Unmeasured: no figure of the CUDA part has been taken yet. `make bench-gpu`, on a machine "
-    "with a GPU, enters them here."
+    "gpu": "Unmeasured: no figure of the CUDA part has been taken yet. `make bench-gpu`, on a "
+    "machine with a GPU, enters them here."
 }
 # Of a machine's description, as far as a part has them.
 _VERSIONS = ("python", "torch", "triton", "cuda", "transformers", "grpcio", "protobuf", "redis")
 _INTRODUCTION = """# Results
 
-Rendered from the files in `benchmarks/results`, of each part the newest figures; do not edit. What is measured, and how,
-stands in [docs/benchmarks.md](../docs/benchmarks.md), and in [docs/chaos.md](../docs/chaos.md).
+Rendered from the files in `benchmarks/results`, of each part the newest figures; do not edit. What
+is measured, and how, stands in [docs/benchmarks.md](../docs/benchmarks.md), and in
+[docs/chaos.md](../docs/chaos.md).
 """
 
 
