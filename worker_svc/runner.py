@@ -17,6 +17,7 @@ from worker_svc.kv_pool import KvPool
 from worker_svc.logprobs import Logprobs
 from worker_svc.model import LoadedModel
 from worker_svc.plans import Plan, StepOutput, StepTimes
+from worker_svc.step_runner import Finished, Launched
 from worker_svc.tables import Tables
 
 _NO_TOKEN_POSSIBLE = "the model gave logits that are not finite numbers"
@@ -42,6 +43,10 @@ class Runner:
         self._implementation = implementation
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
+
+    def launch(self, plan: Plan) -> Launched[StepOutput]:
+        """Runs one plan to its end: a processor has nothing to do meanwhile."""
+        return Finished(self.run(plan))
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:

@@ -14,6 +14,7 @@ from worker_svc.sim.model import SimModel
 from worker_svc.sim.poison import Poison
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
 from worker_svc.sim.tokens import tokens_at
+from worker_svc.step_runner import Finished, Launched
 from worker_svc.tables import Tables
 
 # What a sleep takes longer than asked, mostly; so long the clock is watched instead.
@@ -53,6 +54,10 @@ class SimRunner:
         )
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
+
+    def launch(self, plan: Plan) -> Launched[StepOutput]:
+        """Runs one plan to its end."""
+        return Finished(self.run(plan))
 
     def run(self, plan: Plan) -> StepOutput:
         """Runs one plan, in no less time than the model says. Violation if it breaks a rule; rows
