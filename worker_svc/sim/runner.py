@@ -7,7 +7,7 @@ import numpy as np
 
 from worker_svc.inputs import Ints, StepInputs
 from worker_svc.logprobs import Logprobs
-from worker_svc.plans import Plan, PlanError, StepOutput, StepTimes
+from worker_svc.plans import NO_TOKEN_POSSIBLE, Plan, PlanError, StepOutput, StepTimes
 from worker_svc.sim.ledger import Ledger
 from worker_svc.sim.logprobs import logprobs_at
 from worker_svc.sim.model import SimModel
@@ -19,7 +19,6 @@ from worker_svc.tables import Tables
 
 # What a sleep takes longer than asked, mostly; so long the clock is watched instead.
 _LONGEST_OVERSLEEP_NS = 150_000
-_NOT_FINITE = "the model gave logits that are not finite numbers"
 
 
 class SimRunner:
@@ -135,8 +134,8 @@ class SimRunner:
         else:
             return rows
         for row in failing:
-            self._tables.fail(row, _NOT_FINITE)
-            failures[row] = _NOT_FINITE
+            self._tables.fail(row, NO_TOKEN_POSSIBLE)
+            failures[row] = NO_TOKEN_POSSIBLE
         return rows[~np.isin(rows, failing)]
 
     def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:
