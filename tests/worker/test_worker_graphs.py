@@ -7,10 +7,12 @@ import pytest
 import torch
 from host_device import HostCapturer, pipelined
 from structlog.testing import capture_logs
-from tiny_models import llama, save_model
+from tiny_models import FAMILIES, llama, save_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker_driver import Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
+from worker_svc.attention import LayerProbe
 from worker_svc.device_inputs import padding_arrays, pass_arrays
 from worker_svc.engine import Engine
 from worker_svc.graphs import DecodeGraphs, Replay, capture_decode, graph_sizes
@@ -176,3 +178,38 @@ def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
     runner = pipelined(engine, HostCapturer())
     for plan in (prompts(3), decodes(3)):
         assert not run(runner, plan).failures
+
+
+class AsksDevice(TorchDispatchMode):
+    """Notes operations whose result a host waits for: a pass with one cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
+            self.found.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_pass_waits_for_nothing(family: str, tmp_path: Path) -> None:
+    """But for attention, whose kernels are another matter."""
+    engine = load_engine(worker_settings(save_model(FAMILIES[family](), tmp_path), device="cpu"))
+    runner = pipelined(engine)
+    probe = LayerProbe()
+    runner._model.attend_with(probe)
+    asked: list[str] = []
+
+    class Capturer(HostCapturer):
+        def capture(self, function: Callable[[], object]) -> Replay:
+            with AsksDevice() as mode:
+                function()
+            asked.extend(mode.found)
+            return function
+
+    with torch.inference_mode():
+        runner._pass.record((4,), runner._staging, Capturer())
+    assert probe.layers
+    assert asked == []
