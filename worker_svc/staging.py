@@ -19,7 +19,11 @@ _NUM_ARRAYS: Final = 17
 _INTS_PER_TOKEN, _INTS_PER_ROW, _FLOATS_PER_ROW = 3, 9, 3
 # Rows by which a graph may be larger than a batch.
 _MOST_PADDING: Final = 16
-_DTYPES: Final = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+_DTYPES: Final = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Place:
         return self.offset + self.length * self.dtype.itemsize
 
     def of(self, buffer: Tensor) -> Tensor:
-        return buffer[self.offset : self.end].view(_DTYPES[self.dtype.name])
+        return buffer[self.offset : self.end].view(_DTYPES[self.dtype])
 
 
 def places(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Place]:

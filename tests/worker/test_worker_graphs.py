@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_device import HostCapturer, pipelined
+from host_device import AsksDevice, HostCapturer, pipelined
 from structlog.testing import capture_logs
 from tiny_models import FAMILIES, llama, save_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from worker_driver import Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
@@ -178,19 +177,6 @@ def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
     runner = pipelined(engine, HostCapturer())
     for plan in (prompts(3), decodes(3)):
         assert not run(runner, plan).failures
-
-
-class AsksDevice(TorchDispatchMode):
-    """Notes operations whose result a host waits for: a pass with one cannot be recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
-            self.found.append(function.name())
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
