@@ -1,6 +1,7 @@
 """A device to be measured: how long functions take on it, and what it is."""
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from statistics import median
 from typing import Any, Protocol
 
@@ -74,6 +75,7 @@ def device_description() -> dict[str, object]:
         "multiprocessors": properties.multi_processor_count,
         "device_gib": round(properties.total_memory / 2**30, 1),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
     }

@@ -5,8 +5,13 @@ Each step is launched before the output of the one before is asked for, as the w
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
+from typing import Any
 
+import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engines.answers import answer, job
@@ -21,9 +26,7 @@ from worker_svc.step_runner import Launched
 from worker_svc.torch_engine import load_engine
 
 _TIMES = ("waiting_ns", "preparing_ns", "forward_ns", "sampling_ns")
-_PROFILED_STEPS = 50
-# More than the steps in which the first rows decode and the last ones' prompts are computed.
-_NUM_DECODES = 4 * _PROFILED_STEPS
+_MEASURED_STEPS = 50
 
 
 class Alone:
@@ -50,32 +53,35 @@ class Alone:
         self._engine.runner.clear()
         return {"seconds": seconds, "num_tokens": num_tokens, "times": times}
 
-    def decode(self, num_rows: int, seq_len: int) -> dict[str, float]:
-        """Steps of decoding rows alone: how long one takes, and how much of that time the device
-        works, by its own records."""
+    def decode(
+        self, num_rows: int, seq_len: int, num_steps: int = _MEASURED_STEPS
+    ) -> dict[str, float | None]:
+        """Steps of decoding rows alone: how long one takes, how much of it lies between the work of
+        two steps, and how much the device works, by its own records if it keeps any."""
         prompts = [[row % 1000 + 1] * seq_len for row in range(num_rows)]
-        work = Work(prompts, [_NUM_DECODES] * num_rows)
-        found = self._outputs(self._steps(work))
+        # The first rows decode while the last ones' prompts are computed.
+        found = self._outputs(self._steps(Work(prompts, [4 * num_steps] * num_rows)))
         for step, _ in found:
             if step.num_scheduled_tokens == num_rows:
                 break
-        self._take(found, _PROFILED_STEPS)
-        step_s = self._take(found, _PROFILED_STEPS) / _PROFILED_STEPS
-        with profile(activities=[ProfilerActivity.CUDA]) as records:
-            self._take(found, _PROFILED_STEPS)
-        busy_us = sum(event.self_device_time_total for event in records.key_averages())
+        for _ in range(num_steps):
+            next(found)
+        began_s = time.perf_counter()
+        times = [next(found)[1].times for _ in range(num_steps)]
+        seconds = time.perf_counter() - began_s
+        with _recording() as records:
+            for _ in range(num_steps):
+                next(found)
         for _ in found:
             pass
         self._engine.runner.clear()
-        return {"step_ms": 1000 * step_s, "busy_ms": busy_us / 1000 / _PROFILED_STEPS}
-
-    @staticmethod
-    def _take(found: Iterator[tuple[Step, StepOutput]], count: int) -> float:
-        """The seconds that so many steps take."""
-        began_s = time.perf_counter()
-        for _ in range(count):
-            next(found)
-        return time.perf_counter() - began_s
+        between_ns = sum(one.waiting_ns + one.preparing_ns for one in times)
+        busy_us = covered(_on_device(records))
+        return {
+            "step_ms": 1000 * seconds / num_steps,
+            "between_ms": between_ns / 1e6 / num_steps,
+            "busy_ms": busy_us / 1000 / num_steps if busy_us else None,
+        }
 
     def _steps(self, work: Work) -> Iterator[Step]:
         identity = self._engine.identity
@@ -96,6 +102,30 @@ class Alone:
                 yield first, result.output()
         for first, result in launched:
             yield first, result.output()
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The time in which at least one of them is under way."""
+    total, covered_until = 0.0, -inf
+    for began, ended in sorted(intervals):
+        total += max(0.0, ended - max(began, covered_until))
+        covered_until = max(covered_until, ended)
+    return total
+
+
+def _recording() -> AbstractContextManager[Any]:
+    """Of what the device does; None where there is none."""
+    if not torch.cuda.is_available():
+        return nullcontext()
+    return profile(activities=[ProfilerActivity.CUDA])
+
+
+def _on_device(records: Any) -> Iterator[tuple[float, float]]:
+    """Microseconds from beginning to end of each kernel and copy."""
+    events = None if records is None else records.events()
+    for event in events or ():
+        if event.device_type == DeviceType.CUDA:
+            yield event.time_range.start, event.time_range.end
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from benchmarks.gpu import __main__ as main
 from benchmarks.gpu.device import Turns
 from benchmarks.gpu.kernels import decode, prefill, writes
 from benchmarks.gpu.paged import PagedTensors, Shape
-from benchmarks.gpu.runner_alone import Alone
+from benchmarks.gpu.runner_alone import Alone, covered
 from benchmarks.gpu.serving import idle_part, runner_row, stack_row, throughput_part
 from benchmarks.gpu.workload import MAX_MODEL_LEN, workload
 from benchmarks.report import markdown
@@ -69,7 +69,7 @@ def test_the_runner_alone_runs_the_work(tmp_path: Path) -> None:
         model=str(save_model(llama(), tmp_path)),
         device="cpu",
         block_size=4,
-        num_blocks=100,
+        num_blocks=200,
         max_num_seqs=4,
         max_num_batched_tokens=16,
     )
@@ -79,6 +79,9 @@ def test_the_runner_alone_runs_the_work(tmp_path: Path) -> None:
         found = alone.run(work)
         assert found["num_tokens"] == 30
         assert 0 < found["times"]["decode"]["steps"] < found["times"]["all"]["steps"]
+    decoded = alone.decode(2, 20, num_steps=4)
+    assert decoded["step_ms"] > decoded["between_ms"] >= 0
+    assert decoded["busy_ms"] is None
     row = runner_row("alone", work, [found])
     assert row["decode_ms"] > 0
     assert 0 <= row["idle_share"] < 1
@@ -98,9 +101,21 @@ def test_the_stack_is_held_against_its_runner() -> None:
 
 
 def test_idle_time_is_what_no_record_covers() -> None:
-    part = idle_part([{"num_rows": 256, "seq_len": 1024, "step_ms": 4.0, "busy_ms": 3.9}])
-    assert part.rows[0]["idle_share"] == pytest.approx(0.025)
-    assert part.targets[0].met
+    found = {"num_rows": 256, "step_ms": 4.0, "between_ms": 0.4}
+    recorded, unrecorded = (
+        idle_part([{**found, "busy_ms": 3.9}]),
+        idle_part([{**found, "busy_ms": None}]),
+    )
+    assert recorded.rows[0]["idle_share"] == pytest.approx(0.025)
+    assert recorded.targets[0].met
+    assert unrecorded.rows[0]["idle_share"] == pytest.approx(0.1)
+    assert not unrecorded.targets[0].met
+    assert "| -" in markdown(unrecorded)
+
+
+def test_what_overlaps_counts_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 6), (0, 2), (1, 3), (1.5, 1.75)]) == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

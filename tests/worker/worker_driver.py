@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,10 +50,12 @@ class ServedWorker:
 
 
 @asynccontextmanager
-async def served(engine: Engine | None) -> AsyncIterator[ServedWorker]:
+async def served(
+    engine: Engine | None, on_device_lost: Callable[[], object] = lambda: None
+) -> AsyncIterator[ServedWorker]:
     """Serves an engine, or a worker whose model is not loaded yet, on a free port."""
     thread = DeviceThread()
-    servicer = WorkerServicer(thread)
+    servicer = WorkerServicer(thread, on_device_lost)
     if engine is not None:
         servicer.serve(engine)
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
