@@ -105,6 +105,10 @@ class KvPool:
         _move(self._host, self.layers, swap_ins)
         _move(self.layers, self.layers, copies)
 
+    def before_writing(self, slot_mapping: Ints) -> None:
+        """To be called before a step writes into slots. Blocks leave and come in the order of the
+        device's other work, so there is nothing to wait for."""
+
     def _check(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Here, because an index out of range takes a GPU's context down."""
         if len(swap_outs.sources) and len(swap_ins.sources):

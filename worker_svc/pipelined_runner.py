@@ -68,6 +68,7 @@ class PipelinedRunner:
         tables.apply(plan)
         self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
         inputs = tables.prepare(rows, plan.num_scheduled_tokens)
+        self._pool.before_writing(inputs.slot_mapping)
         size = self._pass.graph_size(inputs.num_requests, inputs.num_tokens)
         pass_inputs, sampling = self._stage(plan, inputs, size)
         prepared = self._streams.mark()
