@@ -97,6 +97,10 @@ class KvPool:
         self.layers = _allocate(layers, size.num_blocks, block_size, device)
         self._host = _allocate(layers, size.num_host_blocks, block_size, torch.device("cpu"))
 
+    def before_writing(self, slot_mapping: Ints) -> None:
+        """To be called before a step writes into slots. Blocks leave and come in the order of the
+        device's other work, so there is nothing to wait for."""
+
     def move(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Device to host, host to device, device to device, in this order; each reads all its
         sources before it writes. PlanError, and nothing is moved, if they cannot all be."""
@@ -104,10 +108,6 @@ class KvPool:
         _move(self.layers, self._host, swap_outs)
         _move(self._host, self.layers, swap_ins)
         _move(self.layers, self.layers, copies)
-
-    def before_writing(self, slot_mapping: Ints) -> None:
-        """To be called before a step writes into slots. Blocks leave and come in the order of the
-        device's other work, so there is nothing to wait for."""
 
     def _check(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Here, because an index out of range takes a GPU's context down."""
