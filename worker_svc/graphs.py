@@ -41,7 +41,11 @@ class CudaCapturer:
             function()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # The outer one because a recording that fails leaves its stream the current one.
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+        ):
             function()
         replay: Replay = graph.replay
         return replay
@@ -81,8 +85,15 @@ def capture_decode(
         try:
             replays[size] = capturer.capture(prepare(size))
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = _first_cause(error)
             log.warning("no graphs: every step is launched anew", size=size, reason=reason)
             return DecodeGraphs({})
     log.info("graphs", sizes=sorted(replays))
     return DecodeGraphs(replays)
+
+
+def _first_cause(error: BaseException) -> str:
+    """What broke a recording; that it was broken is said behind it, when it ends."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0]

@@ -69,7 +69,10 @@ def test_the_largest_is_recorded_first() -> None:
 
 class RefusingCapturer:
     def capture(self, function: Callable[[], object]) -> Replay:
-        raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
 
 def test_what_cannot_be_recorded_is_launched_anew_and_one_warning_says_why(engine: Engine) -> None:
