@@ -16,9 +16,11 @@ from worker_svc.pipelined_runner import PipelinedRunner
 from worker_svc.runner import Runner
 from worker_svc.runners import start_pipelined
 
+_MOST_ASKED = 3
+
 
 class HostStreams:
-    """Everything is over as soon as it is queued."""
+    """Everything is over as soon as it is queued, but results seem to take their time."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -50,10 +52,14 @@ class HostMark:
 
 @dataclass
 class HostFetched:
+    """Is there when it has been asked for a few times: steps that wait are launched before."""
+
     tensors: list[Tensor]
+    num_asked: int = 0
 
     def is_ready(self) -> bool:
-        return True
+        self.num_asked += 1
+        return self.num_asked > _MOST_ASKED
 
     def arrays(self) -> list[NDArray[Any]]:
         return [tensor.numpy() for tensor in self.tensors]
