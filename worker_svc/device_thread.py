@@ -1,35 +1,52 @@
 """The one thread that touches the device."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeVar
+
+from worker_svc.step_runner import Failed, Launched
 
 T = TypeVar("T")
+
+# Steps the device has at once: one that it runs and one behind it, for which it need not wait.
+MOST_LAUNCHED: Final = 2
+# How late the end of a step may be seen while nothing else is to be done.
+_POLL_S = 0.0001
+
+
+@dataclass(frozen=True)
+class _Call:
+    future: Future[Any]
+    function: Callable[[], Any]
+    launches: bool  # gives work that is still to end
 
 
 class DeviceThread:
     """Runs calls one after the other, in the order they were submitted.
 
-    A queued call can be cancelled by its future, one that runs cannot. The thread does not keep
+    A queued call can be cancelled by its future, one that runs cannot. What was launched ends
+    before any other call runs, but the next launch does not wait for it. The thread does not keep
     the process alive.
     """
 
     def __init__(self) -> None:
         self._stopped = False
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._launched: deque[tuple[Future[Any], Launched[Any]]] = deque()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queues a call; after `stop` its future is cancelled."""
-        future: Future[T] = Future()
-        if self._stopped:
-            future.cancel()
-        else:
-            self._calls.put((future, call))
-        return future
+        return self._queue(call, launches=False)
+
+    def launch(self, call: Callable[[], Launched[T]]) -> Future[T]:
+        """Queues a call that launches something; the future gets its output."""
+        return self._queue(call, launches=True)
 
     def stop(self, wait_s: float) -> bool:
         """Ends the thread after the calls submitted so far; True if it has ended within the wait.
@@ -41,13 +58,62 @@ class DeviceThread:
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
+    def _queue(self, function: Callable[[], Any], *, launches: bool) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._stopped:
+            future.cancel()
+        else:
+            self._calls.put(_Call(future, function, launches))
+        return future
+
     def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
+        while (call := self._next()) is not None:
+            if not call.future.set_running_or_notify_cancel():
                 continue
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                # Whoever submitted the call deals with it.
-                future.set_exception(error)
+            if call.launches:
+                self._launch(call)
+            else:
+                self._settle_all()
+                _resolve(call.future, call.function)
+        self._settle_all()
+
+    def _next(self) -> _Call | None:
+        """The next call; until there is one, launched work is settled as it ends."""
+        while self._launched:
+            if len(self._launched) < MOST_LAUNCHED:
+                try:
+                    return self._calls.get_nowait()
+                except Empty:
+                    pass
+                if not self._launched[0][1].is_ready():
+                    try:
+                        return self._calls.get(timeout=_POLL_S)
+                    except Empty:
+                        continue
+            self._settle_oldest()
+        return self._calls.get()
+
+    def _launch(self, call: _Call) -> None:
+        try:
+            launched: Launched[Any] = call.function()
+        except BaseException as error:
+            launched = Failed(error)
+        self._launched.append((call.future, launched))
+        if launched.is_ready():
+            self._settle_all()
+
+    def _settle_all(self) -> None:
+        while self._launched:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        future, launched = self._launched.popleft()
+        _resolve(future, launched.output)
+
+
+def _resolve(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        # Whoever submitted the call deals with it.
+        future.set_exception(error)

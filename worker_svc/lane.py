@@ -1,8 +1,9 @@
 """The worker's side of one lane: plans in, results out, in the same order."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -12,7 +13,7 @@ from quire.internal.v1 import worker_pb2
 from quire.service.errors import RequestError, failed
 from worker_svc.device_thread import DeviceThread
 from worker_svc.plans import Plan, StepOutput, result_to_proto
-from worker_svc.step_runner import StepRunner
+from worker_svc.step_runner import Finished, Launched, StepRunner
 
 log = structlog.get_logger()
 
@@ -20,8 +21,9 @@ log = structlog.get_logger()
 class Lane:
     """Queues plans for the device thread and gathers what the stream is to say.
 
-    Lives on the event loop; only `_run` and `_report` are called on the device thread. Results
-    keep the order of the plans because one thread runs them and reports each as it ends.
+    Lives on the event loop; only `_launch`, `_finish` and `_report` are called on the device
+    thread. Results keep the order of the plans because one thread launches them, and settles and
+    reports each in its turn.
     """
 
     def __init__(self, epoch: int, thread: DeviceThread, runner: StepRunner) -> None:
@@ -54,7 +56,7 @@ class Lane:
         if not self._has_work and len(plan.rows):
             self._has_work = True
             log.info("first work", step=plan.step)
-        future = self._thread.submit(partial(self._run, plan))
+        future = self._thread.launch(partial(self._launch, plan))
         self._pending.add(future)
         future.add_done_callback(partial(self._report, plan))
 
@@ -88,14 +90,25 @@ class Lane:
             self._cleared = self._thread.submit(self._runner.clear)
         await asyncio.shield(asyncio.wrap_future(self._cleared))
 
-    def _run(self, plan: Plan) -> StepOutput | None:
-        """On the device thread. None if the plan is discarded."""
+    def _launch(self, plan: Plan) -> Launched[StepOutput | None]:
+        """On the device thread. The output is None if the plan is discarded."""
         if self._ended or self._broken:
-            return None
+            return Finished(None)
         try:
-            return self._runner.run(plan)
+            return _LaneStep(self._finish, self._runner.launch(plan))
         except Exception:
             # Here, because the next queued plan must not start.
+            self._broken = True
+            raise
+
+    def _finish(self, launched: Launched[StepOutput]) -> StepOutput | None:
+        """On the device thread. None if a step before has failed: nothing this one read is known
+        to be right."""
+        if self._broken:
+            return None
+        try:
+            return launched.output()
+        except Exception:
             self._broken = True
             raise
 
@@ -119,3 +132,17 @@ class Lane:
     def _end_if_complete(self) -> None:
         if self._complete and not self._pending:
             self._responses.put_nowait(None)
+
+
+@dataclass(frozen=True)
+class _LaneStep:
+    """A launched step, whose end the lane hears of."""
+
+    finish: Callable[[Launched[StepOutput]], StepOutput | None]
+    launched: Launched[StepOutput]
+
+    def is_ready(self) -> bool:
+        return self.launched.is_ready()
+
+    def output(self) -> StepOutput | None:
+        return self.finish(self.launched)

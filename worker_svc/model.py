@@ -46,16 +46,23 @@ class LoadedModel:
         """Replaces the attention function of every layer."""
         self.network.set_attn_implementation(register_attention(function))
 
-    def logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
-        """Float32 `[len(logits_indices), vocab_size]` of a flat batch, for the tokens asked for."""
+    def logits(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Float32 `[len(logits_indices), vocab_size]` of a flat batch, for the tokens asked for;
+        in `out` if that is given."""
         output = self.network(
             input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=logits_indices,
         )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        logits: Tensor = output.logits[0]
+        return logits.float() if out is None else out.copy_(logits)
 
 
 def load_model(

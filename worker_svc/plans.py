@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from quire.internal.v1 import worker_pb2
 from worker_svc.inputs import Ints
 from worker_svc.logprobs import Logprobs
+
+NO_TOKEN_POSSIBLE: Final = "the model gave logits that are not finite numbers"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import fcntl
 import io
 import queue
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -11,7 +12,7 @@ from google.protobuf import proto
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.plans import Plan, StepOutput, plan_to_proto, result_to_proto
-from worker_svc.step_runner import StepRunner
+from worker_svc.step_runner import Failed, Launched, StepRunner
 
 log = structlog.get_logger()
 
@@ -84,18 +85,41 @@ class RecordingRunner:
     def last_finished_step(self) -> int:
         return self._runner.last_finished_step
 
-    def run(self, plan: Plan) -> StepOutput:
+    def launch(self, plan: Plan) -> Launched[StepOutput]:
         try:
-            output = self._runner.run(plan)
-        except Exception:
-            self._recorder.put(plan)
-            raise
-        self._recorder.put((plan, output))
-        return output
+            launched: Launched[StepOutput] = self._runner.launch(plan)
+        except Exception as error:
+            # Steps before it may have no result yet: the file keeps their order.
+            launched = Failed(error)
+        return _RecordedStep(plan, launched, self._recorder)
+
+    def run(self, plan: Plan) -> StepOutput:
+        return self.launch(plan).output()
 
     def clear(self) -> None:
         self._runner.clear()
         self._recorder.put(worker_pb2.RowsCleared())
+
+
+@dataclass(frozen=True)
+class _RecordedStep:
+    """Is written down when it ends."""
+
+    plan: Plan
+    launched: Launched[StepOutput]
+    recorder: Recorder
+
+    def is_ready(self) -> bool:
+        return self.launched.is_ready()
+
+    def output(self) -> StepOutput:
+        try:
+            output = self.launched.output()
+        except Exception:
+            self.recorder.put(self.plan)
+            raise
+        self.recorder.put((self.plan, output))
+        return output
 
 
 def _lock(file: io.BufferedWriter, path: Path) -> None:

@@ -16,10 +16,9 @@ from worker_svc.inputs import Ints, StepInputs
 from worker_svc.kv_pool import KvPool
 from worker_svc.logprobs import Logprobs
 from worker_svc.model import LoadedModel
-from worker_svc.plans import Plan, StepOutput, StepTimes
+from worker_svc.plans import NO_TOKEN_POSSIBLE, Plan, StepOutput, StepTimes
+from worker_svc.step_runner import Finished, Launched
 from worker_svc.tables import Tables
-
-_NO_TOKEN_POSSIBLE = "the model gave logits that are not finite numbers"
 
 
 class Runner:
@@ -42,6 +41,10 @@ class Runner:
         self._implementation = implementation
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
+
+    def launch(self, plan: Plan) -> Launched[StepOutput]:
+        """Runs one plan to its end: a processor has nothing to do meanwhile."""
+        return Finished(self.run(plan))
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:
@@ -109,8 +112,8 @@ class Runner:
         drawn = token_ids != NO_TOKEN
         if not drawn.all():
             for row in sampling[~drawn].tolist():
-                self._tables.fail(row, _NO_TOKEN_POSSIBLE)
-                failures[row] = _NO_TOKEN_POSSIBLE
+                self._tables.fail(row, NO_TOKEN_POSSIBLE)
+                failures[row] = NO_TOKEN_POSSIBLE
             kept = self._tensor(drawn)
             sampling, token_ids = sampling[drawn], token_ids[drawn]
             logits, tokens = logits[kept], tokens[kept]

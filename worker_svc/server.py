@@ -30,6 +30,7 @@ EngineLoader = Callable[[WorkerSettings], Engine]
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _MODEL_CHECK = "model"
 _WRONG_SETTING = 2
+_DEVICE_LOST = 3
 # The device thread gets the interpreter back from the loop within this, not within 5 ms.
 _SWITCH_INTERVAL_S = 0.0002
 # For streams to end with a status of their own.
@@ -57,7 +58,8 @@ async def run(settings: WorkerSettings, load_engine: EngineLoader) -> None:
     signals.install()
     health = Health([_MODEL_CHECK], [_SERVICE])
     thread = DeviceThread()
-    servicer = WorkerServicer(thread)
+    # Whoever starts workers starts another one, which has a device that works.
+    servicer = WorkerServicer(thread, on_device_lost=partial(os._exit, _DEVICE_LOST))
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     recorder = None if settings.record is None else Recorder(settings.record)

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import structlog
@@ -26,8 +26,13 @@ _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.Execut
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """One lane at a time, that of the newest stream with the highest epoch."""
 
-    def __init__(self, thread: DeviceThread) -> None:
+    def __init__(
+        self, thread: DeviceThread, on_device_lost: Callable[[], object] = lambda: None
+    ) -> None:
+        """`on_device_lost` is called when a device does not recover from a step: no other step
+        will run on it in this process."""
         self._thread = thread
+        self._on_device_lost = on_device_lost
         self._incarnation = secrets.randbits(64)
         self._engine: Engine | None = None
         self._draining = False
@@ -131,7 +136,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if self._lane is not None:
                 message = "a newer stream has taken this worker"
                 self._lane.end(failed(grpc.StatusCode.ABORTED, "LANE_TAKEN", message))
-                await self._lane.close()
+                await self._clear(self._lane)
             # A newer leader may have come while this one waited.
             self._raise_fence(opening.epoch, opening.holder)
             self._lane = Lane(opening.epoch, self._thread, engine.runner)
@@ -143,7 +148,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._lane is lane:
             self._idle.set()
             log.info("lane closed")
-        await lane.close()
+        await self._clear(lane)
+
+    async def _clear(self, lane: Lane) -> None:
+        try:
+            await lane.close()
+        except Exception as error:
+            log.critical("device lost", reason=str(error))
+            self._on_device_lost()
+            raise
 
     def _require_engine(self) -> Engine:
         if self._engine is None:

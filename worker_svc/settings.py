@@ -112,6 +112,9 @@ class WorkerSettings(ServiceSettings):
     record: Path | None = Field(
         None, description="File that receives every plan and result, for `quire replay`."
     )
+    enforce_eager: bool = Field(
+        False, description="On a GPU: launches every step anew, without CUDA graphs."
+    )
     sim_vocab_size: int | None = Field(
         None, ge=1, description="sim: tokens of the vocabulary; the model's, or 32000, if absent."
     )

@@ -1,11 +1,16 @@
 """The state that rows keep between plans: tokens, blocks, sampling parameters."""
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from worker_svc.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
 from worker_svc.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plans import Admission, BlockAppend, Plan, PlanError
+
+# In the token table, of a token that only the device knows.
+TOKEN_ON_DEVICE: Final = -1
 
 
 class Tables:
@@ -45,6 +50,10 @@ class Tables:
     @property
     def max_num_seqs(self) -> int:
         return len(self.num_tokens)
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self._max_num_batched_tokens
 
     @property
     def max_model_len(self) -> int:
@@ -99,6 +108,11 @@ class Tables:
     def write_sampled(self, rows: Ints, token_ids: Ints) -> None:
         """Each row's sequence grows by one token."""
         self.token_table[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def expect_sampled(self, rows: Ints) -> None:
+        """Each row's sequence grows by a token that only the device knows."""
+        self.token_table[rows, self.num_tokens[rows]] = TOKEN_ON_DEVICE
         self.num_tokens[rows] += 1
 
     def append_token(self, row: int, token_id: int) -> None:

@@ -73,6 +73,7 @@ class _Batcher:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # Popped from the end: 1, 2, 3, …
         self._free_blocks = list(range(num_blocks - 1, 0, -1))
+        self._temperature = work.temperature
         self._step = 0
 
     @property
@@ -110,7 +111,7 @@ class _Batcher:
             return 0
         new_ids = self._grow(sequence, sequence.num_computed + count)
         if is_new:
-            _admit(plan.admissions, sequence)
+            _admit(plan.admissions, sequence, self._temperature)
         elif new_ids:
             plan.appends.rows.append(sequence.row)
             plan.appends.block_ids.extend(new_ids)
@@ -139,8 +140,8 @@ class _Batcher:
         return {sequence.row: sequence.index for sequence in sampling}
 
 
-def _admit(admissions: worker_pb2.Admissions, sequence: _Sequence) -> None:
-    """Greedy, without log-probabilities."""
+def _admit(admissions: worker_pb2.Admissions, sequence: _Sequence, temperature: float) -> None:
+    """Without filters and log-probabilities."""
     admissions.rows.append(sequence.row)
     admissions.token_ids.extend(sequence.prompt)
     admissions.num_tokens.append(len(sequence.prompt))
@@ -148,10 +149,10 @@ def _admit(admissions: worker_pb2.Admissions, sequence: _Sequence) -> None:
     admissions.num_computed_tokens.append(0)
     admissions.block_ids.extend(sequence.block_ids)
     admissions.num_blocks.append(len(sequence.block_ids))
-    admissions.temperatures.append(0.0)
+    admissions.temperatures.append(temperature)
     admissions.top_ks.append(0)
     admissions.top_ps.append(1.0)
     admissions.min_ps.append(0.0)
-    admissions.seeds.append(0)
+    admissions.seeds.append(sequence.index)
     admissions.num_logprobs.append(0)
     admissions.num_prompt_logprobs.append(0)

@@ -30,7 +30,7 @@ class Stack:
         """All requests at once, as `LLM.generate` sends them."""
         self._operations.reset_prefix_cache(_ASK_TIMEOUT_S)
         params = [
-            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            SamplingParams(temperature=work.temperature, max_tokens=count, ignore_eos=True)
             for count in work.num_outputs
         ]
         prompts: list[Prompt] = list(work.prompts)

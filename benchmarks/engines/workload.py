@@ -30,6 +30,7 @@ class Work:
     prompts: Sequence[list[int]]
     # Tokens that each of them is to write, whatever these are.
     num_outputs: Sequence[int]
+    temperature: float = 0.0
 
     @classmethod
     def of(cls, load: Workload) -> Self:
@@ -38,7 +39,7 @@ class Work:
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> Self:
-        return cls(value["prompts"], value["num_outputs"])
+        return cls(value["prompts"], value["num_outputs"], value["temperature"])
 
     @property
     def num_output_tokens(self) -> int:

@@ -187,25 +187,58 @@ def test_there_is_no_plot_of_nothing():
     assert plot([]) is None
 
 
-def test_the_page_shows_plot_table_and_versions(tmp_path, monkeypatch):
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """A place for results of its own."""
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+    return tmp_path / "RESULTS.md"
+
+
+def test_the_page_shows_plot_table_and_versions(page, tmp_path):
     part = throughput(SMALL, WORK, rounds())
     results.write("engines", Measured(MACHINE, part), [part.name], plot)
-    page = (tmp_path / "RESULTS.md").read_text()
+    shown = page.read_text()
     [image] = (tmp_path / "results").glob("engines-*.svg")
-    assert f"](results/{image.name})" in page
-    assert "python 3.11, torch 2.13, grpcio 1" in page
+    assert f"](results/{image.name})" in shown
+    assert "python 3.11, torch 2.13, grpcio 1" in shown
     [file] = (tmp_path / "results").glob("engines-*.json")
     assert json.loads(file.read_text())["parts"][part.name]["machine"] == MACHINE
 
 
-def test_a_benchmark_without_a_plot_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+def test_a_benchmark_without_a_plot_has_none(page):
     part = worker(SMALL, IDLE_NEVER, 1.0, 1.0)
     results.write("scheduler", Measured(MACHINE, part), [part.name])
-    assert "![" not in (tmp_path / "RESULTS.md").read_text()
+    assert "![" not in page.read_text()
+
+
+def titled(name: str, title: str) -> Measured:
+    return Measured(MACHINE, Part(name, title, [], [], [], []))
+
+
+def test_a_part_measured_on_another_day_hides_no_other(page, tmp_path):
+    order = ["one", "two", "gone"]
+    for name in order:
+        results.write("kernels", titled(name, f"{name}, first"), order)
+    [today] = (tmp_path / "results").glob("*.json")
+    earlier = json.loads(today.read_text()) | {"date": "2001-02-03"}
+    (today.parent / "kernels-2001-02-03.json").write_text(json.dumps(earlier))
+    today.unlink()
+    # A part that there is no more is not shown, however new it is.
+    results.write("kernels", titled("two", "two, again"), ["one", "two"])
+    headings = [line[4:] for line in page.read_text().splitlines() if line.startswith("### ")]
+    assert headings == ["one, first", "two, again"]
+    assert "<sub>2001-02-03: 2 cores of a processor" in page.read_text()
+
+
+def test_the_page_says_what_nobody_has_measured(page):
+    results.render()
+    assert "## On a GPU\n\nUnmeasured" in page.read_text()
+    results.write(
+        "gpu", Measured(MACHINE | {"device": "a device"}, titled("one", "A").part), ["one"]
+    )
+    assert "Unmeasured" not in page.read_text()
+    assert "a device, 2 cores" in page.read_text()
 
 
 def test_vllms_requirements_are_those_of_text_on_this_platform():

@@ -1,8 +1,53 @@
-"""The thread that touches the device: order, and an end that leaves nothing running."""
+"""The thread that touches the device: order, steps behind one another, and an end that leaves
+nothing running."""
 
 import threading
+from collections.abc import Iterator
 
-from worker_svc.device_thread import DeviceThread
+import pytest
+
+from worker_svc.device_thread import MOST_LAUNCHED, DeviceThread
+from worker_svc.step_runner import Finished
+
+
+@pytest.fixture
+def thread() -> Iterator[DeviceThread]:
+    thread = DeviceThread()
+    yield thread
+    assert thread.stop(wait_s=10)
+
+
+class Step:
+    """Work that ends when it is told to."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name = name
+        self.launched, self.over = threading.Event(), threading.Event()
+        self._told = told
+
+    def __call__(self) -> "Step":
+        self._told.append(f"{self.name} begins")
+        self.launched.set()
+        return self
+
+    def is_ready(self) -> bool:
+        return self.over.is_set()
+
+    def output(self) -> str:
+        self.over.wait()
+        self._told.append(f"{self.name} is over")
+        return self.name
+
+
+@pytest.fixture
+def told() -> list[str]:
+    """What happened on the thread, in its order."""
+    return []
+
+
+@pytest.fixture
+def steps(told: list[str]) -> list[Step]:
+    return [Step(name, told) for name in "abc"]
 
 
 def test_a_stop_waits_for_the_calls_before_it() -> None:
@@ -17,3 +62,70 @@ def test_a_stop_waits_for_the_calls_before_it() -> None:
     assert thread.stop(wait_s=10)
     assert running.done()
     assert queued.result() == "queued"
+
+
+def test_a_step_is_launched_before_the_one_on_the_device_ends(
+    thread: DeviceThread, steps: list[Step], told: list[str]
+) -> None:
+    futures = [thread.launch(step) for step in steps]
+    assert steps[MOST_LAUNCHED - 1].launched.wait(10)
+    # No more than the buffers are for.
+    assert not steps[MOST_LAUNCHED].launched.is_set()
+    assert not futures[0].done()
+    for step in steps:
+        step.over.set()
+    assert [future.result(10) for future in futures] == ["a", "b", "c"]
+    assert told[:4] == ["a begins", "b begins", "a is over", "c begins"]
+
+
+def test_a_result_does_not_wait_for_another_step(thread: DeviceThread, steps: list[Step]) -> None:
+    future = thread.launch(steps[0])
+    assert steps[0].launched.wait(10)
+    steps[0].over.set()
+    assert future.result(10) == "a"
+    # And a plan that comes while a step runs need not wait for its end.
+    running = thread.launch(steps[1])
+    assert steps[1].launched.wait(10)
+    thread.launch(steps[2])
+    assert steps[2].launched.wait(10)
+    assert not running.done()
+    steps[1].over.set()
+    steps[2].over.set()
+
+
+def test_other_calls_come_after_what_was_launched(
+    thread: DeviceThread, steps: list[Step], told: list[str]
+) -> None:
+    thread.launch(steps[0])
+    cleared = thread.submit(lambda: told.append("cleared"))
+    assert steps[0].launched.wait(10)
+    assert not cleared.done()
+    steps[0].over.set()
+    cleared.result(10)
+    assert told == ["a begins", "a is over", "cleared"]
+
+
+def _fails() -> Step:
+    raise ValueError("no such row")
+
+
+def test_a_launch_that_fails_says_so_in_its_turn(
+    thread: DeviceThread, steps: list[Step], told: list[str]
+) -> None:
+    first = thread.launch(steps[0])
+    failing = thread.launch(_fails)
+    first.add_done_callback(lambda _: told.append("first is told"))
+    failing.add_done_callback(lambda _: told.append("failing is told"))
+    assert steps[0].launched.wait(10)
+    steps[0].over.set()
+    with pytest.raises(ValueError, match="no such row"):
+        failing.result(10)
+    # Its callbacks have run, too, when the thread goes on.
+    thread.submit(told.copy).result(10)
+    assert told == ["a begins", "a is over", "first is told", "failing is told"]
+
+
+def test_what_is_over_at_once_is_settled_before_the_next_call(thread: DeviceThread) -> None:
+    first = thread.launch(lambda: Finished(1))
+    seen = thread.launch(lambda: Finished(first.done()))
+    assert seen.result(10) is True

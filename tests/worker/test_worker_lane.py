@@ -35,9 +35,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama(), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture
-async def worker(model: Path) -> AsyncIterator[ServedWorker]:
-    async with served_model(model, swap_space=2**16, num_blocks=300) as worker:
+@pytest.fixture(params=[False, True], ids=["steps at once", "steps queue up"])
+async def worker(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[ServedWorker]:
+    sizes = {"swap_space": 2**16, "num_blocks": 300}
+    async with served_model(model, steps_queue_up=request.param, **sizes) as worker:
         yield worker
 
 

@@ -32,9 +32,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_model(FAMILIES[request.param](), tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture
-async def worker(model: Path) -> AsyncIterator[ServedWorker]:
-    async with served_model(model) as worker:
+@pytest.fixture(params=[False, True], ids=["steps at once", "steps queue up"])
+async def worker(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[ServedWorker]:
+    async with served_model(model, steps_queue_up=request.param) as worker:
         yield worker
 
 

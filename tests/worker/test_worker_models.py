@@ -22,9 +22,10 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-async def test_equals_generate(model: Path) -> None:
+@pytest.mark.parametrize("steps_queue_up", [False, True])
+async def test_equals_generate(model: Path, steps_queue_up: bool) -> None:
     reference = Reference(model)
-    async with served_model(model) as worker:
+    async with served_model(model, steps_queue_up=steps_queue_up) as worker:
         lane = LaneClient(worker.stub)
         hello = await lane.open()
         assert hello.block_size == BLOCK_SIZE

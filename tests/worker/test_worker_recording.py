@@ -13,10 +13,18 @@ from sim_driver import SMALL
 from worker_driver import LaneClient, Sampling, Sequence, admit, append, schedule, served
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.plans import plan_from_proto, plan_to_proto
+from worker_svc.plans import (
+    Plan,
+    PlanError,
+    StepOutput,
+    StepTimes,
+    plan_from_proto,
+    plan_to_proto,
+)
 from worker_svc.recorder import Recorder, RecordingRunner
 from worker_svc.sim.engine import sim_engine
 from worker_svc.sim.runner import SimRunner
+from worker_svc.step_runner import Finished
 
 _EXAMPLE = json.loads((Path(__file__).parent / "prepare_inputs.json").read_text())
 
@@ -81,6 +89,40 @@ async def test_plans_and_results_in_the_order_they_were_run(tmp_path: Path) -> N
         (1, 2),
         (2, 6),
     ]
+
+
+class Steps:
+    """Launched ones, as a runner would give them; what is no step cannot be launched."""
+
+    last_finished_step = 0
+
+    def launch(self, plan: Plan) -> Finished[StepOutput]:
+        if not plan.step:
+            raise PlanError("no step")
+        times = StepTimes(0, 0, 0, 0, 0)
+        return Finished(StepOutput([plan.step], [7], times))
+
+    def run(self, plan: Plan) -> StepOutput:
+        return self.launch(plan).output()
+
+    def clear(self) -> None:
+        pass
+
+
+def test_results_stand_behind_their_plans_whatever_was_launched_meanwhile(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "steps")
+    runner = RecordingRunner(Steps(), recorder)
+    messages = [worker_pb2.BatchPlan(epoch=1, step=step) for step in (1, 2, 0)]
+    launched = [runner.launch(plan_from_proto(message)) for message in messages]
+    for step in launched[:2]:
+        step.output()
+    with pytest.raises(PlanError, match="no step"):
+        launched[2].output()
+    recorder.close()
+    found = entries(tmp_path / "steps")
+    kinds = [entry.WhichOneof("entry") for entry in found]
+    assert kinds == ["plan", "result", "plan", "result", "plan"]
+    assert [entry.result.step for entry in found[1:4:2]] == [1, 2]
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:

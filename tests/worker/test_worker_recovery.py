@@ -236,6 +236,19 @@ async def test_a_half_open_stream_does_not_hold_the_lane(worker: ServedWorker) -
         assert (await again.run(prompt_plan())).sampled_token_ids == [token(0)]
 
 
+async def test_a_device_that_does_not_recover_is_told_of() -> None:
+    class LostRunner(SimRunner):
+        def clear(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    lost = asyncio.Event()
+    async with served(sim_engine(LostRunner(_MODEL)), on_device_lost=lost.set) as worker:
+        lane = await opened(worker)
+        await lane.run(prompt_plan())
+        await lane.call.done_writing()
+        await asyncio.wait_for(lost.wait(), 10)
+
+
 @pytest.mark.slow
 async def test_a_scheduler_that_fell_silent_is_noticed(worker: ServedWorker) -> None:
     async with wire_to(worker) as (wire, stub):

@@ -1,19 +1,22 @@
 """A worker behind real gRPC, and a small hand-written scheduler's side of its lane."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+from host_device import HostCapturer, pipelined
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, server_options
 from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.device_thread import DeviceThread
 from worker_svc.engine import Engine
+from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.torch_engine import load_engine
@@ -28,7 +31,7 @@ def worker_settings(model: Path, **changes: Any) -> WorkerSettings:
         "block_size": BLOCK_SIZE,
         "num_blocks": 200,
         "max_num_seqs": 40,
-        "device": "cpu",
+        "device": os.environ.get("QUIRE_TEST_DEVICE", "cpu"),
         "threads": 1,
         **changes,
     }
@@ -47,10 +50,12 @@ class ServedWorker:
 
 
 @asynccontextmanager
-async def served(engine: Engine | None) -> AsyncIterator[ServedWorker]:
+async def served(
+    engine: Engine | None, on_device_lost: Callable[[], object] = lambda: None
+) -> AsyncIterator[ServedWorker]:
     """Serves an engine, or a worker whose model is not loaded yet, on a free port."""
     thread = DeviceThread()
-    servicer = WorkerServicer(thread)
+    servicer = WorkerServicer(thread, on_device_lost)
     if engine is not None:
         servicer.serve(engine)
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
@@ -71,8 +76,14 @@ async def served(engine: Engine | None) -> AsyncIterator[ServedWorker]:
 
 
 @asynccontextmanager
-async def served_model(model: Path, **changes: Any) -> AsyncIterator[ServedWorker]:
-    async with served(load_engine(worker_settings(model, **changes))) as worker:
+async def served_model(
+    model: Path, *, steps_queue_up: bool = False, **changes: Any
+) -> AsyncIterator[ServedWorker]:
+    """`steps_queue_up` has a worker run its steps as it does on a GPU, graphs included."""
+    engine = load_engine(worker_settings(model, **changes))
+    if steps_queue_up and isinstance(engine.runner, Runner):
+        engine = replace(engine, runner=pipelined(engine, HostCapturer()))
+    async with served(engine) as worker:
         yield worker
 
 

@@ -7,18 +7,18 @@ import numpy as np
 
 from worker_svc.inputs import Ints, StepInputs
 from worker_svc.logprobs import Logprobs
-from worker_svc.plans import Plan, PlanError, StepOutput, StepTimes
+from worker_svc.plans import NO_TOKEN_POSSIBLE, Plan, PlanError, StepOutput, StepTimes
 from worker_svc.sim.ledger import Ledger
 from worker_svc.sim.logprobs import logprobs_at
 from worker_svc.sim.model import SimModel
 from worker_svc.sim.poison import Poison
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
 from worker_svc.sim.tokens import tokens_at
+from worker_svc.step_runner import Finished, Launched
 from worker_svc.tables import Tables
 
 # What a sleep takes longer than asked, mostly; so long the clock is watched instead.
 _LONGEST_OVERSLEEP_NS = 150_000
-_NOT_FINITE = "the model gave logits that are not finite numbers"
 
 
 class SimRunner:
@@ -53,6 +53,10 @@ class SimRunner:
         )
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
+
+    def launch(self, plan: Plan) -> Launched[StepOutput]:
+        """Runs one plan to its end."""
+        return Finished(self.run(plan))
 
     def run(self, plan: Plan) -> StepOutput:
         """Runs one plan, in no less time than the model says. Violation if it breaks a rule; rows
@@ -130,8 +134,8 @@ class SimRunner:
         else:
             return rows
         for row in failing:
-            self._tables.fail(row, _NOT_FINITE)
-            failures[row] = _NOT_FINITE
+            self._tables.fail(row, NO_TOKEN_POSSIBLE)
+            failures[row] = NO_TOKEN_POSSIBLE
         return rows[~np.isin(rows, failing)]
 
     def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:

@@ -1,0 +1,184 @@
+"""The kernels beside what the device can do: copies, and FlashAttention."""
+
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.device import Device, Turns
+from benchmarks.gpu.paged import DTYPE, PagedTensors, Shape
+from benchmarks.report import Cell, Column, Part, Target
+from kernels.kv_write import kv_write, kv_write_reference
+
+_BLOCK_SIZES = (16, 256)
+_TIMES_THE_CACHE = 4
+# Of copies' bandwidth, for operations that read and write; of FlashAttention's speed.
+_OF_COPIES, _OF_FLASH = 0.8, 0.7
+
+Row = dict[str, Cell]
+
+
+def writes(device: Device, num_tokens: int = 65_536) -> Part:
+    """Keys and values of many tokens into their slots."""
+    rows = [_write_row(device, num_tokens, block_size) for block_size in _BLOCK_SIZES]
+    return Part(
+        name="kv_write",
+        title="Writes to the cache",
+        notes=[_OF_COPY_NOTE],
+        columns=[*_WHAT, Column("gbs", "GB/s", ",.0f"), *_SHARE],
+        rows=rows,
+        targets=[_target(f"kv_write, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows],
+    )
+
+
+def _write_row(device: Device, num_tokens: int, block_size: int) -> Row:
+    num_heads, head_dim, where = 8, 128, device.torch_device
+    num_bytes = 2 * 2 * num_tokens * num_heads * head_dim * DTYPE.itemsize
+    num_turns = _num_turns(device, num_bytes)
+    size = (num_turns, 2, num_tokens, num_heads, head_dim)
+    states = torch.randn(size, device=where, dtype=DTYPE)
+    caches = torch.zeros(
+        num_turns, 2, num_tokens // block_size, block_size, num_heads, head_dim,
+        device=where, dtype=DTYPE,
+    )  # fmt: skip
+    blocks = torch.randperm(num_tokens // block_size, device=where).unsqueeze(1)
+    slots = (blocks * block_size + torch.arange(block_size, device=where)).flatten()
+    _check_write(states[0], caches[0], slots)
+    functions: dict[str, Turns] = {
+        "ours": [
+            partial(kv_write, keys, values, k_cache, v_cache, slots)
+            for (keys, values), (k_cache, v_cache) in zip(states, caches, strict=True)
+        ],
+        "copy": _copies(device, num_bytes),
+    }
+    seconds = device.median_seconds(functions)
+    what = f"{num_tokens} tokens of {num_heads} heads of {head_dim}, blocks of {block_size}"
+    return _share_row(what, num_bytes, seconds)
+
+
+def _check_write(states: torch.Tensor, caches: torch.Tensor, slots: torch.Tensor) -> None:
+    expected = torch.zeros_like(caches)
+    kv_write_reference(states[0], states[1], expected[0], expected[1], slots)
+    kv_write(states[0], states[1], caches[0], caches[1], slots)
+    if not torch.equal(caches, expected):
+        raise ValueError("kv_write does not write what its twin writes")
+
+
+def decode(device: Device, scale: int = 1) -> Part:
+    """One query per sequence. `scale` divides the work, for a look."""
+    sizes = [(256, 1024, 16, 8), (256, 2048, 32, 8), (16, 16_384, 16, 8), (1, 131_072, 32, 8)]
+    shapes = [
+        Shape(-(-num_seqs // scale), seq_len // scale, 1, block_size, num_heads, num_kv_heads)
+        for num_seqs, seq_len, num_heads, num_kv_heads in sizes
+        for block_size in _BLOCK_SIZES
+    ]
+    rows = [_decode_row(device, shape) for shape in shapes]
+    return Part(
+        name="decode",
+        title="Attention of decoded tokens",
+        notes=[
+            f"Sequences x length; bytes are those of keys and values, read once. {_OF_COPY_NOTE} "
+            "*Torch*: times as long as ours its own attention takes on keys and values in order."
+        ],
+        columns=[*_WHAT, Column("gbs", "GB/s", ",.0f"), *_SHARE, Column("torch", "torch", ".2f")],
+        rows=rows,
+        targets=[_target(f"decode, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows[:4]],
+    )
+
+
+def _decode_row(device: Device, shape: Shape) -> Row:
+    num_turns = _num_turns(device, shape.read_bytes)
+    batches = [PagedTensors(shape, device.torch_device) for _ in range(num_turns)]
+    batches[0].check()
+    functions: dict[str, Turns] = {
+        "ours": [batch.attend for batch in batches],
+        "torch": [partial(batch.attend_in_order, flash=False) for batch in batches],
+        "copy": _copies(device, shape.read_bytes),
+    }
+    seconds = device.median_seconds(functions)
+    row = _share_row(shape.title, shape.read_bytes, seconds)
+    return {**row, "torch": seconds["torch"] / seconds["ours"]}
+
+
+def prefill(device: Device, scale: int = 1) -> Part:
+    """Whole prompts."""
+    sizes = [(16, 1024, 16, 8), (8, 2048, 32, 8), (2, 8192, 32, 8)]
+    shapes = [
+        Shape(
+            -(-num_seqs // scale),
+            seq_len // scale,
+            seq_len // scale,
+            block_size,
+            num_heads,
+            num_kv_heads,
+        )
+        for num_seqs, seq_len, num_heads, num_kv_heads in sizes
+        for block_size in _BLOCK_SIZES
+    ]
+    rows = [_prefill_row(device, shape) for shape in shapes]
+    return Part(
+        name="prefill",
+        title="Attention of whole prompts",
+        notes=[
+            "Prompts x length; operations are those on keys that are seen. *Of flash*: our speed "
+            "of that of torch's FlashAttention on keys and values in order."
+        ],
+        columns=[
+            *_WHAT,
+            Column("tflops", "TFLOP/s", ",.0f"),
+            Column("of_flash", "of flash", ".2f"),
+        ],
+        rows=rows,
+        targets=[_target(f"prefill, {r['what']}", _OF_FLASH, r["of_flash"]) for r in rows],
+    )
+
+
+def _prefill_row(device: Device, shape: Shape) -> Row:
+    num_turns = _num_turns(device, shape.read_bytes)
+    batches = [PagedTensors(shape, device.torch_device) for _ in range(num_turns)]
+    batches[0].check()
+    functions: dict[str, Turns] = {
+        "ours": [batch.attend for batch in batches],
+        "flash": [batch.attend_in_order for batch in batches],
+    }
+    seconds = device.median_seconds(functions)
+    return {
+        "what": shape.title,
+        "us": 1e6 * seconds["ours"],
+        "tflops": shape.flops / seconds["ours"] / 1e12,
+        "of_flash": seconds["flash"] / seconds["ours"],
+    }
+
+
+def _num_turns(device: Device, num_bytes: int) -> int:
+    """Working sets that together do not fit into the device's cache."""
+    return 2 + _TIMES_THE_CACHE * device.cache_bytes // num_bytes
+
+
+def _copies(device: Device, num_bytes: int) -> Turns:
+    """Of half as many bytes, which are read and written."""
+    half = num_bytes // 2
+    size = (_num_turns(device, num_bytes), 2, half)
+    parts = torch.randint(0, 127, size, device=device.torch_device, dtype=torch.uint8)
+    return [partial(target.copy_, source) for source, target in parts]
+
+
+def _share_row(what: str, num_bytes: int, seconds: dict[str, float]) -> Row:
+    return {
+        "what": what,
+        "us": 1e6 * seconds["ours"],
+        "gbs": num_bytes / seconds["ours"] / 1e9,
+        "of_copy": seconds["copy"] / seconds["ours"],
+    }
+
+
+def _target(what: str, aim: float, measured: Cell) -> Target:
+    assert isinstance(measured, float)
+    return Target(what, f"at least {aim}", f"{measured:.2f}", measured >= aim)
+
+
+_WHAT = [Column("what", "what"), Column("us", "us", ",.1f")]
+_SHARE = [Column("of_copy", "of copies", ".2f")]
+_OF_COPY_NOTE = (
+    "*Of copies*: the rate of bytes read and written, of that of a copy within the device of as "
+    "many bytes read and written, in turn with it."
+)

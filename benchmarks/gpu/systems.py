@@ -1,0 +1,72 @@
+"""The runner alone and the whole stack, each in processes of its own, on the same work."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.host import Host
+from benchmarks.engines.workload import Work
+from benchmarks.gpu.workload import MAX_MODEL_LEN, workload
+
+ROOT = Path(__file__).parents[2]
+MAX_NUM_SEQS = 256
+_MAX_NUM_BATCHED_TOKENS = 16_384
+# For all of the work's keys and values at once.
+_KV_CACHE_GIB = 36
+_DECODE_ROWS = (1, 16, 64, 256)
+# Of the model's weights: another recipe is another model.
+_RECIPE = "1"
+
+
+def model_folder(folder: Path) -> Path:
+    """The model's files, made the first time."""
+    model = folder / f"model-{_RECIPE}"
+    if not (model / "tokenizer.json").exists():
+        maker = [sys.executable, "-m", "benchmarks.gpu.make_model", str(model)]
+        subprocess.run(maker, cwd=ROOT, check=True)
+    return model
+
+
+def worker_flags(model: Path, block_size: int, **changes: object) -> dict[str, object]:
+    flags: dict[str, object] = {
+        "model": model,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "block-size": block_size,
+        "max-model-len": MAX_MODEL_LEN,
+        "max-num-seqs": MAX_NUM_SEQS,
+        "max-num-batched-tokens": _MAX_NUM_BATCHED_TOKENS,
+        "kv-cache-memory": f"{_KV_CACHE_GIB}GiB",
+    }
+    named = {key.replace("_", "-"): value for key, value in changes.items()}
+    return {key: str(value) for key, value in {**flags, **named}.items()}
+
+
+def start_runner(folder: Path, block_size: int, **changes: object) -> Host:
+    flags = worker_flags(model_folder(folder), block_size, **changes)
+    return _start("runner_alone", folder, {"flags": flags, "decode_rows": _DECODE_ROWS})
+
+
+def start_stack(folder: Path, block_size: int) -> Host:
+    flags = worker_flags(model_folder(folder), block_size)
+    model = flags.pop("model")
+    settings = {
+        **{f"QUIRE_WORKER_{key.upper().replace('-', '_')}": value for key, value in flags.items()},
+        "QUIRE_SCHEDULER_MAX_NUM_BATCHED_TOKENS": str(_MAX_NUM_BATCHED_TOKENS),
+    }
+    return _start("stack", folder, {"model": model, "settings": settings})
+
+
+def _start(module: str, folder: Path, job: Mapping[str, Any]) -> Host:
+    work = workload()
+    # Other tokens: no prefix cache shall know the work itself.
+    warmup = Work([prompt[::-1] for prompt in work.prompts[:32]], [32] * 32, work.temperature)
+    return Host(
+        f"gpu-{module}",
+        [sys.executable, "-m", f"benchmarks.gpu.{module}"],
+        {**job, "work": vars(work), "warmup": vars(warmup)},
+        folder,
+        {},
+    )

@@ -1,0 +1,124 @@
+"""What measures a GPU, with a processor in its place: the work, the tables, that it all runs."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import llama, save_model
+
+from benchmarks.engines.workload import Work
+from benchmarks.gpu import __main__ as main
+from benchmarks.gpu.device import Turns
+from benchmarks.gpu.kernels import decode, prefill, writes
+from benchmarks.gpu.paged import PagedTensors, Shape
+from benchmarks.gpu.runner_alone import Alone, covered
+from benchmarks.gpu.serving import idle_part, runner_row, stack_row, throughput_part
+from benchmarks.gpu.workload import MAX_MODEL_LEN, workload
+from benchmarks.report import markdown
+from worker_svc.settings import WorkerSettings
+from worker_svc.torch_engine import load_engine
+
+
+class HostDevice:
+    torch_device = torch.device("cpu")
+    cache_bytes = 1
+
+    def median_seconds(self, functions: Mapping[str, Turns]) -> dict[str, float]:
+        seconds = {}
+        for name, turns in functions.items():
+            began_s = time.perf_counter()
+            for turn in turns:
+                turn()
+            seconds[name] = time.perf_counter() - began_s
+        return seconds
+
+
+def test_the_work_is_that_of_nano_vllm() -> None:
+    work = workload()
+    assert sum(map(len, work.prompts)) == 142_827
+    assert work.num_output_tokens == 133_966
+    lengths = map(sum, zip(map(len, work.prompts), work.num_outputs, strict=True))
+    assert max(lengths) == 2011 < MAX_MODEL_LEN
+
+
+def test_kernels_are_measured() -> None:
+    device = HostDevice()
+    for part, num_rows in ((writes(device, 512), 2), (decode(device, 64), 8)):
+        assert len(part.rows) == num_rows
+        assert all(row["of_copy"] > 0 for row in part.rows)
+        assert part.title in markdown(part)
+
+
+def test_prefill_is_measured() -> None:
+    assert len(prefill(HostDevice(), 64).rows) == 6
+
+
+def test_a_wrong_kernel_is_not_measured() -> None:
+    batch = PagedTensors(Shape(2, 20, 1, 16, 4, 2, 16), torch.device("cpu"))
+    batch.check()
+    batch._v_cache *= 1.1
+    with pytest.raises(ValueError, match="the kernel is wrong"):
+        batch.check()
+
+
+def test_the_runner_alone_runs_the_work(tmp_path: Path) -> None:
+    settings = WorkerSettings(
+        _cli_parse_args=[],
+        model=str(save_model(llama(), tmp_path)),
+        device="cpu",
+        block_size=4,
+        num_blocks=200,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    alone = Alone(load_engine(settings))
+    work = Work([[1, 2, 3]] * 6, [5] * 6, 0.6)
+    for _ in range(2):
+        found = alone.run(work)
+        assert found["num_tokens"] == 30
+        assert 0 < found["times"]["decode"]["steps"] < found["times"]["all"]["steps"]
+    decoded = alone.decode(2, 20, num_steps=4)
+    assert decoded["step_ms"] > decoded["between_ms"] >= 0
+    assert decoded["busy_ms"] is None
+    row = runner_row("alone", work, [found])
+    assert row["decode_ms"] > 0
+    assert 0 <= row["idle_share"] < 1
+
+
+def test_the_stack_is_held_against_its_runner() -> None:
+    sums = {"waiting_ns": 1e6, "preparing_ns": 1e6, "forward_ns": 7e6, "sampling_ns": 1e6}
+    answer = {"seconds": 10.0, "times": {"decode": {**sums, "steps": 5}}}
+    work = Work([[1]], [100])
+    alone = runner_row("the runner", work, [answer])
+    assert alone["decode_ms"] == pytest.approx(2.0)
+    assert alone["idle_share"] == pytest.approx(0.1)
+    stack = stack_row("the stack", work, [{"seconds": 10.5, "idle_s": 1.0, "busy_s": 9.0}])
+    part = throughput_part(work, [alone, stack])
+    assert [target.met for target in part.targets] == [True]
+    assert part.targets[0].measured == "0.95"
+
+
+def test_idle_time_is_what_no_record_covers() -> None:
+    found = {"num_rows": 256, "step_ms": 4.0, "between_ms": 0.4}
+    recorded, unrecorded = (
+        idle_part([{**found, "busy_ms": 3.9}]),
+        idle_part([{**found, "busy_ms": None}]),
+    )
+    assert recorded.rows[0]["idle_share"] == pytest.approx(0.025)
+    assert recorded.targets[0].met
+    assert unrecorded.rows[0]["idle_share"] == pytest.approx(0.1)
+    assert not unrecorded.targets[0].met
+    assert "| -" in markdown(unrecorded)
+
+
+def test_what_overlaps_counts_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 6), (0, 2), (1, 3), (1.5, 1.75)]) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 0
+    assert capsys.readouterr().out == "No GPU here: nothing is measured.\n"

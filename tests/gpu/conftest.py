@@ -1,0 +1,21 @@
+"""What is here runs on a CUDA device, and is skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")

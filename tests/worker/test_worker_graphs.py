@@ -1,0 +1,204 @@
+"""Recorded passes: which there are, which batches they serve, and what they leave alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from host_device import AsksDevice, HostCapturer, pipelined
+from structlog.testing import capture_logs
+from tiny_models import FAMILIES, llama, save_model
+from worker_driver import Sequence, admit, schedule, worker_settings
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.attention import LayerProbe
+from worker_svc.device_inputs import padding_arrays, pass_arrays
+from worker_svc.engine import Engine
+from worker_svc.graphs import DecodeGraphs, Replay, capture_decode, graph_sizes
+from worker_svc.pipelined_runner import PipelinedRunner
+from worker_svc.plans import StepOutput, plan_from_proto
+from worker_svc.torch_engine import load_engine
+
+_ROWS = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def engine(model: Path) -> Engine:
+    sizes = {"max_num_seqs": _ROWS, "max_num_batched_tokens": 100}
+    return load_engine(worker_settings(model, device="cpu", **sizes))
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 4]),
+        (8, [1, 2, 4, 8]),
+        (9, [1, 2, 4, 8, 16]),
+        (40, [1, 2, 4, 8, 16, 32, 48]),
+        (512, [1, 2, 4, 8, *range(16, 513, 16)]),
+        (1000, [1, 2, 4, 8, *range(16, 513, 16)]),
+    ],
+)
+def test_sizes(max_num_seqs: int, sizes: list[int]) -> None:
+    assert list(graph_sizes(max_num_seqs)) == sizes
+
+
+def test_the_smallest_that_fits_serves() -> None:
+    graphs = DecodeGraphs(dict.fromkeys((4, 1, 16), lambda: None))
+    found = [graphs.size_for(rows) for rows in (1, 2, 4, 5, 16, 17)]
+    assert found == [1, 4, 4, 16, 16, None]
+    assert DecodeGraphs({}).size_for(1) is None
+
+
+def test_the_largest_is_recorded_first() -> None:
+    prepared: list[int] = []
+
+    def prepare(size: int) -> Callable[[], object]:
+        prepared.append(size)
+        return lambda: None
+
+    capture_decode((1, 4, 2), prepare, HostCapturer())
+    assert prepared == [4, 2, 1]
+
+
+class RefusingCapturer:
+    def capture(self, function: Callable[[], object]) -> Replay:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_what_cannot_be_recorded_is_launched_anew_and_one_warning_says_why(engine: Engine) -> None:
+    with capture_logs() as logs:
+        runner = pipelined(engine, RefusingCapturer())
+    [warning] = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert warning["reason"] == "operation not permitted when stream is capturing"
+    assert run(runner, prompts(3)).sampled_rows == [0, 1, 2]
+    assert run(runner, decodes(3)).sampled_rows == [0, 1, 2]
+
+
+def run(runner: PipelinedRunner, plan: worker_pb2.BatchPlan) -> StepOutput:
+    plan.epoch, plan.step = 1, runner.last_finished_step + 1
+    return runner.run(plan_from_proto(plan))
+
+
+def prompts(num_rows: int) -> worker_pb2.BatchPlan:
+    plan = worker_pb2.BatchPlan()
+    for row in range(num_rows):
+        admit(plan, Sequence(row, [row + 1, 5], 2, 0, [2 * row + 1, 2 * row + 2]))
+        schedule(plan, row, 2)
+    return plan
+
+
+def decodes(num_rows: int) -> worker_pb2.BatchPlan:
+    plan = worker_pb2.BatchPlan()
+    for row in range(num_rows):
+        schedule(plan, row, 1)
+    return plan
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 4), (9, 16), (17, 32)])
+def test_batches_of_decoding_rows_alone_are_replayed(
+    engine: Engine, num_rows: int, size: int
+) -> None:
+    capturer = HostCapturer()
+    runner = pipelined(engine, capturer)
+    run(runner, prompts(num_rows))
+    assert sum(capturer.num_replays) == 0
+    run(runner, decodes(num_rows))
+    # Recorded from the largest down.
+    sizes = sorted(graph_sizes(_ROWS), reverse=True)
+    assert dict(zip(sizes, capturer.num_replays, strict=True))[size] == 1
+    assert sum(capturer.num_replays) == 1
+    mixed = decodes(num_rows)
+    admit(mixed, Sequence(_ROWS - 1, [1, 2], 2, 0, [99]))
+    schedule(mixed, _ROWS - 1, 2)
+    run(runner, mixed)
+    assert sum(capturer.num_replays) == 1
+
+
+def test_a_piece_of_a_prompt_of_one_token_samples_nothing(engine: Engine) -> None:
+    capturer = HostCapturer()
+    runner = pipelined(engine, capturer)
+    plan = prompts(2)
+    admit(plan, Sequence(2, [1, 2, 3], 3, 0, [50]))
+    schedule(plan, 2, 1)
+    run(runner, plan)
+    assert run(runner, decodes(3)).sampled_rows == [0, 1]
+    assert sum(capturer.num_replays) == 1
+    assert run(runner, decodes(3)).sampled_rows == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_padding(engine: Engine, num_rows: int) -> None:
+    """By ARCHITECTURE.md: slot -1, length 0, and a row whose table is zeros."""
+    runner = engine.runner
+    plan = prompts(num_rows)
+    plan.step = 1
+    runner.run(plan_from_proto(plan))
+    message = decodes(num_rows)
+    decode = plan_from_proto(message)
+    inputs = runner._tables.prepare(decode.rows, decode.num_scheduled_tokens)
+    padded = pass_arrays(decode.rows, inputs, 77, 8 - num_rows)
+    alone = pass_arrays(decode.rows, inputs, 77, 0)
+    nothing = padding_arrays(77, 8)
+    assert list(padded) == list(alone) == list(nothing)
+    for name, values in padded.items():
+        count = len(alone[name])
+        assert values[:count].tolist() == alone[name].tolist()
+        assert values[count:].tolist() == nothing[name][count:].tolist()
+        assert values.dtype == nothing[name].dtype
+    assert padded["slot_mapping"][num_rows:].tolist() == [-1] * (8 - num_rows)
+    assert padded["seq_lens"][num_rows:].tolist() == [0] * (8 - num_rows)
+    assert padded["rows"][num_rows:].tolist() == [77] * (8 - num_rows)
+    assert padded["query_start_loc"].tolist() == list(range(9))
+
+
+def test_warming_up_and_recording_write_no_slot(engine: Engine) -> None:
+    caches = [cache for layer in engine.runner._pool.layers for cache in layer]
+    for cache in caches:
+        cache.copy_(torch.randn_like(cache))
+    before = [cache.clone() for cache in caches]
+    runner = pipelined(engine, HostCapturer())
+    assert all(map(torch.equal, caches, before))
+    assert not runner._pass.newest.any()
+    assert not runner._pass.block_table.any()
+    assert runner.last_finished_step == 0
+
+
+def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
+    for layer in engine.runner._pool.layers:
+        for cache in layer:
+            cache.fill_(torch.nan)
+    runner = pipelined(engine, HostCapturer())
+    for plan in (prompts(3), decodes(3)):
+        assert not run(runner, plan).failures
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_pass_waits_for_nothing(family: str, tmp_path: Path) -> None:
+    """But for attention, whose kernels are another matter."""
+    engine = load_engine(worker_settings(save_model(FAMILIES[family](), tmp_path), device="cpu"))
+    runner = pipelined(engine)
+    probe = LayerProbe()
+    runner._model.attend_with(probe)
+    asked: list[str] = []
+
+    class Capturer(HostCapturer):
+        def capture(self, function: Callable[[], object]) -> Replay:
+            with AsksDevice() as mode:
+                function()
+            asked.extend(mode.found)
+            return function
+
+    with torch.inference_mode():
+        runner._pass.record((4,), runner._staging, Capturer())
+    assert probe.layers
+    assert asked == []
