@@ -12,6 +12,7 @@ import torch
 from benchmarks import results
 from benchmarks.kernels.attention import decode, prefill
 from benchmarks.kernels.cache import cache_operations
+from benchmarks.kernels.inputs import inputs
 from benchmarks.kernels.limits import Limits, limits
 from benchmarks.kernels.products import products
 from benchmarks.kernels.sampling import sampling
@@ -22,21 +23,28 @@ from kernels.choice import choose, cpp_implementations
 from worker_svc.memory import keep_freed_memory, prepare_memory
 
 _NAME = "kernels"
-_TESTS = Path(__file__).resolve().parents[2] / "tests" / "kernels"
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
 @dataclass(frozen=True)
 class Benchmark:
     measure: Callable[[Limits], Part]
-    tests: tuple[str, ...]  # files that must pass before
+    tests: tuple[str, ...]  # files that must pass before, in `tests`
 
 
 PARTS: Mapping[str, Benchmark] = {
-    "decode": Benchmark(decode, ("test_kernels_attention.py", "test_kernels_plan.py")),
-    "prefill": Benchmark(prefill, ("test_kernels_attention.py", "test_kernels_plan.py")),
-    "cache": Benchmark(cache_operations, ("test_kernels_kv_write.py", "test_kernels_blocks.py")),
-    "products": Benchmark(products, ("test_kernels_linear.py",)),
-    "sampling": Benchmark(sampling, ("test_kernels_sampling.py",)),
+    "decode": Benchmark(
+        decode, ("kernels/test_kernels_attention.py", "kernels/test_kernels_plan.py")
+    ),
+    "prefill": Benchmark(
+        prefill, ("kernels/test_kernels_attention.py", "kernels/test_kernels_plan.py")
+    ),
+    "cache": Benchmark(
+        cache_operations, ("kernels/test_kernels_kv_write.py", "kernels/test_kernels_blocks.py")
+    ),
+    "products": Benchmark(products, ("kernels/test_kernels_linear.py",)),
+    "sampling": Benchmark(sampling, ("kernels/test_kernels_sampling.py",)),
+    "inputs": Benchmark(inputs, ("worker/test_worker_inputs.py",)),
 }
 
 

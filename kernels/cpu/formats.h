@@ -75,13 +75,27 @@ QUIRE_INLINE Floats load(const E5M2* from) {
   return SmallFloat<5, 2, true>::widen(load_bytes(from));
 }
 
+// Two vectors that follow each other.
+template <typename T>
+QUIRE_INLINE void load_pair(const T* from, Floats& first, Floats& second) {
+  first = load(from);
+  second = load(from + kLanes);
+}
+
 #else
+
+// Halves of two vectors.
+using TwoHalves = uint16_t __attribute__((vector_size(kLanes * 4)));
 
 // Widening by instructions' names: the compiler takes detours where it is left to it.
 #if QUIRE_LANES == 8
 QUIRE_INLINE Halves load_bytes(const void* from) {
   return reinterpret_cast<Halves>(
       _mm_cvtepu8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+}
+QUIRE_INLINE TwoHalves load_two_bytes(const void* from) {
+  return reinterpret_cast<TwoHalves>(
+      _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from))));
 }
 QUIRE_INLINE Ints widen_integers(Halves x) {
   return reinterpret_cast<Ints>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x)));
@@ -95,6 +109,10 @@ QUIRE_INLINE Halves load_bytes(const void* from) {
       _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from))));
 }
 // The forms with a mask, as the compiler warns of the others.
+QUIRE_INLINE TwoHalves load_two_bytes(const void* from) {
+  return reinterpret_cast<TwoHalves>(_mm512_maskz_cvtepu8_epi16(
+      0xFFFFFFFF, _mm256_loadu_si256(static_cast<const __m256i*>(from))));
+}
 QUIRE_INLINE Ints widen_integers(Halves x) {
   return reinterpret_cast<Ints>(
       _mm512_maskz_cvtepu16_epi32(0xFFFF, reinterpret_cast<__m256i>(x)));
@@ -110,16 +128,53 @@ QUIRE_INLINE Floats load(const BFloat16* from) {
 
 QUIRE_INLINE Floats load(const Float16* from) { return widen_halves(load_as<Halves>(&from->raw)); }
 
-// The upper byte of half-precision numbers.
-QUIRE_INLINE Floats load(const E5M2* from) { return widen_halves(load_bytes(from) << 8); }
+// Half-precision numbers from numbers of 8 bits in as many halves; those of E5M2 are the upper byte
+// of them.
+template <typename V>
+QUIRE_INLINE V to_halves(V x, const E5M2*) {
+  return x << 8;
+}
 
-// As half-precision numbers, whose exponent's bias is larger by 8.
+// The exponent's bias becomes larger by 8, so these are to be multiplied with 256.
+template <typename V>
+QUIRE_INLINE V to_halves(V x, const E4M3*) {
+  const V half = (x + (x & 0x80)) << 7;
+  const V nan = reinterpret_cast<V>((x | 0x80) == 0xFF);
+  return half | nan;
+}
+
+QUIRE_INLINE Floats load(const E5M2* from) {
+  return widen_halves(to_halves(load_bytes(from), from));
+}
+
 QUIRE_INLINE Floats load(const E4M3* from) {
-  using Signed = int16_t __attribute__((vector_size(kLanes * 2)));
-  const Halves x = load_bytes(from) << 8;
-  const Halves half = reinterpret_cast<Halves>(reinterpret_cast<Signed>(x) >> 1) & 0xBFFF;
-  const Halves nan = reinterpret_cast<Halves>((half & 0x3F80) == 0x3F80);
-  return widen_halves(half | nan) * 256.0f;
+  return widen_halves(to_halves(load_bytes(from), from)) * 256.0f;
+}
+
+// Two vectors that follow each other.
+template <typename T>
+QUIRE_INLINE void load_pair(const T* from, Floats& first, Floats& second) {
+  first = load(from);
+  second = load(from + kLanes);
+}
+
+template <typename T>
+QUIRE_INLINE void widen_pair(const T* from, Floats& first, Floats& second) {
+  Halves halves[2];
+  const TwoHalves both = to_halves(load_two_bytes(from), from);
+  __builtin_memcpy(halves, &both, sizeof both);
+  first = widen_halves(halves[0]);
+  second = widen_halves(halves[1]);
+}
+
+QUIRE_INLINE void load_pair(const E5M2* from, Floats& first, Floats& second) {
+  widen_pair(from, first, second);
+}
+
+QUIRE_INLINE void load_pair(const E4M3* from, Floats& first, Floats& second) {
+  widen_pair(from, first, second);
+  first *= 256.0f;
+  second *= 256.0f;
 }
 
 #endif

@@ -11,6 +11,9 @@ namespace avx512 {
 #include "formats.h"
 #include "tile.h"
 #include "finish.h"
+#include "item.h"
+#include "packed.h"
+#include "in_place.h"
 #include "attention.h"
 #include "kv_write.h"
 }  // namespace avx512

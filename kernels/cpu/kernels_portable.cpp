@@ -9,6 +9,9 @@ namespace portable {
 #include "formats.h"
 #include "tile.h"
 #include "finish.h"
+#include "item.h"
+#include "packed.h"
+#include "in_place.h"
 #include "attention.h"
 #include "kv_write.h"
 }  // namespace portable

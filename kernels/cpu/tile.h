@@ -1,17 +1,15 @@
 // The inner loops of attention: products of small matrices, packed or in place, and the softmax
 // of a row. Included once per instruction set, after formats.h.
 
-// Keys that are dealt with at once.
-constexpr int kTileKeys = 128;
+// Keys of a tile that is packed.
+constexpr int kPackedKeys = 128;
 // Columns of a packed panel, and rows of the block of sums that stays in registers.
 constexpr int kPanel = 2 * kLanes;
 constexpr int kRowBlock = kLanes == 16 ? 12 : 6;
-// Up to so many rows per key head, keys and values are read in place.
-constexpr int kFewRows = 4;
-
-// How many keys before its turn one is fetched where tiles are read in place: blocks lie anywhere,
-// so the processor's own guesses end with each of them.
-constexpr int kAhead = 16;
+// So many rows per key head or fewer are attended in place.
+constexpr int kFewRows = 8;
+// Keys of a tile in place, and those of them that are dealt with at once.
+constexpr int kInPlaceKeys = 64, kStep = 4;
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -71,14 +69,14 @@ static void pack_keys(const T* keys, const int64_t* at, int64_t num_keys, int64_
   }
 }
 
-// Values as rows: panels [kTileKeys, kPanel] of kPanel dimensions each, zeros beyond `dim` and, up
+// Values as rows: panels [kPackedKeys, kPanel] of kPanel dimensions each, zeros beyond `dim` and, up
 // to a multiple of kPanel, beyond `num_keys`.
 template <typename T>
 static void pack_values(const T* values, const int64_t* at, int64_t num_keys, int64_t dim,
                         float* panels) {
   for (int64_t j = 0; j < rounded_up(num_keys, kPanel); ++j) {
     float* to = panels + j * kPanel;
-    for (int64_t d = 0; d < dim; d += kPanel, to += kTileKeys * kPanel) {
+    for (int64_t d = 0; d < dim; d += kPanel, to += kPackedKeys * kPanel) {
       const bool none = j >= num_keys, half = d + kLanes >= dim;
       store(to, none ? Floats{} : load_within(values + at[j], d, dim));
       store(to + kLanes, none || half ? Floats{} : load_within(values + at[j], d + kLanes, dim));
@@ -86,84 +84,79 @@ static void pack_values(const T* values, const int64_t* at, int64_t num_keys, in
   }
 }
 
-// products [kRows, 4] += the products of four keys, each at `key`, in the dimensions from `d` on.
-template <bool kWhole, typename T, int kRows>
-QUIRE_INLINE void score_step(const float* queries, int64_t query_stride, const T* const* key,
-                             int64_t d, int64_t dim, Floats (*products)[4]) {
-  Floats k[4];
+// Calls `work(row, count)` for parts of `num_rows` rows, with their number as a constant: as many as
+// there are registers for.
+template <int kCount = kLanes == 16 ? 4 : 2, typename Work>
+QUIRE_INLINE void in_parts(int64_t num_rows, const Work& work, int64_t row = 0) {
+  for (; row + kCount <= num_rows; row += kCount) {
+    work(row, std::integral_constant<int, kCount>());
+  }
+  if constexpr (kCount > 1) in_parts<kCount / 2>(num_rows, work, row);
+}
+
+// kVectors vectors of a row from `d` on.
+template <int kVectors, typename T>
+QUIRE_INLINE void load_several(const T* row, int64_t d, int64_t dim, Floats (&to)[kVectors]) {
+  if constexpr (kVectors == 1) {
+    to[0] = load_within(row, d, dim);
+  } else {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) k[i] = kWhole ? load(key[i] + d) : load_within(key[i], d, dim);
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
-    const Floats q = load(queries + r * query_stride + d);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) products[r][i] += q * k[i];
+    for (int i = 0; i < kVectors; i += 2) load_pair(row + d + i * kLanes, to[i], to[i + 1]);
   }
 }
 
-// scores [kRows, 4] of four keys, read in place; those kAhead further on in `at` are fetched.
-template <typename T, int kRows>
-QUIRE_INLINE void score_four(const float* queries, int64_t query_stride, const T* keys,
-                             const int64_t* at, int64_t dim, float* scores) {
-  constexpr int64_t kLine = 64 / sizeof(T);
-  const T* key[4] = {keys + at[0], keys + at[1], keys + at[2], keys + at[3]};
-  const T* next[4] = {keys + at[kAhead], keys + at[kAhead + 1], keys + at[kAhead + 2],
-                      keys + at[kAhead + 3]};
-  Floats products[kRows][4] = {};
-  int64_t d = 0;
-  for (; d + kLine <= dim; d += kLine) {
+// products [kRows, kStep] += those of queries and keys, in kVectors vectors from `d` on.
+template <int kVectors, int kRows, typename T>
+QUIRE_INLINE void add_products(const float* queries, int64_t query_stride, const T* const* key,
+                               int64_t d, int64_t dim, Floats (&products)[kRows][kStep]) {
+  Floats k[kStep][kVectors];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) __builtin_prefetch(next[i] + d);
-#pragma GCC unroll 8
-    for (int64_t e = d; e < d + kLine; e += kLanes) {
-      score_step<true, T, kRows>(queries, query_stride, key, e, dim, products);
+  for (int i = 0; i < kStep; ++i) load_several<kVectors>(key[i], d, dim, k[i]);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats q = load(queries + r * query_stride + d + v * kLanes);
+#pragma GCC unroll 4
+      for (int i = 0; i < kStep; ++i) products[r][i] += q * k[i][v];
     }
   }
-  for (; d < dim; d += kLanes) {
-    score_step<false, T, kRows>(queries, query_stride, key, d, dim, products);
+}
+
+// scores [kRows, kStep of kInPlaceKeys] of the keys at `key`, read in place.
+template <typename T, int kRows>
+QUIRE_INLINE void score_keys(const float* queries, int64_t query_stride, const T* const* key,
+                             int64_t dim, float* scores) {
+  Floats products[kRows][kStep] = {};
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+    add_products<2>(queries, query_stride, key, d, dim, products);
   }
+  for (; d < dim; d += kLanes) add_products<1>(queries, query_stride, key, d, dim, products);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
     const Floats* p = products[r];
-    store_as(scores + r * kTileKeys, sums(p[0], p[1], p[2], p[3]));
+    store_as(scores + r * kInPlaceKeys, sums(p[0], p[1], p[2], p[3]));
   }
 }
 
-template <typename T, int kRows>
-QUIRE_INLINE void score_keys(const float* queries, int64_t query_stride, const T* keys,
-                             const int64_t* at, int64_t num_keys, int64_t dim, float* scores) {
-  for (int64_t j = 0; j < num_keys; j += 4) {
-    score_four<T, kRows>(queries, query_stride, keys, at + j, dim, scores + j);
-  }
-}
-
-// sums [kRows, kVectors * kLanes] += weights [kRows, num_keys] * values, read in place, in the
-// dimensions from `d` on.
-template <bool kWhole, typename T, int kRows, int kVectors>
-QUIRE_INLINE void add_columns(const float* weights, const T* values, const int64_t* at,
-                              int64_t num_keys, int64_t d, int64_t dim, float* sums,
-                              int64_t sums_stride) {
+// sums [kRows, kVectors vectors from `d` on] += weights [kRows, num_keys of kInPlaceKeys] * the
+// values at `value`, read in place.
+template <int kVectors, int kRows, typename T>
+QUIRE_INLINE void add_columns(const float* weights, const T* const* value, int64_t num_keys,
+                              int64_t d, int64_t dim, float* sums, int64_t sum_stride) {
   Floats acc[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kVectors; ++i) acc[r][i] = load(sums + r * sums_stride + d + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) acc[r][i] = load(sums + r * sum_stride + d + i * kLanes);
   }
   for (int64_t j = 0; j < num_keys; ++j) {
-    const T* row = values + at[j];
-    if (d == 0) {
-      for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) {
-        __builtin_prefetch(values + at[j + kAhead] + i);
-      }
-    }
     Floats v[kVectors];
-#pragma GCC unroll 4
-    for (int i = 0; i < kVectors; ++i) {
-      v[i] = kWhole ? load(row + d + i * kLanes) : load_within(row, d + i * kLanes, dim);
-    }
+    load_several<kVectors>(value[j], d, dim, v);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const Floats w = broadcast(weights[r * kTileKeys + j]);
+      const Floats w = broadcast(weights[r * kInPlaceKeys + j]);
 #pragma GCC unroll 4
       for (int i = 0; i < kVectors; ++i) acc[r][i] += w * v[i];
     }
@@ -171,19 +164,19 @@ QUIRE_INLINE void add_columns(const float* weights, const T* values, const int64
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kVectors; ++i) store(sums + r * sums_stride + d + i * kLanes, acc[r][i]);
+    for (int i = 0; i < kVectors; ++i) store(sums + r * sum_stride + d + i * kLanes, acc[r][i]);
   }
 }
 
 template <typename T, int kRows>
-QUIRE_INLINE void add_values(const float* weights, const T* values, const int64_t* at,
-                             int64_t num_keys, int64_t dim, float* sums, int64_t sums_stride) {
+QUIRE_INLINE void add_values(const float* weights, const T* const* value, int64_t num_keys,
+                             int64_t dim, float* sums, int64_t sum_stride) {
   int64_t d = 0;
   for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
-    add_columns<true, T, kRows, 4>(weights, values, at, num_keys, d, dim, sums, sums_stride);
+    add_columns<4, kRows>(weights, value, num_keys, d, dim, sums, sum_stride);
   }
   for (; d < dim; d += kLanes) {
-    add_columns<false, T, kRows, 1>(weights, values, at, num_keys, d, dim, sums, sums_stride);
+    add_columns<1, kRows>(weights, value, num_keys, d, dim, sums, sum_stride);
   }
 }
 

@@ -66,14 +66,26 @@ QUIRE_INLINE float sum(Floats x) {
   return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
+// Of every four lanes two of a and two of b, in turn: the first ones or the last ones.
+template <bool kHigh, std::size_t... kLane>
+QUIRE_INLINE Floats zip(Floats a, Floats b, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(
+      a, b, (kLane / 4 * 4 + kLane % 4 / 2 + (kHigh ? 2 : 0) + (kLane & 1 ? kLanes : 0))...);
+}
+
+// Of every four lanes two of a, then two of b: the first ones or the last ones.
+template <bool kHigh, std::size_t... kLane>
+QUIRE_INLINE Floats join(Floats a, Floats b, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(
+      a, b, (kLane / 4 * 4 + kLane % 2 + (kHigh ? 2 : 0) + (kLane & 2 ? kLanes : 0))...);
+}
+
 // The sums of four vectors.
 QUIRE_INLINE Four sums(Floats a, Floats b, Floats c, Floats d) {
-  using Mask = int32_t __attribute__((vector_size(16)));
-  const Four fa = fold(a), fb = fold(b), fc = fold(c), fd = fold(d);
-  const Mask low{0, 4, 1, 5}, high{2, 6, 3, 7};
-  const Four ab = __builtin_shuffle(fa, fb, low) + __builtin_shuffle(fa, fb, high);
-  const Four cd = __builtin_shuffle(fc, fd, low) + __builtin_shuffle(fc, fd, high);
-  return __builtin_shuffle(ab, cd, Mask{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Mask{2, 3, 6, 7});
+  constexpr auto kAll = std::make_index_sequence<kLanes>();
+  const Floats ab = zip<false>(a, b, kAll) + zip<true>(a, b, kAll);
+  const Floats cd = zip<false>(c, d, kAll) + zip<true>(c, d, kAll);
+  return fold(join<false>(ab, cd, kAll) + join<true>(ab, cd, kAll));
 }
 
 // e^x with a relative error of 2e-7; 0 below -87, NaN for NaN. For x up to 88.

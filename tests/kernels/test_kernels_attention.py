@@ -72,7 +72,7 @@ def test_heads_of_odd_sizes(head_dim: int, v_head_dim: int) -> None:
     )
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 8, 71, 128])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 9, 71, 128])
 def test_one_key_head_for_many(group_size: int) -> None:
     case = paged_case([1, 2, 20], [77, 200, 150], 16, (group_size, 1), 64)
     assert_all_equal_the_twin(case, {}, (None, 64))
@@ -203,6 +203,18 @@ def test_queries_as_models_give_them() -> None:
     case = paged_case([3, 1], [30, 9], 4)
     query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
     assert_all_equal_the_twin(replace(case, query=query), {})
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_heads_that_do_not_lie_side_by_side(cache_dtype: torch.dtype) -> None:
+    case = paged_case(_QUERY_LENS, _SEQ_LENS, 16, (8, 2), 64).to(torch.float32, cache_dtype)
+    apart = {
+        name: torch.cat([cache.float(), torch.full_like(cache.float(), torch.nan)], -1).to(
+            cache_dtype
+        )[..., :64]
+        for name, cache in (("k_cache", case.k_cache), ("v_cache", case.v_cache))
+    }
+    assert_all_equal_the_twin(replace(case, **apart), {}, (None, 64))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 100.0])

@@ -1,0 +1,185 @@
+// The rows of an item, and where its keys and values lie. Included once per instruction set, after
+// tile.h and finish.h.
+//
+// The rows of a key head are its queries' tokens times the query heads that share it, so that a key
+// is read once for all of them. Keys are met tile by tile, with a running softmax, as in Dao et
+// al., "FlashAttention" (2022).
+
+// Where an item's parts lie in scratch memory. Rows are padded to whole blocks.
+struct Layout {
+  bool in_place;
+  int64_t rows, padded_rows, query_stride, sum_stride, tile_keys;
+  int64_t queries, sums, scores, score_floats, key_panels, value_panels, states, spans, end;
+
+  Layout(const Attention& call, const Item& item)
+      : in_place(item.num_tokens * call.group_size() <= kFewRows),
+        rows(item.num_tokens * call.group_size()),
+        padded_rows(rounded_up(rows, in_place ? 1 : kRowBlock)),
+        query_stride(padded(call.keys.head_dim)),
+        sum_stride(rounded_up(call.values.head_dim, kPanel)),
+        tile_keys(in_place ? int64_t{kInPlaceKeys} : kPackedKeys) {
+    const int64_t all_rows = item.num_heads * padded_rows;
+    const int64_t packed_keys = in_place ? 0 : tile_keys;
+    queries = 0;
+    sums = queries + all_rows * query_stride;
+    scores = sums + all_rows * sum_stride;
+    score_floats = all_rows * tile_keys;
+    // In place, one tile's weights are in use while the next one's scores are computed.
+    key_panels = scores + (in_place ? 2 : 1) * score_floats;
+    value_panels = key_panels + packed_keys * query_stride;
+    states = value_panels + packed_keys * sum_stride;
+    spans = rounded_up(states + 2 * all_rows, 2);
+    end = spans + rounded_up(padded_rows / kRowBlock * (sizeof(Span) / sizeof(float)), 16);
+  }
+};
+
+static int64_t scratch_floats(const Attention& call, const Item& item) {
+  return Layout(call, item).end;
+}
+
+// What has to be known of an item's rows, whatever the caches' format.
+class Rows {
+ public:
+  Rows(const Attention& call, const Item& item, float* scratch)
+      : call(call),
+        item(item),
+        at(call, item),
+        queries_(scratch + at.queries),
+        sums_(scratch + at.sums),
+        states_(reinterpret_cast<RowState*>(scratch + at.states)),
+        group_(call.group_size()),
+        first_token_(call.query_start_loc[item.seq] + item.first_token) {
+    const int64_t end_token = call.query_start_loc[item.seq + 1];
+    first_position_ = call.seq_lens[item.seq] - (end_token - first_token_);
+    load_queries();
+  }
+
+  const Attention& call;
+  const Item& item;
+  const Layout at;
+
+  float* queries(int64_t head, int64_t row) { return queries_ + index(head, row) * at.query_stride; }
+  float* sums(int64_t head, int64_t row) { return sums_ + index(head, row) * at.sum_stride; }
+  int64_t index(int64_t head, int64_t row) const { return head * at.padded_rows + row; }
+
+  // The keys that a row sees, of `num_keys` from `first_key` on.
+  Span seen(int64_t row, int64_t first_key, int64_t num_keys) const {
+    const int64_t end = position(row) + 1 - first_key;
+    const int64_t begin = call.sliding_window > 0 ? end - call.sliding_window : 0;
+    const auto within = [&](int64_t j) { return std::clamp<int64_t>(j, 0, num_keys); };
+    return {within(begin), within(end)};
+  }
+
+  // Makes weights of a row's scores: of the keys in `span`, whole vectors of the tile at
+  // `first_key`, those in `seen` are seen.
+  void soften_row(int64_t head, int64_t row, float* scores, int64_t first_key, Span span,
+                  Span seen) {
+    if (call.softcap > 0.0f || call.alibi_slopes != nullptr) {
+      bend(scores, head, row, first_key, span);
+    }
+    const float factor = soften(scores, span, seen, states_[index(head, row)]);
+    if (factor == 1.0f) return;
+    float* sum = sums(head, row);
+    for (int64_t d = 0; d < at.sum_stride; d += kLanes) store(sum + d, load(sum + d) * factor);
+  }
+
+  void write(float* partials, int64_t partial_floats) {
+    item.partial < 0 ? write_out() : write_partial(partials + item.partial * partial_floats);
+  }
+
+ private:
+  void load_queries() {
+    const Tokens& query = call.query;
+    const float factor = call.scale * call.keys.scale;
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      for (int64_t row = 0; row < at.padded_rows; ++row) {
+        states_[index(head, row)] = {kMinusInfinity, 0.0f};
+        std::memset(sums(head, row), 0, at.sum_stride * sizeof(float));
+        if (row >= at.rows) {
+          std::memset(queries(head, row), 0, at.query_stride * sizeof(float));
+          continue;
+        }
+        const int64_t offset =
+            token(row) * query.token_stride + query_head(head, row) * query.head_stride;
+        widen_row(query.format,
+                  static_cast<const char*>(query.data) + offset * bytes_of(query.format),
+                  queries(head, row), call.keys.head_dim, factor);
+      }
+    }
+  }
+
+  // Soft-cap, then the bias by distance (Press et al., "Train Short, Test Long", 2022).
+  void bend(float* scores, int64_t head, int64_t row, int64_t first_key, Span span) {
+    const float cap = call.softcap;
+    const float slope =
+        call.alibi_slopes == nullptr ? 0.0f : call.alibi_slopes[query_head(head, row)];
+    const Floats lanes = lane_numbers();
+    for (int64_t j = span.begin; j < span.end; j += kLanes) {
+      Floats x = load(scores + j);
+      if (cap > 0.0f) x = hyperbolic_tangent(x / cap) * cap;
+      x += (lanes + static_cast<float>(first_key + j - position(row))) * slope;
+      store(scores + j, x);
+    }
+  }
+
+  void write_out() {
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      for (int64_t row = 0; row < at.rows; ++row) {
+        finish(call, token(row), query_head(head, row), states_[index(head, row)],
+               sums(head, row));
+      }
+    }
+  }
+
+  void write_partial(float* to) {
+    const int64_t stride = partial_stride(call);
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      for (int64_t row = 0; row < at.rows; ++row, to += stride) {
+        std::memcpy(to, sums(head, row), (stride - 2) * sizeof(float));
+        std::memcpy(to + stride - 2, &states_[index(head, row)], sizeof(RowState));
+      }
+    }
+  }
+
+  int64_t token(int64_t row) const { return first_token_ + row / group_; }
+  int64_t position(int64_t row) const { return first_position_ + row / group_; }
+  int64_t query_head(int64_t head, int64_t row) const {
+    return (item.first_head + head) * group_ + row % group_;
+  }
+
+  float *queries_, *sums_;
+  RowState* states_;
+  int64_t group_, first_token_, first_position_;
+};
+
+// Where a tile's keys and values lie: offsets of a key head's first number.
+//
+// After them stand the first kBeyond of the next tile, for loops that look ahead, and in the place
+// of those that are not there the last one again, for loops that take several at a time.
+template <int kKeys, int kBeyond>
+struct Places {
+  int64_t first_key, num_keys;
+  int64_t keys[kKeys + kBeyond], values[kKeys + kBeyond];
+
+  void find(const Attention& call, const Item& item, int64_t from) {
+    first_key = from;
+    num_keys = std::min<int64_t>(kKeys, item.end_key - from);
+    const int64_t count = std::min<int64_t>(kKeys + kBeyond, item.end_key - from);
+    const int32_t* block =
+        call.block_table + item.seq * call.block_table_stride + from / call.block_size;
+    int64_t slot = from % call.block_size;
+    for (int64_t j = 0; j < count; ++j) {
+      keys[j] = *block * call.keys.block_stride + slot * call.keys.slot_stride;
+      values[j] = *block * call.values.block_stride + slot * call.values.slot_stride;
+      if (++slot == call.block_size) ++block, slot = 0;
+    }
+    std::fill(keys + count, std::end(keys), keys[count - 1]);
+    std::fill(values + count, std::end(values), values[count - 1]);
+  }
+};
+
+// The numbers of an item's key head in a cache's first slot.
+template <typename T>
+QUIRE_INLINE const T* head_numbers(const Cache& cache, const Item& item, int64_t head) {
+  return static_cast<const T*>(cache.data) + (item.first_head + head) * cache.head_stride;
+}
