@@ -48,7 +48,7 @@ def paged_attention(
         implementation = choose(query.device.type, (query.dtype, k_cache.dtype))
     if out is None:
         out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
-    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+    if not implementation.is_cpp:
         reference = implementation == Implementation.REFERENCE
         function = paged_attention_reference if reference else paged_attention_torch
         function(

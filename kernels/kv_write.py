@@ -114,7 +114,7 @@ def kv_write(
     if implementation is None:
         implementation = choose(key.device.type, (key.dtype, k_cache.dtype))
     copied = key.dtype == k_cache.dtype and k_scale == v_scale == 1.0
-    if implementation not in (Implementation.REFERENCE, Implementation.TORCH):
+    if implementation.is_cpp:
         torch.ops.quire.kv_write(
             key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, implementation.isa
         )

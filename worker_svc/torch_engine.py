@@ -80,7 +80,11 @@ def load_engine(settings: WorkerSettings) -> Engine:
 
 def _implementation(model: LoadedModel, setting: str) -> Implementation:
     """WrongSettingError if the setting names what cannot serve."""
-    wants_cpp = setting not in (Implementation.REFERENCE, Implementation.TORCH)
+    wants_cpp = setting not in (
+        Implementation.REFERENCE,
+        Implementation.TORCH,
+        Implementation.TRITON,
+    )
     if wants_cpp and model.device.type == "cpu" and not is_compiled():
         log.info("compiling kernels, which takes about a minute")
     dtypes = {model.dtype, *(layer.dtype for layer in model.layers)}
