@@ -1,5 +1,6 @@
 """A real Redis for every test that wants one, and a look at what each leaves behind."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -9,6 +10,10 @@ import pytest
 import redis
 
 from quire.launcher.redis import EmbeddedRedis
+
+# Triton asks when it is imported: without a driver of a GPU its kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
