@@ -21,6 +21,9 @@ class PagedBatch:
     query_start_loc: Tensor  # int64 [num_seqs + 1]
     seq_lens: Tensor  # int64 [num_seqs], queries included
     block_size: int
+    # What no sequence exceeds, as far as the host knows it without asking the device.
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
 
     @cached_property
     def query_lens(self) -> Tensor:
