@@ -14,6 +14,8 @@ from quire.launcher.redis import EmbeddedRedis
 # Triton asks when it is imported: without a driver of a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Its products are small: threads would mostly wait for each other, at full speed.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

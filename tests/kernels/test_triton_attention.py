@@ -1,5 +1,6 @@
 """Paged attention in Triton, against the twin, with everything unseen poisoned."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,10 @@ E4M3, E5M2 = FP8
 
 # Queries and lengths of sequences: decoded tokens, whole prompts, chunks, prompts with cached
 # prefixes, rows without queries, exact multiples of a block.
-_DECODE = ([1, 1, 1, 1], [1, 63, 100, 129])
-_PROMPTS = ([63, 0, 129], [63, 5, 129])
-_CHUNKS = ([100, 7], [129, 128])
-_MIXED = ([1, 16, 1, 33], [64, 64, 129, 100])
+_DECODE = ((1, 1, 1, 1), (1, 63, 100, 129))
+_PROMPTS = ((63, 0), (63, 5))
+_CHUNKS = ((20, 7), (129, 100))
+_MIXED = ((1, 16, 1, 9), (64, 64, 129, 100))
 _FACTORS = {
     "heads": [(4, 4), (8, 2), (5, 1), (32, 8)],
     "head_dim": [64, 80, 96, 128, 256],
@@ -39,6 +40,15 @@ _FACTORS = {
     "alibi": [False, True],
     "partition_keys": [None, 64],
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products are small: threads would mostly wait for each other, at full speed."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def assert_equals_the_twin(case: PagedCase, device: str, options: dict[str, Any]) -> None:
@@ -81,6 +91,13 @@ def attend(case: PagedCase, device: str, options: dict[str, Any]) -> torch.Tenso
     return out.cpu()
 
 
+def case_of(factors: dict[str, Any]) -> PagedCase:
+    query_lens, seq_lens = map(list, factors["lengths"])
+    return paged_case(
+        query_lens, seq_lens, factors["block_size"], factors["heads"], factors["head_dim"]
+    )
+
+
 def options_of(factors: dict[str, Any]) -> dict[str, Any]:
     num_heads = factors["heads"][0]
     eight_bits = factors["dtypes"][1].itemsize == 1
@@ -96,12 +113,9 @@ def options_of(factors: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=lambda f: "-".join(map(str, f)))
+@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
 def test_every_two_features_together(factors: dict[str, Any], device: str) -> None:
-    query_lens, seq_lens = factors["lengths"]
-    case = paged_case(
-        query_lens, seq_lens, factors["block_size"], factors["heads"], factors["head_dim"]
-    )
+    case = case_of(factors)
     dtype, cache_dtype = factors["dtypes"]
     assert_equals_the_twin(case.to(dtype, cache_dtype), device, options_of(factors))
 
@@ -126,12 +140,9 @@ def test_every_feature_with_every_other(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=lambda f: "-".join(map(str, f)))
+@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
 def test_every_two_features_together_in_bfloat16(factors: dict[str, Any]) -> None:
-    query_lens, seq_lens = factors["lengths"]
-    case = paged_case(
-        query_lens, seq_lens, factors["block_size"], factors["heads"], factors["head_dim"]
-    )
+    case = case_of(factors)
     cache_dtype = factors["dtypes"][1]
     cache_dtype = cache_dtype if cache_dtype.itemsize == 1 else torch.bfloat16
     assert_equals_the_twin(case.to(torch.bfloat16, cache_dtype), "cuda", options_of(factors))
@@ -151,25 +162,32 @@ def test_heads_of_odd_sizes(head_dim: int, v_head_dim: int, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group_size", [2, 3, 16, 71, 128, 150])
+@pytest.mark.parametrize("group_size", [3, 16, 71, 150])
 def test_one_key_head_for_many(group_size: int, device: str) -> None:
-    case = paged_case([1, 2, 9], [77, 90, 50], 16, (group_size, 1), 64)
+    case = paged_case([1, 2, 5], [77, 90, 50], 16, (group_size, 1), 64)
     assert_equals_the_twin(case, device, {"partition_keys": 64})
     assert_equals_the_twin(case.to(torch.float16), device, {})
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("partition_keys", [None, 1, 64, 100, 1000])
+@pytest.mark.parametrize("partition_keys", [None, 64, 1000])
 def test_lengths_at_the_edges_of_partitions(partition_keys: int | None, device: str) -> None:
-    lengths = [length for edge in (32, 64, 128) for length in (edge - 1, edge, edge + 1)]
-    case = paged_case([1, 1, 1, 2, 1, 3, 1, 1, 2], lengths, 16, (8, 2), 64)
-    for options in ({}, {"sliding_window": 50}, {"sinks": torch.linspace(-1, 4, 8)}):
+    lengths = [length for edge in (64, 128) for length in (edge - 1, edge, edge + 1)]
+    case = paged_case([1, 2, 1, 1, 1, 2], lengths, 16, (4, 2), 64)
+    for options in ({}, {"sliding_window": 50}, {"sinks": torch.linspace(-1, 4, 4)}):
         assert_equals_the_twin(case, device, {"partition_keys": partition_keys, **options})
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_few_long_sequences_are_partitioned_by_itself(device: str) -> None:
-    assert_equals_the_twin(paged_case([1, 1], [1300, 40], 16, (8, 4), 64), device, {})
+    assert_equals_the_twin(paged_case([1, 1], [1300, 40], 16, (4, 2), 64), device, {})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 64])
+def test_whole_prompts(window: int | None, device: str) -> None:
+    case = paged_case([1, 100, 129, 200], [1, 100, 129, 200], 16, (4, 2), 64)
+    assert_equals_the_twin(case.to(torch.float16), device, {"sliding_window": window})
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -214,6 +232,7 @@ def test_a_batch_without_queries(device: str) -> None:
     assert attend(paged_case([0, 0], [5, 0], 8), device, {}).shape == (0, 6, 12)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("query_len", [1, 20])
 def test_what_is_not_a_number_is_not_hidden(query_len: int, device: str) -> None:
@@ -250,14 +269,13 @@ def with_bounds(batch: PagedBatch, max_query_len: int, max_seq_len: int) -> Page
 def test_bounds_need_not_be_reached(device: str) -> None:
     """As in a graph that was captured for longer sequences and more rows: padding rows have a
     token and length 0."""
-    case = paged_case([1, 1, 1, 1], [77, 100, 0, 0], 16, (8, 2), 64)
-    for partition_keys in (None, 32):
-        for bounds in ((1, 100), (1, 3000), (2, 100), (100, 5000)):
-            bounded = replace(case, batch=with_bounds(case.batch, *bounds))
-            out = attend(bounded, device, {"partition_keys": partition_keys})
-            expected = attend(case, device, {})
-            assert relative_rms(out[:2], expected[:2]) < 1e-5
-            assert not out[2:].any()
+    case = paged_case([1, 1, 1, 1], [77, 100, 0, 0], 16, (4, 2), 64)
+    expected = attend(case, device, {})
+    for *bounds, partition_keys in ((1, 100, 32), (1, 200, 32), (1, 3000, None), (99, 5000, None)):
+        bounded = replace(case, batch=with_bounds(case.batch, *bounds))
+        out = attend(bounded, device, {"partition_keys": partition_keys})
+        assert relative_rms(out[:2], expected[:2]) < 1e-5
+        assert not out[2:].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
