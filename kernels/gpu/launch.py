@@ -88,7 +88,7 @@ def attention_launch(
         launch = _single_precision_launch(widest, decode_rows, is_decode)
     elif is_decode and decode_rows < _MOST_ROWS:
         # Memory's time alone counts: many bytes in flight.
-        keys = 32 if widest > 128 else 64 * 2 // cache_dtype.itemsize
+        keys = (64 if widest > 128 else 128) // cache_dtype.itemsize
         launch = AttentionLaunch(decode_rows, keys, 4 if decode_rows < 64 else 8, 4)
     else:
         # Wide tiles keep the tensor cores busy, which read them from shared memory. Addresses of
