@@ -21,13 +21,23 @@ class PagedBatch:
     query_start_loc: Tensor  # int64 [num_seqs + 1]
     seq_lens: Tensor  # int64 [num_seqs], queries included
     block_size: int
-    # What no sequence exceeds, as far as the host knows it without asking the device.
+    # What the host knows, so that nobody has to wait for the device; no less than the true ones.
     max_query_len: int | None = None
     max_seq_len: int | None = None
 
     @cached_property
     def query_lens(self) -> Tensor:
         return self.query_start_loc.diff()
+
+    @cached_property
+    def longest_query(self) -> int:
+        """`max_query_len`, asked of the device if it is not known."""
+        return int(self.query_lens.max()) if self.max_query_len is None else self.max_query_len
+
+    @cached_property
+    def longest_seq(self) -> int:
+        """`max_seq_len`, asked of the device if it is not known."""
+        return int(self.seq_lens.max()) if self.max_seq_len is None else self.max_seq_len
 
 
 def attention_mask(positions: Tensor, num_keys: int, sliding_window: int | None = None) -> Tensor:

@@ -135,8 +135,8 @@ def paged_attention_triton(
         scale=scale * k_scale,
         softcap=softcap,
         window=sliding_window,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
+        sinks=None if sinks is None else sinks.contiguous(),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
         v_scale=v_scale,
         partition_keys=partition_keys,
     )
@@ -157,7 +157,7 @@ def _attend_long(call: _Call, shortest_query: int) -> None:
     # The last tile of a sequence may be part of one.
     num_tiles = num_tokens // (launch.tile_rows // call.heads_per_tile) + num_seqs
     queries = _Queries(shortest_query, num_tokens, one_tile=False)
-    _attend(call, launch, (num_tiles, call.num_head_tiles, 1), queries, None)
+    _attend(call, launch, (call.num_head_tiles, num_tiles, 1), queries, None)
 
 
 def _attend_short(call: _Call, longest_query: int) -> None:
@@ -175,13 +175,20 @@ def _attend_short(call: _Call, longest_query: int) -> None:
         gpu = gpu_of(call.query.device)
         parts = num_partitions(gpu, num_seqs * num_head_tiles, max_keys)
     queries = _Queries(1, longest_query, one_tile=True)
-    grid = (num_seqs, num_head_tiles, max(parts, 1))
+    grid = (num_head_tiles, num_seqs, max(parts, 1))
     if parts <= 1:
         _attend(call, launch, grid, queries, None)
         return
-    sums = call.query.new_empty(*grid, launch.tile_rows, call.v_cache.shape[3], dtype=torch.float32)
-    stats = call.query.new_empty(*grid, 2, launch.tile_rows, dtype=torch.float32)
-    partials = _Partials(fewest_keys, sums, stats)
+    partials = _Partials(
+        fewest_keys,
+        sums=call.query.new_empty(
+            (num_seqs, num_head_tiles, parts, launch.tile_rows, call.v_cache.shape[3]),
+            dtype=torch.float32,
+        ),
+        stats=call.query.new_empty(
+            (num_seqs, num_head_tiles, parts, 2, launch.tile_rows), dtype=torch.float32
+        ),
+    )
     _attend(call, launch, grid, queries, partials)
     _merge(call, launch, longest_query, partials)
 
@@ -239,7 +246,7 @@ def _attend(
 
 def _merge(call: _Call, launch: AttentionLaunch, longest_query: int, partials: _Partials) -> None:
     num_seqs, num_head_tiles, num_partitions = partials.stats.shape[:3]
-    merge_partitions_kernel[(num_seqs, num_head_tiles, longest_query * call.heads_per_tile)](
+    merge_partitions_kernel[(num_head_tiles, num_seqs, longest_query * call.heads_per_tile)](
         call.out,
         call.batch.query_start_loc,
         call.batch.seq_lens,

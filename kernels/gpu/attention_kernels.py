@@ -12,11 +12,19 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # Partitions that are merged at once.
 _MERGED = tl.constexpr(16)
 
-# What changes with every step must not lead to another compilation.
-_OF_A_STEP = ["num_seqs", "shortest_query", "longest_query", "fewest_keys", "num_partitions"]
+# What changes from step to step must not lead to another compilation.
+_OF_A_STEP = [
+    "num_seqs",
+    "shortest_query",
+    "longest_query",
+    "fewest_keys",
+    "num_partitions",
+    "table_stride",
+    "window",
+]
 
 
-@triton.jit(do_not_specialize=[*_OF_A_STEP, "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_OF_A_STEP)  # type: ignore[untyped-decorator]
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     out,
     query,
@@ -64,8 +72,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     PARTITIONED: tl.constexpr,  # noqa: N803
 ):
     """Attention of one tile of queries, if its sequence has `shortest_query` to `longest_query` of
-    them. The grid is (tiles of queries, tiles of heads, partitions); with ONE_TILE a sequence has
-    one tile of queries, and its number is the sequence's.
+    them. The grid is (tiles of heads, tiles of queries, partitions): what runs at once reads all
+    heads of a few slots, which lie beside each other. With ONE_TILE a sequence has one tile of
+    queries, and its number is the sequence's.
 
     `partial_sums` is `[num_seqs, head tiles, partitions, TILE_ROWS, V_HEAD_DIM]`; `partial_stats`
     `[num_seqs, head tiles, partitions, 2, TILE_ROWS]` has maxima and totals.
@@ -73,11 +82,11 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     TILE_TOKENS: tl.constexpr = TILE_ROWS // HEADS_PER_TILE  # noqa: N806
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + HEADS_PER_TILE - 1) // HEADS_PER_TILE  # noqa: N806
     if ONE_TILE:
-        seq = tl.program_id(0)
+        seq = tl.program_id(1)
         first_token = 0
     else:
         # Late tiles see the most keys: they begin first.
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)
         seq = _sequence_of(tile, query_start_loc, num_seqs, TILE_TOKENS)
         tile -= _first_tile(query_start_loc, seq, TILE_TOKENS)
         first_token = tile * TILE_TOKENS
@@ -100,7 +109,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             return
         end = tl.minimum(begin + num_keys, end)
 
-    head_tile = tl.program_id(1)
+    # Looked up before the queries are waited for.
+    table = block_table + seq.to(tl.int64) * table_stride
+    blocks = _blocks_of_tile(table, begin, end, BLOCK_SIZE, TILE_KEYS)
+    head_tile = tl.program_id(0)
     kv_head = head_tile // HEAD_TILES
     rows = tl.arange(0, TILE_ROWS)
     head_in_group = head_tile % HEAD_TILES * HEADS_PER_TILE + rows % HEADS_PER_TILE
@@ -127,26 +139,34 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     totals = tl.where(maxima == float("-inf"), 0.0, 1.0)
     sums = tl.full([TILE_ROWS, PADDED_V_DIM], 0.0, tl.float32)
 
-    table = block_table + seq.to(tl.int64) * table_stride
     keys = k_cache + kv_head.to(tl.int64) * k_head_stride
     values = v_cache + kv_head.to(tl.int64) * v_head_stride
-    # Keys that all queries of the tile see need no masks; around them there is an edge.
+    # Keys that all queries of the tile see need no masks; before and behind them there are edges.
+    # With ONE_TILE, time is memory's, and all is edge: a single loop, whose reads never pause.
     whole_begin, whole_end = begin, begin
     if not ONE_TILE:
         whole_begin, whole_end = _keys_all_see(
             first_position, last_position, begin, end, window, TILE_KEYS
         )
-        if window is not None:
-            maxima, totals, sums = _attend(
+    for part in tl.static_range(3):
+        if part == 0:
+            part_begin, part_end = begin, whole_begin
+        elif part == 1:
+            part_begin, part_end = whole_begin, whole_end
+        else:
+            part_begin, part_end = whole_end, end
+        if part == 2 or (not ONE_TILE and (part == 1 or window is not None)):
+            maxima, totals, sums, blocks = _attend(
                 maxima,
                 totals,
                 sums,
+                blocks,
                 queries,
                 keys,
                 values,
                 table,
-                begin,
-                whole_begin,
+                part_begin,
+                part_end,
                 first_key,
                 end,
                 positions,
@@ -165,74 +185,13 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 BLOCK_SIZE,
                 TILE_KEYS,
                 PRECISION,
-                MASKED=True,
+                part != 1,
             )
-        maxima, totals, sums = _attend(
-            maxima,
-            totals,
-            sums,
-            queries,
-            keys,
-            values,
-            table,
-            whole_begin,
-            whole_end,
-            first_key,
-            end,
-            positions,
-            slopes,
-            scale,
-            softcap,
-            window,
-            k_block_stride,
-            k_slot_stride,
-            v_block_stride,
-            v_slot_stride,
-            HEAD_DIM,
-            V_HEAD_DIM,
-            PADDED_DIM,
-            PADDED_V_DIM,
-            BLOCK_SIZE,
-            TILE_KEYS,
-            PRECISION,
-            MASKED=False,
-        )
-    # With ONE_TILE, time is memory's: a single loop, whose reads never pause.
-    maxima, totals, sums = _attend(
-        maxima,
-        totals,
-        sums,
-        queries,
-        keys,
-        values,
-        table,
-        whole_end,
-        end,
-        first_key,
-        end,
-        positions,
-        slopes,
-        scale,
-        softcap,
-        window,
-        k_block_stride,
-        k_slot_stride,
-        v_block_stride,
-        v_slot_stride,
-        HEAD_DIM,
-        V_HEAD_DIM,
-        PADDED_DIM,
-        PADDED_V_DIM,
-        BLOCK_SIZE,
-        TILE_KEYS,
-        PRECISION,
-        MASKED=True,
-    )
 
     v_dims = tl.arange(0, PADDED_V_DIM)
     out_mask = is_row[:, None] & (v_dims < V_HEAD_DIM)[None, :]
     if PARTITIONED:
-        index = (seq.to(tl.int64) * tl.num_programs(1) + head_tile) * num_partitions + partition
+        index = (seq.to(tl.int64) * tl.num_programs(0) + head_tile) * num_partitions + partition
         stats = partial_stats + index * 2 * TILE_ROWS + rows
         tl.store(stats, maxima, mask=is_row)
         tl.store(stats + TILE_ROWS, totals, mask=is_row)
@@ -246,7 +205,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_rows[:, None] + v_dims[None, :], attended, mask=out_mask)
 
 
-@triton.jit(do_not_specialize=[*_OF_A_STEP, "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_OF_A_STEP)  # type: ignore[untyped-decorator]
 def merge_partitions_kernel(  # type: ignore[no-untyped-def]
     out,
     query_start_loc,
@@ -267,10 +226,10 @@ def merge_partitions_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,  # noqa: N803
     TILE_KEYS: tl.constexpr,  # noqa: N803
 ):
-    """Merges the partitions of one row of a tile. The grid is (sequences, tiles of heads, rows)."""
+    """Merges the partitions of one row of a tile. The grid is (tiles of heads, sequences, rows)."""
     TILE_TOKENS: tl.constexpr = TILE_ROWS // HEADS_PER_TILE  # noqa: N806
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + HEADS_PER_TILE - 1) // HEADS_PER_TILE  # noqa: N806
-    seq, head_tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head_tile, seq, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_start = tl.load(query_start_loc + seq)
     query_len = (tl.load(query_start_loc + seq + 1) - query_start).to(tl.int32)
     token = row // HEADS_PER_TILE
@@ -284,7 +243,7 @@ def merge_partitions_kernel(  # type: ignore[no-untyped-def]
     num_keys = _partition_keys(end - begin, num_partitions, fewest_keys, TILE_KEYS)
     num_written = tl.maximum(tl.cdiv(end - begin, num_keys), 1)
 
-    index = (seq.to(tl.int64) * tl.num_programs(1) + head_tile) * num_partitions
+    index = (seq.to(tl.int64) * tl.num_programs(0) + head_tile) * num_partitions
     dims = tl.arange(0, PADDED_V_DIM)
     maximum = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -372,6 +331,7 @@ def _attend(  # type: ignore[no-untyped-def]
     maxima,
     totals,
     sums,
+    blocks,
     queries,
     keys,
     values,
@@ -399,6 +359,7 @@ def _attend(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,  # noqa: N803
 ):
     """Adds the keys from `begin`, a tile's, to `end`: maxima, totals and sums of the tile's rows.
+    `blocks` are those of the first tile; those of the tile behind the last one come back.
 
     MASKED reads nothing before `first_key` or from `last_end` on, and hides what a row's position
     does not see; without it, all rows see all keys.
@@ -406,14 +367,13 @@ def _attend(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, PADDED_DIM)[None, :]
     v_dims = tl.arange(0, PADDED_V_DIM)[None, :]
     exponent_scale = scale * _LOG2_E
-    # A tile's blocks are looked up one tile ahead: then its keys do not wait for the table, and the
-    # compiler fetches them as early as if they lay in one piece.
-    blocks = _blocks_of_tile(table, begin, last_end, BLOCK_SIZE, TILE_KEYS)
     for first in range(begin, end, TILE_KEYS):
         numbers = first + tl.arange(0, TILE_KEYS)
         slots = numbers % BLOCK_SIZE
         k_rows = (keys + blocks * k_block_stride + slots * k_slot_stride)[:, None]
         v_rows = (values + blocks * v_block_stride + slots * v_slot_stride)[:, None]
+        # A tile's blocks are looked up one tile ahead: then its keys do not wait for the table, and
+        # the compiler fetches them as early as if they lay in one piece.
         blocks = _blocks_of_tile(table, first + TILE_KEYS, last_end, BLOCK_SIZE, TILE_KEYS)
         if MASKED:
             is_read = (numbers >= first_key) & (numbers < last_end)
@@ -458,7 +418,7 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = weights.to(queries.dtype)
         sums = tl.dot(weights, value_tile, sums * fade[:, None], input_precision=PRECISION)
         maxima = larger
-    return maxima, totals, sums
+    return maxima, totals, sums, blocks
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -104,7 +104,8 @@ def attention_launch(
 
 def _single_precision_launch(widest: int, decode_rows: int, is_decode: bool) -> AttentionLaunch:
     rows = decode_rows if is_decode or widest > 128 else max(32, decode_rows)
-    return AttentionLaunch(rows, 32, 4 if rows == _FEWEST_ROWS else 8, 3)
+    keys = 16 if widest > 128 else 32
+    return AttentionLaunch(rows, keys, 4 if rows == _FEWEST_ROWS else 8, 3)
 
 
 def _fitting(

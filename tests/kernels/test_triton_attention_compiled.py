@@ -54,9 +54,10 @@ def test_all_fit_into_shared_memory(launches: list[Launch]) -> None:
 
 def test_nothing_is_spilled(launches: list[Launch]) -> None:
     for launch in launches:
-        # Single precision with wide heads is for tests, and for models nobody serves like this.
-        if (launch["cache_dtype"], launch["head_dim"]) != ("torch.float32", "256"):
-            assert launch["spilled_bytes"] == 0, {k: v for k, v in launch.items() if k != "ptx"}
+        # Single precision and the widest heads are at the limit, which compilers draw differently.
+        strict = launch["head_dim"] != "256" and launch["cache_dtype"] != "torch.float32"
+        described = {name: value for name, value in launch.items() if name != "ptx"}
+        assert launch["spilled_bytes"] <= (0 if strict else 512), described
 
 
 def test_half_precision_prefill_runs_on_groups_of_warps(launches: list[Launch]) -> None:
