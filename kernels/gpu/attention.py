@@ -52,8 +52,20 @@ class _Call:
         return self.query.shape[1] // self.k_cache.shape[2]
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of products' factors; they are added up in float32."""
+        if self.k_cache.dtype.itemsize == 1 or self.k_cache.dtype == self.query.dtype:
+            return self.query.dtype
+        return torch.float32
+
+    @property
+    def decode_rows(self) -> int:
+        """Of a tile for short queries."""
+        return decode_tile_rows(self.group_size, self.compute_dtype)
+
+    @property
     def heads_per_tile(self) -> int:
-        return min(self.group_size, decode_tile_rows(self.group_size))
+        return min(self.group_size, self.decode_rows)
 
     @property
     def num_head_tiles(self) -> int:
@@ -62,14 +74,7 @@ class _Call:
     @property
     def decode_tokens(self) -> int:
         """The most query tokens of a sequence for which one small tile is enough."""
-        return decode_tile_rows(self.group_size) // self.heads_per_tile
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Of products' factors; they are added up in float32."""
-        if self.k_cache.dtype.itemsize == 1 or self.k_cache.dtype == self.query.dtype:
-            return self.query.dtype
-        return torch.float32
+        return self.decode_rows // self.heads_per_tile
 
     def launch(self, is_decode: bool) -> AttentionLaunch:
         return attention_launch(
@@ -78,7 +83,7 @@ class _Call:
             self.compute_dtype,
             self.k_cache.dtype,
             self.batch.block_size,
-            decode_tile_rows(self.group_size),
+            self.decode_rows,
             is_decode,
         )
 

@@ -13,6 +13,7 @@ import torch
 # Rows of the smallest tile that tensor cores multiply.
 _FEWEST_ROWS: Final = 16
 _MOST_ROWS: Final = 128
+_MOST_SINGLE_ROWS: Final = 32  # in single precision
 # Of a program, beside queries, keys and values.
 _OTHER_SHARED_BYTES: Final = 2048
 # Programs per multiprocessor that decoding wants: a few waves, so that the last one costs little.
@@ -64,9 +65,10 @@ class AttentionLaunch:
     precision: str = "tf32x3"
 
 
-def decode_tile_rows(group_size: int) -> int:
+def decode_tile_rows(group_size: int, compute_dtype: torch.dtype) -> int:
     """Rows of a tile for short queries: a token's heads, where one tile can hold them all."""
-    return min(max(_next_power_of_2(group_size), _FEWEST_ROWS), _MOST_ROWS)
+    most = _MOST_SINGLE_ROWS if compute_dtype == torch.float32 else _MOST_ROWS
+    return min(max(_next_power_of_2(group_size), _FEWEST_ROWS), most)
 
 
 def attention_launch(
@@ -103,7 +105,7 @@ def attention_launch(
 
 
 def _single_precision_launch(widest: int, decode_rows: int, is_decode: bool) -> AttentionLaunch:
-    rows = decode_rows if is_decode or widest > 128 else max(32, decode_rows)
+    rows = decode_rows if is_decode or widest > 128 else _MOST_SINGLE_ROWS
     keys = 16 if widest > 128 else 32
     return AttentionLaunch(rows, keys, 4 if rows == _FEWEST_ROWS else 8, 3)
 

@@ -1,5 +1,8 @@
 """Prints, as JSON, what the launches of attention and of cache writes become for a GPU that is not
-there. To be run without TRITON_INTERPRET: `python -m compiled_attention`."""
+there. To be run without TRITON_INTERPRET: `python -m compiled_attention`.
+
+All tensors are without data: a launch that asked the device for a number would fail.
+"""
 
 import json
 from itertools import product
@@ -15,8 +18,8 @@ _NUM_HEADS, _NUM_KV_HEADS, _NUM_SEQS, _SEQ_LEN = 32, 8, 16, 4096
 _ALL_FEATURES: dict[str, Any] = {
     "sliding_window": 512,
     "softcap": 50.0,
-    "alibi_slopes": torch.zeros(_NUM_HEADS),
-    "sinks": torch.zeros(_NUM_HEADS),
+    "alibi_slopes": torch.empty(_NUM_HEADS, device="meta"),
+    "sinks": torch.empty(_NUM_HEADS, device="meta"),
 }
 
 
@@ -27,27 +30,46 @@ def attend(
     head_dim: int,
     block_size: int,
     options: dict[str, Any],
+    num_seqs: int = _NUM_SEQS,
+    seq_len: int = _SEQ_LEN,
 ) -> None:
-    query = torch.empty(_NUM_SEQS * query_len, _NUM_HEADS, head_dim, dtype=dtype)
+    query = torch.empty(num_seqs * query_len, _NUM_HEADS, head_dim, dtype=dtype)
     cache = torch.empty(2, block_size, _NUM_KV_HEADS, head_dim, dtype=cache_dtype)
     batch = PagedBatch(
-        block_table=torch.zeros(_NUM_SEQS, _SEQ_LEN // block_size, dtype=torch.int32),
-        query_start_loc=torch.arange(_NUM_SEQS + 1) * query_len,
-        seq_lens=torch.full((_NUM_SEQS,), _SEQ_LEN),
+        block_table=torch.empty(num_seqs, -(-seq_len // block_size), dtype=torch.int32),
+        query_start_loc=torch.empty(num_seqs + 1, dtype=torch.int64),
+        seq_lens=torch.empty(num_seqs, dtype=torch.int64),
         block_size=block_size,
         max_query_len=query_len,
-        max_seq_len=_SEQ_LEN,
+        max_seq_len=seq_len,
     )
     attention.paged_attention_triton(
         query, cache, cache, batch, scale=0.1, out=torch.empty_like(query), **options
     )
 
 
-def write(dtype: torch.dtype, cache_dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
+def write(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    num_heads: int,
+    head_dim: int,
+    num_tokens: int = 512,
+) -> None:
     # As models give keys and values: heads before tokens.
-    states = torch.empty(num_heads, 512, head_dim, dtype=dtype).transpose(0, 1)
+    states = torch.empty(num_heads, num_tokens, head_dim, dtype=dtype).transpose(0, 1)
     cache = torch.empty(40, 16, num_heads, head_dim, dtype=cache_dtype)
-    kv_write.kv_write_triton(states, states, cache, cache, torch.arange(512))
+    slots = torch.empty(num_tokens, dtype=torch.int64)
+    kv_write.kv_write_triton(states, states, cache, cache, slots)
+
+
+def serve_steps_of_many_sizes() -> None:
+    """Prompts and decoding sequences, few and many, short and long."""
+    for num_seqs, query_len, seq_len in (
+        *((1, 1, 9), (1, 1, 5000), (3, 1, 700), (16, 1, 1600), (300, 1, 900)),
+        *((1, 15, 15), (1, 512, 4000), (7, 33, 100), (5, 16, 1616), (2, 1, 16)),
+    ):
+        attend(query_len, torch.bfloat16, torch.bfloat16, 128, 16, {}, num_seqs, seq_len)
+        write(torch.bfloat16, torch.bfloat16, 8, 128, num_seqs * query_len)
 
 
 def described(compiled: Compiled, **what: Any) -> dict[str, Any]:
@@ -91,8 +113,12 @@ def main() -> None:
         compiled.clear()
         write(dtype, cache_dtype, num_heads, head_dim)
         found += [described(each, cache_dtype=cache_dtype, head_dim=head_dim) for each in compiled]
+    compiled.clear()
+    serve_steps_of_many_sizes()
+    found += [described(each, steps="many") for each in compiled]
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    with torch.device("meta"):
+        main()
