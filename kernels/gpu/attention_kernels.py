@@ -124,7 +124,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     flat_tokens = query_start.to(tl.int64) + tokens
 
     dims = tl.arange(0, PADDED_DIM)
-    query_rows = query + flat_tokens * query_token_stride + heads * query_head_stride
+    # Models give heads before tokens: the strides of both may be large.
+    wide_heads = heads.to(tl.int64)
+    query_rows = query + flat_tokens * query_token_stride + wide_heads * query_head_stride
     query_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     queries = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
     queries = queries.to(COMPUTE_DTYPE)
@@ -200,7 +202,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     else:
         # Who sees nothing has no total, and gets zeros.
         attended = sums * (v_scale / tl.where(totals == 0.0, 1.0, totals))[:, None]
-        out_rows = out + flat_tokens * out_token_stride + heads * out_head_stride
+        out_rows = out + flat_tokens * out_token_stride + wide_heads * out_head_stride
         attended = attended.to(out.dtype.element_ty)
         tl.store(out_rows[:, None] + v_dims[None, :], attended, mask=out_mask)
 
@@ -265,7 +267,7 @@ def merge_partitions_kernel(  # type: ignore[no-untyped-def]
         sums = sums * fade + tl.sum(part_sums * weights[:, None], 0)
         maximum = larger
     attended = sums * (v_scale / tl.where(total == 0.0, 1.0, total))
-    head = head_tile // HEAD_TILES * GROUP_SIZE + head_in_group
+    head = (head_tile // HEAD_TILES * GROUP_SIZE + head_in_group).to(tl.int64)
     out += (query_start.to(tl.int64) + token) * out_token_stride + head * out_head_stride
     tl.store(out + dims, attended.to(out.dtype.element_ty), mask=dims < V_HEAD_DIM)
 

@@ -91,8 +91,8 @@ def _kv_write_kernel(  # type: ignore[no-untyped-def]
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    heads = rows % NUM_HEADS
-    # Ids times strides pass 2^31 in a large pool.
+    # Ids times strides pass 2^31 in a large pool, heads times strides where heads come first.
+    heads = (rows % NUM_HEADS).to(tl.int64)
     tokens = (rows // NUM_HEADS).to(tl.int64)
     slots = tl.load(slot_mapping + tokens, mask=inside, other=-1).to(tl.int64)
     entries = slots * NUM_HEADS + heads

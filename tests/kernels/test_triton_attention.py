@@ -286,3 +286,49 @@ def test_tokens_of_no_sequence_are_left_alone(device: str) -> None:
     out = attend(padded, device, {})
     assert torch.equal(out[:41], expected)
     assert out[41:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_graph_serves_other_lengths() -> None:
+    """Captured with bounds that are not reached, replayed for other lengths and a padding row."""
+    case = paged_case([1, 1, 1, 1], [300, 100, 77, 16], 16, (8, 2), 64).to(torch.bfloat16)
+    query, k_cache, v_cache = (
+        tensor.to("cuda") for tensor in (case.query, case.k_cache, case.v_cache)
+    )
+    batch = PagedBatch(
+        case.batch.block_table.to("cuda"),
+        case.batch.query_start_loc.to("cuda"),
+        case.batch.seq_lens.to("cuda"),
+        block_size=16,
+        max_query_len=1,
+        max_seq_len=4096,
+    )
+    out = torch.full_like(query, torch.nan)
+
+    def attend_on_device() -> None:
+        paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            batch,
+            scale=_SCALE,
+            implementation=Implementation.TRITON,
+            out=out,
+        )
+
+    attend_on_device()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_on_device()
+    shorter = replace(case.batch, seq_lens=torch.tensor([257, 1, 64, 0]))
+    batch.seq_lens.copy_(shorter.seq_lens)
+    query.copy_(case.query.flip(0))
+    out.fill_(torch.nan)
+    graph.replay()
+    expected = paged_attention_reference(
+        case.query.flip(0), case.k_cache, case.v_cache, shorter, scale=_SCALE
+    )
+    assert relative_rms(out.cpu(), expected) < _TOLERANCES[torch.bfloat16]
+    assert not out[3].any()
