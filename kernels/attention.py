@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention_torch import paged_attention_torch
-from kernels.choice import Implementation, choose
+from kernels.choice import HAS_TRITON, Implementation, choose
 from kernels.paged_batch import PagedBatch, attention_mask
+
+if HAS_TRITON:
+    from kernels.gpu.attention import paged_attention_triton
 
 __all__ = ["PagedBatch", "attention_mask", "paged_attention", "paged_attention_reference"]
 
@@ -48,7 +51,23 @@ def paged_attention(
         implementation = choose(query.device.type, (query.dtype, k_cache.dtype))
     if out is None:
         out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
-    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+    if implementation == Implementation.TRITON:
+        return paged_attention_triton(
+            query,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            partition_keys=partition_keys,
+            out=out,
+        )
+    if not implementation.is_cpp:
         reference = implementation == Implementation.REFERENCE
         function = paged_attention_reference if reference else paged_attention_torch
         function(

@@ -1,8 +1,10 @@
 """Which implementation of an operation serves."""
 
+import os
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import cache
+from importlib.util import find_spec
 from typing import Final
 
 import torch
@@ -15,9 +17,14 @@ class Implementation(StrEnum):
 
     REFERENCE = "reference"  # the twin: obvious and slow
     TORCH = "torch"  # torch's own operations, on any device
+    TRITON = "triton"  # Triton's compiler, for GPUs
     CPP_PORTABLE = "cpp-portable"  # C++, for any processor
     CPP_AVX2 = "cpp-avx2"  # C++, with AVX2, FMA and F16C
     CPP_AVX512 = "cpp-avx512"  # C++, with AVX-512 F, BW, DQ and VL
+
+    @property
+    def is_cpp(self) -> bool:
+        return self in _CPP
 
     @property
     def isa(self) -> int:
@@ -26,9 +33,13 @@ class Implementation(StrEnum):
 
 
 _CPP: Final = (Implementation.CPP_PORTABLE, Implementation.CPP_AVX2, Implementation.CPP_AVX512)
-# `cpp` is the most capable C++ that this processor runs; `auto` that one where it can be.
+# `cpp` is the most capable C++ that this processor runs; `auto` is that on processors and Triton
+# on GPUs, each where it can be.
 SETTINGS: Final = ("auto", "cpp", *Implementation)
-_CPP_DTYPES: Final = {
+# Elsewhere than on Linux, and in images without a GPU, it is not installed.
+HAS_TRITON: Final = find_spec("triton") is not None
+# Of the C++ and the Triton kernels alike.
+_KERNEL_DTYPES: Final = {
     torch.float32,
     torch.float16,
     torch.bfloat16,
@@ -49,6 +60,11 @@ def cpp_implementations() -> tuple[Implementation, ...]:
     return _CPP[: torch.ops.quire.best_isa() + 1]
 
 
+def interprets_triton() -> bool:
+    """Whether Triton runs its kernels slowly, on processors: to be set before it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def choose(
     device_type: str, dtypes: Iterable[torch.dtype], setting: str = "auto"
 ) -> Implementation:
@@ -58,11 +74,15 @@ def choose(
     """
     if setting in (Implementation.REFERENCE, Implementation.TORCH):
         return Implementation(setting)
-    if device_type != "cpu":
-        return _fallback(setting, f"C++ kernels do not run on {device_type}")
-    unknown = set(dtypes) - _CPP_DTYPES
+    unknown = set(dtypes) - _KERNEL_DTYPES
     if unknown:
-        return _fallback(setting, f"there are no C++ kernels for {sorted(map(str, unknown))}")
+        return _fallback(setting, f"there are no kernels for {sorted(map(str, unknown))}")
+    if device_type == "cpu" and setting != Implementation.TRITON:
+        return _choose_cpp(setting)
+    return _choose_triton(device_type, setting)
+
+
+def _choose_cpp(setting: str) -> Implementation:
     available = cpp_implementations()
     if not available:
         return _fallback(setting, "the C++ kernels cannot be built")
@@ -71,6 +91,16 @@ def choose(
     if setting not in available:
         raise NoSuchKernel(f"{setting}: this machine runs {', '.join(available)}")
     return Implementation(setting)
+
+
+def _choose_triton(device_type: str, setting: str) -> Implementation:
+    if setting not in ("auto", Implementation.TRITON):
+        return _fallback(setting, f"C++ kernels do not run on {device_type}")
+    if not HAS_TRITON:
+        return _fallback(setting, "Triton is not installed")
+    if device_type != "cuda" and not (device_type == "cpu" and interprets_triton()):
+        return _fallback(setting, f"Triton kernels do not run on {device_type}")
+    return Implementation.TRITON
 
 
 def _fallback(setting: str, reason: str) -> Implementation:

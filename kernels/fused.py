@@ -12,8 +12,6 @@ from torch.nn.functional import gelu, silu
 
 from kernels.choice import Implementation, choose
 
-_TWINS = (Implementation.REFERENCE, Implementation.TORCH)
-
 
 class Activation(IntEnum):
     """As the C++ kernels number them."""
@@ -30,7 +28,7 @@ def rms_norm(
     `weight` is float32. The result is dense, in the dtype of the states.
     """
     implementation = implementation or choose(states.device.type, (states.dtype,))
-    if implementation in _TWINS:
+    if not implementation.is_cpp:
         return rms_norm_reference(states, weight, epsilon)
     out: Tensor = torch.ops.quire.rms_norm(states, weight, epsilon, implementation.isa)
     return out
@@ -45,7 +43,7 @@ def gated_activation(
 ) -> Tensor:
     """`activation(gate) * up`, dense."""
     implementation = implementation or choose(gate.device.type, (gate.dtype,))
-    if implementation in _TWINS:
+    if not implementation.is_cpp:
         return gated_activation_reference(gate, up, activation)
     out: Tensor = torch.ops.quire.gated_activation(gate, up, activation, implementation.isa)
     return out
@@ -65,7 +63,7 @@ def rotate(
     `cosines` and `sines` are `[1, num_tokens, dim]`, of the same dtype.
     """
     implementation = implementation or choose(query.device.type, (query.dtype,))
-    if implementation in _TWINS:
+    if not implementation.is_cpp:
         return rotate_reference(query, key, cosines, sines)
     turned: tuple[Tensor, Tensor] = torch.ops.quire.rotate(
         query, key, cosines, sines, implementation.isa

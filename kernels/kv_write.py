@@ -1,63 +1,12 @@
 """Writes the keys and values of new tokens into their slots of a paged cache."""
 
-from importlib.util import find_spec
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from kernels.choice import Implementation, choose
-
-# Elsewhere than on Linux, and in images without a GPU, it is not installed.
-HAS_TRITON: Final = find_spec("triton") is not None
+from kernels.choice import HAS_TRITON, Implementation, choose
 
 if HAS_TRITON:
-    import triton
-    import triton.language as tl
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _kv_write_kernel(  # type: ignore[no-untyped-def]
-        source,
-        cache,
-        slot_mapping,
-        source_token_stride,
-        source_head_stride,
-        cache_slot_stride,
-        num_heads,
-        head_dim,
-        HEADS: tl.constexpr,  # noqa: N803
-        DIM: tl.constexpr,  # noqa: N803
-    ):
-        """One program copies one token: a tile of `num_heads` x `head_dim`."""
-        # Ids times strides pass 2^31 in a large pool.
-        token = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slot_mapping + token).to(tl.int64)
-        if slot >= 0:
-            heads = tl.arange(0, HEADS)[:, None]
-            dims = tl.arange(0, DIM)[None, :]
-            inside = (heads < num_heads) & (dims < head_dim)
-            source += token * source_token_stride
-            tile = tl.load(source + heads * source_head_stride + dims, mask=inside)
-            tl.store(cache + slot * cache_slot_stride + heads * head_dim + dims, tile, mask=inside)
-
-    def kv_write_triton(
-        key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """The Triton form of `kv_write`. The last dimension of key and value is dense."""
-        for source, cache in ((key, k_cache), (value, v_cache)):
-            num_tokens, num_heads, head_dim = source.shape
-            _kv_write_kernel[(num_tokens,)](
-                source,
-                cache,
-                slot_mapping,
-                source.stride(0),
-                source.stride(1),
-                cache.stride(1),
-                num_heads,
-                head_dim,
-                HEADS=triton.next_power_of_2(num_heads),
-                DIM=triton.next_power_of_2(head_dim),
-            )
+    from kernels.gpu.kv_write import kv_write_triton
 
 
 def kv_write_reference(
@@ -113,14 +62,12 @@ def kv_write(
     """
     if implementation is None:
         implementation = choose(key.device.type, (key.dtype, k_cache.dtype))
-    copied = key.dtype == k_cache.dtype and k_scale == v_scale == 1.0
-    if implementation not in (Implementation.REFERENCE, Implementation.TORCH):
+    if implementation.is_cpp:
         torch.ops.quire.kv_write(
             key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, implementation.isa
         )
-    elif HAS_TRITON and k_cache.is_cuda and copied:
-        kv_write_triton(key, value, k_cache, v_cache, slot_mapping)
-    else:
-        kv_write_reference(
-            key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale
-        )
+        return
+    function = kv_write_reference
+    if implementation == Implementation.TRITON:
+        function = kv_write_triton
+    function(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)

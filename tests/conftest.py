@@ -1,5 +1,6 @@
 """A real Redis for every test that wants one, and a look at what each leaves behind."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -9,6 +10,12 @@ import pytest
 import redis
 
 from quire.launcher.redis import EmbeddedRedis
+
+# Triton asks when it is imported: without a driver of a GPU its kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Its products are small: threads would mostly wait for each other, at full speed.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ _ROTATION = "apply_rotary_pos_emb"  # so all models of transformers that have it
 
 def fuse(network: nn.Module, implementation: Implementation) -> Counter[str]:
     """Exchanges what can be exchanged; says how many parts of each kind were."""
-    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+    if not implementation.is_cpp:
         return Counter()
     fused: Counter[str] = Counter()
     rotations: dict[FunctionType, FunctionType | None] = {}

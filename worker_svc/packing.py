@@ -12,8 +12,6 @@ from kernels.choice import Implementation
 from kernels.linear import WEIGHT_DTYPES, PackedWeight, gated_linear, linear
 from worker_svc.fusing import GatedMlp
 
-_TWINS = (Implementation.REFERENCE, Implementation.TORCH)
-
 
 def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
     """Exchanges the products of linear layers and says how many. A weight that nobody else reads
@@ -23,7 +21,7 @@ def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
     place. What takes a freed weight without being its layer meets NaN.
     """
     packed: Counter[str] = Counter()
-    if implementation in _TWINS:
+    if not implementation.is_cpp:
         return packed
     for users in _by_weight(network):
         linears = [user for user in users if type(user) is nn.Linear]

@@ -69,7 +69,7 @@ class WorkerSettings(ServiceSettings):
         "auto", description="Where the model runs; auto: a GPU if there is one."
     )
     kernels: Literal[
-        "auto", "cpp", "reference", "torch", "cpp-portable", "cpp-avx2", "cpp-avx512"
+        "auto", "cpp", "reference", "torch", "triton", "cpp-portable", "cpp-avx2", "cpp-avx512"
     ] = Field(
         "auto",
         description="What computes attention, sampling and the like; auto: the fastest there is.",

@@ -89,7 +89,11 @@ def load_engine(settings: WorkerSettings) -> Engine:
 
 def _implementation(model: LoadedModel, kv_cache_dtype: str, setting: str) -> Implementation:
     """WrongSettingError if the setting names what cannot serve."""
-    wants_cpp = setting not in (Implementation.REFERENCE, Implementation.TORCH)
+    wants_cpp = setting not in (
+        Implementation.REFERENCE,
+        Implementation.TORCH,
+        Implementation.TRITON,
+    )
     if wants_cpp and model.device.type == "cpu" and not is_compiled():
         log.info("compiling kernels, which takes about a minute")
     cached = cached_as(model.layers, kv_cache_dtype)

@@ -31,7 +31,7 @@ def test_the_most_capable_serves(available: list[Implementation]) -> None:
 
 
 def test_a_setting_forces_it(available: list[Implementation]) -> None:
-    for implementation in Implementation:
+    for implementation in set(Implementation) - {Implementation.TRITON}:
         assert choose("cpu", _FLOATS, implementation) == implementation
     available.pop()
     with pytest.raises(NoSuchKernel, match="cpp-avx512"):
@@ -39,11 +39,36 @@ def test_a_setting_forces_it(available: list[Implementation]) -> None:
 
 
 def test_what_has_no_kernel_is_torch_s_business(available: list[Implementation]) -> None:
-    for device, dtypes in (("cuda", _FLOATS), ("cpu", (torch.float64, torch.float32))):
+    for device, dtypes in (("mps", _FLOATS), ("cpu", (torch.float64, torch.float32))):
         assert choose(device, dtypes) == Implementation.TORCH
         assert choose(device, dtypes, "reference") == Implementation.REFERENCE
-        with pytest.raises(NoSuchKernel, match=r"cuda|float64"):
-            choose(device, dtypes, "cpp")
+        for setting in ("cpp", "triton"):
+            with pytest.raises(NoSuchKernel, match=r"mps|float64"):
+                choose(device, dtypes, setting)
+
+
+def test_triton_serves_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed, found in ((True, Implementation.TRITON), (False, Implementation.TORCH)):
+        monkeypatch.setattr(choice, "HAS_TRITON", installed)
+        assert choose("cuda", _FLOATS) == found
+        assert choose("cuda", (torch.bfloat16, torch.float8_e4m3fn)) == found
+        assert choose("cuda", (torch.float64,)) == Implementation.TORCH
+        with pytest.raises(NoSuchKernel, match="do not run on cuda"):
+            choose("cuda", _FLOATS, "cpp")
+    with pytest.raises(NoSuchKernel, match="not installed"):
+        choose("cuda", _FLOATS, "triton")
+
+
+def test_triton_serves_processors_when_it_is_interpreted(
+    available: list[Implementation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(NoSuchKernel, match="do not run on cpu"):
+        choose("cpu", _FLOATS, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose("cpu", _FLOATS, "triton") == Implementation.TRITON
+    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX512
 
 
 def test_without_a_compiler_torch_serves(available: list[Implementation]) -> None:

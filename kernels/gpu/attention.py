@@ -1,0 +1,273 @@
+"""`paged_attention` in Triton: which kernels are launched for a batch, and how.
+
+Everything is decided from what the host knows. Nothing waits for the device, so a captured graph
+serves every batch that keeps to the bounds it was captured with.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.attention_kernels import merge_partitions_kernel, paged_attention_kernel
+from kernels.gpu.launch import (
+    AttentionLaunch,
+    attention_launch,
+    decode_tile_rows,
+    fewest_partition_keys,
+    gpu_of,
+    num_partitions,
+    padded_dim,
+)
+from kernels.paged_batch import PagedBatch
+
+_TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one call."""
+
+    out: Tensor
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: PagedBatch
+    scale: float  # of scores, the keys' scale included
+    softcap: float | None
+    window: int | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    v_scale: float
+    partition_keys: int | None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[1] // self.k_cache.shape[2]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of products' factors; they are added up in float32."""
+        if self.k_cache.dtype.itemsize == 1 or self.k_cache.dtype == self.query.dtype:
+            return self.query.dtype
+        return torch.float32
+
+    @property
+    def decode_rows(self) -> int:
+        """Of a tile for short queries."""
+        return decode_tile_rows(self.group_size, self.compute_dtype)
+
+    @property
+    def heads_per_tile(self) -> int:
+        return min(self.group_size, self.decode_rows)
+
+    @property
+    def num_head_tiles(self) -> int:
+        return self.k_cache.shape[2] * -(-self.group_size // self.heads_per_tile)
+
+    @property
+    def decode_tokens(self) -> int:
+        """The most query tokens of a sequence for which one small tile is enough."""
+        return self.decode_rows // self.heads_per_tile
+
+    def launch(self, is_decode: bool) -> AttentionLaunch:
+        return attention_launch(
+            gpu_of(self.query.device),
+            (padded_dim(self.query.shape[2]), padded_dim(self.v_cache.shape[3])),
+            self.compute_dtype,
+            self.k_cache.dtype,
+            self.batch.block_size,
+            self.decode_rows,
+            is_decode,
+        )
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """Whose queries a launch serves."""
+
+    shortest: int
+    longest: int
+    one_tile: bool  # is enough for each sequence
+
+
+@dataclass(frozen=True)
+class _Partials:
+    """What programs leave of the partitions of sequences, as the kernel describes it."""
+
+    fewest_keys: int  # of a partition; whole tiles
+    sums: Tensor
+    stats: Tensor
+
+
+def paged_attention_triton(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    partition_keys: int | None = None,
+    out: Tensor,
+) -> Tensor:
+    """As `kernels.attention.paged_attention`; blocks are not checked, since the host does not see
+    them.
+
+    Sequences with few queries and those with many are served by one kernel with tiles of two
+    sizes; where both may be there, it is launched twice, and each leaves out the others.
+    """
+    num_tokens = query.shape[0]
+    if num_tokens == 0:
+        return out
+    call = _Call(
+        out=out,
+        query=query if query.stride(2) == 1 else query.contiguous(),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        batch=batch,
+        scale=scale * k_scale,
+        softcap=softcap,
+        window=sliding_window,
+        sinks=None if sinks is None else sinks.contiguous(),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
+        v_scale=v_scale,
+        partition_keys=partition_keys,
+    )
+    max_query_len = num_tokens if batch.max_query_len is None else batch.max_query_len
+    has_long = max_query_len > call.decode_tokens
+    # Equally long sequences are all of one kind.
+    has_short = not has_long or num_tokens < len(batch.seq_lens) * max_query_len
+    if has_long:
+        _attend_long(call, call.decode_tokens + 1 if has_short else 1)
+    if has_short:
+        _attend_short(call, min(max_query_len, call.decode_tokens))
+    return out
+
+
+def _attend_long(call: _Call, shortest_query: int) -> None:
+    launch = call.launch(is_decode=False)
+    num_tokens, num_seqs = call.query.shape[0], len(call.batch.seq_lens)
+    # The last tile of a sequence may be part of one.
+    num_tiles = num_tokens // (launch.tile_rows // call.heads_per_tile) + num_seqs
+    queries = _Queries(shortest_query, num_tokens, one_tile=False)
+    _attend(call, launch, (call.num_head_tiles, num_tiles, 1), queries, None)
+
+
+def _attend_short(call: _Call, longest_query: int) -> None:
+    """Of sequences with up to `longest_query` queries; where there are few, their keys are cut."""
+    launch = call.launch(is_decode=True)
+    num_seqs, num_head_tiles = len(call.batch.seq_lens), call.num_head_tiles
+    fewest_keys = fewest_partition_keys(call.partition_keys, launch.tile_keys)
+    max_keys = call.batch.max_seq_len
+    if max_keys is None:
+        max_keys = call.batch.block_table.shape[1] * call.batch.block_size
+    if call.window is not None:
+        max_keys = min(max_keys, call.window + longest_query + launch.tile_keys)
+    parts = -(-max_keys // fewest_keys)
+    if call.partition_keys is None:
+        gpu = gpu_of(call.query.device)
+        parts = num_partitions(gpu, num_seqs * num_head_tiles, max_keys)
+    queries = _Queries(1, longest_query, one_tile=True)
+    grid = (num_head_tiles, num_seqs, max(parts, 1))
+    if parts <= 1:
+        _attend(call, launch, grid, queries, None)
+        return
+    partials = _Partials(
+        fewest_keys,
+        sums=call.query.new_empty(
+            (num_seqs, num_head_tiles, parts, launch.tile_rows, call.v_cache.shape[3]),
+            dtype=torch.float32,
+        ),
+        stats=call.query.new_empty(
+            (num_seqs, num_head_tiles, parts, 2, launch.tile_rows), dtype=torch.float32
+        ),
+    )
+    _attend(call, launch, grid, queries, partials)
+    _merge(call, launch, longest_query, partials)
+
+
+def _attend(
+    call: _Call,
+    launch: AttentionLaunch,
+    grid: tuple[int, int, int],
+    queries: _Queries,
+    partials: _Partials | None,
+) -> None:
+    paged_attention_kernel[grid](
+        call.out,
+        call.query,
+        call.k_cache,
+        call.v_cache,
+        call.batch.block_table,
+        call.batch.query_start_loc,
+        call.batch.seq_lens,
+        call.sinks,
+        call.alibi_slopes,
+        None if partials is None else partials.sums,
+        None if partials is None else partials.stats,
+        len(call.batch.seq_lens),
+        queries.shortest,
+        queries.longest,
+        0 if partials is None else partials.fewest_keys,
+        grid[2],
+        call.scale,
+        call.softcap,
+        call.window,
+        call.v_scale,
+        *call.out.stride()[:2],
+        *call.query.stride()[:2],
+        *call.k_cache.stride()[:3],
+        *call.v_cache.stride()[:3],
+        call.batch.block_table.stride(0),
+        GROUP_SIZE=call.group_size,
+        HEADS_PER_TILE=call.heads_per_tile,
+        HEAD_DIM=call.query.shape[2],
+        V_HEAD_DIM=call.v_cache.shape[3],
+        PADDED_DIM=padded_dim(call.query.shape[2]),
+        PADDED_V_DIM=padded_dim(call.v_cache.shape[3]),
+        BLOCK_SIZE=call.batch.block_size,
+        TILE_ROWS=launch.tile_rows,
+        TILE_KEYS=launch.tile_keys,
+        COMPUTE_DTYPE=_TRITON_DTYPES[call.compute_dtype],
+        PRECISION=launch.precision,
+        ONE_TILE=queries.one_tile,
+        PARTITIONED=partials is not None,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def _merge(call: _Call, launch: AttentionLaunch, longest_query: int, partials: _Partials) -> None:
+    num_seqs, num_head_tiles, num_partitions = partials.stats.shape[:3]
+    merge_partitions_kernel[(num_head_tiles, num_seqs, longest_query * call.heads_per_tile)](
+        call.out,
+        call.batch.query_start_loc,
+        call.batch.seq_lens,
+        partials.sums,
+        partials.stats,
+        longest_query,
+        partials.fewest_keys,
+        num_partitions,
+        call.window,
+        call.v_scale,
+        *call.out.stride()[:2],
+        GROUP_SIZE=call.group_size,
+        HEADS_PER_TILE=call.heads_per_tile,
+        V_HEAD_DIM=call.v_cache.shape[3],
+        PADDED_V_DIM=padded_dim(call.v_cache.shape[3]),
+        TILE_ROWS=launch.tile_rows,
+        TILE_KEYS=launch.tile_keys,
+        num_warps=4,
+    )

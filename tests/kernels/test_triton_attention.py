@@ -1,0 +1,334 @@
+"""Paged attention in Triton, against the twin, with everything unseen poisoned."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import FP8, PagedCase, paged_case, relative_rms
+from pairwise import pairwise
+from triton_devices import DEVICES, skip_what_is_not_interpreted
+
+from kernels.attention import PagedBatch, paged_attention, paged_attention_reference
+from kernels.choice import Implementation
+
+_SCALE = 0.2
+_TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+E4M3, E5M2 = FP8
+
+# Queries and lengths of sequences: decoded tokens, whole prompts, chunks, prompts with cached
+# prefixes, rows without queries, exact multiples of a block.
+_DECODE = ((1, 1, 1, 1), (1, 63, 100, 129))
+_PROMPTS = ((63, 0), (63, 5))
+_CHUNKS = ((20, 7), (129, 100))
+_MIXED = ((1, 16, 1, 9), (64, 64, 129, 100))
+_FACTORS = {
+    "heads": [(4, 4), (8, 2), (5, 1), (32, 8)],
+    "head_dim": [64, 80, 96, 128, 256],
+    "lengths": [_DECODE, _PROMPTS, _CHUNKS, _MIXED],
+    "block_size": [8, 16, 32, 64, 128, 256],
+    "dtypes": [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float32, E4M3),
+        (torch.float16, E5M2),
+    ],
+    "window": [None, 4, 64],
+    "softcap": [None, 50.0],
+    "sinks": [False, True],
+    "alibi": [False, True],
+    "partition_keys": [None, 64],
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products are small: threads would mostly wait for each other, at full speed."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def assert_equals_the_twin(case: PagedCase, device: str, options: dict[str, Any]) -> None:
+    """`options` are those of `paged_attention`."""
+    skip_what_is_not_interpreted(device, case.query.dtype, case.k_cache.dtype)
+    of_twin = {name: value for name, value in options.items() if name != "partition_keys"}
+    expected = paged_attention_reference(
+        case.query, case.k_cache, case.v_cache, case.batch, scale=_SCALE, **of_twin
+    )
+    assert expected.isfinite().all()
+    out = attend(case, device, options)
+    assert relative_rms(out, expected) < _TOLERANCES[case.query.dtype]
+
+
+def attend(case: PagedCase, device: str, options: dict[str, Any]) -> torch.Tensor:
+    """What Triton gives, into a tensor of NaN."""
+    batch = replace(
+        case.batch,
+        block_table=case.batch.block_table.to(device),
+        query_start_loc=case.batch.query_start_loc.to(device),
+        seq_lens=case.batch.seq_lens.to(device),
+    )
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    shape = (*case.query.shape[:2], case.v_cache.shape[3])
+    out = torch.full(shape, torch.nan, dtype=case.query.dtype, device=device)
+    given = paged_attention(
+        case.query.to(device),
+        case.k_cache.to(device),
+        case.v_cache.to(device),
+        batch,
+        scale=_SCALE,
+        implementation=Implementation.TRITON,
+        out=out,
+        **moved,
+    )
+    assert given is out
+    return out.cpu()
+
+
+def case_of(factors: dict[str, Any]) -> PagedCase:
+    query_lens, seq_lens = map(list, factors["lengths"])
+    return paged_case(
+        query_lens, seq_lens, factors["block_size"], factors["heads"], factors["head_dim"]
+    )
+
+
+def options_of(factors: dict[str, Any]) -> dict[str, Any]:
+    num_heads = factors["heads"][0]
+    eight_bits = factors["dtypes"][1].itemsize == 1
+    return {
+        "sliding_window": factors["window"],
+        "softcap": factors["softcap"],
+        "sinks": torch.linspace(-2, 3, num_heads) if factors["sinks"] else None,
+        "alibi_slopes": 2.0 ** -torch.linspace(1, 8, num_heads) if factors["alibi"] else None,
+        "k_scale": 0.7 if eight_bits else 1.0,
+        "v_scale": 2.5 if eight_bits else 1.0,
+        "partition_keys": factors["partition_keys"],
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
+def test_every_two_features_together(factors: dict[str, Any], device: str) -> None:
+    case = case_of(factors)
+    dtype, cache_dtype = factors["dtypes"]
+    assert_equals_the_twin(case.to(dtype, cache_dtype), device, options_of(factors))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", _FACTORS["head_dim"])
+@pytest.mark.parametrize("heads", _FACTORS["heads"])
+def test_every_feature_with_every_other(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    factors = {
+        name: _FACTORS[name] for name in ("window", "softcap", "sinks", "alibi", "partition_keys")
+    }
+    query_lens, seq_lens = [1, 63, 1, 0, 7, 1, 16], [1, 63, 129, 5, 128, 63, 64]
+    case = paged_case(query_lens, seq_lens, 16, heads, head_dim).to(dtype)
+    for chosen in pairwise(factors):
+        options = options_of(chosen | {"heads": heads, "dtypes": (dtype, dtype)})
+        assert_equals_the_twin(case, device, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
+def test_every_two_features_together_in_bfloat16(factors: dict[str, Any]) -> None:
+    case = case_of(factors)
+    cache_dtype = factors["dtypes"][1]
+    cache_dtype = cache_dtype if cache_dtype.itemsize == 1 else torch.bfloat16
+    assert_equals_the_twin(case.to(torch.bfloat16, cache_dtype), "cuda", options_of(factors))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_size", [1, 5])
+def test_blocks_of_odd_sizes(block_size: int, device: str) -> None:
+    assert_equals_the_twin(paged_case([1, 33], [70, 50], block_size), device, {})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(1, 1), (12, 7), (7, 33), (192, 128)])
+def test_heads_of_odd_sizes(head_dim: int, v_head_dim: int, device: str) -> None:
+    case = paged_case([1, 20], [70, 50], 8, (6, 2), head_dim, v_head_dim)
+    assert_equals_the_twin(case, device, {"partition_keys": 32})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group_size", [3, 16, 71, 150])
+def test_one_key_head_for_many(group_size: int, device: str) -> None:
+    case = paged_case([1, 2, 5], [77, 90, 50], 16, (group_size, 1), 64)
+    assert_equals_the_twin(case, device, {"partition_keys": 64})
+    assert_equals_the_twin(case.to(torch.float16), device, {})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("partition_keys", [None, 64, 1000])
+def test_lengths_at_the_edges_of_partitions(partition_keys: int | None, device: str) -> None:
+    lengths = [length for edge in (64, 128) for length in (edge - 1, edge, edge + 1)]
+    case = paged_case([1, 2, 1, 1, 1, 2], lengths, 16, (4, 2), 64)
+    for options in ({}, {"sliding_window": 50}, {"sinks": torch.linspace(-1, 4, 4)}):
+        assert_equals_the_twin(case, device, {"partition_keys": partition_keys, **options})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_few_long_sequences_are_partitioned_by_itself(device: str) -> None:
+    assert_equals_the_twin(paged_case([1, 1], [1300, 40], 16, (4, 2), 64), device, {})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 64])
+def test_whole_prompts(window: int | None, device: str) -> None:
+    case = paged_case([1, 100, 129, 200], [1, 100, 129, 200], 16, (4, 2), 64)
+    assert_equals_the_twin(case.to(torch.float16), device, {"sliding_window": window})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("partition_keys", [None, 16])
+def test_blocks_outside_the_window_are_not_read(partition_keys: int | None, device: str) -> None:
+    window = 20
+    case = paged_case([1, 30, 1, 5], [200, 200, 64, 21], 8, (4, 2), 64)
+    query_lens = case.batch.query_lens.tolist()
+    for seq, seq_len in enumerate(case.batch.seq_lens.tolist()):
+        first_seen = max(seq_len - query_lens[seq] + 1 - window, 0)
+        for position in range(first_seen):
+            block = case.batch.block_table[seq, position // 8]
+            case.k_cache[block, position % 8] = torch.nan
+            case.v_cache[block, position % 8] = torch.nan
+    options = {"sliding_window": window, "partition_keys": partition_keys}
+    assert_equals_the_twin(case, device, options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sequences_share_the_blocks_of_a_prefix(device: str) -> None:
+    case = paged_case([4, 1, 60], [100, 90, 124], 16, (4, 2), 64)
+    case.batch.block_table[1:, :4] = case.batch.block_table[0, :4]
+    assert_equals_the_twin(case, device, {})
+    assert_equals_the_twin(case, device, {"partition_keys": 64})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("partition_keys", [None, 16])
+def test_a_query_that_sees_nothing_gets_zeros(partition_keys: int | None, device: str) -> None:
+    case = paged_case([1, 1, 2, 30, 3], [5, 0, 0, 0, 9], 8, (4, 2), 64)
+    for sinks in (None, torch.zeros(4)):
+        options = {"sinks": sinks, "partition_keys": partition_keys}
+        out = attend(case, device, options)
+        assert not out[1:34].any()
+        assert out[0].all()
+        assert out[34:].all()
+        assert_equals_the_twin(case, device, options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_without_queries(device: str) -> None:
+    assert attend(paged_case([0, 0], [5, 0], 8), device, {}).shape == (0, 6, 12)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("query_len", [1, 20])
+def test_what_is_not_a_number_is_not_hidden(query_len: int, device: str) -> None:
+    case = paged_case([query_len], [50], 8, (4, 2), 64)
+    query = case.query.clone()
+    query[-1, 0] = torch.nan
+    out = attend(replace(case, query=query), device, {})
+    assert out[-1, 0].isnan().all()
+    assert out[-1, 1:].isfinite().all()
+    assert out[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_as_models_give_them(device: str) -> None:
+    """Heads before tokens in memory; numbers of a head apart from each other."""
+    case = paged_case([3, 1], [30, 9], 4)
+    for axes in ((1, 0, 2), (0, 2, 1)):
+        query = case.query.permute(axes).contiguous().permute(axes)
+        assert_equals_the_twin(replace(case, query=query), device, {})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_scores_of_any_size(scale: float, device: str) -> None:
+    case = paged_case([1, 40], [100, 40], 8, (4, 2), 64)
+    assert_equals_the_twin(replace(case, query=case.query * scale), device, {})
+
+
+def with_bounds(batch: PagedBatch, max_query_len: int, max_seq_len: int) -> PagedBatch:
+    return replace(batch, max_query_len=max_query_len, max_seq_len=max_seq_len)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bounds_need_not_be_reached(device: str) -> None:
+    """As in a graph that was captured for longer sequences and more rows: padding rows have a
+    token and length 0."""
+    case = paged_case([1, 1, 1, 1], [77, 100, 0, 0], 16, (4, 2), 64)
+    expected = attend(case, device, {})
+    for *bounds, partition_keys in ((1, 100, 32), (1, 200, 32), (1, 3000, None), (99, 5000, None)):
+        bounded = replace(case, batch=with_bounds(case.batch, *bounds))
+        out = attend(bounded, device, {"partition_keys": partition_keys})
+        assert relative_rms(out[:2], expected[:2]) < 1e-5
+        assert not out[2:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_of_no_sequence_are_left_alone(device: str) -> None:
+    case = paged_case([1, 40], [70, 50], 16, (8, 2), 64)
+    expected = attend(case, device, {})
+    padded = replace(case, query=torch.cat([case.query, torch.ones(7, 8, 64)]))
+    out = attend(padded, device, {})
+    assert torch.equal(out[:41], expected)
+    assert out[41:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_graph_serves_other_lengths() -> None:
+    """Captured with bounds that are not reached, replayed for other lengths and a padding row."""
+    case = paged_case([1, 1, 1, 1], [300, 100, 77, 16], 16, (8, 2), 64).to(torch.bfloat16)
+    query, k_cache, v_cache = (
+        tensor.to("cuda") for tensor in (case.query, case.k_cache, case.v_cache)
+    )
+    batch = PagedBatch(
+        case.batch.block_table.to("cuda"),
+        case.batch.query_start_loc.to("cuda"),
+        case.batch.seq_lens.to("cuda"),
+        block_size=16,
+        max_query_len=1,
+        max_seq_len=4096,
+    )
+    out = torch.full_like(query, torch.nan)
+
+    def attend_on_device() -> None:
+        paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            batch,
+            scale=_SCALE,
+            implementation=Implementation.TRITON,
+            out=out,
+        )
+
+    attend_on_device()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_on_device()
+    shorter = replace(case.batch, seq_lens=torch.tensor([257, 1, 64, 0]))
+    batch.seq_lens.copy_(shorter.seq_lens)
+    query.copy_(case.query.flip(0))
+    out.fill_(torch.nan)
+    graph.replay()
+    expected = paged_attention_reference(
+        case.query.flip(0), case.k_cache, case.v_cache, shorter, scale=_SCALE
+    )
+    assert relative_rms(out.cpu(), expected) < _TOLERANCES[torch.bfloat16]
+    assert not out[3].any()

@@ -1,0 +1,83 @@
+"""How Triton's kernels are launched: tiles that fit, and enough programs."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from kernels.gpu.launch import (
+    INTERPRETED,
+    Gpu,
+    attention_launch,
+    decode_tile_rows,
+    fewest_partition_keys,
+    kv_write_rows,
+    num_partitions,
+    padded_dim,
+)
+
+H200 = Gpu((9, 0), 132)
+A100 = Gpu((8, 0), 108)
+L40 = Gpu((8, 9), 142)
+
+
+@pytest.mark.parametrize("gpu", [H200, A100, L40], ids=["H200", "A100", "L40"])
+def test_tiles_fit_into_shared_memory(gpu: Gpu) -> None:
+    formats = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype, dim, block_size, group_size, is_decode in product(
+        formats, (16, 64, 128, 256), (1, 16, 256), (1, 40, 200), (False, True)
+    ):
+        rows = decode_tile_rows(group_size, dtype)
+        launch = attention_launch(gpu, (dim, dim), dtype, dtype, block_size, rows, is_decode)
+        stages = max(launch.num_stages - 1, 1)
+        numbers = launch.tile_rows * dim + launch.tile_keys * 2 * dim * stages
+        assert numbers * dtype.itemsize < gpu.shared_bytes
+        assert launch.tile_rows == rows if is_decode else launch.tile_rows >= rows
+        assert launch.tile_keys >= 16
+        for size in (launch.tile_rows, launch.tile_keys):
+            assert size & (size - 1) == 0
+
+
+def test_interpreted_launches_are_those_of_the_target() -> None:
+    assert INTERPRETED == H200
+
+
+@pytest.mark.parametrize(
+    ("group_size", "rows"), [(1, 16), (5, 16), (16, 16), (17, 32), (128, 128), (200, 128)]
+)
+def test_a_token_s_heads_fill_a_tile(group_size: int, rows: int) -> None:
+    assert decode_tile_rows(group_size, torch.bfloat16) == rows
+    assert decode_tile_rows(group_size, torch.float32) == min(rows, 32)
+
+
+def test_a_few_sequences_are_cut_into_enough_parts() -> None:
+    for num_programs in (1, 8, 64, 100, 600, 1000):
+        parts = num_partitions(H200, num_programs, 1 << 17)
+        assert parts == 128 or num_programs * parts >= 8 * H200.num_multiprocessors
+    assert num_partitions(H200, 64, 1 << 17) > num_partitions(A100, 64, 1 << 17)
+
+
+def test_parts_are_not_too_small() -> None:
+    assert num_partitions(H200, 1, 256) == 1
+    assert num_partitions(H200, 1, 257) == 2
+    assert num_partitions(H200, 1, 0) == 1
+    assert num_partitions(H200, 0, 1000) == 4
+    assert num_partitions(H200, 8 * 132, 1 << 17) == 1
+
+
+def test_parts_are_whole_tiles() -> None:
+    assert fewest_partition_keys(None, 64) == 256
+    assert fewest_partition_keys(1, 64) == 64
+    assert fewest_partition_keys(65, 64) == 128
+
+
+def test_sizes_are_padded_to_what_tensor_cores_take() -> None:
+    assert [padded_dim(dim) for dim in (1, 16, 64, 80, 96, 128, 192)] == [
+        *(16, 16, 64, 128, 128, 128, 256)
+    ]
+
+
+def test_a_program_writes_some_rows() -> None:
+    assert kv_write_rows(128, 2) == 32
+    assert kv_write_rows(16, 1) == 512
+    assert kv_write_rows(8192, 4) == 1

@@ -1,0 +1,30 @@
+"""Where Triton's kernels can be tested: on a GPU, or interpreted on a processor."""
+
+import pytest
+import torch
+
+from kernels.choice import HAS_TRITON, interprets_triton
+
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(
+            not (HAS_TRITON and interprets_triton()), reason="Triton's kernels are not interpreted"
+        ),
+    ),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(
+                not (HAS_TRITON and torch.cuda.is_available()), reason="there is no CUDA device"
+            ),
+        ],
+    ),
+]
+
+
+def skip_what_is_not_interpreted(device: str, *dtypes: torch.dtype) -> None:
+    """The interpreter computes with bfloat16, but wrongly."""
+    if device == "cpu" and torch.bfloat16 in dtypes:
+        pytest.skip(reason="the interpreter has no bfloat16")
