@@ -11,8 +11,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.choice import Implementation, choose
+from kernels.choice import HAS_TRITON, Implementation, choose
 from kernels.philox import random_words
+
+if HAS_TRITON:
+    from kernels.gpu.logprobs import MAX_TOP, token_logprobs_triton
+    from kernels.gpu.sampling import sample_triton
 
 NO_TOKEN: Final = -1  # of a row whose logits allow none
 # The largest float32 below 1.
@@ -63,7 +67,9 @@ def sample(
     """
     if implementation is None:
         implementation = choose(logits.device.type, (logits.dtype,))
-    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+    if implementation == Implementation.TRITON:
+        return sample_triton(logits, params)
+    if not implementation.is_cpp:
         return sample_reference(logits, params)
     token_ids: Tensor = torch.ops.quire.sample(
         logits,
@@ -91,7 +97,9 @@ def token_logprobs(
     """
     if implementation is None:
         implementation = choose(logits.device.type, (logits.dtype,))
-    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+    if implementation == Implementation.TRITON and num_top <= min(MAX_TOP, logits.shape[1]):
+        return TokenLogprobs(*token_logprobs_triton(logits, token_ids, num_top))
+    if not implementation.is_cpp:
         return token_logprobs_reference(logits, token_ids, num_top)
     return TokenLogprobs(
         *torch.ops.quire.token_logprobs(logits, token_ids, num_top, implementation.isa)
