@@ -5,7 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.choice import Implementation, choose
+from kernels.choice import HAS_TRITON, Implementation, choose
+
+if HAS_TRITON:
+    from kernels.gpu.blocks import copy_blocks_triton
 
 
 def empty_cache(
@@ -43,10 +46,16 @@ def swap_blocks(
     implementation: Implementation | None = None,
 ) -> None:
     """Copies blocks from each of the sources into the destination at its place, which may be on
-    another device. Otherwise as `copy_blocks`."""
+    another device. Otherwise as `copy_blocks`.
+
+    On a GPU it is enqueued on the current stream. Host memory that is pinned must not be touched
+    until the copy is done.
+    """
     if implementation is None:
         implementation = _choose([*sources, *destinations])
-    if implementation in (Implementation.REFERENCE, Implementation.TORCH):
+    if implementation == Implementation.TRITON:
+        copy_blocks_triton(sources, destinations, source_ids, destination_ids)
+    elif not implementation.is_cpp:
         swap_blocks_reference(sources, destinations, source_ids, destination_ids)
     else:
         torch.ops.quire.copy_blocks(sources, destinations, source_ids, destination_ids)
@@ -66,5 +75,8 @@ def swap_blocks_reference(
 
 def _choose(caches: Sequence[Tensor]) -> Implementation:
     devices = {cache.device.type for cache in caches}
+    # A GPU reaches host memory that is pinned as it reaches its own.
+    if devices == {"cuda", "cpu"} and all(cache.is_cuda or cache.is_pinned() for cache in caches):
+        devices = {"cuda"}
     # Bytes are bytes: the dtype does not matter.
     return choose(devices.pop(), ()) if len(devices) == 1 else Implementation.TORCH

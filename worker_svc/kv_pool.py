@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from kernels.blocks import empty_cache, swap_blocks
+from kernels.blocks import copy_blocks, empty_cache
+from kernels.host_blocks import HostBlocks
 from worker_svc.inputs import Ints
 from worker_svc.plans import BlockMoves, PlanError
 from worker_svc.pool_size import PoolSize, cache_block_bytes, host_blocks, require_room
@@ -104,7 +106,8 @@ class KvPool:
         self.block_size = block_size
         self.dtype = layers[0].dtype
         self.layers = _allocate(layers, size.num_blocks, block_size, device)
-        self._host = _allocate(layers, size.num_host_blocks, block_size, torch.device("cpu"))
+        self._caches = list(chain.from_iterable(self.layers))
+        self._host = HostBlocks(self._caches, size.num_host_blocks)
 
     def before_writing(self, slot_mapping: Ints) -> None:
         """To be called before a step writes into slots. Blocks leave and come in the order of the
@@ -114,9 +117,17 @@ class KvPool:
         """Device to host, host to device, device to device, in this order; each reads all its
         sources before it writes. PlanError, and nothing is moved, if they cannot all be."""
         self._check(swap_outs, swap_ins, copies)
-        _move(self.layers, self._host, swap_outs)
-        _move(self._host, self.layers, swap_ins)
-        _move(self.layers, self.layers, copies)
+        self._host.swap_out(*_ids(swap_outs))
+        self._host.swap_in(*_ids(swap_ins))
+        if len(copies.sources):
+            self._host.wait_for(copies.destinations.tolist())
+            copy_blocks(self._caches, *_ids(copies))
+
+    def before_writing(self, slot_mapping: Ints) -> None:
+        """To be called before a step writes into slots: their blocks may be leaving for the host.
+        -1 is no slot."""
+        if self._host.is_leaving:
+            self._host.wait_for(np.unique(slot_mapping // self.block_size).tolist())
 
     def _check(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Here, because an index out of range takes a GPU's context down."""
@@ -133,19 +144,8 @@ def _require_within(block_ids: Ints, first: int, end: int) -> None:
         raise PlanError(f"blocks to move must be {first} to {end - 1}: {block_ids.tolist()}")
 
 
-def _move(
-    sources: list[tuple[Tensor, Tensor]],
-    destinations: list[tuple[Tensor, Tensor]],
-    moves: BlockMoves,
-) -> None:
-    if not len(moves.sources):
-        return
-    swap_blocks(
-        list(chain.from_iterable(sources)),
-        list(chain.from_iterable(destinations)),
-        torch.from_numpy(moves.sources),
-        torch.from_numpy(moves.destinations),
-    )
+def _ids(moves: BlockMoves) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(moves.sources), torch.from_numpy(moves.destinations)
 
 
 def _allocate(

@@ -91,6 +91,7 @@ class Runner:
             seq_lens=self._tensor(inputs.seq_lens),
             block_size=self._pool.block_size,
         )
+        self._pool.before_writing(inputs.slot_mapping)
         self._attention.begin(batch, self._tensor(inputs.slot_mapping))
         logits = self._model.logits(
             self._tensor(inputs.input_ids),

@@ -1,0 +1,156 @@
+"""Whole blocks of caches, copied by Triton: bytes, all layers in one launch.
+
+A kernel knows caches by their addresses, so either side may be host memory that is pinned, which a
+GPU reads and writes in place.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK: Final = 2048  # words that a program copies at a time
+# So many bytes a thread moves at once, if all blocks begin at a multiple of them.
+_VECTOR_BYTES: Final = 16
+_WORD_BYTES: Final = 4
+_MAX_SPLITS: Final = 16  # of one block of one cache
+# Of copies within a device: a few for each multiprocessor of a large one. A link to the host is
+# kept busy by fewer, which leave the others to compute.
+_DEVICE_PROGRAMS: Final = 2048
+_LINK_PROGRAMS: Final = 64
+
+# Per cache: the addresses of source and destination, and the bytes of a block.
+Table = tuple[tuple[int, int, int], ...]
+
+
+def copy_blocks_triton(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    source_ids: Tensor,
+    destination_ids: Tensor,
+) -> None:
+    """As `swap_blocks`. Caches are contiguous, on one device or in pinned memory; ids are on the
+    host, and what they name is copied in the order of the current stream."""
+    _require_within(source_ids, sources)
+    _require_within(destination_ids, destinations)
+    if not len(source_ids) or not sources:
+        return
+    if _is_read_and_written(sources, destinations, source_ids, destination_ids):
+        staged = [source.new_empty(len(source_ids), *source.shape[1:]) for source in sources]
+        places = torch.arange(len(source_ids))
+        _copy(sources, staged, source_ids, places)
+        _copy(staged, destinations, places, destination_ids)
+    else:
+        _copy(sources, destinations, source_ids, destination_ids)
+
+
+def _require_within(block_ids: Tensor, caches: Sequence[Tensor]) -> None:
+    """IndexError if a cache lacks one of the blocks: a GPU would take its process down."""
+    num_blocks = min((len(cache) for cache in caches), default=0)
+    if len(block_ids) and not (block_ids.min() >= 0 and block_ids.max() < num_blocks):
+        raise IndexError(f"blocks must be 0 to {num_blocks - 1}: {block_ids.tolist()}")
+
+
+def _is_read_and_written(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    source_ids: Tensor,
+    destination_ids: Tensor,
+) -> bool:
+    """Whether a block is source and destination, so that it may be written before it is read."""
+    if sources[0].data_ptr() != destinations[0].data_ptr():
+        return False
+    return bool(torch.isin(source_ids, destination_ids).any())
+
+
+def _copy(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    source_ids: Tensor,
+    destination_ids: Tensor,
+) -> None:
+    device = next((c.device for c in (*sources, *destinations) if c.is_cuda), sources[0].device)
+    _require_same_blocks(sources, destinations)
+    table = tuple(
+        (source.data_ptr(), destination.data_ptr(), source[0].nbytes)
+        for source, destination in zip(sources, destinations, strict=True)
+    )
+    aligned = all(number % _VECTOR_BYTES == 0 for entry in table for number in entry)
+    word_bytes = _WORD_BYTES if aligned else 1
+    words = max(block_bytes for _, _, block_bytes in table) // word_bytes
+    is_within = sources[0].device == destinations[0].device
+    num_moves = len(source_ids) * len(table)
+    _copy_kernel[_grid(num_moves, words, is_within)](
+        _on_device(table, device),
+        _moved(source_ids, destination_ids, device),
+        len(source_ids),
+        num_moves,
+        WORD_BYTES=word_bytes,
+        BLOCK=_BLOCK,
+    )
+
+
+def _require_same_blocks(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    for source, destination in zip(sources, destinations, strict=True):
+        if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
+            raise ValueError("a cache and its destination must have blocks of the same kind")
+        if not (source.is_contiguous() and destination.is_contiguous()):
+            raise ValueError("caches must be contiguous")
+
+
+def _grid(num_moves: int, words: int, is_within: bool) -> tuple[int, int]:
+    """Programs, and splits of each block: the more, the fewer blocks there are."""
+    programs = _DEVICE_PROGRAMS if is_within else _LINK_PROGRAMS
+    moves = min(num_moves, programs)
+    splits = min(_MAX_SPLITS, triton.cdiv(words, _BLOCK), programs // moves)
+    return moves, splits
+
+
+@lru_cache(maxsize=16)
+def _on_device(table: Table, device: torch.device) -> Tensor:
+    """int64 `[num_caches, 3]`, copied once: caches live as long as their worker."""
+    return torch.tensor(table, dtype=torch.int64).to(device)
+
+
+def _moved(source_ids: Tensor, destination_ids: Tensor, device: torch.device) -> Tensor:
+    """Both ids, int64 `[2, num_moves]`, on their way to the device."""
+    ids = torch.stack([source_ids, destination_ids])
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_moves"])  # type: ignore[untyped-decorator]
+def _copy_kernel(  # type: ignore[no-untyped-def]
+    table,
+    ids,
+    num_blocks,
+    num_moves,
+    WORD_BYTES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Copies one block of one cache after the other, or its part of each."""
+    word: tl.constexpr = tl.int32 if WORD_BYTES == 4 else tl.int8
+    splits = tl.num_programs(1)
+    for move in range(tl.program_id(0), num_moves, tl.num_programs(0)):
+        entry = table + (move // num_blocks) * 3
+        number = ids + move % num_blocks
+        words = tl.load(entry + 2) // WORD_BYTES
+        source_offset = tl.load(number) * words
+        destination_offset = tl.load(number + num_blocks) * words
+        if WORD_BYTES == 4:
+            words = tl.multiple_of(words, 4)
+            source_offset = tl.multiple_of(source_offset, 4)
+            destination_offset = tl.multiple_of(destination_offset, 4)
+        source = tl.load(entry).to(tl.pointer_type(word))
+        destination = tl.load(entry + 1).to(tl.pointer_type(word))
+        if WORD_BYTES == 4:
+            source = tl.multiple_of(source, 16)
+            destination = tl.multiple_of(destination, 16)
+        for first in range(tl.program_id(1) * BLOCK, words, splits * BLOCK):
+            places = first + tl.arange(0, BLOCK)
+            inside = places < words
+            copied = tl.load(source + source_offset + places, mask=inside)
+            tl.store(destination + destination_offset + places, copied, mask=inside)
