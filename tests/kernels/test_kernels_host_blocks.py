@@ -1,0 +1,136 @@
+"""Blocks on the host: they go and come back whole, and nobody overwrites them on their way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from triton_cases import DEVICE, needs_gpu
+
+from kernels.host_blocks import HostBlocks
+
+
+@dataclass
+class DeferredLane:
+    """Copies nothing before somebody waits for it."""
+
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    num_run: int = 0
+
+    def run(self, copy: Callable[[], None]) -> "DeferredArrival":
+        self.copies.append(copy)
+        return DeferredArrival(self, len(self.copies))
+
+
+@dataclass
+class DeferredArrival:
+    lane: DeferredLane
+    num_copies: int
+
+    def hold_compute(self) -> None:
+        for copy in self.lane.copies[self.lane.num_run : self.num_copies]:
+            copy()
+        self.lane.num_run = max(self.lane.num_run, self.num_copies)
+
+
+def layers(num_blocks: int = 6) -> list[torch.Tensor]:
+    """Every number of block b is b."""
+    blocks = torch.arange(num_blocks, dtype=torch.float32).view(-1, 1, 1, 1)
+    return [blocks.expand(-1, 2, 2, dim).contiguous() for dim in (3, 8)]
+
+
+def ids(*block_ids: int) -> torch.Tensor:
+    return torch.tensor(block_ids, dtype=torch.int64)
+
+
+def numbers(caches: list[torch.Tensor], block: int) -> set[float]:
+    return {number for cache in caches for number in cache[block].unique().tolist()}
+
+
+def test_blocks_go_and_come_back() -> None:
+    caches = layers()
+    host = HostBlocks(caches, 3)
+    host.swap_out(ids(4, 1), ids(0, 2))
+    assert not host.is_leaving
+    for cache in caches:
+        cache.fill_(9)
+    host.swap_in(ids(2, 0), ids(5, 3))
+    assert [numbers(caches, block) for block in (5, 3, 1)] == [{1}, {4}, {9}]
+
+
+def test_a_block_is_not_overwritten_before_it_has_left() -> None:
+    caches, lane = layers(), DeferredLane()
+    host = HostBlocks(caches, 4, lane)
+    host.swap_out(ids(1, 2), ids(0, 1))
+    host.swap_out(ids(3), ids(2))
+    host.swap_out(ids(4), ids(3))
+    assert host.is_leaving
+    host.wait_for([5])
+    assert lane.num_run == 0
+    # The last of those that leave is waited for; what left before it has left, too.
+    host.wait_for([3, 5])
+    assert lane.num_run == 2
+    assert [numbers(list(host.caches), block) for block in range(3)] == [{1}, {2}, {3}]
+    host.wait_for([1, 2, 3])
+    assert lane.num_run == 2
+    host.wait_for([4])
+    assert lane.num_run == 3
+    assert not host.is_leaving
+
+
+def test_blocks_that_come_back_are_there_for_what_follows() -> None:
+    caches, lane = layers(), DeferredLane()
+    host = HostBlocks(caches, 2, lane)
+    host.swap_out(ids(1), ids(1))
+    host.swap_in(ids(1), ids(4))
+    assert lane.num_run == 2
+    assert numbers(caches, 4) == {1}
+    assert not host.is_leaving
+
+
+def test_nothing_to_move_takes_no_copy() -> None:
+    lane = DeferredLane()
+    host = HostBlocks(layers(), 0, lane)
+    host.swap_out(ids(), ids())
+    host.swap_in(ids(), ids())
+    assert not lane.copies
+    assert not host.is_leaving
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_blocks_leave_a_gpu_while_it_computes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(64, 16, 8, 128), (64, 16, 8, 72)] * 14
+    caches = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    former = [cache.cpu() for cache in caches]
+    host = HostBlocks(caches, 48)
+    assert all(cache.is_pinned() for cache in host.caches)
+    work = torch.randn(4096, 4096, device=DEVICE)
+    for turn in range(4):
+        leaving = torch.randperm(64)[:48]
+        host.swap_out(leaving, torch.arange(48))
+        for _ in range(20):
+            work = (work @ work).tanh()
+        host.wait_for(leaving.tolist())
+        for cache in caches:
+            cache.view(torch.uint8)[leaving] = 0
+        places = leaving if turn == 3 else leaving.flip(0)
+        host.swap_in(torch.arange(48), places)
+        found = [cache.cpu() for cache in caches]
+        for one, other in zip(found, former, strict=True):
+            assert torch.equal(bits(one[places]), bits(other[leaving]))
+        former = found
+
+
+@needs_gpu
+def test_memory_that_is_given_back_can_be_pinned_again() -> None:
+    caches = [torch.zeros(4, 16, 2, 64, device=DEVICE)]
+    for _ in range(3):
+        host = HostBlocks(caches, 1000)
+        host.swap_out(ids(1), ids(999))
+        del host
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

@@ -1,0 +1,125 @@
+"""Blocks copied by Triton, within caches and between them, whatever their bytes are."""
+
+from itertools import product
+
+import pytest
+import torch
+from triton_cases import DEVICE, needs_gpu, needs_triton
+
+from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
+from kernels.choice import Implementation
+
+pytest.importorskip("triton")
+from kernels.gpu import blocks as triton_blocks
+
+pytestmark = needs_triton
+
+# Keys and values of two layers: blocks of which some, or all, are vectors of 16 bytes.
+_DIMS = {"odd": (5, 8, 16, 1), "even": (8, 32, 16, 64)}
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def caches(dims: str, num_blocks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(num_blocks)
+    return [
+        torch.randn(num_blocks, 4, 2, dim, generator=draw).to(dtype).to(DEVICE)
+        for dim in _DIMS[dims]
+    ]
+
+
+def on_host(layers: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [layer.to("cpu", copy=True) for layer in layers]
+
+
+def assert_same_bytes(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("dims", _DIMS)
+def test_swaps_all_layers(dims: str, dtype: torch.dtype) -> None:
+    sources, destinations = caches(dims, 7, dtype), caches(dims, 5, dtype)
+    expected = on_host(destinations)
+    ids = torch.tensor([6, 0, 3]), torch.tensor([1, 4, 0])
+    swap_blocks_reference(on_host(sources), expected, *ids)
+    swap_blocks(sources, destinations, *ids, implementation=Implementation.TRITON)
+    assert_same_bytes(destinations, expected)
+
+
+@pytest.mark.parametrize(
+    ("source_ids", "destination_ids"),
+    [
+        ([], []),
+        ([1], [1]),
+        ([1, 1], [2, 3]),
+        # A block that is source and destination is read before it is written.
+        ([1, 2, 3], [2, 3, 4]),
+        ([2, 1], [3, 2]),
+        ([1, 2, 3], [2, 3, 1]),
+    ],
+)
+@pytest.mark.parametrize("dims", _DIMS)
+def test_copies_within_all_layers(
+    dims: str, source_ids: list[int], destination_ids: list[int]
+) -> None:
+    layers, expected = caches(dims, 5), on_host(caches(dims, 5))
+    ids = (torch.tensor(source_ids).long(), torch.tensor(destination_ids).long())
+    swap_blocks_reference(expected, expected, *ids)
+    copy_blocks(layers, *ids, implementation=Implementation.TRITON)
+    assert_same_bytes(layers, expected)
+
+
+def test_more_blocks_than_programs_and_blocks_of_many_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_blocks, "_DEVICE_PROGRAMS", 3)
+    for num_moves, block_size in ((5, 4), (1, 700)):
+        layer = torch.randn(12, block_size, 2, 6, device=DEVICE)
+        ids = torch.arange(num_moves), torch.arange(num_moves) + 6
+        expected = [layer.clone()]
+        swap_blocks_reference(expected, expected, *ids)
+        copy_blocks([layer], *ids, implementation=Implementation.TRITON)
+        assert_same_bytes([layer], expected)
+
+
+def test_a_block_that_is_not_there_is_refused() -> None:
+    for ids in ([5, 0], [0, 5], [-1, 0], [0, -1]):
+        layers = caches("even", 5)
+        wrong = torch.tensor(ids[:1]), torch.tensor(ids[1:])
+        with pytest.raises(IndexError, match="0 to 4"):
+            copy_blocks(layers, *wrong, implementation=Implementation.TRITON)
+        assert_same_bytes(layers, caches("even", 5))
+
+
+def test_caches_that_are_not_alike_are_refused() -> None:
+    ids = torch.tensor([0]), torch.tensor([1])
+    for source, destination in (
+        (torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 16)),
+        (torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8).half()),
+        (torch.zeros(3, 4, 8, 2).mT, torch.zeros(3, 4, 2, 8)),
+    ):
+        with pytest.raises(ValueError, match="cache"):
+            swap_blocks([source], [destination], *ids, implementation=Implementation.TRITON)
+
+
+def test_programs_and_splits_are_bounded() -> None:
+    for num_moves, words, is_within in product((1, 56, 10**6), (1, 8192, 10**6), (True, False)):
+        programs, splits = triton_blocks._grid(num_moves, words, is_within)
+        assert 1 <= programs <= num_moves
+        assert 1 <= splits <= 16
+        assert programs * splits <= (2048 if is_within else 64)
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_blocks", [16, 600])
+def test_blocks_of_a_whole_model(num_blocks: int) -> None:
+    torch.manual_seed(0)
+    shape = (num_blocks, 16, 8, 128)
+    layers = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(56)]
+    expected = [layer.clone() for layer in layers]
+    order = torch.randperm(num_blocks)
+    ids = order[: num_blocks // 2], order[num_blocks // 2 :]
+    swap_blocks_reference(expected, expected, *ids)
+    copy_blocks(layers, *ids)
+    assert_same_bytes(layers, expected)
