@@ -1,16 +1,19 @@
 """Sampling in Triton: no row is sorted, and nothing is asked of the host.
 
-Five launches, of which all but the third cut each row into splits:
+Six launches, of which most cut each row into parts:
 
 1. peaks: the largest logit of every split
 2. draws: the best sum of scaled logit and noise, whatever top_k and top_p say
-3. judges: does the row's winner belong to what top_k and top_p consider? If so it is the token, for
-   the best of all is the best of some. If not, the smallest logit that they consider is found.
-4. draws again, for the rows whose winner was refused
-5. picks: the winner of a row's splits
+3. collects the logits near the row's largest one, where there is something to filter
+4. judges: does the row's winner belong to what top_k and top_p consider? If so it is the token, for
+   the best of all is the best of some. If not, the smallest logit that they consider is found:
+   among the collected ones, or in the whole row where those are too many or too few.
+5. draws again, for the rows whose winner was refused
+6. picks: the winner of a row's splits
 
-What splits hand over are maxima, which come out the same in any order, and what adds up is added by
-one program per row: a row's token depends neither on its neighbours nor on the number of splits.
+What splits hand over are maxima, which come out the same in any order; what adds up is cut and
+added in an order that only the size of the vocabulary decides. So a row's token depends neither on
+its neighbours nor on the number of splits.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -31,6 +34,10 @@ _PIVOTS: Final = 8  # bounds that are tried in one pass over a row
 _MAX_SPLITS: Final = tl.constexpr(64)
 # About four for each multiprocessor of a large GPU.
 _WANTED_PROGRAMS: Final = 512
+_TILE: Final = 4096  # logits from which a program collects
+# How many it may collect, and how far below the largest one: e^-10 times as likely.
+_CAPACITY: Final = 128
+_NEAR: Final = 10.0
 
 
 def num_splits(num_rows: int, vocab_size: int) -> int:
@@ -59,17 +66,36 @@ def sample_triton(logits: Tensor, params: "RowParams") -> Tensor:
     draw = (*row, split_size, *noise, floors, peaks, scores, drawn_ids)
     _peaks_kernel[(num_rows, splits)](*row, split_size, peaks, peak_ids, BLOCK=_BLOCK)
     _draw_kernel[(num_rows, splits)](*draw, AGAIN=False, BLOCK=_BLOCK)
+    tiles = triton.cdiv(vocab_size, _TILE)
+    near = logits.new_empty(num_rows, tiles * _CAPACITY)
+    counts = peak_ids.new_empty(num_rows, tiles)
+    masses, near_masses = (peaks.new_empty(num_rows, tiles) for _ in range(2))
+    collected = (near, counts, masses, near_masses)
+    filters = (params.temperatures, params.top_ks, params.top_ps)
+    _collect_kernel[(num_rows, tiles)](
+        *row,
+        splits,
+        *filters,
+        peaks,
+        *collected,
+        TILE=_TILE,
+        CAPACITY=_CAPACITY,
+        NEAR=_NEAR,
+        num_warps=8,
+    )
     _judge_kernel[(num_rows,)](
         *row,
         splits,
-        params.temperatures,
-        params.top_ks,
-        params.top_ps,
+        tiles,
+        *filters,
         params.min_ps,
         peaks,
         scores,
         drawn_ids,
+        *collected,
         floors,
+        TILES=triton.next_power_of_2(tiles),
+        CAPACITY=_CAPACITY,
         BLOCK=_BLOCK,
         PIVOTS=_PIVOTS,
         num_warps=8,
@@ -144,6 +170,12 @@ def _largest_of_splits(values, row, splits):  # type: ignore[no-untyped-def]
 def _is_drawn(peak, temperature):  # type: ignore[no-untyped-def]
     """Whether a row is drawn at all: it is not if it allows no token, or if it is greedy."""
     return (peak < float("inf")) & (peak > float("-inf")) & (temperature > 0)
+
+
+@triton.jit
+def _mass(values, peak, temperature):  # type: ignore[no-untyped-def]
+    """Probabilities relative to that of the largest logit."""
+    return tl.exp((values - peak) * (1.0 / tl.maximum(temperature, 1e-37)))
 
 
 @triton.jit
@@ -228,7 +260,7 @@ def _above(  # type: ignore[no-untyped-def]
         is_above = values > bound
         counts += is_above.to(tl.int32)
         equals += (values == bound).to(tl.int32)
-        sums += tl.where(is_above, tl.exp(tl.div_rn(values - peak, temperature)), 0.0)
+        sums += tl.where(is_above, _mass(values, peak, temperature), 0.0)
     return tl.sum(counts, axis=0), tl.sum(sums, axis=0), tl.sum(equals, axis=0)
 
 
@@ -267,8 +299,7 @@ def _last_considered(  # type: ignore[no-untyped-def]
             ids = first + tl.arange(0, BLOCK)
             values = tl.load(row_logits + ids, mask=ids < vocab_size, other=float("-inf"))
             values = values.to(tl.float32)
-            masses = tl.exp(tl.div_rn(values - peak, temperature))
-            weights = tl.where(is_mass, masses, 1.0)
+            weights = tl.where(is_mass, _mass(values, peak, temperature), 1.0)
             above += tl.where(values[None, :] > pivots[:, None], weights[None, :], 0.0)
             lowest = tl.minimum(lowest, tl.where(values > below, values, float("inf")))
             highest = tl.maximum(highest, tl.where(values <= high, values, float("-inf")))
@@ -282,8 +313,16 @@ def _last_considered(  # type: ignore[no-untyped-def]
     return high
 
 
+@triton.jit
+def _filters(top_ks, top_ps, vocab_size, row):  # type: ignore[no-untyped-def]
+    """top_k and top_p, each with whether it leaves anything out."""
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row)
+    return top_k, (top_k > 0) & (top_k < vocab_size), top_p, top_p < 1
+
+
 @triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
-def _judge_kernel(  # type: ignore[no-untyped-def]
+def _collect_kernel(  # type: ignore[no-untyped-def]
     logits,
     row_stride,
     vocab_size,
@@ -291,32 +330,92 @@ def _judge_kernel(  # type: ignore[no-untyped-def]
     temperatures,
     top_ks,
     top_ps,
+    peaks,
+    near,
+    counts,
+    masses,
+    near_masses,
+    TILE: tl.constexpr,  # noqa: N803
+    CAPACITY: tl.constexpr,  # noqa: N803
+    NEAR: tl.constexpr,  # noqa: N803
+):
+    """Of one tile: its mass, and how many logits near the largest one it has, with what mass. The
+    first of them stand in `near`, followed by -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    peak = _largest_of_splits(peaks, row, splits)
+    _, has_k, _, has_p = _filters(top_ks, top_ps, vocab_size, row)
+    if _is_drawn(peak, temperature) & (has_k | has_p):
+        place = row * tl.num_programs(1) + tl.program_id(1)
+        ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = ids < vocab_size
+        raw = tl.load(logits + row * row_stride + ids, mask=inside, other=float("-inf"))
+        values = raw.to(tl.float32)
+        mass = _mass(values, peak, temperature)
+        is_near = values >= peak - NEAR * temperature
+        number = tl.cumsum(is_near.to(tl.int32), axis=0) - 1
+        count = tl.max(number, axis=0) + 1
+        tl.store(counts + place, count)
+        tl.store(masses + place, tl.sum(mass, axis=0))
+        tl.store(near_masses + place, tl.sum(tl.where(is_near, mass, 0.0), axis=0))
+        found = near + place * CAPACITY
+        tl.store(found + number, raw, mask=is_near & (number < CAPACITY))
+        rest = tl.arange(0, CAPACITY)
+        tl.store(found + rest, float("-inf"), mask=rest >= count)
+
+
+@triton.jit(do_not_specialize=["splits", "tiles"])  # type: ignore[untyped-decorator]
+def _judge_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    row_stride,
+    vocab_size,
+    splits,
+    tiles,
+    temperatures,
+    top_ks,
+    top_ps,
     min_ps,
     peaks,
     scores,
     drawn_ids,
+    near,
+    counts,
+    masses,
+    near_masses,
     floors,
+    TILES: tl.constexpr,  # noqa: N803
+    CAPACITY: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     PIVOTS: tl.constexpr,  # noqa: N803
 ):
     """The smallest scaled logit that a row's filters consider, or +inf if its winner stands."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
-    top_k = tl.load(top_ks + row)
-    top_p = tl.load(top_ps + row)
     peak = _largest_of_splits(peaks, row, splits)
-    has_k = (top_k > 0) & (top_k < vocab_size)
-    has_p = top_p < 1
+    top_k, has_k, top_p, has_p = _filters(top_ks, top_ps, vocab_size, row)
     floor = float("inf")
     if _is_drawn(peak, temperature) & (has_k | has_p):
-        row_logits = logits + row * row_stride
+        tile = tl.arange(0, TILES)
+        count = tl.load(counts + row * tiles + tile, mask=tile < tiles, other=0)
+        mass = tl.load(masses + row * tiles + tile, mask=tile < tiles, other=0.0)
+        near_mass = tl.load(near_masses + row * tiles + tile, mask=tile < tiles, other=0.0)
+        total = tl.sum(mass, axis=0)
+        has_last = tl.where(
+            has_k, tl.sum(count, axis=0) >= top_k, tl.sum(near_mass, axis=0) >= top_p * total
+        )
+        # Where the last logit considered is, and all above it.
+        source = logits + row * row_stride
+        size = vocab_size
+        if has_last & (tl.max(count, axis=0) <= CAPACITY):
+            source = near + row * tiles * CAPACITY
+            size = tiles * CAPACITY
         _, winner_id = _best_of_splits(scores, drawn_ids, row, splits)
-        winner = tl.load(row_logits + winner_id).to(tl.float32)
+        winner = tl.load(logits + row * row_stride + winner_id).to(tl.float32)
         last = peak - float("inf")
         if has_k:
             last = _last_considered(
-                row_logits,
-                vocab_size,
+                source,
+                size,
                 peak,
                 temperature,
                 top_k.to(tl.float32),
@@ -327,15 +426,16 @@ def _judge_kernel(  # type: ignore[no-untyped-def]
                 PIVOTS,
             )
         if has_p:
-            count, total, equal = _above(row_logits, vocab_size, peak, temperature, last, BLOCK)
-            # Of tokens as likely as the last of top_k as many count as complete it.
-            missing = tl.where(has_k, tl.minimum(top_k - count, equal), 0).to(tl.float32)
-            total += missing * tl.exp(tl.div_rn(last - peak, temperature))
-            # The most likely token always stays, and has a weight of 1.
+            if has_k:
+                above, mass_above, equal = _above(source, size, peak, temperature, last, BLOCK)
+                # Of tokens as likely as the last one as many count as complete top_k.
+                missing = tl.minimum(top_k - above, equal).to(tl.float32)
+                total = mass_above + missing * _mass(last, peak, temperature)
+            # The most likely token always stays, and has a mass of 1.
             target = tl.maximum(top_p * total, 0.5)
             last_of_p = _last_considered(
-                row_logits,
-                vocab_size,
+                source,
+                size,
                 peak,
                 temperature,
                 target,
