@@ -181,7 +181,7 @@ def _mass(values, peak, temperature):  # type: ignore[no-untyped-def]
 @triton.jit
 def _min_p_floor(min_p):  # type: ignore[no-untyped-def]
     """The smallest scaled logit that min_p considers."""
-    return tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
+    return tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
 
 
 @triton.jit
