@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from triton_cases import DEVICE, needs_gpu
+from triton_devices import DEVICES
 
 from kernels.host_blocks import HostBlocks
 
@@ -97,16 +97,16 @@ def test_nothing_to_move_takes_no_copy() -> None:
     assert not host.is_leaving
 
 
-@needs_gpu
+@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_blocks_leave_a_gpu_while_it_computes(dtype: torch.dtype) -> None:
+def test_blocks_leave_a_gpu_while_it_computes(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     shapes = [(64, 16, 8, 128), (64, 16, 8, 72)] * 14
-    caches = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    caches = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     former = [cache.cpu() for cache in caches]
     host = HostBlocks(caches, 48)
     assert all(cache.is_pinned() for cache in host.caches)
-    work = torch.randn(4096, 4096, device=DEVICE)
+    work = torch.randn(4096, 4096, device=device)
     for turn in range(4):
         leaving = torch.randperm(64)[:48]
         host.swap_out(leaving, torch.arange(48))
@@ -123,9 +123,9 @@ def test_blocks_leave_a_gpu_while_it_computes(dtype: torch.dtype) -> None:
         former = found
 
 
-@needs_gpu
-def test_memory_that_is_given_back_can_be_pinned_again() -> None:
-    caches = [torch.zeros(4, 16, 2, 64, device=DEVICE)]
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_memory_that_is_given_back_can_be_pinned_again(device: str) -> None:
+    caches = [torch.zeros(4, 16, 2, 64, device=device)]
     for _ in range(3):
         host = HostBlocks(caches, 1000)
         host.swap_out(ids(1), ids(999))

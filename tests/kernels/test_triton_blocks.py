@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from triton_cases import DEVICE, needs_gpu, needs_triton
+from triton_devices import DEVICES
 
 from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
 from kernels.choice import Implementation
@@ -12,19 +12,25 @@ from kernels.choice import Implementation
 pytest.importorskip("triton")
 from kernels.gpu import blocks as triton_blocks
 
-pytestmark = needs_triton
-
 # Keys and values of two layers: blocks of which some, or all, are vectors of 16 bytes.
 _DIMS = {"odd": (5, 8, 16, 1), "even": (8, 32, 16, 64)}
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-def caches(dims: str, num_blocks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def caches(
+    dims: str, num_blocks: int, device: str, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(num_blocks)
     return [
-        torch.randn(num_blocks, 4, 2, dim, generator=draw).to(dtype).to(DEVICE)
+        torch.randn(num_blocks, 4, 2, dim, generator=draw).to(dtype).to(device)
         for dim in _DIMS[dims]
     ]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 def on_host(layers: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,8 +44,8 @@ def assert_same_bytes(actual: list[torch.Tensor], expected: list[torch.Tensor]) 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("dims", _DIMS)
-def test_swaps_all_layers(dims: str, dtype: torch.dtype) -> None:
-    sources, destinations = caches(dims, 7, dtype), caches(dims, 5, dtype)
+def test_swaps_all_layers(device: str, dims: str, dtype: torch.dtype) -> None:
+    sources, destinations = caches(dims, 7, device, dtype), caches(dims, 5, device, dtype)
     expected = on_host(destinations)
     ids = torch.tensor([6, 0, 3]), torch.tensor([1, 4, 0])
     swap_blocks_reference(on_host(sources), expected, *ids)
@@ -61,9 +67,9 @@ def test_swaps_all_layers(dims: str, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("dims", _DIMS)
 def test_copies_within_all_layers(
-    dims: str, source_ids: list[int], destination_ids: list[int]
+    device: str, dims: str, source_ids: list[int], destination_ids: list[int]
 ) -> None:
-    layers, expected = caches(dims, 5), on_host(caches(dims, 5))
+    layers, expected = caches(dims, 5, device), on_host(caches(dims, 5, device))
     ids = (torch.tensor(source_ids).long(), torch.tensor(destination_ids).long())
     swap_blocks_reference(expected, expected, *ids)
     copy_blocks(layers, *ids, implementation=Implementation.TRITON)
@@ -71,11 +77,11 @@ def test_copies_within_all_layers(
 
 
 def test_more_blocks_than_programs_and_blocks_of_many_splits(
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_blocks, "_DEVICE_PROGRAMS", 3)
     for num_moves, block_size in ((5, 4), (1, 700)):
-        layer = torch.randn(12, block_size, 2, 6, device=DEVICE)
+        layer = torch.randn(12, block_size, 2, 6, device=device)
         ids = torch.arange(num_moves), torch.arange(num_moves) + 6
         expected = [layer.clone()]
         swap_blocks_reference(expected, expected, *ids)
@@ -83,13 +89,13 @@ def test_more_blocks_than_programs_and_blocks_of_many_splits(
         assert_same_bytes([layer], expected)
 
 
-def test_a_block_that_is_not_there_is_refused() -> None:
+def test_a_block_that_is_not_there_is_refused(device: str) -> None:
     for ids in ([5, 0], [0, 5], [-1, 0], [0, -1]):
-        layers = caches("even", 5)
+        layers = caches("even", 5, device)
         wrong = torch.tensor(ids[:1]), torch.tensor(ids[1:])
         with pytest.raises(IndexError, match="0 to 4"):
             copy_blocks(layers, *wrong, implementation=Implementation.TRITON)
-        assert_same_bytes(layers, caches("even", 5))
+        assert_same_bytes(layers, caches("even", 5, device))
 
 
 def test_caches_that_are_not_alike_are_refused() -> None:
@@ -111,12 +117,12 @@ def test_programs_and_splits_are_bounded() -> None:
         assert programs * splits <= (2048 if is_within else 64)
 
 
-@needs_gpu
+@pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
 @pytest.mark.parametrize("num_blocks", [16, 600])
-def test_blocks_of_a_whole_model(num_blocks: int) -> None:
+def test_blocks_of_a_whole_model(device: str, num_blocks: int) -> None:
     torch.manual_seed(0)
     shape = (num_blocks, 16, 8, 128)
-    layers = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(56)]
+    layers = [torch.randn(shape, device=device).bfloat16() for _ in range(56)]
     expected = [layer.clone() for layer in layers]
     order = torch.randperm(num_blocks)
     ids = order[: num_blocks // 2], order[num_blocks // 2 :]

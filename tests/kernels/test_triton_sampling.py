@@ -1,12 +1,13 @@
 """Sampling in Triton against its twin: the same random bits, the same tokens, the same ranks."""
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 from sampling_cases import has_margin, mixed_params, params
 from torch import Tensor
-from triton_cases import DEVICE, needs_gpu, needs_triton
+from triton_devices import DEVICES
 
 from kernels.choice import Implementation
 from kernels.philox import random_words
@@ -26,28 +27,50 @@ from kernels.gpu.logprobs import MAX_TOP  # noqa: E402
 from kernels.gpu.philox import random_words as random_words_triton  # noqa: E402
 
 tl = triton.language
-pytestmark = needs_triton
 
 _INF = float("inf")
+TRITON = Implementation.TRITON
 
 
-def on(params_: RowParams, device: torch.device) -> RowParams:
-    return RowParams(*(getattr(params_, name).to(device) for name in vars(params_)))
+# Runs that a GPU alone can do.
+on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
+Draw = Callable[[Tensor, RowParams], Tensor]
+Logprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
 
 
-def draw(logits: Tensor, drawing: RowParams) -> Tensor:
-    found = sample(logits.to(DEVICE), on(drawing, DEVICE), implementation=Implementation.TRITON)
-    return found.cpu()
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
-    chosen = token_ids.to(DEVICE)
-    found = token_logprobs(logits.to(DEVICE), chosen, num_top, implementation=Implementation.TRITON)
-    return TokenLogprobs(*(getattr(found, name).cpu() for name in vars(found)))
+@pytest.fixture
+def draw(device: str) -> Draw:
+    """Samples there, from logits of the host to tokens of the host."""
+
+    def run(logits: Tensor, drawing: RowParams) -> Tensor:
+        found = sample(logits.to(device), on(drawing, device), implementation=TRITON)
+        return found.cpu()
+
+    return run
+
+
+@pytest.fixture
+def logprobs(device: str) -> Logprobs:
+    def run(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
+        arguments = logits.to(device), token_ids.to(device), num_top
+        found = token_logprobs(*arguments, implementation=TRITON)
+        return TokenLogprobs(*(getattr(found, name).cpu() for name in vars(found)))
+
+    return run
+
+
+def on(drawing: RowParams, device: str) -> RowParams:
+    return RowParams(*(getattr(drawing, name).to(device) for name in vars(drawing)))
 
 
 def assert_tokens_are_the_twin_s(
-    logits: Tensor, drawing: RowParams, fewest_clear: int | None = None
+    draw: Draw, logits: Tensor, drawing: RowParams, fewest_clear: int | None = None
 ) -> None:
     """Wherever rounding cannot change them, which is so in nearly all rows."""
     tokens, expected = draw(logits, drawing), sample_reference(logits.float(), drawing)
@@ -66,12 +89,12 @@ def _words_kernel(seeds, positions, out, num_words, COUNTERS: tl.constexpr):  # 
     tl.store(out + row * num_words + word, words.to(tl.int64), mask=word < num_words)
 
 
-def test_random_bits_are_the_same() -> None:
+def test_random_bits_are_the_same(device: str) -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
     positions = torch.tensor([0, 1, 2**31 - 1, 77, 4095, 131_071])
     for num_words in (1, 3, 63, 1003):
-        out = torch.empty(6, num_words, dtype=torch.int64, device=DEVICE)
-        _words_kernel[(6,)](seeds.to(DEVICE), positions.to(DEVICE), out, num_words, COUNTERS=256)
+        out = torch.empty(6, num_words, dtype=torch.int64, device=device)
+        _words_kernel[(6,)](seeds.to(device), positions.to(device), out, num_words, COUNTERS=256)
         assert out.cpu().equal(random_words(seeds, positions, num_words))
 
 
@@ -83,22 +106,24 @@ def test_random_bits_are_the_same() -> None:
         pytest.param(32_000, 3.0, 24, marks=pytest.mark.slow),
     ],
 )
-def test_every_token_is_the_twin_s(vocab_size: int, spread: float, num_rows: int) -> None:
+def test_every_token_is_the_twin_s(
+    draw: Draw, vocab_size: int, spread: float, num_rows: int
+) -> None:
     torch.manual_seed(vocab_size)
     logits = torch.randn(num_rows, vocab_size) * spread
-    assert_tokens_are_the_twin_s(logits, mixed_params(num_rows))
+    assert_tokens_are_the_twin_s(draw, logits, mixed_params(num_rows))
 
 
-def test_every_token_is_the_twin_s_with_masked_and_equal_logits() -> None:
+def test_every_token_is_the_twin_s_with_masked_and_equal_logits(draw: Draw) -> None:
     torch.manual_seed(1)
     # Halves, so that most logits have equals; nine of ten tokens are masked.
     logits = (torch.randn(24, 777) * 4).round() / 2
     logits[torch.rand(24, 777) < 0.9] = -_INF
-    assert_tokens_are_the_twin_s(logits, mixed_params(24))
+    assert_tokens_are_the_twin_s(draw, logits, mixed_params(24))
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 0.7, 50.0])
-def test_filters_at_their_edges(temperature: float) -> None:
+def test_filters_at_their_edges(draw: Draw, temperature: float) -> None:
     torch.manual_seed(2)
     vocab_size = 100
     edges = list(
@@ -119,24 +144,24 @@ def test_filters_at_their_edges(temperature: float) -> None:
         seeds=seeds,
     )
     logits = (torch.randn(len(edges), vocab_size) * 6).round() / 2
-    assert_tokens_are_the_twin_s(logits, drawing, fewest_clear=len(edges) // 2)
+    assert_tokens_are_the_twin_s(draw, logits, drawing, fewest_clear=len(edges) // 2)
 
 
 # The interpreter's: the largest float minus the smallest.
 @pytest.mark.filterwarnings("ignore:overflow encountered in subtract")
-def test_top_k_is_exact_wherever_logits_lie() -> None:
+def test_top_k_is_exact_wherever_logits_lie(draw: Draw) -> None:
     """Logits that no step of equal width tells apart: near each other, and far."""
     powers = -(2.0 ** torch.arange(-60, 60, dtype=torch.float32))
     neighbours = (torch.tensor(1.0).view(torch.int32) + torch.arange(120)).int().view(torch.float32)
     extremes = torch.cat([torch.tensor([3e38, -3e38, -3.3e38, 1e-45, -1e-45]), powers[:115]])
-    logits = torch.stack([powers, neighbours, extremes, -neighbours * 1e30]).repeat(6, 1)
-    top_ks = torch.tensor([1, 2, 3, 50, 119, 120]).repeat_interleave(4)
+    logits = torch.stack([powers, neighbours, extremes, -neighbours * 1e30]).repeat(4, 1)
+    top_ks = torch.tensor([1, 3, 50, 119]).repeat_interleave(4)
     for top_p in (1.0, 0.9):
-        drawing = params(24, top_ks=top_ks, top_ps=top_p, seeds=torch.arange(24))
-        assert_tokens_are_the_twin_s(logits, drawing, fewest_clear=12)
+        drawing = params(16, top_ks=top_ks, top_ps=top_p, seeds=torch.arange(16))
+        assert_tokens_are_the_twin_s(draw, logits, drawing, fewest_clear=8)
 
 
-def test_rows_that_allow_no_token_have_none() -> None:
+def test_rows_that_allow_no_token_have_none(draw: Draw) -> None:
     logits = torch.zeros(5, 1030)
     logits[0, 1029] = float("nan")
     logits[1, 3] = _INF
@@ -149,7 +174,7 @@ def test_rows_that_allow_no_token_have_none() -> None:
         assert tokens[4] != NO_TOKEN
 
 
-def test_greedy_and_tiny_temperatures_take_the_largest() -> None:
+def test_greedy_and_tiny_temperatures_take_the_largest(draw: Draw) -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 1050) * 30
     logits[0, [77, 150, 1049]] = 200.0
@@ -161,7 +186,7 @@ def test_greedy_and_tiny_temperatures_take_the_largest() -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_row_depends_neither_on_its_batch_nor_on_how_it_is_cut(
-    splits: int, monkeypatch: pytest.MonkeyPatch
+    draw: Draw, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     logits, drawing = torch.randn(6, 2100), mixed_params(6)
@@ -182,14 +207,14 @@ def test_splits_cover_a_row_and_none_is_empty() -> None:
         assert (splits - 1) * blocks_of_split < blocks <= splits * blocks_of_split
 
 
-def test_logits_may_be_rows_of_a_wider_tensor_and_have_16_bits() -> None:
+def test_logits_may_be_rows_of_a_wider_tensor_and_have_16_bits(draw: Draw) -> None:
     torch.manual_seed(0)
     wide = torch.randn(6, 200).half()
     drawing = params(6, seeds=torch.arange(6), top_ps=0.8)
-    assert_tokens_are_the_twin_s(wide[:, 50:150], drawing)
+    assert_tokens_are_the_twin_s(draw, wide[:, 50:150], drawing)
 
 
-def test_a_batch_may_have_no_rows() -> None:
+def test_a_batch_may_have_no_rows(draw: Draw, logprobs: Logprobs) -> None:
     assert draw(torch.empty(0, 50), params(0)).shape == (0,)
     assert logprobs(torch.empty(0, 50), torch.empty(0).long(), 3).token_ids.shape == (0, 4)
 
@@ -201,7 +226,7 @@ def assert_same_logprobs(found: TokenLogprobs, expected: TokenLogprobs) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 1000, 4097, 9000])
-def test_logprobs_and_ranks_are_the_twin_s(vocab_size: int) -> None:
+def test_logprobs_and_ranks_are_the_twin_s(logprobs: Logprobs, vocab_size: int) -> None:
     torch.manual_seed(0)
     # Halves, so that most logits have equals.
     logits = (torch.randn(4, vocab_size) * 6).round() / 2
@@ -213,7 +238,7 @@ def test_logprobs_and_ranks_are_the_twin_s(vocab_size: int) -> None:
             assert_same_logprobs(found, token_logprobs_reference(logits, chosen, num_top))
 
 
-def test_of_equal_logits_the_lower_token_id_comes_first() -> None:
+def test_of_equal_logits_the_lower_token_id_comes_first(logprobs: Logprobs) -> None:
     logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, -2.0, -2.0, 1.0]])
     entries = logprobs(logits.expand(3, -1), torch.tensor([3, 4, 6]), 8)
     order = [1, 3, 0, 7, 2, 4, 5, 6]
@@ -221,21 +246,23 @@ def test_of_equal_logits_the_lower_token_id_comes_first() -> None:
     assert entries.ranks[:, 0].tolist() == [2, 6, 8]
 
 
-@needs_gpu
+@on_a_gpu
 @pytest.mark.parametrize("vocab_size", [1, 50_257, 128_256, 151_936, 262_144])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_large_vocabularies(dtype: torch.dtype, vocab_size: int) -> None:
+def test_large_vocabularies(
+    draw: Draw, logprobs: Logprobs, dtype: torch.dtype, vocab_size: int
+) -> None:
     torch.manual_seed(vocab_size)
     logits = (torch.randn(48, vocab_size) * 3).to(dtype)
-    assert_tokens_are_the_twin_s(logits, mixed_params(48))
+    assert_tokens_are_the_twin_s(draw, logits, mixed_params(48))
     chosen = torch.randint(vocab_size, (48,))
     found = logprobs(logits, chosen, min(20, vocab_size))
     expected = token_logprobs_reference(logits.float(), chosen, min(20, vocab_size))
     assert_same_logprobs(found, expected)
 
 
-@needs_gpu
-def test_a_row_of_a_large_batch_is_what_it_is_alone() -> None:
+@on_a_gpu
+def test_a_row_of_a_large_batch_is_what_it_is_alone(draw: Draw) -> None:
     torch.manual_seed(0)
     logits, drawing = torch.randn(700, 50_257) * 3, mixed_params(700)
     together = draw(logits, drawing)
@@ -243,11 +270,11 @@ def test_a_row_of_a_large_batch_is_what_it_is_alone() -> None:
         assert draw(logits[[row]], drawing.of(torch.tensor([row]))) == together[row]
 
 
-@needs_gpu
-def test_sampling_can_be_captured_into_a_graph() -> None:
+@on_a_gpu
+def test_sampling_can_be_captured_into_a_graph(device: str) -> None:
     torch.manual_seed(0)
-    drawing = on(mixed_params(16), DEVICE)
-    logits = torch.randn(16, 50_257, device=DEVICE)
+    drawing = on(mixed_params(16), device)
+    logits = torch.randn(16, 50_257, device=device)
     sample(logits, drawing)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -258,10 +285,10 @@ def test_sampling_can_be_captured_into_a_graph() -> None:
         assert tokens.equal(sample(logits, drawing))
 
 
-@needs_gpu
-def test_nothing_waits_for_the_device() -> None:
-    logits, drawing = torch.randn(16, 50_257, device=DEVICE), on(mixed_params(16), DEVICE)
-    chosen = torch.arange(16, device=DEVICE)
+@on_a_gpu
+def test_nothing_waits_for_the_device(device: str) -> None:
+    logits, drawing = torch.randn(16, 50_257, device=device), on(mixed_params(16), device)
+    chosen = torch.arange(16, device=device)
     sample(logits, drawing)
     token_logprobs(logits, chosen, 5)
     torch.cuda.set_sync_debug_mode("error")

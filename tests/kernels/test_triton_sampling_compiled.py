@@ -1,0 +1,68 @@
+"""What the compiler makes of the sampler and of block copies for an H200, without one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+_ROOT = Path(__file__).resolve().parents[2]
+Launches = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def launches() -> Launches:
+    """By the kind of data; compiled in a process that does not interpret."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = f"{_ROOT / 'tests' / 'support'}:{_ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "compiled_sampling"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: Launches = json.loads(done.stdout)
+    return found
+
+
+def instructions(launch: dict[str, Any], pattern: str) -> int:
+    return len(re.findall(pattern, launch["ptx"]))
+
+
+def test_nothing_is_spilled(launches: Launches) -> None:
+    assert sum(len(found) for found in launches.values()) == 18
+    for found in launches.values():
+        for launch in found:
+            assert launch["spilled_bytes"] == 0, launch["kernel"]
+            assert launch["registers"] <= 168, launch["kernel"]
+
+
+def test_whole_blocks_are_copied_by_16_bytes(launches: Launches) -> None:
+    (copy,) = launches["aligned blocks"]
+    for direction in ("ld", "st"):
+        wide = instructions(copy, rf"{direction}\.global\.v4\.b32")
+        # Beside the table and the ids, which are read.
+        narrow = instructions(copy, rf"{direction}\.global\.(?!v4)") - 5 * (direction == "ld")
+        assert (wide, narrow) == (4, 0)
+
+
+def test_blocks_that_begin_anywhere_are_copied_all_the_same(launches: Launches) -> None:
+    (copy,) = launches["odd blocks"]
+    assert instructions(copy, r"st\.global\.b8") > 0
+
+
+def test_rows_are_read_by_vectors(launches: Launches) -> None:
+    reading = {"_peaks_kernel", "_draw_kernel", "_collect_kernel", "_judge_kernel", "_tiles_kernel"}
+    for kind in ("float32", "bfloat16"):
+        found = [launch for launch in launches[kind] if launch["kernel"] in reading]
+        assert {launch["kernel"] for launch in found} == reading
+        for launch in found:
+            assert instructions(launch, r"ld\.global\.v[24]\.b32") > 0, launch["kernel"]
