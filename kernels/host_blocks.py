@@ -144,7 +144,9 @@ def _pinned_like(
     sizes = [-(-num_blocks * cache[0].nbytes // _ALIGNMENT) * _ALIGNMENT for cache in caches]
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        raise RuntimeError(f"{memory.nbytes} bytes cannot be pinned: CUDA's error {error}")
 
     def unpin() -> None:
         runtime.cudaHostUnregister(memory.data_ptr())

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from kernels.sampling import RowParams
 
 _BLOCK: Final = 1024  # logits that a program has at a time
-_PIVOTS: Final = 8  # bounds that are tried in one pass over a row
+_JUDGED: Final = 2048  # the same of the judge, which has a row for itself
+_PIVOTS: Final = 8  # bounds that it tries in one pass
 # Of a row, and how many a kernel reads at once: one that is compiled serves any number of rows.
 _MAX_SPLITS: Final = tl.constexpr(64)
 # About four for each multiprocessor of a large GPU.
@@ -96,9 +97,9 @@ def sample_triton(logits: Tensor, params: "RowParams") -> Tensor:
         floors,
         TILES=triton.next_power_of_2(tiles),
         CAPACITY=_CAPACITY,
-        BLOCK=_BLOCK,
+        BLOCK=_JUDGED,
         PIVOTS=_PIVOTS,
-        num_warps=8,
+        num_warps=16,
     )
     _draw_kernel[(num_rows, splits)](*draw, AGAIN=True, BLOCK=_BLOCK)
     _pick_kernel[(num_rows,)](
