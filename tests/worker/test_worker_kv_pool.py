@@ -1,0 +1,75 @@
+"""Blocks of a pool that are moved, on a processor and on a GPU."""
+
+import numpy as np
+import pytest
+import torch
+from triton_devices import DEVICES
+
+from worker_svc.kv_pool import KvPool, LayerShape, PoolSize
+from worker_svc.plans import BlockMoves, PlanError
+
+_BLOCK_SIZE = 4
+_LAYERS = (LayerShape(2, 8, 16, torch.float32), LayerShape(1, 24, 8, torch.float32))
+
+
+@pytest.fixture(params=DEVICES)
+def pool(request: pytest.FixtureRequest) -> KvPool:
+    """Every number of block b is b."""
+    pool = KvPool(_LAYERS, PoolSize(8, 3), _BLOCK_SIZE, torch.device(request.param))
+    for cache in (cache for layer in pool.layers for cache in layer):
+        cache.copy_(torch.arange(8).view(-1, 1, 1, 1))
+    return pool
+
+
+def moves(*pairs: tuple[int, int]) -> BlockMoves:
+    ids = np.array(pairs, np.int64).reshape(-1, 2)
+    return BlockMoves(ids[:, 0].copy(), ids[:, 1].copy())
+
+
+def numbers(pool: KvPool) -> list[int]:
+    """Of every block; -1 if its numbers differ."""
+    blocks = [cache.flatten(1).cpu() for layer in pool.layers for cache in layer]
+    joined = torch.cat(blocks, 1)
+    same = (joined == joined[:, :1]).all(1)
+    return torch.where(same, joined[:, 0], -1).long().tolist()
+
+
+def overwrite(pool: KvPool, block: int) -> None:
+    """As a step does it."""
+    slots = np.arange(block * _BLOCK_SIZE, (block + 1) * _BLOCK_SIZE)
+    pool.before_writing(np.append(slots, -1))
+    for cache in (cache for layer in pool.layers for cache in layer):
+        cache[block] = 99
+
+
+def test_blocks_leave_are_overwritten_and_come_back_elsewhere(pool: KvPool) -> None:
+    nothing = moves()
+    for _ in range(3):
+        pool.move(moves((2, 0), (5, 2)), nothing, nothing)
+        overwrite(pool, 5)
+        overwrite(pool, 2)
+        pool.move(nothing, moves((0, 2), (2, 5)), nothing)
+        assert numbers(pool) == list(range(8))
+    pool.move(moves((3, 1)), nothing, nothing)
+    pool.move(nothing, moves((1, 6)), nothing)
+    assert numbers(pool) == [0, 1, 2, 3, 4, 5, 3, 7]
+
+
+def test_a_block_that_leaves_may_be_copied_over_in_the_same_plan(pool: KvPool) -> None:
+    pool.move(moves((2, 0)), moves(), moves((4, 2), (2, 3)))
+    assert numbers(pool) == [0, 1, 4, 2, 4, 5, 6, 7]
+    pool.move(moves(), moves((0, 7)), moves())
+    assert numbers(pool) == [0, 1, 4, 2, 4, 5, 6, 2]
+
+
+def test_blocks_that_are_not_there_are_refused_before_any_is_moved(pool: KvPool) -> None:
+    for wrong in (
+        (moves((0, 0)), moves(), moves()),
+        (moves((1, 3)), moves(), moves()),
+        (moves(), moves((0, 8)), moves()),
+        (moves(), moves(), moves((1, 2), (8, 3))),
+        (moves((1, 0)), moves((0, 1)), moves()),
+    ):
+        with pytest.raises(PlanError):
+            pool.move(*wrong)
+    assert numbers(pool) == list(range(8))
