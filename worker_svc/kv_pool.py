@@ -109,10 +109,6 @@ class KvPool:
         self._caches = list(chain.from_iterable(self.layers))
         self._host = HostBlocks(self._caches, size.num_host_blocks)
 
-    def before_writing(self, slot_mapping: Ints) -> None:
-        """To be called before a step writes into slots. Blocks leave and come in the order of the
-        device's other work, so there is nothing to wait for."""
-
     def move(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Device to host, host to device, device to device, in this order; each reads all its
         sources before it writes. PlanError, and nothing is moved, if they cannot all be."""
