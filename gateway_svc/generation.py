@@ -200,12 +200,8 @@ def _end_of(choice: Choice) -> str:
 
 
 def _log_end(generation: Generation, end: str, started_at: float) -> None:
-    """What goes well is told where somebody wants to see it all: a line costs much beside all else
-    that is done for a request.
-    """
     first_at = generation.first_token_at
-    tell = log.debug if generation.has_ended else log.info
-    tell(
+    log.info(
         "request ended",
         request_id=generation.request_id,
         end=end,
