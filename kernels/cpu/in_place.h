@@ -1,11 +1,13 @@
 // Few rows, as when a token is decoded: keys and values are read where they lie, which has to go as
 // fast as memory gives them. Included once per instruction set, after item.h.
 //
-// Both are read once, a few tokens at a time, all key heads of them together, as they lie side by
-// side: in turn keys, and values of the tile before, whose weights are known by then. So there are
-// two streams in the order of addresses, and no pause between tiles. Every line is fetched a little
-// before its turn, token by token and at an even pace, since blocks lie anywhere: the processor's
-// own guesses end with each of them.
+// Both are read once, one token or a few at a time, all key heads of them together, as they lie
+// side by side: in turn keys, and values of the tile before, whose weights are known by then. So
+// there are two streams in the order of addresses, and no pause between tiles. Lines are fetched a
+// little before their turn, token by token and at an even pace, since blocks lie anywhere: the
+// processor's own guesses end with each of them.
+//
+// One token at a time is read faster; for a few at a time, a query or a sum is loaded only once.
 
 // What is due soon, in that order: to be fetched a share at a time.
 class Queue {
@@ -44,6 +46,7 @@ class InPlace {
         at_(rows.at),
         scores_(scratch + at_.scores),
         weights_(scores_ + at_.score_floats),
+        products_(scratch + at_.products),
         first_key_(head_numbers<T>(call_.keys, item_, 0)),
         first_value_(head_numbers<T>(call_.values, item_, 0)),
         key_bytes_(dense_bytes(call_.keys)),
@@ -66,7 +69,75 @@ class InPlace {
 
  private:
   // Scores of the tile, and sums of the former one.
-  void meet_tile() {
+  void meet_tile() { by_token() ? meet_tokens() : meet_steps(); }
+
+  // Where reading takes longer than computing: there are few rows, and little to be widened.
+  bool by_token() const { return at_.rows <= kTokenRows && sizeof(T) > 1; }
+
+  void meet_tokens() {
+    for (int64_t j = 0; j < kInPlaceKeys; ++j) {
+      if (j >= seen_.begin && j < seen_.end) meet_key(j);
+      if (j >= weighed_.begin && j < weighed_.end) meet_value(j);
+    }
+  }
+
+  void meet_key(int64_t j) {
+    in_parts<kTokenRows>(at_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
+      multiply_heads<count>(row, j);
+    });
+    if (j % kStep == kStep - 1 || j == seen_.end - 1) add_up_scores(j / kStep * kStep);
+  }
+
+  // Of all heads, the products of kRows rows from `row` on and one token's keys.
+  template <int kRows>
+  inline __attribute__((always_inline)) void multiply_heads(int64_t row, int64_t j) {
+    const int64_t dim = call_.keys.head_dim, key_stride = call_.keys.head_stride;
+    const int64_t query_stride = at_.query_stride, padded_rows = at_.padded_rows;
+    const T *key = first_key_ + tile_.keys[j], *next = first_key_ + tile_.keys[j + ahead_];
+    const float* queries = rows_.queries(0, row);
+    float* products = products_ + (rows_.index(0, row) * kStep + j % kStep) * kLanes;
+    for (int64_t left = item_.num_heads; left > 0; --left) {
+      fetch(next, dim);
+      multiply_key<kRows>(queries, query_stride, key, dim, products);
+      key += key_stride, next += key_stride;
+      queries += padded_rows * query_stride, products += padded_rows * kStep * kLanes;
+    }
+  }
+
+  // Those of keys that are not seen are of no meaning.
+  void add_up_scores(int64_t j) {
+    const float* products = products_;
+    float* scores = scores_ + j;
+    for (int64_t left = item_.num_heads * at_.padded_rows; left > 0; --left) {
+      add_up(products, scores);
+      products += kStep * kLanes, scores += kInPlaceKeys;
+    }
+  }
+
+  void meet_value(int64_t j) {
+    in_parts<kTokenRows>(at_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
+      add_heads<count>(row, j);
+    });
+  }
+
+  // Of all heads, the sums of kRows rows from `row` on, with one token's values.
+  template <int kRows>
+  inline __attribute__((always_inline)) void add_heads(int64_t row, int64_t j) {
+    const int64_t dim = call_.values.head_dim, value_stride = call_.values.head_stride;
+    const int64_t sum_stride = at_.sum_stride, padded_rows = at_.padded_rows;
+    const T* value = first_value_ + former_.values[j];
+    const T* next = first_value_ + former_.values[j + ahead_];
+    const float* weights = weights_ + rows_.index(0, row) * kInPlaceKeys + j;
+    float* sums = rows_.sums(0, row);
+    for (int64_t left = item_.num_heads; left > 0; --left) {
+      fetch(next, dim);
+      add_value<kRows>(weights, value, dim, sums, sum_stride);
+      value += value_stride, next += value_stride;
+      weights += padded_rows * kInPlaceKeys, sums += padded_rows * sum_stride;
+    }
+  }
+
+  void meet_steps() {
     for (int64_t j = 0; j < kInPlaceKeys; j += kStep) {
       const Span keys = within(seen_, j), values = within(weighed_, j);
       const bool any_keys = keys.begin < keys.end, any_values = values.begin < values.end;
@@ -141,7 +212,8 @@ class InPlace {
 
   int64_t tokens_ahead() const {
     const int64_t token_bytes = item_.num_heads * call_.keys.head_dim * sizeof(T);
-    return std::clamp<int64_t>(kBytesAhead / token_bytes, kLeastAhead, kMostAhead);
+    const int64_t bytes_ahead = by_token() ? kTokenBytesAhead : kBytesAhead;
+    return std::clamp<int64_t>(bytes_ahead / token_bytes, kLeastAhead, kMostAhead);
   }
 
   // Of a token's heads, which lie side by side as a rule. Else 0: nothing is fetched ahead.
@@ -155,8 +227,10 @@ class InPlace {
 
   Span seen(int64_t row) const { return rows_.seen(row, tile_.first_key, tile_.num_keys); }
 
+  // Rows that are attended token by token, unless there are more.
+  static constexpr int kTokenRows = 2;
   // How far ahead lines are fetched: so many bytes of keys, and in tokens.
-  static constexpr int64_t kBytesAhead = 4096;
+  static constexpr int64_t kBytesAhead = 4096, kTokenBytesAhead = 16384;
   static constexpr int kLeastAhead = 4, kMostAhead = 16;
 
   Rows& rows_;
@@ -164,6 +238,7 @@ class InPlace {
   const Item& item_;
   const Layout& at_;
   float *scores_, *weights_;  // of the tile, and of the former one
+  float* products_;           // of a step's keys and all rows
   const T *first_key_, *first_value_;
   const int64_t key_bytes_, value_bytes_, ahead_;
   Places<kInPlaceKeys, kMostAhead + kStep> tile_, former_;

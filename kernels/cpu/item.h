@@ -9,7 +9,8 @@
 struct Layout {
   bool in_place;
   int64_t rows, padded_rows, query_stride, sum_stride, tile_keys;
-  int64_t queries, sums, scores, score_floats, key_panels, value_panels, states, spans, end;
+  int64_t queries, sums, scores, score_floats, products, key_panels, value_panels, states, spans,
+      end;
 
   Layout(const Attention& call, const Item& item)
       : in_place(item.num_tokens * call.group_size() <= kFewRows),
@@ -25,7 +26,8 @@ struct Layout {
     scores = sums + all_rows * sum_stride;
     score_floats = all_rows * tile_keys;
     // In place, one tile's weights are in use while the next one's scores are computed.
-    key_panels = scores + (in_place ? 2 : 1) * score_floats;
+    products = scores + (in_place ? 2 : 1) * score_floats;
+    key_panels = products + (in_place ? all_rows * kStep * kLanes : 0);
     value_panels = key_panels + packed_keys * query_stride;
     states = value_panels + packed_keys * sum_stride;
     spans = rounded_up(states + 2 * all_rows, 2);

@@ -180,6 +180,65 @@ QUIRE_INLINE void add_values(const float* weights, const T* const* value, int64_
   }
 }
 
+// products [kRows, kStep vectors] = those of queries and one key, which is read in place. Their
+// lanes are yet to be added up.
+template <int kRows, typename T>
+QUIRE_INLINE void multiply_key(const float* queries, int64_t query_stride, const T* key,
+                               int64_t dim, float* products) {
+  Floats acc[kRows] = {};
+  const auto add = [&](int64_t d, Floats k) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) acc[r] += load(queries + r * query_stride + d) * k;
+  };
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+    Floats first, second;
+    load_pair(key + d, first, second);
+    add(d, first);
+    add(d + kLanes, second);
+  }
+  for (; d < dim; d += kLanes) add(d, load_within(key, d, dim));
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) store(products + r * kStep * kLanes, acc[r]);
+}
+
+// The scores of kStep keys from their products.
+QUIRE_INLINE void add_up(const float* products, float* scores) {
+  store_as(scores, sums(load(products), load(products + kLanes), load(products + 2 * kLanes),
+                        load(products + 3 * kLanes)));
+}
+
+// sums [kRows, dim] += weights [kRows] * one value, which is read in place.
+template <int kRows, typename T>
+QUIRE_INLINE void add_value(const float* weights, const T* value, int64_t dim, float* sums,
+                            int64_t sum_stride) {
+  Floats w[kRows];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) w[r] = broadcast(weights[r * kInPlaceKeys]);
+  const auto add = [&](int64_t d, Floats v) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      float* to = sums + r * sum_stride + d;
+      store(to, load(to) + w[r] * v);
+    }
+  };
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+    Floats first, second;
+    load_pair(value + d, first, second);
+    add(d, first);
+    add(d + kLanes, second);
+  }
+  for (; d < dim; d += kLanes) add(d, load_within(value, d, dim));
+}
+
+// Fetches a row before its turn.
+template <typename T>
+QUIRE_INLINE void fetch(const T* row, int64_t dim) {
+#pragma GCC unroll 4
+  for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+}
+
 // Keys of a tile, as offsets into it.
 struct Span {
   int64_t begin, end;
