@@ -26,12 +26,18 @@ def main() -> None:
     )
 
 
-def _run(llm: LLM, prompts: list[list[int]], num_outputs: list[int]) -> dict[str, object]:
+def _run(
+    llm: LLM, prompts: list[list[int]], num_outputs: list[int], temperature: float
+) -> dict[str, object]:
+    """What `Work` has."""
     llm.reset_prefix_cache()
     began_s = time.perf_counter()
     written = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in num_outputs],
+        [
+            SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
+            for count in num_outputs
+        ],
         use_tqdm=False,
     )
     seconds = time.perf_counter() - began_s
