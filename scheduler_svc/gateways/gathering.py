@@ -8,6 +8,9 @@ from scheduler_svc.core.sequence import Delivery, Group, Sequence
 # A choice that has so many more than its gateway has heard of has all choices' told: from there on
 # they fill in step, and a frame serves them all.
 PATIENT_TOKENS = 32
+# So many tokens of all together, those of log-probabilities included, are told as well: a frame
+# stays far below what a gateway that does not read is cut off at.
+HELD_TOKENS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,10 @@ class Gathering:
     """
 
     def __init__(self) -> None:
-        # Some choice has enough for all to be told.
+        # Some choice, or all together, have enough for all to be told.
         self.is_due = False
+        # Since all were told; those that were told of alone count, too.
+        self._num_held = 0
         # By their attachments.
         self._patients: dict[int, _Patient] = {}
 
@@ -49,6 +54,7 @@ class Gathering:
     def take_all(self) -> Delivery:
         """Everything that is not told yet; from here on it is."""
         self.is_due = False
+        self._num_held = 0
         rest = Delivery()
         for patient in self._patients.values():
             for sequence in patient.group.sequences:
@@ -81,8 +87,11 @@ class Gathering:
             elif first == 0:
                 places.append(at)
                 patient.told[choice] = count
-            elif first + count - patient.told[choice] >= PATIENT_TOKENS:
-                self.is_due = True
+            else:
+                self._num_held += count * (1 + patient.group.params.num_logprobs)
+                if first + count - patient.told[choice] >= PATIENT_TOKENS:
+                    self.is_due = True
+        self.is_due |= self._num_held >= HELD_TOKENS
         return places
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.internal.v1 import scheduler_pb2
-from scheduler_svc.core.logprobs import ENTRY_BYTES
+from scheduler_svc.core.logprobs import ENTRY_BYTES, MAX_NUM_LOGPROBS
 from scheduler_svc.core.sequence import Delivery, End, EndReason, Group, Nobody, Params, Sequence
 from scheduler_svc.gateways.connection import GatewayConnection
 from scheduler_svc.gateways.gathering import PATIENT_TOKENS
@@ -160,6 +160,20 @@ async def test_nothing_is_said_of_what_was_let_go() -> None:
     listener = Listener(connection)
     await listener.listen()
     assert listener.heard == {(1, 0): 2, (2, 0): 4 + PATIENT_TOKENS}
+
+
+async def test_many_with_log_probabilities_do_not_have_their_gateway_cut_off() -> None:
+    """All at once they would be more than a gateway may leave unread."""
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = [group_of(number, num_logprobs=MAX_NUM_LOGPROBS) for number in range(1, 1501)]
+    for number, group in enumerate(groups, 1):
+        connection.attach(group, number, [], is_patient=True)
+    frames, num_tokens = aiter(connection.frames()), 0
+    for _ in range(1 + PATIENT_TOKENS):
+        step(connection, groups)
+        while connection._pending.is_set():
+            num_tokens += len((await anext(frames)).deltas.token_ids)
+    assert num_tokens >= 1500 * PATIENT_TOKENS
 
 
 @given(
