@@ -65,6 +65,8 @@ class Connection:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
         )
+        # A URL may ask for another one, which nobody here reads.
+        pool.connection_kwargs["protocol"] = 2
         return cls(pool.make_connection(), timeout_s)  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
@@ -108,7 +110,8 @@ class Connection:
             if script is not None and any(map(_is_unknown_script, replies)):
                 # Redis was restarted, or has never seen it.
                 load = pack(("SCRIPT", "LOAD", script.body))
-                _, *replies = await self._ask([load, *commands])
+                loaded, *replies = await self._ask([load, *commands])
+                _sound([loaded])
             return replies
         except TimeoutError as error:
             raise StoreUnavailable(f"Redis has not answered for {self._timeout_s} s") from error
@@ -130,13 +133,22 @@ class Connection:
     async def _connected(self) -> Wire:
         async with self._connecting:
             if self._wire is None or self._wire.is_lost:
-                await self._link.disconnect(nowait=True)
-                await self._link.connect()  # type: ignore[no-untyped-call]
+                await self._connect()
                 # It has no public name; nothing else of the client is needed from here on.
                 writer = self._link._writer
                 assert writer is not None
                 self._wire = Wire(writer.transport, self._timeout_s)
             return self._wire
+
+    async def _connect(self) -> None:
+        """The client waits with `asyncio.wait_for`, which before Python 3.12 can swallow a
+        cancellation: its caller would go on as if nobody had cancelled it."""
+        task = asyncio.current_task()
+        num_cancelled = task.cancelling() if task else 0
+        await self._link.disconnect(nowait=True)
+        await self._link.connect()  # type: ignore[no-untyped-call]
+        if task is not None and task.cancelling() > num_cancelled:
+            raise asyncio.CancelledError
 
 
 def _is_unknown_script(reply: Any) -> bool:

@@ -135,3 +135,19 @@ async def test_calls_under_way_end_before_their_connection_is_closed(redis_url: 
     assert [await call for call in calls] == [1, 2, 3]
     await connection.execute("DEL", "calls")
     await connection.close()
+
+
+async def test_a_url_does_not_choose_how_replies_are_read(own_redis: EmbeddedRedis) -> None:
+    connection = Connection.to(f"{own_redis.url}?protocol=3", timeout_s=5)
+    await connection.execute("HSET", "a hash", "name", "value")
+    assert await connection.execute("HGETALL", "a hash") == [b"name", b"value"]
+    await connection.close()
+
+
+async def test_a_redis_that_takes_no_scripts_is_unavailable(own_redis: EmbeddedRedis) -> None:
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.execute_command("ACL", "SETUSER", "few", "on", ">p", "~*", "+@all", "-script")
+    store = await Store.connect(own_redis.url.replace("unix://", "unix://few:p@"))
+    with pytest.raises(StoreUnavailable, match="NOPERM"):
+        await store.take_lead("", lease_ms=3000)
+    await store.close()
