@@ -95,6 +95,7 @@ chaos: $(STUBS) ## Kills parts of a running service, over and over, and compares
 
 gpu-packages: $(INSTALLED) ## Gathers packages for a machine with a GPU and no network.
 	rm -rf $(GPU_PACKAGES)
+	@mkdir -p .cache
 	{ $(BIN)/python scripts/requirements.py scheduler; \
 	  $(BIN)/python scripts/requirements.py dev | grep -E '^(grpcio-tools|mypy-protobuf|pytest)'; \
 	} | sort -u >.cache/gpu-requirements.txt

@@ -85,7 +85,7 @@ class DeviceThread:
                     return self._calls.get_nowait()
                 except Empty:
                     pass
-                if not self._launched[0][1].is_ready():
+                if not _is_over(self._launched[0][1]):
                     try:
                         return self._calls.get(timeout=_POLL_S)
                     except Empty:
@@ -99,7 +99,7 @@ class DeviceThread:
         except BaseException as error:
             launched = Failed(error)
         self._launched.append((call.future, launched))
-        if launched.is_ready():
+        if _is_over(launched):
             self._settle_all()
 
     def _settle_all(self) -> None:
@@ -109,6 +109,14 @@ class DeviceThread:
     def _settle_oldest(self) -> None:
         future, launched = self._launched.popleft()
         _resolve(future, launched.output)
+
+
+def _is_over(launched: Launched[Any]) -> bool:
+    try:
+        return launched.is_ready()
+    except BaseException:
+        # A device that is lost says so to whoever asks first; its output says it to the right one.
+        return True
 
 
 def _resolve(future: Future[Any], function: Callable[[], Any]) -> None:

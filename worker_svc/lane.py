@@ -13,7 +13,7 @@ from quire.internal.v1 import worker_pb2
 from quire.service.errors import RequestError, failed
 from worker_svc.device_thread import DeviceThread
 from worker_svc.plans import Plan, StepOutput, result_to_proto
-from worker_svc.step_runner import Finished, Launched, StepRunner
+from worker_svc.step_runner import Failed, Finished, Launched, StepRunner
 
 log = structlog.get_logger()
 
@@ -95,11 +95,12 @@ class Lane:
         if self._ended or self._broken:
             return Finished(None)
         try:
-            return _LaneStep(self._finish, self._runner.launch(plan))
-        except Exception:
-            # Here, because the next queued plan must not start.
-            self._broken = True
-            raise
+            launched: Launched[StepOutput] = self._runner.launch(plan)
+        except Exception as error:
+            # Steps before it may still be on the device, and are to be told of first. Over at
+            # once, it is heard of before the next queued plan starts.
+            launched = Failed(error)
+        return _LaneStep(self._finish, launched)
 
     def _finish(self, launched: Launched[StepOutput]) -> StepOutput | None:
         """On the device thread. None if a step before has failed: nothing this one read is known

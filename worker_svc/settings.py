@@ -13,6 +13,7 @@ from quire.service.settings import ServiceSettings
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DECIMAL_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_MOST_BYTES = 2**63
 
 
 class WrongSettingError(ValueError):
@@ -20,7 +21,8 @@ class WrongSettingError(ValueError):
 
 
 def parse_size(value: object) -> object:
-    """Bytes of a size such as `256MiB`, `1.5GB` or `1048576`. ValueError for anything else."""
+    """Bytes of a size such as `256MiB`, `1.5GB` or `1048576`. ValueError for anything else, and for
+    more than any machine has."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
@@ -28,7 +30,10 @@ def parse_size(value: object) -> object:
         raise ValueError("a size looks like 256MiB, 1.5GB or 1048576")
     number, unit = match[1], (match[2] or "B").upper()
     factors = _FACTORS if "I" in unit else _DECIMAL_FACTORS
-    return int(float(number) * factors[unit.rstrip("B").rstrip("I")])
+    size = float(number) * factors[unit.rstrip("B").rstrip("I")]
+    if size > _MOST_BYTES:
+        raise ValueError("no machine has as many bytes")
+    return int(size)
 
 
 def size_text(num_bytes: int) -> str:

@@ -18,7 +18,7 @@ class BenchModel:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    # At which latencies are measured: about 60 % of what two cores bear.
+    # At which latencies are measured: about 60 % of what two slow cores bear.
     request_rate: float
     # Of the key-value cache: room for all of the work at once.
     kv_cache_mib: int

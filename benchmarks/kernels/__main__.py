@@ -70,7 +70,8 @@ def main() -> int:
             print(f"{name} is not measured, as these tests fail: {', '.join(red)}")
             failures += 1
             continue
-        measured = Measured(description(), PARTS[name].measure(machine_limits))
+        machine = {**description(), "torch": torch.__version__}
+        measured = Measured(machine, PARTS[name].measure(machine_limits))
         failures += sum(not target.met for target in measured.part.targets)
         print(f"{markdown(measured.part)}\n", flush=True)
         if options.write:

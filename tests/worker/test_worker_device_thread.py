@@ -125,6 +125,34 @@ def test_a_launch_that_fails_says_so_in_its_turn(
     assert told == ["a begins", "a is over", "first is told", "failing is told"]
 
 
+class LostStep(Step):
+    """Work of a device that is lost, which shows when it has been asked for a few times."""
+
+    def __init__(self, name: str, told: list[str], num_asked: int) -> None:
+        super().__init__(name, told)
+        self._num_left = num_asked
+
+    def is_ready(self) -> bool:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise RuntimeError("an illegal memory access was encountered")
+        return False
+
+    def output(self) -> str:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("num_asked", [0, 1, 3])
+def test_a_device_that_is_lost_is_told_of_by_its_steps(
+    thread: DeviceThread, told: list[str], num_asked: int
+) -> None:
+    lost = thread.launch(LostStep("a", told, num_asked))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        lost.result(10)
+    # Whoever clears the rows hears of it, too: the thread goes on.
+    assert thread.submit(lambda: "next").result(10) == "next"
+
+
 def test_what_is_over_at_once_is_settled_before_the_next_call(thread: DeviceThread) -> None:
     first = thread.launch(lambda: Finished(1))
     seen = thread.launch(lambda: Finished(first.done()))

@@ -282,6 +282,24 @@ async def test_a_step_that_fails_ends_the_stream(worker: ServedWorker, lane: Lan
     assert (await again.run(whole(sequence(), [3, 2, 1]))).sampled_rows == [0]
 
 
+async def test_a_plan_that_cannot_be_run_costs_no_result_of_those_before_it(
+    worker: ServedWorker, lane: LaneClient
+) -> None:
+    release = await hold(worker)
+    await lane.send(whole(sequence(), [3, 2, 1]))
+    wrong = worker_pb2.BatchPlan()
+    schedule(wrong, 5, 1)
+    await lane.send(wrong)
+    await lane.send(worker_pb2.BatchPlan())
+    assert worker.servicer._lane is not None
+    while worker.servicer._lane._last_step < 3:
+        await worker.stub.Identify(worker_pb2.IdentifyRequest())
+    release.set()
+    assert (await lane.result()).sampled_rows == [0]
+    assert await lane.ended() == grpc.StatusCode.INTERNAL
+    assert "step 2 failed: no sequence held: rows [5]" in await lane.call.details()
+
+
 @pytest.mark.parametrize("step", [1, 2])
 async def test_repeated_and_older_steps_are_refused(lane: LaneClient, step: int) -> None:
     await lane.send(worker_pb2.BatchPlan(), step=2)

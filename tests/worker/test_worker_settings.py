@@ -27,6 +27,7 @@ def test_sizes_have_units() -> None:
         ("--gpu-memory-utilization", "1.1"),
         ("--gpu-memory-utilization", "nan"),
         ("--swap-space", "-1GiB"),
+        ("--swap-space", "9" * 400),
         ("--attention", "xformers"),
     ],
 )
