@@ -145,10 +145,12 @@ class Connection:
         cancellation: its caller would go on as if nobody had cancelled it."""
         task = asyncio.current_task()
         num_cancelled = task.cancelling() if task else 0
-        await self._link.disconnect(nowait=True)
-        await self._link.connect()  # type: ignore[no-untyped-call]
-        if task is not None and task.cancelling() > num_cancelled:
-            raise asyncio.CancelledError
+        try:
+            await self._link.disconnect(nowait=True)
+            await self._link.connect()  # type: ignore[no-untyped-call]
+        finally:
+            if task is not None and task.cancelling() > num_cancelled:
+                raise asyncio.CancelledError
 
 
 def _is_unknown_script(reply: Any) -> bool:

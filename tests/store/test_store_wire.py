@@ -1,6 +1,7 @@
 """Replies and the commands they answer: however they are cut, and whoever has gone meanwhile."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +96,29 @@ async def test_a_caller_that_is_cancelled_while_it_connects_leaves_a_sound_conne
         assert was_done or call.cancelled()
         assert await connection.execute("ECHO", f"{num_turns}") == b"%d" % num_turns
         await connection.close()
+
+
+async def test_a_caller_that_is_cancelled_while_its_connecting_fails_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    """It would ask again and again otherwise, as whoever waits for Redis does."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.close()
+
+    path = tmp_path / "s"
+    async with await asyncio.start_unix_server(hang_up, path):
+        for num_turns in range(20):
+            connection = Connection.to(f"unix://{path}", timeout_s=5)
+            call = asyncio.create_task(connection.execute("PING"))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            was_done = call.done()
+            call.cancel()
+            await _outcomes([call])
+            assert was_done or call.cancelled()
+            await connection.close()
 
 
 async def test_calls_under_way_are_asked_again_when_their_connection_is_lost(
