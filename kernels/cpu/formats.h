@@ -75,13 +75,6 @@ QUIRE_INLINE Floats load(const E5M2* from) {
   return SmallFloat<5, 2, true>::widen(load_bytes(from));
 }
 
-// Two vectors that follow each other.
-template <typename T>
-QUIRE_INLINE void load_pair(const T* from, Floats& first, Floats& second) {
-  first = load(from);
-  second = load(from + kLanes);
-}
-
 #else
 
 // Halves of two vectors.
@@ -151,13 +144,6 @@ QUIRE_INLINE Floats load(const E4M3* from) {
   return widen_halves(to_halves(load_bytes(from), from)) * 256.0f;
 }
 
-// Two vectors that follow each other.
-template <typename T>
-QUIRE_INLINE void load_pair(const T* from, Floats& first, Floats& second) {
-  first = load(from);
-  second = load(from + kLanes);
-}
-
 template <typename T>
 QUIRE_INLINE void widen_pair(const T* from, Floats& first, Floats& second) {
   Halves halves[2];
@@ -178,6 +164,13 @@ QUIRE_INLINE void load_pair(const E4M3* from, Floats& first, Floats& second) {
 }
 
 #endif
+
+// Two vectors that follow each other.
+template <typename T>
+QUIRE_INLINE void load_pair(const T* from, Floats& first, Floats& second) {
+  first = load(from);
+  second = load(from + kLanes);
+}
 
 QUIRE_INLINE void store(Float16* to, Floats x) {
   const Ints small = SmallFloat<5, 10, true>::narrow<false>(x);
