@@ -71,6 +71,27 @@ def rotate(
     return turned
 
 
+def turn_heads(
+    heads: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    norms: Tensor | None = None,
+    epsilon: float = 0.0,
+    *,
+    implementation: Implementation | None = None,
+) -> None:
+    """Turns heads `[num_tokens, num_heads, dim]` as `rotate` does, in their place; before that they
+    go through `rms_norm`, where there are weights for it, float32 `norms [num_heads, dim]`.
+
+    `cosines` and `sines` are `[1, num_tokens, dim]`, of the same dtype.
+    """
+    implementation = implementation or choose(heads.device.type, (heads.dtype,))
+    if implementation.is_cpp:
+        torch.ops.quire.turn_heads(heads, cosines, sines, norms, epsilon, implementation.isa)
+    else:
+        heads.copy_(turn_heads_reference(heads, cosines, sines, norms, epsilon))
+
+
 def rms_norm_reference(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """The obvious twin of `rms_norm`."""
     wide = states.float()
@@ -97,3 +118,19 @@ def rotate_reference(
         return (states.float() * cosine + across * sine).to(states.dtype)
 
     return turned(query), turned(key)
+
+
+def turn_heads_reference(
+    heads: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    norms: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """The obvious twin of `turn_heads`, whose result it returns."""
+    wide = heads.float()
+    if norms is not None:
+        wide = rms_norm_reference(wide, norms, epsilon)
+    states = wide.transpose(0, 1).unsqueeze(0)
+    turned, _ = rotate_reference(states, states, cosines, sines)
+    return turned.squeeze(0).transpose(0, 1).to(heads.dtype)

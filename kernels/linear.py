@@ -1,5 +1,6 @@
 """Products of activations with weights that were laid out for them once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -40,13 +41,46 @@ class PackedWeight:
         return self.panels[indices // width, :, indices % width]
 
 
-def linear(states: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`states [..., num_inputs]` times the weight, transposed, plus the float32 `bias`.
+@dataclass(frozen=True)
+class Product:
+    """A packed weight and its float32 bias: what a linear layer is."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+    @classmethod
+    def joined(cls, products: Sequence[Self]) -> Self:
+        """One that has the outputs of all of these, whose weights are of one kind."""
+        weights = [product.weight for product in products]
+        rows = [weight.rows(torch.arange(weight.num_outputs)) for weight in weights]
+        joined = PackedWeight.of(torch.cat(rows), weights[0].implementation)
+        biases = [product.bias for product in products]
+        if all(bias is None for bias in biases):
+            return cls(joined, None)
+        counts = [weight.num_outputs for weight in weights]
+        filled = [
+            torch.zeros(count) if bias is None else bias
+            for bias, count in zip(biases, counts, strict=True)
+        ]
+        return cls(joined, torch.cat(filled))
+
+    def __call__(self, states: Tensor, residual: Tensor | None = None) -> Tensor:
+        return linear(states, self.weight, self.bias, residual)
+
+
+def linear(
+    states: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`states [..., num_inputs]` times the weight, transposed, plus the float32 `bias`, plus the
+    `residual`, which is dense and like the result.
 
     Sums are in float32 and rounded once, to the dtype of the states. A row's result does not
     depend on the rows beside it.
     """
-    return _multiply(states, weight, bias, None, None, Activation.SILU)
+    return _multiply(states, weight, bias, None, None, Activation.SILU, residual)
 
 
 def gated_linear(
@@ -73,6 +107,7 @@ def _multiply(
     second_panels: Tensor | None,
     second_bias: Tensor | None,
     activation: Activation,
+    residual: Tensor | None = None,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.linear(
         states,
@@ -82,14 +117,18 @@ def _multiply(
         second_panels,
         second_bias,
         activation,
+        residual,
         weight.implementation.isa,
     )
     return out
 
 
-def linear_reference(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_reference(
+    states: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """The obvious twin of `linear`, of the weight as it was."""
-    return _wide(states, weight, bias).to(states.dtype)
+    out = _wide(states, weight, bias)
+    return (out if residual is None else out + residual.float()).to(states.dtype)
 
 
 def gated_linear_reference(

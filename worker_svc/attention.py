@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from kernels.attention import PagedBatch, paged_attention
 from kernels.choice import Implementation
+from kernels.decoder import DecoderWeights, decoder_layers
 from kernels.flash import FlashAttention, FlashBatch, find_flash
 from kernels.flash_choice import AttentionNeeds, choose_flash
 from kernels.kv_write import kv_write
@@ -122,6 +123,24 @@ class PagedAttention:
         self._batch = batch
         self._slot_mapping = slot_mapping
         self._next_layer = 0
+
+    def runs(self, layers: DecoderWeights) -> bool:
+        """Whether these layers can run on the pool in one call."""
+        alike = self._implementation == layers.implementation and self._flash is None
+        return alike and layers.num_layers == len(self._layers)
+
+    def run(self, layers: DecoderWeights, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """All layers of the forward pass, of states `[num_tokens, hidden_size]`."""
+        return decoder_layers(
+            states,
+            cosines,
+            sines,
+            layers,
+            [cache for pair in self._layers for cache in pair],
+            self._batch,
+            self._slot_mapping,
+            [scale for one in self._scales for scale in (one.key, one.value)],
+        )
 
     def __call__(
         self,

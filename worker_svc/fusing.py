@@ -38,6 +38,18 @@ def fuse(network: nn.Module, implementation: Implementation) -> Counter[str]:
     return fused
 
 
+@dataclass(frozen=True)
+class RmsNorm:
+    """The forward pass of a root-mean-square norm."""
+
+    weight: Tensor  # float32
+    epsilon: float
+    implementation: Implementation
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return rms_norm(states, self.weight, self.epsilon, implementation=self.implementation)
+
+
 def _fuse_norm(module: nn.Module, implementation: Implementation) -> bool:
     """Exchanges the root-mean-square norm that a module is."""
     weight = getattr(module, "weight", None)
@@ -47,12 +59,7 @@ def _fuse_norm(module: nn.Module, implementation: Implementation) -> bool:
     states = _random(3, len(weight), like=weight)
     # Some families keep the weight's distance from 1.
     for offset in (0.0, 1.0):
-        norm = partial(
-            rms_norm,
-            weight=weight.detach().float() + offset,
-            epsilon=epsilon,
-            implementation=implementation,
-        )
+        norm = RmsNorm(weight.detach().float() + offset, epsilon, implementation)
         if _takes_one(module) and _agree(module, norm, states):
             module.forward = norm
             return True

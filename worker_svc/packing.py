@@ -3,13 +3,13 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kernels.choice import Implementation
-from kernels.linear import WEIGHT_DTYPES, PackedWeight, gated_linear, linear
+from kernels.fused import Activation
+from kernels.linear import WEIGHT_DTYPES, PackedWeight, Product, gated_linear
 from worker_svc.fusing import GatedMlp
 
 
@@ -31,7 +31,7 @@ def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
         weight = PackedWeight.of(linears[0].weight.detach(), implementation)
         for layer in linears:
             bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
-            _exchange(layer, _Product(weight, bias))
+            _exchange(layer, Product(weight, bias))
         packed["products"] += len(linears)
         if len(linears) + len(embeddings) == len(users):
             for embedding in embeddings:
@@ -44,32 +44,41 @@ def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
     return packed
 
 
-@dataclass
-class _Product:
-    """The forward pass of a linear layer."""
+@dataclass(frozen=True)
+class GatedProducts:
+    """The forward pass of three projections, the first two of them in one pass."""
 
-    weight: PackedWeight
-    bias: Tensor | None
+    gate: Product
+    up: Product
+    down: Product
+    activation: Activation
 
-    def __call__(self, states: Tensor) -> Tensor:
-        return linear(states, self.weight, self.bias)
+    def __call__(self, states: Tensor, residual: Tensor | None = None) -> Tensor:
+        active = gated_linear(
+            states,
+            self.gate.weight,
+            self.up.weight,
+            self.activation,
+            self.gate.bias,
+            self.up.bias,
+        )
+        return self.down(active, residual)
 
 
 def _join_gate(module: nn.Module, mlp: GatedMlp) -> bool:
     """Makes one of the products of the gate and of what it is a gate of."""
-    gate, up = mlp.gate.forward, mlp.up.forward
-    if not isinstance(gate, _Product) or not isinstance(up, _Product):
+    products = products_of(mlp.gate, mlp.up, mlp.down)
+    if products is None:
         return False
-    active = partial(
-        gated_linear,
-        gate=gate.weight,
-        up=up.weight,
-        activation=mlp.activation,
-        gate_bias=gate.bias,
-        up_bias=up.bias,
-    )
-    _exchange(module, lambda states: mlp.down(active(states)))
+    gate, up, down = products
+    _exchange(module, GatedProducts(gate, up, down, mlp.activation))
     return True
+
+
+def products_of(*layers: nn.Module) -> list[Product] | None:
+    """Their forward passes; None if one of them is no product."""
+    products = [layer.forward for layer in layers if isinstance(layer.forward, Product)]
+    return products if len(products) == len(layers) else None
 
 
 def _by_weight(network: nn.Module) -> list[list[nn.Module]]:

@@ -13,6 +13,7 @@ from kernels.cpu.extension import is_compiled
 from kernels.flash import FlashAttention
 from worker_svc.attention import PagedAttention, choose_attention
 from worker_svc.cache_setup import set_up_cache
+from worker_svc.decoder_layers import join_layers, layer_examples
 from worker_svc.device_memory import CudaMeter
 from worker_svc.engine import Engine, Identity
 from worker_svc.fusing import fuse
@@ -48,7 +49,9 @@ def load_engine(settings: WorkerSettings) -> Engine:
     )
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels)
     flash = _flash(model, settings)
+    examples = layer_examples(model.network, implementation)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
+    exchanged += join_layers(examples)
     log.info("kernels", implementation=implementation, **exchanged)
     on_gpu = device.type == "cuda"
     with one_at_a_time() if on_gpu else nullcontext():

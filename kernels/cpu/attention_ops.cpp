@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "ops.h"
 #include "plan.h"
 #include "tensors.h"
 
@@ -64,6 +65,8 @@ void run(const Attention& call, const Plan& plan, const Kernels& kernels) {
   });
 }
 
+}  // namespace
+
 void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cache,
                      const Tensor& v_cache, const Tensor& block_table,
                      const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
@@ -105,6 +108,8 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cac
   run(call, plan_attention(call, partition_keys, at::get_num_threads()),
       kernels_of(static_cast<Isa>(isa)));
 }
+
+namespace {
 
 // The items of work, eight numbers each: seq, first head, heads, first token, tokens, first key, end
 // key, partial.

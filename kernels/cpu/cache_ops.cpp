@@ -5,16 +5,17 @@
 #include <cstring>
 #include <vector>
 
+#include "ops.h"
 #include "tensors.h"
 
 namespace quire {
 namespace {
 
-void write_one(const Tensor& source, const Tensor& cache, const Tensor& slot_mapping, double scale,
-               const Kernels& kernels) {
+// `source` is dense in its last dimension.
+Write write_of(const Tensor& source, const Tensor& cache, const Tensor& slot_mapping,
+               double scale) {
   const int64_t num_tokens = source.size(0);
-  const Tensor dense_source = dense(source);
-  const Write call{tokens_of(dense_source), cache_of(cache, scale), source.size(1), cache.size(1),
+  const Write call{tokens_of(source), cache_of(cache, scale), source.size(1), cache.size(1),
                    int64s(slot_mapping, num_tokens, "slot_mapping")};
   TORCH_CHECK(source.size(1) == cache.size(2) && source.size(2) == cache.size(3),
               "the tokens do not fit the cache");
@@ -23,17 +24,25 @@ void write_one(const Tensor& source, const Tensor& cache, const Tensor& slot_map
     TORCH_CHECK_INDEX(call.slot_mapping[token] < num_slots, "there is no slot ",
                       call.slot_mapping[token]);
   }
-  constexpr int64_t kTokensPerTask = 64;
-  at::parallel_for(0, num_tokens, kTokensPerTask,
-                   [&](int64_t begin, int64_t end) { kernels.write(call, begin, end); });
+  return call;
 }
+
+}  // namespace
 
 void kv_write(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
               const Tensor& slot_mapping, double k_scale, double v_scale, int64_t isa) {
   const Kernels& kernels = kernels_of(static_cast<Isa>(isa));
-  write_one(key, k_cache, slot_mapping, k_scale, kernels);
-  write_one(value, v_cache, slot_mapping, v_scale, kernels);
+  const Tensor keys = dense(key), values = dense(value);
+  const Write writes[] = {write_of(keys, k_cache, slot_mapping, k_scale),
+                          write_of(values, v_cache, slot_mapping, v_scale)};
+  // They wait for memory, of which two threads wait for more.
+  constexpr int64_t kTokensPerTask = 16;
+  at::parallel_for(0, key.size(0), kTokensPerTask, [&](int64_t begin, int64_t end) {
+    for (const Write& write : writes) kernels.write(write, begin, end);
+  });
 }
+
+namespace {
 
 // Blocks of one tensor on their way into another.
 void copy_one(const Tensor& from, const Tensor& to, const int64_t* from_ids, const int64_t* to_ids,

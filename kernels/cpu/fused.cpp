@@ -8,10 +8,10 @@
 
 #include <tuple>
 
+#include "ops.h"
+
 namespace quire::fused {
 namespace {
-
-using at::Tensor;
 
 // Numbers below which a second thread costs more than it brings.
 constexpr int64_t kNumbersPerTask = 1 << 14;
@@ -24,6 +24,8 @@ Format format_of(const Tensor& tensor) {
     default: TORCH_CHECK_NOT_IMPLEMENTED(false, "no kernel for ", tensor.scalar_type());
   }
 }
+
+}  // namespace
 
 Tensor rms_norm(const Tensor& input, const Tensor& weight, double epsilon, int64_t isa) {
   const int64_t dim = input.size(-1);
@@ -40,6 +42,8 @@ Tensor rms_norm(const Tensor& input, const Tensor& weight, double epsilon, int64
                    [&](int64_t begin, int64_t end) { functions.norm(call, begin, end); });
   return out;
 }
+
+namespace {
 
 Tensor gated_activation(const Tensor& gate, const Tensor& up, int64_t activation, int64_t isa) {
   TORCH_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
@@ -59,6 +63,12 @@ Tokens tokens_of(const Tensor& states) {
   return {states.data_ptr(), format_of(states), states.stride(2), states.stride(1)};
 }
 
+void turn(const Rotation& call, int64_t num_tokens, const Functions& functions) {
+  const int64_t token_numbers = std::max<int64_t>(1, call.num_heads * call.dim);
+  at::parallel_for(0, num_tokens, std::max<int64_t>(1, kNumbersPerTask / token_numbers),
+                   [&](int64_t begin, int64_t end) { functions.rotate(call, begin, end); });
+}
+
 // `states` [1, num_heads, num_tokens, dim]; the output's tokens lie one after the other.
 Tensor rotated(const Tensor& states, const Tensor& cosines, const Tensor& sines,
                const Functions& functions) {
@@ -67,10 +77,9 @@ Tensor rotated(const Tensor& states, const Tensor& cosines, const Tensor& sines,
                   cosines.numel() == num_tokens * dim && sines.numel() == num_tokens * dim,
               "states are [1, num_heads, num_tokens, dim], cosines and sines [num_tokens, dim]");
   Tensor out = at::empty({1, num_tokens, num_heads, dim}, states.options()).transpose(1, 2);
-  const Rotation call{tokens_of(states),      tokens_of(out), cosines.const_data_ptr(),
-                      sines.const_data_ptr(), num_heads,      dim};
-  at::parallel_for(0, num_tokens, std::max<int64_t>(1, kNumbersPerTask / (num_heads * dim)),
-                   [&](int64_t begin, int64_t end) { functions.rotate(call, begin, end); });
+  turn({tokens_of(states), tokens_of(out), cosines.const_data_ptr(), sines.const_data_ptr(),
+        num_heads, dim, nullptr, 0.0f},
+       num_tokens, functions);
   return out;
 }
 
@@ -88,18 +97,43 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
 
 }  // namespace
 
+// `heads` [num_tokens, num_heads, dim]
+void turn_heads(const Tensor& heads, const Tensor& cosines, const Tensor& sines,
+                const std::optional<Tensor>& norms, double epsilon, int64_t isa) {
+  TORCH_CHECK(heads.dim() == 3 && heads.size(2) % 2 == 0,
+              "heads are [num_tokens, num_heads, dim], the last of them even");
+  const int64_t num_tokens = heads.size(0), num_heads = heads.size(1), dim = heads.size(2);
+  for (const Tensor* table : {&cosines, &sines})
+    TORCH_CHECK(table->scalar_type() == heads.scalar_type() && table->is_contiguous() &&
+                    table->numel() == num_tokens * dim,
+                "cosines and sines must be dense, of the heads' dtype, [num_tokens, dim]");
+  TORCH_CHECK(!norms || (norms->scalar_type() == at::kFloat && norms->is_contiguous() &&
+                         norms->numel() == num_heads * dim),
+              "norms must be dense float32, [num_heads, dim]");
+  TORCH_CHECK(heads.stride(2) == 1, "a head's numbers must be dense");
+  const Tokens tokens{heads.mutable_data_ptr(), format_of(heads), heads.stride(0),
+                      heads.stride(1)};
+  turn({tokens, tokens, cosines.const_data_ptr(), sines.const_data_ptr(), num_heads, dim,
+        norms ? norms->const_data_ptr<float>() : nullptr, static_cast<float>(epsilon)},
+       num_tokens, functions_of(static_cast<Isa>(isa)));
+}
+
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float epsilon, int isa) -> Tensor");
   library.def("gated_activation(Tensor gate, Tensor up, int activation, int isa) -> Tensor");
   library.def(
       "rotate(Tensor query, Tensor key, Tensor cosines, Tensor sines, int isa) "
       "-> (Tensor, Tensor)");
+  library.def(
+      "turn_heads(Tensor(a!) heads, Tensor cosines, Tensor sines, Tensor? norms, float epsilon, "
+      "int isa) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(quire, CPU, library) {
   library.impl("rms_norm", rms_norm);
   library.impl("gated_activation", gated_activation);
   library.impl("rotate", rotate);
+  library.impl("turn_heads", turn_heads);
 }
 
 }  // namespace quire::fused

@@ -25,10 +25,14 @@ struct Gate {
 };
 
 // Heads' vectors of `dim` numbers, each half dense; cosines and sines [num_tokens, dim] are dense.
+// Where there are norms, a weight per head and number, vectors go through them first. The output may
+// be the source.
 struct Rotation {
   Tokens source, out;
   const void *cosines, *sines;
   int64_t num_heads, dim;
+  const float* norms;  // [num_heads, dim] or null
+  float epsilon;
 };
 
 struct Functions {

@@ -22,18 +22,24 @@ QUIRE_INLINE void store_some(T* to, Floats x, int64_t count) {
     store_first(to, x, count);
 }
 
+// 1 / sqrt(mean(x^2) + epsilon)
+template <typename T>
+QUIRE_INLINE float norm_factor(const T* x, int64_t dim, float epsilon) {
+  Floats squares{};
+  for_lanes(dim, [&](int64_t i, int64_t count) {
+    const Floats some = load_some(x + i, count);
+    squares += some * some;
+  });
+  return 1.0f / std::sqrt(sum(squares) / dim + epsilon);
+}
+
 // x / sqrt(mean(x^2) + epsilon) * weight, row by row.
 template <typename T>
 static void norm_rows(const Norm& call, int64_t first_row, int64_t end_row) {
   for (int64_t row = first_row; row < end_row; ++row) {
     const T* source = static_cast<const T*>(call.source) + row * call.dim;
     T* out = static_cast<T*>(call.out) + row * call.dim;
-    Floats squares{};
-    for_lanes(call.dim, [&](int64_t i, int64_t count) {
-      const Floats x = load_some(source + i, count);
-      squares += x * x;
-    });
-    const float factor = 1.0f / std::sqrt(sum(squares) / call.dim + call.epsilon);
+    const float factor = norm_factor(source, call.dim, call.epsilon);
     for_lanes(call.dim, [&](int64_t i, int64_t count) {
       const Floats x = load_some(source + i, count);
       store_some(out + i, x * factor * load_some(call.weight + i, count), count);
@@ -66,9 +72,15 @@ static void rotate_tokens(const Rotation& call, int64_t first_token, int64_t end
                         token * call.source.token_stride + head * call.source.head_stride;
       T* out = static_cast<T*>(call.out.data) + token * call.out.token_stride +
                head * call.out.head_stride;
+      const float* norm = call.norms ? call.norms + head * call.dim : nullptr;
+      const float factor = norm ? norm_factor(source, call.dim, call.epsilon) : 1.0f;
       for_lanes(half, [&](int64_t i, int64_t count) {
-        const Floats a = load_some(source + i, count);
-        const Floats b = load_some(source + half + i, count);
+        Floats a = load_some(source + i, count);
+        Floats b = load_some(source + half + i, count);
+        if (norm) {
+          a *= factor * load_some(norm + i, count);
+          b *= factor * load_some(norm + half + i, count);
+        }
         const auto at = [&](const T* table, int64_t j) { return load_some(table + j, count); };
         store_some(out + i, a * at(cosines, i) - b * at(sines, i), count);
         store_some(out + half + i, b * at(cosines, half + i) + a * at(sines, half + i), count);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ops.h"
 #include "tensors.h"
 
 namespace quire::linear {
@@ -81,9 +82,12 @@ const float* floats(const std::optional<Tensor>& bias) {
   return bias ? bias->const_data_ptr<float>() : nullptr;
 }
 
+}  // namespace
+
 Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
               const std::optional<Tensor>& bias, const std::optional<Tensor>& second_panels,
-              const std::optional<Tensor>& second_bias, int64_t activation, int64_t isa) {
+              const std::optional<Tensor>& second_bias, int64_t activation,
+              const std::optional<Tensor>& residual, int64_t isa) {
   const Functions& functions = functions_of(static_cast<Isa>(isa));
   const int64_t num_inputs = input.size(-1);
   TORCH_CHECK(is_weight(input), "no kernel for ", input.scalar_type());
@@ -97,6 +101,9 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
   auto shape = input.sizes().vec();
   shape.back() = num_outputs;
   Tensor out = at::empty(shape, input.options());
+  TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() &&
+                            residual->scalar_type() == out.scalar_type()),
+              "what is added must be dense, and like the outputs");
   if (!out.numel()) return out;
   const Product product{source.const_data_ptr(),
                         format_of(source),
@@ -110,18 +117,17 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
                         second_panels ? second_panels->const_data_ptr() : nullptr,
                         floats(second_bias),
                         static_cast<Activation>(activation),
+                        residual ? residual->const_data_ptr() : nullptr,
                         out.mutable_data_ptr()};
   multiply(product, functions, panels.size(0));
   return out;
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("panel_width(int isa) -> int", panel_width);
   library.def(
       "linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, Tensor? second_panels, "
-      "Tensor? second_bias, int activation, int isa) -> Tensor");
+      "Tensor? second_bias, int activation, Tensor? residual, int isa) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(quire, CPU, library) { library.impl("linear", linear); }

@@ -21,7 +21,8 @@ struct Product {
   const void* second_panels;  // or null; of the same format
   const float* second_bias;
   Activation activation;
-  void* out;          // dense
+  const void* residual;  // what is added to the outputs, or null; like `out`
+  void* out;             // dense
 };
 
 // What one thread does in one go.

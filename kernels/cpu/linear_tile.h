@@ -45,13 +45,17 @@ QUIRE_INLINE void multiply_panel(const Product& call, const void* panels, const 
   }
 }
 
-// One row of a panel's outputs to its place.
-static void write_outputs(const Product& call, int64_t row, int64_t first_output,
-                          const float* outputs) {
+// One row of a panel's outputs, which it changes, to its place.
+static void write_outputs(const Product& call, int64_t row, int64_t first_output, float* outputs) {
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
-  const int64_t place = row * call.num_outputs + first_output;
-  narrow_row(call.format, outputs, static_cast<uint8_t*>(call.out) + place * bytes_of(call.format),
-             count);
+  const int64_t place = (row * call.num_outputs + first_output) * bytes_of(call.format);
+  if (call.residual) {
+    float others[kPanelWidth] = {};
+    widen_row(call.format, static_cast<const uint8_t*>(call.residual) + place, others, count, 1.0f);
+    for (int half = 0; half < kPanelWidth; half += kLanes)
+      store(outputs + half, load(outputs + half) + load(others + half));
+  }
+  narrow_row(call.format, outputs, static_cast<uint8_t*>(call.out) + place, count);
 }
 
 template <int kRows, typename W>

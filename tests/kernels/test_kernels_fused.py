@@ -13,6 +13,8 @@ from kernels.fused import (
     rms_norm_reference,
     rotate,
     rotate_reference,
+    turn_heads,
+    turn_heads_reference,
 )
 
 pytestmark = pytest.mark.parametrize("implementation", cpp_implementations())
@@ -96,3 +98,42 @@ def test_rotation(
     turned = rotate(query, key, cosines, sines, implementation=implementation)
     for result, expected in zip(turned, rotate_reference(query, key, cosines, sines), strict=True):
         assert_near(result, expected)
+
+
+@_DTYPES
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "dim"), [(1, 1, 2), (5, 6, 80), (100, 12, 64)], ids=str
+)
+def test_heads_are_turned_in_their_place(
+    implementation: Implementation,
+    dtype: torch.dtype,
+    has_norms: bool,
+    num_tokens: int,
+    num_heads: int,
+    dim: int,
+) -> None:
+    torch.manual_seed(0)
+    # Beside them lie others, which stay as they are.
+    beside = (torch.randn(num_tokens, num_heads + 3, dim) * 3).to(dtype)
+    heads, others = beside[:, :num_heads], beside[:, num_heads:].clone()
+    angles = torch.randn(1, num_tokens, dim)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = torch.rand(num_heads, dim) if has_norms else None
+    expected = turn_heads_reference(heads, cosines, sines, norms, 1e-6)
+    turn_heads(heads, cosines, sines, norms, 1e-6, implementation=implementation)
+    assert_near(heads, expected)
+    assert beside[:, num_heads:].equal(others)
+
+
+def test_heads_that_cannot_be_turned_are_refused(implementation: Implementation) -> None:
+    heads, angles = torch.randn(3, 2, 8), torch.randn(1, 3, 8)
+    for wrong in (
+        (heads[..., :7], angles, angles),
+        (heads[..., ::2], angles[..., ::2].contiguous(), angles[..., ::2].contiguous()),
+        (heads, angles[:, :2], angles),
+        (heads, angles, angles.double()),
+        (heads, angles, angles, torch.ones(3, 8)),
+    ):
+        with pytest.raises(RuntimeError, match=r"must be|heads are"):
+            turn_heads(*wrong, epsilon=1e-6, implementation=implementation)

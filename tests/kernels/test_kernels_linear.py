@@ -8,6 +8,7 @@ from kernels.fused import Activation
 from kernels.linear import (
     WEIGHT_DTYPES,
     PackedWeight,
+    Product,
     gated_linear,
     gated_linear_reference,
     linear,
@@ -36,8 +37,14 @@ def test_products(
     states = torch.randn(num_rows, num_inputs).to(input_dtype)
     weight = torch.randn(num_outputs, num_inputs).to(weight_dtype)
     packed = PackedWeight.of(weight, implementation)
-    for bias in (None, torch.randn(num_outputs)):
-        result, expected = linear(states, packed, bias), linear_reference(states, weight, bias)
+    residual = torch.randn(num_rows, num_outputs).to(input_dtype)
+    for extra in (
+        (),
+        (torch.randn(num_outputs),),
+        (None, residual),
+        (residual[0].float(), residual),
+    ):
+        result, expected = linear(states, packed, *extra), linear_reference(states, weight, *extra)
         assert result.dtype == expected.dtype
         bound = _TOLERANCE[input_dtype] * float(expected.float().abs().max())
         torch.testing.assert_close(result.float(), expected.float(), rtol=0, atol=bound)
@@ -104,6 +111,24 @@ def test_rows_are_looked_up(implementation: Implementation, dtype: torch.dtype) 
     assert PackedWeight.of(weight, implementation).rows(indices).equal(weight[indices])
 
 
+@pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)], ids=str)
+def test_products_are_joined(implementation: Implementation, biased: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    counts, states = (33, 8, 100), torch.randn(5, 40)
+    products = [
+        Product(
+            PackedWeight.of(torch.randn(count, 40), implementation),
+            torch.randn(count) if index in biased else None,
+        )
+        for index, count in enumerate(counts)
+    ]
+    joined = Product.joined(products)
+    assert (joined.bias is None) == (not biased)
+    parts = joined(states).split(counts, -1)
+    for part, product in zip(parts, products, strict=True):
+        assert part.equal(product(states))
+
+
 @pytest.mark.parametrize("num_inputs", [39, 41])
 def test_a_wrong_number_of_inputs_is_refused(
     implementation: Implementation, num_inputs: int
@@ -113,6 +138,9 @@ def test_a_wrong_number_of_inputs_is_refused(
         linear(torch.randn(2, num_inputs), weight)
     with pytest.raises(RuntimeError, match="bias must be"):
         linear(torch.randn(2, 40), weight, torch.randn(23))
+    for residual in (torch.randn(2, 23), torch.randn(24, 2).T, torch.randn(2, 24).double()):
+        with pytest.raises(RuntimeError, match="what is added must be"):
+            linear(torch.randn(2, 40), weight, residual=residual)
     other = PackedWeight.of(torch.randn(23, 40), implementation)
     with pytest.raises(ValueError, match="24 outputs for 23"):
         gated_linear(torch.randn(2, 40), weight, other, Activation.SILU)

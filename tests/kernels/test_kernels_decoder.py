@@ -1,0 +1,58 @@
+"""What decoder layers in one call refuse; what they give is in the tests of the worker's layers."""
+
+import pytest
+import torch
+
+from kernels.choice import Implementation, cpp_implementations
+from kernels.decoder import DecoderWeights, LayerWeights, decoder_layers
+from kernels.fused import Activation
+from kernels.linear import PackedWeight, Product
+from kernels.paged_batch import PagedBatch
+
+_HIDDEN, _DIM = 8, 4
+
+
+def layer(implementation: Implementation) -> LayerWeights:
+    def product(num_inputs: int, num_outputs: int) -> Product:
+        return Product(PackedWeight.of(torch.randn(num_outputs, num_inputs), implementation), None)
+
+    ones = torch.ones(_HIDDEN)
+    return LayerWeights(
+        attention_norm=ones,
+        attention_epsilon=1e-6,
+        heads=product(_HIDDEN, 4 * _DIM),
+        head_norms=None,
+        head_epsilon=0.0,
+        scale=0.5,
+        sliding_window=None,
+        out=product(2 * _DIM, _HIDDEN),
+        mlp_norm=ones,
+        mlp_epsilon=1e-6,
+        gate=product(_HIDDEN, 12),
+        up=product(_HIDDEN, 12),
+        down=product(12, _HIDDEN),
+    )
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+def test_what_does_not_fit_is_refused(implementation: Implementation) -> None:
+    torch.manual_seed(0)
+    weights = DecoderWeights([layer(implementation)] * 2, 2, Activation.SILU)
+    batch = PagedBatch(
+        torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 3]), torch.tensor([3]), 4
+    )
+    states, angles, slots = torch.randn(3, _HIDDEN), torch.randn(1, 3, _DIM), torch.arange(3)
+    caches = [torch.zeros(1, 4, 1, _DIM) for _ in range(4)]
+
+    def run(states: torch.Tensor, angles: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
+        return decoder_layers(states, angles, angles, weights, caches, batch, slots, [1.0] * 4)
+
+    assert run(states, angles, caches).isfinite().all()
+    with pytest.raises(RuntimeError, match="equally many layers"):
+        run(states, angles, caches[:2])
+    with pytest.raises(RuntimeError, match="states must be dense"):
+        run(states.unsqueeze(0), angles, caches)
+    with pytest.raises(RuntimeError, match="cosines and sines must be"):
+        run(states, angles[:, :2], caches)
+    with pytest.raises(RuntimeError, match="do not fit the cache"):
+        run(states, angles, [*caches[:3], torch.zeros(1, 4, 1, 2 * _DIM)])

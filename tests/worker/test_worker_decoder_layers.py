@@ -1,0 +1,251 @@
+"""Decoder layers in few operations: which are exchanged, and that they give what they gave."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GraniteConfig,
+    Ministral3Config,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from kernels.choice import Implementation, cpp_implementations
+from kernels.paged_batch import PagedBatch
+from worker_svc.attention import PagedAttention, register_attention
+from worker_svc.decoder_layers import DecoderLayer, LayerStack, join_layers, layer_examples
+from worker_svc.fusing import fuse
+from worker_svc.kv_scales import KvScales
+from worker_svc.packing import pack
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.3,
+}
+
+
+def qwen2() -> PretrainedConfig:
+    """Biased projections."""
+    return Qwen2Config(**_COMMON)
+
+
+def mistral() -> PretrainedConfig:
+    return MistralConfig(**_COMMON, sliding_window=6)
+
+
+def granite() -> PretrainedConfig:
+    """What is added is scaled before."""
+    return GraniteConfig(**_COMMON, residual_multiplier=0.5)
+
+
+def ministral() -> PretrainedConfig:
+    """Queries grow with their positions, from some position on."""
+    return Ministral3Config(**_COMMON, head_dim=8)
+
+
+def cohere() -> PretrainedConfig:
+    """Attention and MLP side by side."""
+    return CohereConfig(**_COMMON)
+
+
+_JOINED = (FAMILIES["llama"], FAMILIES["qwen3"], qwen2)
+_OTHERS = (FAMILIES["gemma2"], FAMILIES["gpt2"], granite, ministral, cohere)
+_ALL = pytest.mark.parametrize("implementation", cpp_implementations())
+_BEST = pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+
+
+def network(config: PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        # As made they are all 1, or all 0.
+        if "norm" in name or "bias" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@torch.inference_mode()
+def logits(model: nn.Module) -> Tensor:
+    torch.manual_seed(1)
+    result: Tensor = model(torch.randint(VOCAB_SIZE, (1, 30)), use_cache=False).logits
+    return result
+
+
+def exchange(model: nn.Module, implementation: Implementation) -> int:
+    examples = layer_examples(model, implementation)
+    fuse(model, implementation)
+    pack(model, implementation)
+    return join_layers(examples)["layers"]
+
+
+@_ALL
+@pytest.mark.parametrize("config", _JOINED)
+def test_layers_give_the_same(
+    config: Callable[[], PretrainedConfig], implementation: Implementation
+) -> None:
+    model, own = network(config()), network(config())
+    before = logits(own)
+    assert exchange(model, implementation) == config().num_hidden_layers
+    assert (logits(model) - before).abs().max() < 1e-4 * before.abs().max()
+
+
+@_BEST
+@pytest.mark.parametrize("config", _OTHERS)
+def test_other_layers_stay(
+    config: Callable[[], PretrainedConfig], implementation: Implementation
+) -> None:
+    model, own = network(config()), network(config())
+    assert exchange(model, implementation) == 0
+    for one in (model, own):
+        one.set_attn_implementation("eager")
+    before = logits(own)
+    assert (logits(model) - before).abs().max() < 1e-4 * before.abs().max()
+
+
+@_BEST
+def test_in_half_precision(implementation: Implementation) -> None:
+    model, own = (network(FAMILIES["qwen3"]()).to(torch.bfloat16) for _ in range(2))
+    before = logits(own)
+    assert exchange(model, implementation) == 3
+    assert (logits(model) - before).abs().max() < 0.06 * before.abs().max()
+
+
+@_BEST
+def test_attention_is_told_what_it_was_told(implementation: Implementation) -> None:
+    model = network(mistral())
+    examples = layer_examples(model, implementation)
+    fuse(model, implementation)
+    pack(model, implementation)
+    assert join_layers(examples)["layers"] == 2
+    for example in examples.values():
+        assert example.arguments["sliding_window"] == 6
+        assert example.arguments["scaling"] == 8**-0.5
+        assert example.shape == (4, 2, 8, 8)
+
+
+@_BEST
+def test_a_layer_that_adds_something_else_stays(implementation: Implementation) -> None:
+    model = network(FAMILIES["llama"]())
+    examples = layer_examples(model, implementation)
+    first, *_ = examples.values()
+    states = first.args[0]
+    first.output = states + (first.output - states) * 1.001
+    fuse(model, implementation)
+    pack(model, implementation)
+    assert join_layers(examples)["layers"] == 2
+
+
+@_BEST
+def test_code_that_mentions_anything_else_stays(implementation: Implementation) -> None:
+    model = network(FAMILIES["llama"]())
+    attention = model.model.layers[1].self_attn
+
+    class Longer(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+            if hidden_states.shape[1] > 5:
+                hidden_states = hidden_states * 2
+            return super().forward(hidden_states, **kwargs)
+
+    attention.__class__ = Longer
+    assert len(layer_examples(model, implementation)) == 2
+    assert exchange(model, implementation) == 2
+
+
+@_BEST
+def test_weights_of_projections_are_there_once(implementation: Implementation) -> None:
+    model = network(FAMILIES["llama"]())
+    exchange(model, implementation)
+    attention = model.model.layers[0].self_attn
+    states = torch.ones(1, 3, 32)
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        assert projection(states).isnan().all()
+    assert not attention.o_proj(states).isnan().any()
+
+
+@_ALL
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [*_JOINED, mistral])
+def test_all_layers_in_one_call_give_the_same_bits(
+    config: Callable[[], PretrainedConfig],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    implementation: Implementation,
+) -> None:
+    model = network(config()).to(dtype)
+    exchange(model, implementation)
+    layers = model.model.layers
+    stack = layers[0].forward
+    assert isinstance(stack, LayerStack)
+    torch.manual_seed(1)
+    # A chunk behind 5 cached tokens, a whole prompt, a decoding row.
+    starts, lens = torch.tensor([0, 9, 20, 21]), torch.tensor([14, 11, 7])
+    tokens = torch.randint(VOCAB_SIZE, (1, 21))
+    positions = torch.cat([torch.arange(5, 14), torch.arange(11), torch.tensor([6])])
+    blocks = torch.randperm(30)[:12].int().view(3, 4)
+    rows = torch.repeat_interleave(torch.arange(3), starts.diff())
+    slots = blocks[rows, positions // 4].long() * 4 + positions % 4
+    initial = torch.randn(2 * len(layers), 30, 4, 2, 16 if config is FAMILIES["qwen3"] else 8).to(
+        cache_dtype
+    )
+    results = []
+    for in_one_call in (False, True):
+        caches = initial.clone()
+        pairs = [(caches[2 * i], caches[2 * i + 1]) for i in range(len(layers))]
+        scales = [KvScales(0.5 + i, 0.25) for i in range(len(layers))]
+        if cache_dtype.itemsize > 1:
+            scales = [KvScales()] * len(layers)
+        attention = PagedAttention(pairs, implementation, scales)
+        assert attention.runs(stack.weights)
+        function = attention if in_one_call else attention.__call__
+        attention.begin(PagedBatch(blocks, starts, lens, 4), slots)
+        model.set_attn_implementation(register_attention(function))
+        with torch.inference_mode():
+            given = model(
+                input_ids=tokens, position_ids=positions.unsqueeze(0), use_cache=False
+            ).logits
+        results.append((given, caches))
+    (expected, filled), (result, written) = results
+    assert result.equal(expected)
+    assert written.view(torch.uint8).equal(filled.view(torch.uint8))
+    assert not written.view(torch.uint8).equal(initial.view(torch.uint8))
+
+
+@_BEST
+def test_layers_with_something_between_them_run_one_by_one(
+    implementation: Implementation,
+) -> None:
+    model = network(FAMILIES["llama"]())
+    examples = layer_examples(model, implementation)
+    second = list(examples.values())[1]
+    second.args = (second.args[0].clone(),)
+    fuse(model, implementation)
+    pack(model, implementation)
+    assert join_layers(examples) == {"layers": 3}
+    assert isinstance(model.model.layers[0].forward, DecoderLayer)
+
+
+def test_without_kernels_nothing_is_exchanged() -> None:
+    model = network(FAMILIES["llama"]())
+    assert not layer_examples(model, Implementation.TORCH)
+    assert exchange(model, Implementation.TORCH) == 0
