@@ -216,7 +216,8 @@ def _candidates(network: nn.Module) -> Iterator[Any]:
 
 def _names(module: nn.Module) -> set[str]:
     """What the code of its forward pass mentions."""
-    return set(unwrap(type(module).forward).__code__.co_names)
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return {"unknown"} if code is None else set(code.co_names)
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -248,7 +249,7 @@ def _joined(module: Any, example: LayerExample) -> DecoderLayer | None:
         heads=Product.joined(products[:3]),
         head_norms=_per_head(head_norms, (num_heads, num_kv_heads)),
         head_epsilon=head_norms[0].epsilon if head_norms else 0.0,
-        scale=example.arguments["scaling"],
+        scale=example.arguments.get("scaling") or dim**-0.5,
         sliding_window=example.arguments.get("sliding_window"),
         out=products[3],
         mlp_norm=mlp_norm.weight,

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
+import structlog
+
 from worker_svc.step_runner import Failed, Launched
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
@@ -37,6 +41,7 @@ class DeviceThread:
         self._stopped = False
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._launched: deque[tuple[Future[Any], Launched[Any]]] = deque()
+        self._held: deque[Callable[[], object]] = deque()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
@@ -47,6 +52,20 @@ class DeviceThread:
     def launch(self, call: Callable[[], Launched[T]]) -> Future[T]:
         """Queues a call that launches something; the future gets its output."""
         return self._queue(call, launches=True)
+
+    def hold(self, call: Callable[[], object]) -> None:
+        """Has the thread make a call before it waits, at `make_held_calls` at the latest. To be
+        called on the thread."""
+        self._held.append(call)
+
+    def make_held_calls(self) -> None:
+        """To be called on the thread."""
+        while self._held:
+            try:
+                self._held.popleft()()
+            except Exception as error:
+                # Nobody is left to hear of it, such as a loop that was closed.
+                log.debug("a held call failed", error=str(error))
 
     def stop(self, wait_s: float) -> bool:
         """Ends the thread after the calls submitted so far; True if it has ended within the wait.
@@ -74,8 +93,10 @@ class DeviceThread:
                 self._launch(call)
             else:
                 self._settle_all()
+                self.make_held_calls()
                 _resolve(call.future, call.function)
         self._settle_all()
+        self.make_held_calls()
 
     def _next(self) -> _Call | None:
         """The next call; until there is one, launched work is settled as it ends."""
@@ -84,13 +105,17 @@ class DeviceThread:
                 try:
                     return self._calls.get_nowait()
                 except Empty:
-                    pass
+                    self.make_held_calls()
                 if not _is_over(self._launched[0][1]):
                     try:
                         return self._calls.get(timeout=_POLL_S)
                     except Empty:
                         continue
             self._settle_oldest()
+        try:
+            return self._calls.get_nowait()
+        except Empty:
+            self.make_held_calls()
         return self._calls.get()
 
     def _launch(self, call: _Call) -> None:

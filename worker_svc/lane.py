@@ -95,7 +95,7 @@ class Lane:
         if self._ended or self._broken:
             return Finished(None)
         try:
-            launched: Launched[StepOutput] = self._runner.launch(plan)
+            launched: Launched[StepOutput] = self._runner.launch(plan, self._thread.make_held_calls)
         except Exception as error:
             # Steps before it may still be on the device, and are to be told of first. Over at
             # once, it is heard of before the next queued plan starts.
@@ -114,8 +114,13 @@ class Lane:
             raise
 
     def _report(self, plan: Plan, future: Future[StepOutput | None]) -> None:
-        """On the device thread."""
-        self._loop.call_soon_threadsafe(self._deliver, plan, future)
+        """On the device thread, where the step was not cancelled. The loop is to wake when the next
+        step computes: the interpreter serves one of them at a time."""
+        deliver = partial(self._loop.call_soon_threadsafe, self._deliver, plan, future)
+        if future.cancelled():
+            deliver()
+        else:
+            self._thread.hold(deliver)
 
     def _deliver(self, plan: Plan, future: Future[StepOutput | None]) -> None:
         self._pending.discard(future)

@@ -5,7 +5,7 @@ lengths alone: ids that are still being sampled are filled in on the device.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from worker_svc.kv_pool import KvPool
 from worker_svc.logprobs import Logprobs
 from worker_svc.plans import NO_TOKEN_POSSIBLE, Plan, StepOutput, StepTimes
 from worker_svc.staging import Staging
-from worker_svc.step_runner import Launched
+from worker_svc.step_runner import Launched, nothing
 from worker_svc.streams import Fetched, Mark, Streams
 from worker_svc.tables import Tables
 
@@ -59,7 +59,7 @@ class PipelinedRunner:
         return self.launch(plan).output()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Launched[StepOutput]:
+    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
         """Queues one plan on the device. An error leaves rows undefined until `clear`; the pool
         stays usable."""
         launched_ns = time.monotonic_ns()
@@ -80,6 +80,7 @@ class PipelinedRunner:
         self._ended = self._streams.mark()
         tables.advance(rows, inputs.seq_lens)
         tables.expect_sampled(sampled_rows)
+        meanwhile()
         return _LaunchedStep(
             self,
             plan,

@@ -65,6 +65,10 @@ class Plan:
     num_scheduled_tokens: Ints  # one per scheduled row
     arrived_ns: int = field(default_factory=time.monotonic_ns, compare=False)
 
+    @property
+    def moves_blocks(self) -> bool:
+        return any(len(moves.sources) for moves in (self.swap_outs, self.swap_ins, self.copies))
+
 
 @dataclass(frozen=True)
 class StepTimes:

@@ -4,6 +4,7 @@ import fcntl
 import io
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from google.protobuf import proto
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.plans import Plan, StepOutput, plan_to_proto, result_to_proto
-from worker_svc.step_runner import Failed, Launched, StepRunner
+from worker_svc.step_runner import Failed, Launched, StepRunner, nothing
 
 log = structlog.get_logger()
 
@@ -85,9 +86,9 @@ class RecordingRunner:
     def last_finished_step(self) -> int:
         return self._runner.last_finished_step
 
-    def launch(self, plan: Plan) -> Launched[StepOutput]:
+    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
         try:
-            launched: Launched[StepOutput] = self._runner.launch(plan)
+            launched: Launched[StepOutput] = self._runner.launch(plan, meanwhile)
         except Exception as error:
             # Steps before it may have no result yet: the file keeps their order.
             launched = Failed(error)

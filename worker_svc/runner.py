@@ -1,6 +1,7 @@
 """Runs plans, one after the other: tables, inputs, forward pass, sampling."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from worker_svc.kv_pool import KvPool
 from worker_svc.logprobs import Logprobs
 from worker_svc.model import LoadedModel
 from worker_svc.plans import NO_TOKEN_POSSIBLE, Plan, StepOutput, StepTimes
-from worker_svc.step_runner import Finished, Launched
+from worker_svc.step_runner import Finished, Launched, nothing
 from worker_svc.tables import Tables
 
 
@@ -42,20 +43,20 @@ class Runner:
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
 
-    def launch(self, plan: Plan) -> Launched[StepOutput]:
-        """Runs one plan to its end: a processor has nothing to do meanwhile."""
-        return Finished(self.run(plan))
+    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
+        """Runs one plan to its end."""
+        return Finished(self.run(plan, meanwhile))
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> StepOutput:
         """Runs one plan. An error leaves rows undefined until `clear`; the pool stays usable."""
         started_ns = time.monotonic_ns()
         idle_since_ns = self._idle_since_ns
-        self._apply(plan)
+        self._apply(plan, meanwhile)
         rows, counts, failures = self._tables.without_failed(plan)
         inputs = self._tables.prepare(rows, counts)
         prepared_ns = time.monotonic_ns()
-        logits = self._forward(inputs, rows) if inputs.num_tokens else None
+        logits = self._forward(inputs, rows, meanwhile) if inputs.num_tokens else None
         forwarded_ns = time.monotonic_ns()
         sampled_rows, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
         ended_ns = time.monotonic_ns()
@@ -79,11 +80,13 @@ class Runner:
         """Drops all rows; blocks keep their contents."""
         self._tables.clear()
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: Plan, meanwhile: Callable[[], object]) -> None:
         self._tables.apply(plan)
+        if plan.moves_blocks:
+            meanwhile()
         self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
 
-    def _forward(self, inputs: StepInputs, rows: Ints) -> Tensor:
+    def _forward(self, inputs: StepInputs, rows: Ints, meanwhile: Callable[[], object]) -> Tensor:
         """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""
         batch = PagedBatch(
             block_table=self._tensor(self._tables.block_tables(rows, inputs.seq_lens)),
@@ -93,11 +96,12 @@ class Runner:
         )
         self._pool.before_writing(inputs.slot_mapping)
         self._attention.begin(batch, self._tensor(inputs.slot_mapping))
-        logits = self._model.logits(
-            self._tensor(inputs.input_ids),
-            self._tensor(inputs.positions),
-            self._tensor(inputs.logits_indices),
+        ids, positions, indices = (
+            self._tensor(array)
+            for array in (inputs.input_ids, inputs.positions, inputs.logits_indices)
         )
+        meanwhile()
+        logits = self._model.logits(ids, positions, indices)
         self._tables.advance(rows, inputs.seq_lens)
         return logits
 

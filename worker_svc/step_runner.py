@@ -1,5 +1,6 @@
 """What a lane asks of the thing that runs its plans."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
 
@@ -47,6 +48,10 @@ class Failed:
         raise self.error
 
 
+def nothing() -> None:
+    """What there is to do meanwhile, mostly."""
+
+
 class StepRunner(Protocol):
     """Runs plans, one after the other, on one thread."""
 
@@ -55,9 +60,13 @@ class StepRunner(Protocol):
         """0 before the first; read by other threads."""
         ...
 
-    def launch(self, plan: Plan) -> Launched[StepOutput]:
+    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
         """Begins a step. The next one may be launched before its output is asked for. An error,
-        here or there, leaves rows undefined until `clear`; blocks stay usable."""
+        here or there, leaves rows undefined until `clear`; blocks stay usable.
+
+        `meanwhile` is called when work of the step is about to run without the interpreter, if
+        there is any: what it wakes does not hold the step up.
+        """
         ...
 
     def run(self, plan: Plan) -> StepOutput:

@@ -157,3 +157,65 @@ def test_what_is_over_at_once_is_settled_before_the_next_call(thread: DeviceThre
     first = thread.launch(lambda: Finished(1))
     seen = thread.launch(lambda: Finished(first.done()))
     assert seen.result(10) is True
+
+
+def test_held_calls_are_made_before_the_thread_waits(thread: DeviceThread) -> None:
+    told: list[str] = []
+    made = threading.Event()
+
+    def step() -> Finished[str]:
+        thread.hold(lambda: told.append("held"))
+        thread.hold(made.set)
+        told.append("step")
+        return Finished("over")
+
+    assert thread.launch(step).result(10) == "over"
+    assert made.wait(10)
+    assert told == ["step", "held"]
+
+
+def test_held_calls_are_made_when_a_step_says_so_or_before_another_call(
+    thread: DeviceThread,
+) -> None:
+    told: list[str] = []
+    started, go_on = threading.Event(), threading.Event()
+
+    def first() -> Finished[str]:
+        started.set()
+        go_on.wait()
+        thread.hold(lambda: told.append("first is told of"))
+        return Finished("first")
+
+    def second() -> Finished[str]:
+        told.append("second begins")
+        thread.make_held_calls()
+        told.append("second computes")
+        thread.hold(lambda: told.append("second is told of"))
+        return Finished("second")
+
+    thread.launch(first)
+    started.wait()
+    thread.launch(second)
+    last = thread.submit(lambda: told.append("last"))
+    go_on.set()
+    last.result(10)
+    assert told == [
+        "second begins",
+        "first is told of",
+        "second computes",
+        "second is told of",
+        "last",
+    ]
+
+
+def test_a_held_call_that_fails_harms_nobody(thread: DeviceThread) -> None:
+    made = threading.Event()
+
+    def step() -> Finished[str]:
+        thread.hold(lambda: 1 / 0)
+        thread.hold(made.set)
+        return Finished("over")
+
+    thread.launch(step)
+    assert made.wait(10)
+    assert thread.submit(lambda: "alive").result(10) == "alive"

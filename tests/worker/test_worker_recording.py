@@ -1,7 +1,7 @@
 """What a worker writes down, and what it makes of it when asked."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from worker_svc.plans import (
 from worker_svc.recorder import Recorder, RecordingRunner
 from worker_svc.sim.engine import sim_engine
 from worker_svc.sim.runner import SimRunner
-from worker_svc.step_runner import Finished
+from worker_svc.step_runner import Finished, nothing
 
 _EXAMPLE = json.loads((Path(__file__).parent / "prepare_inputs.json").read_text())
 
@@ -96,7 +96,7 @@ class Steps:
 
     last_finished_step = 0
 
-    def launch(self, plan: Plan) -> Finished[StepOutput]:
+    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Finished[StepOutput]:
         if not plan.step:
             raise PlanError("no step")
         times = StepTimes(0, 0, 0, 0, 0)

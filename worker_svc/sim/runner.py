@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from worker_svc.sim.model import SimModel
 from worker_svc.sim.poison import Poison
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
 from worker_svc.sim.tokens import tokens_at
-from worker_svc.step_runner import Finished, Launched
+from worker_svc.step_runner import Finished, Launched, nothing
 from worker_svc.tables import Tables
 
 # What a sleep takes longer than asked, mostly; so long the clock is watched instead.
@@ -54,8 +55,9 @@ class SimRunner:
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
 
-    def launch(self, plan: Plan) -> Launched[StepOutput]:
+    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
         """Runs one plan to its end."""
+        meanwhile()
         return Finished(self.run(plan))
 
     def run(self, plan: Plan) -> StepOutput:
