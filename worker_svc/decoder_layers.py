@@ -1,8 +1,9 @@
 """Decoder layers in few operations: norm, one product for queries, keys and values, rotation,
 attention, and products that add to what came in.
 
-A layer of transformers is exchanged if its code mentions nothing but that, and if the exchange
-gives, of the model's own states, what the layer gave before anything was exchanged.
+A layer of transformers is exchanged if its code mentions nothing but that, if its parts were
+exchanged each for itself, and if the whole gives, of the model's own states, what the layer gave
+before anything was.
 """
 
 from collections import Counter
@@ -26,7 +27,8 @@ from worker_svc.fusing import RmsNorm
 from worker_svc.packing import GatedProducts, products_of
 
 _LAYER_NAMES: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+_JOINED: Final = ("q_proj", "k_proj", "v_proj")
+_PROJECTIONS: Final = {*_JOINED, "o_proj"}
 _HEAD_NORMS: Final = {"q_norm", "k_norm"}
 # What the attention of such a layer mentions beside its projections and norms.
 _ATTENTION_NAMES: Final = {
@@ -35,7 +37,8 @@ _ATTENTION_NAMES: Final = {
     *("_attn_implementation", "eager_attention_forward", "attention_dropout", "training"),
     *("scaling", "sliding_window"),
 }
-# Largest difference, to the largest number that a layer adds: many roundings, not another result.
+# Largest difference, to the largest number that is added to a token: many roundings, not another
+# result.
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -151,8 +154,8 @@ def layer_examples(network: Any, implementation: Implementation) -> Mapping[Any,
 
     network.set_attn_implementation(register_attention(attend))
     hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-    tokens = torch.arange(3).unsqueeze(0)
-    network(input_ids=tokens, position_ids=tokens, use_cache=False)
+    tokens, positions = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 3, 6]])
+    network(input_ids=tokens, position_ids=positions, use_cache=False)
     for hook in hooks:
         hook.remove()
     # transformers keeps the function.
@@ -168,7 +171,7 @@ def join_layers(examples: Mapping[Any, LayerExample]) -> Counter[str]:
         layer = _joined(module, example)
         if layer is not None and _agrees(layer, example):
             joined[module] = module.forward = layer
-            for name in _PROJECTIONS[:3]:
+            for name in _JOINED:
                 # Their weights are in the joined one.
                 del module.self_attn.get_submodule(name).forward
     counts = Counter(layers=len(joined))
@@ -207,11 +210,11 @@ def _follow_each_other(examples: Sequence[LayerExample]) -> bool:
 
 def _candidates(network: nn.Module) -> Iterator[Any]:
     """Layers whose code mentions nothing that is not done here."""
-    known = _ATTENTION_NAMES.union(_PROJECTIONS, _HEAD_NORMS)
+    known = _ATTENTION_NAMES | _PROJECTIONS | _HEAD_NORMS
     for module in network.modules():
-        attention = getattr(module, "self_attn", None)
-        if attention is not None and _names(module) <= _LAYER_NAMES and _names(attention) <= known:
-            yield module
+        layer: Any = module
+        if _names(layer) == _LAYER_NAMES and known >= _names(layer.self_attn) >= _PROJECTIONS:
+            yield layer
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -230,7 +233,10 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float |
 def _joined(module: Any, example: LayerExample) -> DecoderLayer | None:
     """The layer as its parts say it; None if they are not what they have to be."""
     attention = module.self_attn
-    products = products_of(*(attention.get_submodule(name) for name in _PROJECTIONS))
+    # Its rotation was exchanged: on random numbers it turns what `turn_heads` turns.
+    if not example.shape or not example.args or "forward" not in vars(attention):
+        return None
+    products = products_of(*(getattr(attention, name) for name in _JOINED), attention.o_proj)
     norms = [module.input_layernorm.forward, module.post_attention_layernorm.forward]
     mlp = module.mlp.forward
     num_heads, num_kv_heads, dim, value_dim = example.shape
@@ -279,13 +285,13 @@ def _agrees(layer: DecoderLayer, example: LayerExample) -> bool:
     states, output = example.args[0], example.output
     try:
         result = layer(*example.args, **example.kwargs)
-    except (IndexError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return False
     if not isinstance(output, Tensor) or result.shape != output.shape:
         return False
     if result.dtype != output.dtype:
         return False
-    added = (output.float() - states.float()).abs().max()
+    added = (output.float() - states.float()).abs().amax(-1, keepdim=True)
     rounding = 2 * torch.finfo(output.dtype).eps * output.float().abs()
     bound = _TOLERANCE[output.dtype] * added + rounding
     return bool(((result.float() - output.float()).abs() <= bound).all())

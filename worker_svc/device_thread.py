@@ -47,15 +47,23 @@ class DeviceThread:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queues a call; after `stop` its future is cancelled."""
-        return self._queue(call, launches=False)
+        return self._queue(call, Future(), launches=False)
 
-    def launch(self, call: Callable[[], Launched[T]]) -> Future[T]:
-        """Queues a call that launches something; the future gets its output."""
-        return self._queue(call, launches=True)
+    def launch(
+        self,
+        call: Callable[[], Launched[T]],
+        done: Callable[[Future[T]], object] | None = None,
+    ) -> Future[T]:
+        """Queues a call that launches something; the future gets its output. `done` is called on
+        the thread when it has it, or by whoever cancels it."""
+        future: Future[T] = Future()
+        if done is not None:
+            future.add_done_callback(done)
+        return self._queue(call, future, launches=True)
 
     def hold(self, call: Callable[[], object]) -> None:
-        """Has the thread make a call before it waits, at `make_held_calls` at the latest. To be
-        called on the thread."""
+        """Has the thread make a call before it waits for anything, or at `make_held_calls` if that
+        comes first. To be called on the thread."""
         self._held.append(call)
 
     def make_held_calls(self) -> None:
@@ -77,8 +85,9 @@ class DeviceThread:
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
-    def _queue(self, function: Callable[[], Any], *, launches: bool) -> Future[Any]:
-        future: Future[Any] = Future()
+    def _queue(
+        self, function: Callable[[], Any], future: Future[Any], *, launches: bool
+    ) -> Future[Any]:
         if self._stopped:
             future.cancel()
         else:
@@ -112,6 +121,8 @@ class DeviceThread:
                     except Empty:
                         continue
             self._settle_oldest()
+            # The next call may take long to be launched.
+            self.make_held_calls()
         try:
             return self._calls.get_nowait()
         except Empty:
@@ -128,6 +139,7 @@ class DeviceThread:
             self._settle_all()
 
     def _settle_all(self) -> None:
+        self.make_held_calls()
         while self._launched:
             self._settle_oldest()
 

@@ -56,9 +56,8 @@ class Lane:
         if not self._has_work and len(plan.rows):
             self._has_work = True
             log.info("first work", step=plan.step)
-        future = self._thread.launch(partial(self._launch, plan))
-        self._pending.add(future)
-        future.add_done_callback(partial(self._report, plan))
+        report = partial(self._report, plan)
+        self._pending.add(self._thread.launch(partial(self._launch, plan), report))
 
     def send(self, response: worker_pb2.ExecuteResponse) -> None:
         self._responses.put_nowait(response)

@@ -62,6 +62,7 @@ class PipelinedRunner:
     def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
         """Queues one plan on the device. An error leaves rows undefined until `clear`; the pool
         stays usable."""
+        meanwhile()
         launched_ns = time.monotonic_ns()
         before, began = self._ended, self._streams.mark()
         tables, rows = self._tables, plan.rows
@@ -80,7 +81,6 @@ class PipelinedRunner:
         self._ended = self._streams.mark()
         tables.advance(rows, inputs.seq_lens)
         tables.expect_sampled(sampled_rows)
-        meanwhile()
         return _LaunchedStep(
             self,
             plan,

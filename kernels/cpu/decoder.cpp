@@ -1,5 +1,6 @@
 // `torch.ops.quire.decoder_layers`: decoder layers, one after the other, in one call. Between two
 // operations a caller in Python would wait for its interpreter; here nobody does.
+#include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -133,8 +134,9 @@ TORCH_LIBRARY_FRAGMENT(quire, library) {
       "Tensor[] panels, Tensor?[] biases, Tensor?[] head_norms, Tensor(a!)[] caches, "
       "Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, "
       "float[] epsilons, float[] scales, int[] windows, float[] kv_scales, int num_heads, "
-      "int activation, int isa) -> Tensor",
-      &decoder_layers);
+      "int activation, int isa) -> Tensor");
 }
+
+TORCH_LIBRARY_IMPL(quire, CPU, library) { library.impl("decoder_layers", decoder_layers); }
 
 }  // namespace quire

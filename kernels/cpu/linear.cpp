@@ -70,7 +70,7 @@ void multiply(const Product& product, const Functions& functions, int64_t num_pa
 void check_weight(const Tensor& panels, const std::optional<Tensor>& bias, int64_t num_inputs,
                   int64_t num_outputs, int64_t width) {
   TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_weight(panels) &&
-                  panels.size(0) * width >= num_outputs && panels.size(1) == num_inputs &&
+                  panels.size(0) == (num_outputs + width - 1) / width && panels.size(1) == num_inputs &&
                   panels.size(2) == width,
               "panels must be [ceil(num_outputs / ", width, "), ", num_inputs, ", ", width, "]");
   TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() &&

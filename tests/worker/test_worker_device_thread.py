@@ -3,6 +3,7 @@ nothing running."""
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -180,22 +181,19 @@ def test_held_calls_are_made_when_a_step_says_so_or_before_another_call(
     told: list[str] = []
     started, go_on = threading.Event(), threading.Event()
 
-    def first() -> Finished[str]:
-        started.set()
-        go_on.wait()
-        thread.hold(lambda: told.append("first is told of"))
-        return Finished("first")
+    def held(text: str) -> None:
+        thread.hold(lambda: told.append(text))
 
     def second() -> Finished[str]:
         told.append("second begins")
         thread.make_held_calls()
         told.append("second computes")
-        thread.hold(lambda: told.append("second is told of"))
         return Finished("second")
 
-    thread.launch(first)
+    thread.submit(lambda: (started.set(), go_on.wait()))
     started.wait()
-    thread.launch(second)
+    thread.launch(lambda: Finished("first"), lambda _: held("first is told of"))
+    thread.launch(second, lambda _: held("second is told of"))
     last = thread.submit(lambda: told.append("last"))
     go_on.set()
     last.result(10)
@@ -219,3 +217,21 @@ def test_a_held_call_that_fails_harms_nobody(thread: DeviceThread) -> None:
     thread.launch(step)
     assert made.wait(10)
     assert thread.submit(lambda: "alive").result(10) == "alive"
+
+
+def test_who_is_told_of_an_end(thread: DeviceThread) -> None:
+    told: list[str] = []
+
+    def done(future: Future[str]) -> None:
+        told.append(f"{threading.current_thread().name} {future.cancelled()}")
+
+    # Over before anybody could ask to be told of it.
+    for _ in range(100):
+        thread.launch(lambda: Finished("over"), done).result(10)
+    started, go_on = threading.Event(), threading.Event()
+    thread.submit(lambda: (started.set(), go_on.wait()))
+    started.wait()
+    thread.launch(lambda: Finished("never"), done).cancel()
+    go_on.set()
+    thread.submit(lambda: None).result(10)
+    assert told == ["device False"] * 100 + [f"{threading.current_thread().name} True"]

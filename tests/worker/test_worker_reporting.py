@@ -20,9 +20,13 @@ class ComputingRunner:
 
     def __init__(self) -> None:
         self.last_finished_step = 0
+        self.launched: list[int] = []
+        self.has_launched = threading.Event()
         self.may_end = [threading.Event() for _ in range(3)]
 
     def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
+        self.launched.append(plan.step)
+        self.has_launched.set()
         meanwhile()
         assert self.may_end[plan.step].wait(_PATIENCE_S)
         return Finished(StepOutput([], [], StepTimes(0, 0, 0, 0, 0)))
@@ -72,12 +76,15 @@ async def test_a_result_is_told_at_once_where_no_step_follows(
     assert first.result.step == 1
 
 
-async def test_a_cancelled_step_is_told_of_by_nobody(lane: tuple[Lane, ComputingRunner]) -> None:
+async def test_a_discarded_step_is_told_of_by_nobody(lane: tuple[Lane, ComputingRunner]) -> None:
     told, runner = lane
     told.submit(plan(1))
     told.submit(plan(2))
+    assert await asyncio.to_thread(runner.has_launched.wait, _PATIENCE_S)
     closing = asyncio.ensure_future(told.close())
     await asyncio.sleep(0)
     runner.may_end[1].set()
     await asyncio.wait_for(closing, _PATIENCE_S)
-    assert runner.may_end[2].is_set() is False
+    assert runner.launched == [1]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(told.responses()), 0.1)
