@@ -71,9 +71,9 @@ class DeviceThread:
         while self._held:
             try:
                 self._held.popleft()()
-            except Exception as error:
-                # Nobody is left to hear of it, such as a loop that was closed.
-                log.debug("a held call failed", error=str(error))
+            except Exception:
+                # The thread goes on; what was to be told is heard of nowhere else.
+                log.exception("a held call failed")
 
     def stop(self, wait_s: float) -> bool:
         """Ends the thread after the calls submitted so far; True if it has ended within the wait.
