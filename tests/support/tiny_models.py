@@ -1,8 +1,10 @@
 """Tiny random models, made on the spot, whose greedy outputs vary."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -69,6 +71,24 @@ def gpt2() -> PretrainedConfig:
 
 
 FAMILIES = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2, "gpt2": gpt2}
+
+
+def random_network(config: PretrainedConfig) -> Any:
+    """A model whose norms and biases are random, too: as made they are all 1, or all 0."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@torch.inference_mode()
+def random_logits(model: nn.Module) -> Tensor:
+    """Of the same 30 tokens for every model."""
+    torch.manual_seed(1)
+    logits: Tensor = model(torch.randint(VOCAB_SIZE, (1, 30)), use_cache=False).logits
+    return logits
 
 
 def save_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:

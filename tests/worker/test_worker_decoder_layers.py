@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE
+from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, random_logits, random_network
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     Cohere2Config,
     Ernie4_5Config,
     GraniteConfig,
@@ -78,23 +77,6 @@ _ALL = pytest.mark.parametrize("implementation", cpp_implementations())
 _BEST = pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
 
 
-def network(config: PretrainedConfig) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        # As made they are all 1, or all 0.
-        if "norm" in name or "bias" in name:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
-@torch.inference_mode()
-def logits(model: nn.Module) -> Tensor:
-    torch.manual_seed(1)
-    result: Tensor = model(torch.randint(VOCAB_SIZE, (1, 30)), use_cache=False).logits
-    return result
-
-
 def exchange(model: nn.Module, implementation: Implementation) -> int:
     examples = layer_examples(model, implementation)
     fuse(model, implementation)
@@ -107,10 +89,10 @@ def exchange(model: nn.Module, implementation: Implementation) -> int:
 def test_layers_give_the_same(
     config: Callable[[], PretrainedConfig], implementation: Implementation
 ) -> None:
-    model, own = network(config()), network(config())
-    before = logits(own)
+    model, own = random_network(config()), random_network(config())
+    before = random_logits(own)
     assert exchange(model, implementation) == config().num_hidden_layers
-    assert (logits(model) - before).abs().max() < 1e-4 * before.abs().max()
+    assert (random_logits(model) - before).abs().max() < 1e-4 * before.abs().max()
 
 
 @_BEST
@@ -118,27 +100,27 @@ def test_layers_give_the_same(
 def test_other_layers_stay(
     config: Callable[[], PretrainedConfig], implementation: Implementation
 ) -> None:
-    model, own = network(config()), network(config())
+    model, own = random_network(config()), random_network(config())
     assert exchange(model, implementation) == 0
     for one in (model, own):
         one.set_attn_implementation("eager")
-    before = logits(own)
-    assert (logits(model) - before).abs().max() < 1e-4 * before.abs().max()
+    before = random_logits(own)
+    assert (random_logits(model) - before).abs().max() < 1e-4 * before.abs().max()
     # Where numbers are coarse, something else may look alike.
-    assert exchange(network(config()).to(torch.bfloat16), implementation) == 0
+    assert exchange(random_network(config()).to(torch.bfloat16), implementation) == 0
 
 
 @_BEST
 def test_in_half_precision(implementation: Implementation) -> None:
-    model, own = (network(FAMILIES["qwen3"]()).to(torch.bfloat16) for _ in range(2))
-    before = logits(own)
+    model, own = (random_network(FAMILIES["qwen3"]()).to(torch.bfloat16) for _ in range(2))
+    before = random_logits(own)
     assert exchange(model, implementation) == 3
-    assert (logits(model) - before).abs().max() < 0.06 * before.abs().max()
+    assert (random_logits(model) - before).abs().max() < 0.06 * before.abs().max()
 
 
 @_BEST
 def test_attention_is_told_what_it_was_told(implementation: Implementation) -> None:
-    model = network(mistral())
+    model = random_network(mistral())
     examples = layer_examples(model, implementation)
     fuse(model, implementation)
     pack(model, implementation)
@@ -151,7 +133,7 @@ def test_attention_is_told_what_it_was_told(implementation: Implementation) -> N
 
 @_BEST
 def test_a_layer_that_adds_something_else_stays(implementation: Implementation) -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     examples = layer_examples(model, implementation)
     first, *_ = examples.values()
     states = first.args[0]
@@ -163,7 +145,7 @@ def test_a_layer_that_adds_something_else_stays(implementation: Implementation) 
 
 @_BEST
 def test_a_layer_that_did_not_run_stays(implementation: Implementation) -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     examples = layer_examples(model, implementation)
     first, second, third = examples.values()
     first.shape, second.args = (), ()
@@ -175,7 +157,7 @@ def test_a_layer_that_did_not_run_stays(implementation: Implementation) -> None:
 
 @_BEST
 def test_code_that_mentions_anything_else_stays(implementation: Implementation) -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     attention = model.model.layers[1].self_attn
 
     class Longer(type(attention)):  # type: ignore[misc]
@@ -191,7 +173,7 @@ def test_code_that_mentions_anything_else_stays(implementation: Implementation) 
 
 @_BEST
 def test_weights_of_projections_are_there_once(implementation: Implementation) -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     exchange(model, implementation)
     attention = model.model.layers[0].self_attn
     states = torch.ones(1, 3, 32)
@@ -217,7 +199,7 @@ def test_all_layers_in_one_call_give_the_same_bits(
     cache_dtype: torch.dtype,
     implementation: Implementation,
 ) -> None:
-    model = network(config()).to(dtype)
+    model = random_network(config()).to(dtype)
     exchange(model, implementation)
     layers = model.model.layers
     stack = layers[0].forward
@@ -260,7 +242,7 @@ def test_all_layers_in_one_call_give_the_same_bits(
 def test_layers_with_something_between_them_run_one_by_one(
     implementation: Implementation,
 ) -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     examples = layer_examples(model, implementation)
     second = list(examples.values())[1]
     second.args = (second.args[0].clone(),)
@@ -271,6 +253,6 @@ def test_layers_with_something_between_them_run_one_by_one(
 
 
 def test_without_kernels_nothing_is_exchanged() -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     assert not layer_examples(model, Implementation.TORCH)
     assert exchange(model, Implementation.TORCH) == 0

@@ -2,28 +2,14 @@
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE
+from tiny_models import FAMILIES, random_logits, random_network
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kernels.choice import Implementation, cpp_implementations
 from worker_svc.fusing import fuse
 from worker_svc.packing import pack
 
 _BEST = pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
-
-
-def network(config: PretrainedConfig) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
-    return model
-
-
-@torch.inference_mode()
-def logits(model: nn.Module) -> Tensor:
-    torch.manual_seed(1)
-    result: Tensor = model(torch.randint(VOCAB_SIZE, (1, 30)), use_cache=False).logits
-    return result
 
 
 def num_freed(model: nn.Module) -> int:
@@ -38,14 +24,14 @@ def num_freed(model: nn.Module) -> int:
 def test_models_give_the_same(implementation: Implementation, family: str, tied: bool) -> None:
     config = FAMILIES[family]()
     config.tie_word_embeddings = tied
-    model = network(config)
-    before = logits(model)
+    model = random_network(config)
+    before = random_logits(model)
     fuse(model, implementation)
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     packed = pack(model, implementation)
     assert packed["products"] == len(linears)
     assert packed["gated products"] == (0 if family == "gpt2" else 3)
-    after = logits(model)
+    after = random_logits(model)
     assert (after - before).abs().max() < 1e-4 * before.abs().max()
 
 
@@ -54,7 +40,7 @@ def test_models_give_the_same(implementation: Implementation, family: str, tied:
 def test_a_weight_is_there_once(implementation: Implementation, tied: bool) -> None:
     config = FAMILIES["qwen3"]()
     config.tie_word_embeddings = tied
-    model = network(config)
+    model = random_network(config)
     num_weights = len({m.weight for m in model.modules() if type(m) is nn.Linear})
     pack(model, implementation)
     assert num_freed(model) == num_weights
@@ -64,7 +50,7 @@ def test_a_weight_is_there_once(implementation: Implementation, tied: bool) -> N
 
 @_BEST
 def test_no_file_stays_mapped_for_what_is_left(implementation: Implementation) -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     mapped = torch.empty(10**6)
     for norm in norms:
@@ -92,13 +78,13 @@ def test_a_weight_that_others_read_stays(implementation: Implementation) -> None
 
 @_BEST
 def test_in_half_precision(implementation: Implementation) -> None:
-    model = network(FAMILIES["llama"]()).to(torch.bfloat16)
-    before = logits(model)
+    model = random_network(FAMILIES["llama"]()).to(torch.bfloat16)
+    before = random_logits(model)
     pack(model, implementation)
-    assert (logits(model) - before).abs().max() < 0.05 * before.abs().max()
+    assert (random_logits(model) - before).abs().max() < 0.05 * before.abs().max()
 
 
 def test_without_kernels_nothing_is_exchanged() -> None:
-    model = network(FAMILIES["llama"]())
+    model = random_network(FAMILIES["llama"]())
     assert not pack(model, Implementation.TORCH)
     assert num_freed(model) == 0
