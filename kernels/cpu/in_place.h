@@ -230,7 +230,7 @@ class InPlace {
   // Rows that are attended token by token, unless there are more.
   static constexpr int kTokenRows = 2;
   // How far ahead lines are fetched: so many bytes of keys, and in tokens.
-  static constexpr int64_t kBytesAhead = 4096, kTokenBytesAhead = 16384;
+  static constexpr int64_t kBytesAhead = 4096, kTokenBytesAhead = 8192;
   static constexpr int kLeastAhead = 4, kMostAhead = 16;
 
   Rows& rows_;

@@ -60,7 +60,7 @@ void multiply(const Product& product, const Functions& functions, int64_t num_pa
   const Cut cut(product, functions);
   const int64_t count = cut.num_row_pieces * cut.num_panel_pieces;
   const bool widens = product.format != Format::kFloat32;
-  share_out(count, [&](int64_t index) {
+  share_out_runs(count, [&](int64_t index) {
     thread_local std::vector<float> scratch;
     if (widens) scratch.resize(cut.piece_rows * product.num_inputs + kMostLanes);
     functions.multiply(product, cut.piece(index, product, num_panels), scratch.data());

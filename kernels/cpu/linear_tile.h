@@ -9,13 +9,31 @@ constexpr int kPanelWidth = 2 * kLanes;
 // As many as there are registers for their sums.
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;
 
+// What of a weight is fetched while a tile is multiplied, so that memory and arithmetic take their
+// time together: at each input `step` bytes more, from `offset` after the tile's own panel on.
+struct Ahead {
+  int64_t offset, step;
+
+  // For one of a panel's tiles. Tiles fetch equal shares of the next panel; one that is alone reads
+  // as fast as memory gives, and fetches what it needs itself in a moment.
+  template <typename W>
+  static Ahead of(int64_t tile, int64_t num_tiles, int64_t num_inputs) {
+    constexpr int64_t kRowBytes = kPanelWidth * sizeof(W), kMoment = 8192;
+    if (num_tiles == 1) return {kMoment, kRowBytes};
+    return {num_inputs * kRowBytes * (num_tiles + tile) / num_tiles, kRowBytes / num_tiles};
+  }
+};
+
 // The sums of kRows rows and one panel.
 template <int kRows, typename W>
 QUIRE_INLINE void multiply_tile(const float* rows, int64_t row_stride, const W* panel,
-                                int64_t num_inputs, Floats (&sums)[kRows][2]) {
+                                int64_t num_inputs, Ahead ahead, Floats (&sums)[kRows][2]) {
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Floats{};
-  for (int64_t k = 0; k < num_inputs; ++k) {
+  const char* due = reinterpret_cast<const char*>(panel) + ahead.offset;
+  for (int64_t k = 0; k < num_inputs; ++k, due += ahead.step) {
+    __builtin_prefetch(due, 0, 2);
+    if (ahead.step > 64) __builtin_prefetch(due + 64, 0, 2);
     const Floats left = load(panel + k * kPanelWidth);
     const Floats right = load(panel + k * kPanelWidth + kLanes);
 #pragma GCC unroll 12
@@ -31,9 +49,9 @@ QUIRE_INLINE void multiply_tile(const float* rows, int64_t row_stride, const W* 
 template <int kRows, typename W>
 QUIRE_INLINE void multiply_panel(const Product& call, const void* panels, const float* bias,
                                  const float* rows, int64_t row_stride, int64_t first_output,
-                                 Floats (&sums)[kRows][2]) {
+                                 Ahead ahead, Floats (&sums)[kRows][2]) {
   const W* panel = static_cast<const W*>(panels) + first_output * call.num_inputs;
-  multiply_tile<kRows>(rows, row_stride, panel, call.num_inputs, sums);
+  multiply_tile<kRows>(rows, row_stride, panel, call.num_inputs, ahead, sums);
   if (!bias) return;
   float row[kPanelWidth] = {};
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
@@ -60,18 +78,20 @@ static void write_outputs(const Product& call, int64_t row, int64_t first_output
 
 template <int kRows, typename W>
 static void tile(const Product& call, const float* rows, int64_t row_stride, int64_t first_row,
-                 int64_t panel) {
+                 int64_t panel, int64_t number, int64_t num_tiles) {
   const int64_t first_output = panel * kPanelWidth;
+  const Ahead ahead = Ahead::of<W>(number, num_tiles, call.num_inputs);
   float outputs[kRows][kPanelWidth];
   Floats sums[kRows][2];
-  multiply_panel<kRows, W>(call, call.panels, call.bias, rows, row_stride, first_output, sums);
+  multiply_panel<kRows, W>(call, call.panels, call.bias, rows, row_stride, first_output, ahead,
+                          sums);
   if (call.second_panels) {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r)
       for (int half = 0; half < 2; ++half)
         store(outputs[r] + half * kLanes, activated(call.activation, sums[r][half]));
     multiply_panel<kRows, W>(call, call.second_panels, call.second_bias, rows, row_stride,
-                             first_output, sums);
+                             first_output, ahead, sums);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r)
       for (int half = 0; half < 2; ++half) sums[r][half] *= load(outputs[r] + half * kLanes);
@@ -82,7 +102,7 @@ static void tile(const Product& call, const float* rows, int64_t row_stride, int
   for (int r = 0; r < kRows; ++r) write_outputs(call, first_row + r, first_output, outputs[r]);
 }
 
-using Tile = void (*)(const Product&, const float*, int64_t, int64_t, int64_t);
+using Tile = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, int64_t, int64_t);
 
 // For 1 to kTileRows rows.
 template <typename W, int... kFewer>
@@ -113,11 +133,14 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
       widen_row(call.format, source + row * row_bytes,
                 scratch + (row - piece.first_row) * stride, call.num_inputs, 1.0f);
   }
+  const int64_t num_rows = piece.end_row - piece.first_row;
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
-    for (int64_t row = piece.first_row; row < piece.end_row; row += kTileRows) {
-      const int64_t count = std::min<int64_t>(kTileRows, piece.end_row - row);
-      tile_of(call.panel_format, count)(call, rows + (row - piece.first_row) * stride, stride, row,
-                                        panel);
+    // Tiles of equal height, one row more or less.
+    for (int64_t number = 0; number < num_tiles; ++number) {
+      const int64_t from = num_rows * number / num_tiles, to = num_rows * (number + 1) / num_tiles;
+      tile_of(call.panel_format, to - from)(call, rows + from * stride, stride,
+                                            piece.first_row + from, panel, number, num_tiles);
     }
   }
 }

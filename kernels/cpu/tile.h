@@ -236,7 +236,7 @@ QUIRE_INLINE void add_value(const float* weights, const T* value, int64_t dim, f
 template <typename T>
 QUIRE_INLINE void fetch(const T* row, int64_t dim) {
 #pragma GCC unroll 4
-  for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+  for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
 }
 
 // Keys of a tile, as offsets into it.
