@@ -148,14 +148,13 @@ def _allocate(
     layers: tuple[LayerShape, ...], num_blocks: int, block_size: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
     """Keys and values per layer."""
-    return [
-        (
-            empty_cache(
-                num_blocks, block_size, shape.num_kv_heads, shape.key_dim, shape.dtype, device
-            ),
-            empty_cache(
-                num_blocks, block_size, shape.num_kv_heads, shape.value_dim, shape.dtype, device
-            ),
+
+    def cache(shape: LayerShape, head_dim: int) -> Tensor:
+        blocks = empty_cache(
+            num_blocks, block_size, shape.num_kv_heads, head_dim, shape.dtype, device
         )
-        for shape in layers
-    ]
+        # The first one to write to a page waits for it. That is to be no request, and a host that
+        # has too little of it is to say so now.
+        return blocks.zero_() if device.type == "cpu" else blocks
+
+    return [(cache(shape, shape.key_dim), cache(shape, shape.value_dim)) for shape in layers]

@@ -1,4 +1,7 @@
-"""Blocks of a pool that are moved, on a processor and on a GPU."""
+"""Blocks of a pool: their memory, and moves, on a processor and on a GPU."""
+
+import ctypes
+import mmap
 
 import numpy as np
 import pytest
@@ -40,6 +43,23 @@ def overwrite(pool: KvPool, block: int) -> None:
     pool.before_writing(np.append(slots, -1))
     for cache in (cache for layer in pool.layers for cache in layer):
         cache[block] = 99
+
+
+def num_absent_pages(tensor: torch.Tensor) -> int:
+    """Pages wholly within the tensor that the system has yet to find memory for."""
+    end = tensor.data_ptr() + tensor.nbytes
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * ((end - first) // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    length = ctypes.c_size_t(len(pages) * mmap.PAGESIZE)
+    assert libc.mincore(ctypes.c_void_p(first), length, pages) == 0, ctypes.get_errno()
+    return sum(not page & 1 for page in pages)
+
+
+def test_memory_is_there_before_the_first_request_comes() -> None:
+    layers = (LayerShape(4, 64, 64, torch.float32), LayerShape(4, 64, 64, torch.float8_e4m3fn))
+    pool = KvPool(layers, PoolSize(256, 0), 16, torch.device("cpu"))
+    assert [num_absent_pages(cache) for layer in pool.layers for cache in layer] == [0] * 4
 
 
 def test_blocks_leave_are_overwritten_and_come_back_elsewhere(pool: KvPool) -> None:
