@@ -36,9 +36,12 @@ class PackedWeight:
         return cls(panels, num_outputs, implementation)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The weight's rows: `[*indices.shape, num_inputs]`."""
-        width = self.panels.shape[2]
-        return self.panels[indices // width, :, indices % width]
+        """The weight's rows: `[*indices.shape, num_inputs]`. The indices are int64; IndexError for
+        one that is not there."""
+        rows: Tensor = torch.ops.quire.panel_rows(
+            self.panels, self.num_outputs, indices.reshape(-1)
+        )
+        return rows.view(*indices.shape, rows.shape[1])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import accumulate, pairwise
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,10 @@ class BlockMoves:
 
     sources: Ints
     destinations: Ints
+
+
+_NOTHING: Final[Ints] = np.empty(0, np.int64)
+_NO_MOVES: Final = BlockMoves(_NOTHING, _NOTHING)
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,11 @@ def plan_from_proto(message: worker_pb2.BatchPlan) -> Plan:
         epoch=message.epoch,
         step=message.step,
         released_rows=_ints(message.released_rows),
-        admissions=_admissions(message.admissions),
-        appends=_appends(message.appends),
-        swap_outs=_moves(message.swap_outs),
-        swap_ins=_moves(message.swap_ins),
-        copies=_moves(message.copies),
+        admissions=_admissions(message),
+        appends=_appends(message),
+        swap_outs=_moves(message, "swap_outs"),
+        swap_ins=_moves(message, "swap_ins"),
+        copies=_moves(message, "copies"),
         rows=_ints(scheduled.rows),
         num_scheduled_tokens=_ints(scheduled.num_scheduled_tokens),
     )
@@ -157,7 +162,11 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
     )
 
 
-def _admissions(message: worker_pb2.Admissions) -> tuple[Admission, ...]:
+def _admissions(plan: worker_pb2.BatchPlan) -> tuple[Admission, ...]:
+    # Most plans have none. What is not looked at costs nothing.
+    if not plan.HasField("admissions"):
+        return ()
+    message = plan.admissions
     counts = (message.num_tokens, message.num_blocks)
     scalars = (
         message.num_prompt_tokens,
@@ -209,13 +218,21 @@ def _add_admission(message: worker_pb2.Admissions, admission: Admission) -> None
     message.num_prompt_logprobs.append(admission.num_prompt_logprobs)
 
 
-def _appends(message: worker_pb2.BlockAppends) -> tuple[BlockAppend, ...]:
+def _appends(plan: worker_pb2.BatchPlan) -> tuple[BlockAppend, ...]:
+    if not plan.HasField("appends"):
+        return ()
+    message = plan.appends
     _require_parallel("appends", message.rows, message.num_blocks)
     block_ids = _split(message.block_ids, message.num_blocks)
     return tuple(BlockAppend(row, ids) for row, ids in zip(message.rows, block_ids, strict=True))
 
 
-def _moves(message: worker_pb2.BlockMoves) -> BlockMoves:
+def _moves(
+    plan: worker_pb2.BatchPlan, name: Literal["swap_outs", "swap_ins", "copies"]
+) -> BlockMoves:
+    if not plan.HasField(name):
+        return _NO_MOVES
+    message: worker_pb2.BlockMoves = getattr(plan, name)
     _require_parallel("moves", message.sources, message.destinations)
     return BlockMoves(_ints(message.sources), _ints(message.destinations))
 
@@ -224,7 +241,8 @@ def _split(values: Sequence[int], counts: Sequence[int]) -> list[NDArray[np.int6
     """Cuts a concatenation; PlanError if the counts do not add up to its length."""
     if sum(counts) != len(values):
         raise PlanError(f"{len(values)} values where the counts say {sum(counts)}")
-    return np.split(_ints(values), np.cumsum(counts)[:-1]) if counts else []
+    array, ends = _ints(values), list(accumulate(counts, initial=0))
+    return [array[first:end] for first, end in pairwise(ends)]
 
 
 def _require_parallel(what: str, *arrays: Sequence[object] | Ints) -> None:

@@ -23,6 +23,7 @@ from worker_svc.model import LoadedModel, find_device, load_model
 from worker_svc.packing import pack
 from worker_svc.runners import start_runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.short_pass import shorten
 from worker_svc.tables import Tables
 from worker_svc.turns import one_at_a_time
 
@@ -51,7 +52,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
     flash = _flash(model, settings)
     examples = layer_examples(model.network, implementation)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
-    exchanged += join_layers(examples)
+    exchanged += join_layers(examples) + shorten(model.network)
     log.info("kernels", implementation=implementation, **exchanged)
     on_gpu = device.type == "cuda"
     with one_at_a_time() if on_gpu else nullcontext():

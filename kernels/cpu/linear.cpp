@@ -123,13 +123,49 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
   return out;
 }
 
+namespace {
+
+// Number by number: of a row, panels have one per input.
+template <typename Number>
+void look_up(const Tensor& panels, const int64_t* rows, int64_t num_rows, Tensor& out) {
+  const int64_t num_inputs = panels.size(1), width = panels.size(2);
+  const auto* from = static_cast<const Number*>(panels.const_data_ptr());
+  auto* to = static_cast<Number*>(out.mutable_data_ptr());
+  share_out(num_rows, [&](int64_t i) {
+    const Number* column = from + rows[i] / width * num_inputs * width + rows[i] % width;
+    for (int64_t k = 0; k < num_inputs; ++k) to[i * num_inputs + k] = column[k * width];
+  });
+}
+
+}  // namespace
+
+Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows) {
+  check_weight(panels, std::nullopt, panels.size(1), num_outputs, panels.size(2));
+  const int64_t count = rows.numel();
+  const int64_t* numbers = int64s(rows, count, "rows");
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < num_outputs, "there is no row ", numbers[i]);
+  }
+  Tensor out = at::empty({count, panels.size(1)}, panels.options());
+  if (panels.element_size() == sizeof(uint32_t)) {
+    look_up<uint32_t>(panels, numbers, count, out);
+  } else {
+    look_up<uint16_t>(panels, numbers, count, out);
+  }
+  return out;
+}
+
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("panel_width(int isa) -> int", panel_width);
   library.def(
       "linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, Tensor? second_panels, "
       "Tensor? second_bias, int activation, Tensor? residual, int isa) -> Tensor");
+  library.def("panel_rows(Tensor panels, int num_outputs, Tensor rows) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(quire, CPU, library) { library.impl("linear", linear); }
+TORCH_LIBRARY_IMPL(quire, CPU, library) {
+  library.impl("linear", linear);
+  library.impl("panel_rows", panel_rows);
+}
 
 }  // namespace quire::linear

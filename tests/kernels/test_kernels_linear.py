@@ -108,7 +108,13 @@ def test_zeros_times_infinity_and_nan(implementation: Implementation) -> None:
 def test_rows_are_looked_up(implementation: Implementation, dtype: torch.dtype) -> None:
     weight = torch.randn(100, 7).to(dtype)
     indices = torch.tensor([[0, 99, 15], [16, 17, 99]])
-    assert PackedWeight.of(weight, implementation).rows(indices).equal(weight[indices])
+    packed = PackedWeight.of(weight, implementation)
+    assert packed.rows(indices).equal(weight[indices])
+    assert packed.rows(indices[:0]).shape == (0, 3, 7)
+    # Panels go on behind the last row.
+    for index in (-1, 100):
+        with pytest.raises(IndexError, match=f"there is no row {index}"):
+            packed.rows(torch.tensor([3, index]))
 
 
 @pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)], ids=str)
