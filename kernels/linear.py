@@ -39,7 +39,7 @@ class PackedWeight:
         """The weight's rows: `[*indices.shape, num_inputs]`. The indices are int64; IndexError for
         one that is not there."""
         rows: Tensor = torch.ops.quire.panel_rows(
-            self.panels, self.num_outputs, indices.reshape(-1)
+            self.panels, self.num_outputs, indices.flatten().contiguous()
         )
         return rows.view(*indices.shape, rows.shape[1])
 

@@ -153,8 +153,8 @@ def _allocate(
         blocks = empty_cache(
             num_blocks, block_size, shape.num_kv_heads, head_dim, shape.dtype, device
         )
-        # The first one to write to a page waits for it. That is to be no request, and a host that
-        # has too little of it is to say so now.
+        # The first one to write to a page waits for it. That is to be no request; and where memory
+        # is short, that is to show now, and not under load.
         return blocks.zero_() if device.type == "cpu" else blocks
 
     return [(cache(shape, shape.key_dim), cache(shape, shape.value_dim)) for shape in layers]

@@ -212,8 +212,7 @@ class InPlace {
 
   int64_t tokens_ahead() const {
     const int64_t token_bytes = item_.num_heads * call_.keys.head_dim * sizeof(T);
-    const int64_t bytes_ahead = by_token() ? kTokenBytesAhead : kBytesAhead;
-    return std::clamp<int64_t>(bytes_ahead / token_bytes, kLeastAhead, kMostAhead);
+    return std::clamp<int64_t>(kBytesAhead / token_bytes, kLeastAhead, kMostAhead);
   }
 
   // Of a token's heads, which lie side by side as a rule. Else 0: nothing is fetched ahead.
@@ -230,7 +229,7 @@ class InPlace {
   // Rows that are attended token by token, unless there are more.
   static constexpr int kTokenRows = 2;
   // How far ahead lines are fetched: so many bytes of keys, and in tokens.
-  static constexpr int64_t kBytesAhead = 4096, kTokenBytesAhead = 8192;
+  static constexpr int64_t kBytesAhead = 4096;
   static constexpr int kLeastAhead = 4, kMostAhead = 16;
 
   Rows& rows_;

@@ -14,13 +14,17 @@ constexpr int kTileRows = kLanes == 16 ? 12 : 6;
 struct Ahead {
   int64_t offset, step;
 
-  // For one of a panel's tiles. Tiles fetch equal shares of the next panel; one that is alone reads
-  // as fast as memory gives, and fetches what it needs itself in a moment.
+  // For one of a panel's tiles. Tiles fetch equal shares of the next panel. One that is alone reads
+  // as fast as memory gives, and fetches what it needs itself in a moment; so do all where two
+  // panels are too much for the second-level cache.
   template <typename W>
   static Ahead of(int64_t tile, int64_t num_tiles, int64_t num_inputs) {
-    constexpr int64_t kRowBytes = kPanelWidth * sizeof(W), kMoment = 8192;
-    if (num_tiles == 1) return {kMoment, kRowBytes};
-    return {num_inputs * kRowBytes * (num_tiles + tile) / num_tiles, kRowBytes / num_tiles};
+    constexpr int64_t kRowBytes = kPanelWidth * sizeof(W);
+    constexpr int64_t kMoment = 8 << 10, kLargestPanel = 512 << 10;
+    const int64_t panel_bytes = num_inputs * kRowBytes;
+    if (num_tiles == 1 || panel_bytes > kLargestPanel) return {kMoment, kRowBytes};
+    const int64_t share = (kRowBytes + num_tiles - 1) / num_tiles;
+    return {panel_bytes + panel_bytes * tile / num_tiles, share};
   }
 };
 

@@ -184,8 +184,10 @@ def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_pass_waits_for_nothing(family: str, tmp_path: Path) -> None:
-    """But for attention, whose kernels are another matter."""
-    engine = load_engine(worker_settings(save_model(FAMILIES[family](), tmp_path), device="cpu"))
+    """But for attention, whose kernels are another matter. All of the model's own code runs, as it
+    does on a GPU."""
+    folder = save_model(FAMILIES[family](), tmp_path)
+    engine = load_engine(worker_settings(folder, device="cpu", kernels="torch"))
     runner = pipelined(engine)
     probe = LayerProbe()
     runner._model.attend_with(probe)

@@ -1,13 +1,16 @@
 """Blocks of a pool: their memory, and moves, on a processor and on a GPU."""
 
 import ctypes
+import math
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from triton_devices import DEVICES
 
+from worker_svc import kv_pool
 from worker_svc.kv_pool import KvPool, LayerShape, PoolSize
 from worker_svc.plans import BlockMoves, PlanError
 
@@ -56,10 +59,21 @@ def num_absent_pages(tensor: torch.Tensor) -> int:
     return sum(not page & 1 for page in pages)
 
 
-def test_memory_is_there_before_the_first_request_comes() -> None:
+def test_memory_is_there_before_the_first_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[torch.Tensor] = []
+
+    def untouched_cache(*shape_and_types: Any) -> torch.Tensor:
+        """Memory that nobody has had before."""
+        *shape, dtype, _ = shape_and_types
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        caches.append(torch.frombuffer(memory, dtype=dtype).view(*shape))
+        assert num_absent_pages(caches[-1]) == len(memory) // mmap.PAGESIZE
+        return caches[-1]
+
+    monkeypatch.setattr(kv_pool, "empty_cache", untouched_cache)
     layers = (LayerShape(4, 64, 64, torch.float32), LayerShape(4, 64, 64, torch.float8_e4m3fn))
-    pool = KvPool(layers, PoolSize(256, 0), 16, torch.device("cpu"))
-    assert [num_absent_pages(cache) for layer in pool.layers for cache in layer] == [0] * 4
+    KvPool(layers, PoolSize(256, 0), 16, torch.device("cpu"))
+    assert [num_absent_pages(cache) for cache in caches] == [0] * 4
 
 
 def test_blocks_leave_are_overwritten_and_come_back_elsewhere(pool: KvPool) -> None:

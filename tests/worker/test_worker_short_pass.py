@@ -2,19 +2,25 @@
 same bits."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, random_network
-from torch import Tensor
-from transformers import GraniteConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, random_network, save_model
+from torch import Tensor, nn
+from transformers import MistralConfig, PretrainedConfig, Qwen2Config
+from worker_driver import Sequence, admit, schedule, worker_settings
 
-from kernels.choice import Implementation, cpp_implementations
+from kernels.choice import cpp_implementations
+from quire.internal.v1 import worker_pb2
 from worker_svc.decoder_layers import join_layers, layer_examples
 from worker_svc.fusing import fuse
 from worker_svc.packing import pack
+from worker_svc.plans import Plan, plan_from_proto
 from worker_svc.short_pass import ShortPass, shorten
+from worker_svc.torch_engine import load_engine
 
 _SMALL = {
     "vocab_size": VOCAB_SIZE,
@@ -34,11 +40,6 @@ def tied() -> PretrainedConfig:
 
 def windowed() -> PretrainedConfig:
     return MistralConfig(**_SMALL, sliding_window=6)
-
-
-def granite() -> PretrainedConfig:
-    """Like Llama's but for factors: of embeddings, of what layers add, of logits."""
-    return GraniteConfig(**_SMALL, embedding_multiplier=2.0, logits_scaling=4.0)
 
 
 def joined(model: Any) -> Any:
@@ -80,16 +81,18 @@ def test_it_gives_the_same_bits(config: Callable[[], PretrainedConfig], dtype: t
     assert logits(model).equal(before)
 
 
-@pytest.mark.parametrize("config", [FAMILIES["gemma2"], FAMILIES["gpt2"], granite])
+@pytest.mark.parametrize("config", [FAMILIES["gemma2"], FAMILIES["gpt2"]])
 def test_other_models_keep_their_own(config: Callable[[], PretrainedConfig]) -> None:
     model = joined(random_network(config()))
     assert shorten(model) == {"short passes": 0}
     assert not isinstance(model.forward, ShortPass)
 
 
+# Models with the layers of Llama, so that all of them are one call.
+
+
 @pytest.mark.parametrize("place", ["model", "network"])
 def test_what_happens_between_the_parts_is_not_left_out(place: str) -> None:
-    """With the layers of Llama, so that all of them are one call."""
     model = joined(random_network(FAMILIES["llama"]()))
     changed = model.model if place == "model" else model
 
@@ -104,8 +107,63 @@ def test_what_happens_between_the_parts_is_not_left_out(place: str) -> None:
     assert shorten(model) == {"short passes": 0}
 
 
-def test_layers_that_run_one_by_one_stay_where_they_are() -> None:
-    model = random_network(FAMILIES["llama"]())
-    examples = layer_examples(model, Implementation.TORCH)
-    assert not examples
+@pytest.mark.parametrize("place", ["model", "network"])
+def test_a_model_with_other_parts_keeps_its_own(place: str) -> None:
+    model = joined(random_network(FAMILIES["llama"]()))
+    (model.model if place == "model" else model).more = nn.Identity()
     assert shorten(model) == {"short passes": 0}
+
+
+def test_a_rotation_that_wants_more_keeps_its_own() -> None:
+    class Demanding(nn.Module):
+        def forward(self, states: Tensor, positions: Tensor, **more: Any) -> Any:
+            raise TypeError("one argument is missing")
+
+    model = joined(random_network(FAMILIES["llama"]()))
+    rotate = model.model.rotary_emb
+    model.model.forward = partial(_with_rotation, model.model, model.model.forward, rotate)
+    model.model.rotary_emb = Demanding()
+    assert shorten(model) == {"short passes": 0}
+
+
+def _with_rotation(model: Any, forward: Any, rotate: nn.Module, **kwargs: Any) -> Any:
+    """The model's own code has the rotation that it needs."""
+    demanding, model.rotary_emb = model.rotary_emb, rotate
+    try:
+        return forward(**kwargs)
+    finally:
+        model.rotary_emb = demanding
+
+
+def test_layers_that_run_one_by_one_keep_the_pass() -> None:
+    model = random_network(FAMILIES["llama"]())
+    implementation = cpp_implementations()[-1]
+    examples = layer_examples(model, implementation)
+    second = list(examples.values())[1]
+    second.args = (second.args[0].clone(),)
+    fuse(model, implementation)
+    pack(model, implementation)
+    assert join_layers(examples) == {"layers": 3}
+    assert shorten(model) == {"short passes": 0}
+
+
+def test_the_worker_serves_so_and_a_chunk_may_sample_nothing(tmp_path: Path) -> None:
+    """Chunks of a prompt and a whole prompt give the same token."""
+    folder = save_model(FAMILIES["llama"](), tmp_path)
+    engine = load_engine(worker_settings(folder, device="cpu"))
+    assert isinstance(engine.runner._model.network.forward, ShortPass)
+    whole, pieces = (
+        [engine.runner.run(plan).sampled_token_ids for plan in plans]
+        for plans in (_prompt(1, [11]), _prompt(2, [7, 4]))
+    )
+    assert pieces == [[], *whole]
+
+
+def _prompt(row: int, counts: list[int]) -> list[Plan]:
+    """Computes one and the same prompt in a row of its own, so many tokens at a time."""
+    messages = [worker_pb2.BatchPlan(epoch=1, step=row + i) for i in range(len(counts))]
+    tokens = list(range(20, 31))
+    admit(messages[0], Sequence(row, tokens, len(tokens), 0, [4 * row + i for i in range(3)]))
+    for message, count in zip(messages, counts, strict=True):
+        schedule(message, row, count)
+    return [plan_from_proto(message) for message in messages]
