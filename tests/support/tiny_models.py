@@ -34,6 +34,18 @@ _COMMON = {
     "pad_token_id": None,
 }
 
+# Of families that differ in nothing but their code.
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.3,
+}
+
 
 def llama() -> PretrainedConfig:
     return LlamaConfig(**_COMMON)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, random_logits, random_network
+from tiny_models import FAMILIES, SMALL, VOCAB_SIZE, random_logits, random_network
 from torch import Tensor, nn
 from transformers import (
     Cohere2Config,
@@ -26,49 +26,38 @@ from worker_svc.fusing import fuse
 from worker_svc.kv_scales import KvScales
 from worker_svc.packing import pack
 
-_COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "initializer_range": 0.3,
-}
-
 
 def qwen2() -> PretrainedConfig:
     """Biased projections."""
-    return Qwen2Config(**_COMMON)
+    return Qwen2Config(**SMALL)
 
 
 def mistral() -> PretrainedConfig:
-    return MistralConfig(**_COMMON, sliding_window=6)
+    return MistralConfig(**SMALL, sliding_window=6)
 
 
 def granite() -> PretrainedConfig:
     """What is added is scaled before."""
-    return GraniteConfig(**_COMMON, residual_multiplier=0.5)
+    return GraniteConfig(**SMALL, residual_multiplier=0.5)
 
 
 def ministral() -> PretrainedConfig:
     """Queries grow with their positions, from some position on."""
-    return Ministral3Config(**_COMMON, head_dim=8)
+    return Ministral3Config(**SMALL, head_dim=8)
 
 
 def cohere2() -> PretrainedConfig:
     """Attention and MLP side by side."""
-    return Cohere2Config(**_COMMON)
+    return Cohere2Config(**SMALL)
 
 
 def ernie() -> PretrainedConfig:
     """Neighbours turn with each other."""
-    return Ernie4_5Config(**_COMMON)
+    return Ernie4_5Config(**SMALL)
 
 
 def helium() -> PretrainedConfig:
-    return HeliumConfig(**_COMMON, head_dim=8)
+    return HeliumConfig(**SMALL, head_dim=8)
 
 
 _JOINED = (FAMILIES["llama"], FAMILIES["qwen3"], qwen2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, random_network, save_model
+from tiny_models import FAMILIES, MAX_MODEL_LEN, SMALL, VOCAB_SIZE, random_network, save_model
 from torch import Tensor, nn
 from transformers import MistralConfig, PretrainedConfig, Qwen2Config
 from worker_driver import Sequence, admit, schedule, worker_settings
@@ -22,24 +22,13 @@ from worker_svc.plans import Plan, plan_from_proto
 from worker_svc.short_pass import ShortPass, shorten
 from worker_svc.torch_engine import load_engine
 
-_SMALL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "initializer_range": 0.3,
-}
-
 
 def tied() -> PretrainedConfig:
-    return Qwen2Config(**_SMALL, tie_word_embeddings=True)
+    return Qwen2Config(**SMALL, tie_word_embeddings=True)
 
 
 def windowed() -> PretrainedConfig:
-    return MistralConfig(**_SMALL, sliding_window=6)
+    return MistralConfig(**SMALL, sliding_window=6)
 
 
 def joined(model: Any) -> Any:
