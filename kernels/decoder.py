@@ -1,4 +1,5 @@
-"""Decoder layers in one call; nothing goes back to Python in between.
+"""Decoder layers, or the whole forward pass of a model made of them, in one call; nothing goes back
+to Python in between.
 
 It is what `rms_norm`, `linear`, `turn_heads`, `kv_write`, `paged_attention` and `gated_linear` are,
 one after the other, and gives the same bits.
@@ -60,6 +61,20 @@ class DecoderWeights:
         self.windows = [one.sliding_window or 0 for one in layers]
 
 
+@dataclass(frozen=True)
+class Ends:
+    """What a model has before its layers and behind them."""
+
+    # Panels of any width, as `PackedWeight` has them, or a matrix `[rows, hidden_size, 1]`.
+    embedding: Tensor
+    num_embeddings: int
+    cosines: Tensor  # [max_positions, head_dim]
+    sines: Tensor
+    norm: Tensor  # float32
+    epsilon: float
+    head: Product
+
+
 def decoder_layers(
     states: Tensor,
     cosines: Tensor,
@@ -77,9 +92,54 @@ def decoder_layers(
     values are written into the slots.
     """
     out: Tensor = torch.ops.quire.decoder_layers(
-        states,
-        cosines,
-        sines,
+        states, cosines, sines, *_arguments(weights, caches, batch, slot_mapping, kv_scales)
+    )
+    return out
+
+
+def decoder_pass(
+    ids: Tensor,
+    positions: Tensor,
+    kept: Tensor,
+    ends: Ends,
+    weights: DecoderWeights,
+    caches: Sequence[Tensor],
+    batch: PagedBatch,
+    slot_mapping: Tensor,
+    kv_scales: Sequence[float],
+) -> Tensor:
+    """Logits `[len(kept), num_outputs]` of the tokens `kept`, in the model's dtype.
+
+    `ids` and `positions` are int64 `[num_tokens]`. IndexError for an id, a position or a token that
+    is not there. The rest is as `decoder_layers` has it.
+    """
+    out: Tensor = torch.ops.quire.decoder_pass(
+        ids,
+        positions,
+        kept,
+        ends.embedding,
+        ends.num_embeddings,
+        ends.cosines,
+        ends.sines,
+        ends.norm,
+        ends.epsilon,
+        ends.head.weight.panels,
+        ends.head.bias,
+        ends.head.weight.num_outputs,
+        *_arguments(weights, caches, batch, slot_mapping, kv_scales),
+    )
+    return out
+
+
+def _arguments(
+    weights: DecoderWeights,
+    caches: Sequence[Tensor],
+    batch: PagedBatch,
+    slot_mapping: Tensor,
+    kv_scales: Sequence[float],
+) -> tuple[object, ...]:
+    """Those that both kernels have, in their order."""
+    return (
         weights.norms,
         weights.panels,
         weights.biases,
@@ -97,4 +157,3 @@ def decoder_layers(
         weights.activation,
         weights.implementation.isa,
     )
-    return out

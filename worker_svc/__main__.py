@@ -5,7 +5,7 @@ import sys
 
 from worker_svc import server
 from worker_svc.compatibility import refuse_foreign_kernels
-from worker_svc.memory import prepare_memory
+from worker_svc.process import prepare_process
 from worker_svc.settings import WorkerSettings
 
 
@@ -20,7 +20,7 @@ def _loader(engine: str) -> server.EngineLoader:
         module = "worker_svc.sim.engine"
     else:
         refuse_foreign_kernels()
-        prepare_memory()
+        prepare_process()
         module = "worker_svc.torch_engine"
     load_engine: server.EngineLoader = importlib.import_module(module).load_engine
     return load_engine

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from kernels.attention import PagedBatch, paged_attention
 from kernels.choice import Implementation
-from kernels.decoder import DecoderWeights, decoder_layers
+from kernels.decoder import DecoderWeights, Ends, decoder_layers, decoder_pass
 from kernels.flash import FlashAttention, FlashBatch, find_flash
 from kernels.flash_choice import AttentionNeeds, choose_flash
 from kernels.kv_write import kv_write
@@ -113,6 +113,8 @@ class PagedAttention:
         self._implementation = implementation
         self._scales = scales or [KvScales()] * len(layers)
         self._flash = flash
+        self._caches = [cache for pair in layers for cache in pair]
+        self._cache_scales = [scale for one in self._scales for scale in (one.key, one.value)]
         self._batch: PagedBatch
         self._flash_batch: FlashBatch
         self._slot_mapping: Tensor
@@ -136,10 +138,26 @@ class PagedAttention:
             cosines,
             sines,
             layers,
-            [cache for pair in self._layers for cache in pair],
+            self._caches,
             self._batch,
             self._slot_mapping,
-            [scale for one in self._scales for scale in (one.key, one.value)],
+            self._cache_scales,
+        )
+
+    def run_pass(
+        self, layers: DecoderWeights, ends: Ends, ids: Tensor, positions: Tensor, kept: Tensor
+    ) -> Tensor:
+        """The whole forward pass: logits `[len(kept), vocab_size]`."""
+        return decoder_pass(
+            ids,
+            positions,
+            kept,
+            ends,
+            layers,
+            self._caches,
+            self._batch,
+            self._slot_mapping,
+            self._cache_scales,
         )
 
     def __call__(

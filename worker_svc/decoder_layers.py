@@ -122,11 +122,19 @@ class LayerStack:
     layers: Sequence[DecoderLayer]
     weights: DecoderWeights
 
+    @property
+    def own_attention(self) -> PagedAttention | None:
+        """What the layers attend with, if it can run all of them in one call."""
+        attention = self.layers[0].attention_function
+        if isinstance(attention, PagedAttention) and attention.runs(self.weights):
+            return attention
+        return None
+
     def __call__(
         self, states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **unused: object
     ) -> Tensor:
-        attention = self.layers[0].attention_function
-        if isinstance(attention, PagedAttention) and attention.runs(self.weights):
+        attention = self.own_attention
+        if attention is not None:
             return attention.run(self.weights, states.squeeze(0), *position_embeddings).unsqueeze(0)
         for layer in self.layers:
             states = layer(states, position_embeddings=position_embeddings)

@@ -1,6 +1,6 @@
 """The forward pass of a model whose layers run in one call, without what transformers does around
 them in every step: masks and caches, which nobody looks at, and the last norm of tokens whose
-logits nobody asked for."""
+logits nobody asked for. Where its ends are what most models have, all of it is one call."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,14 +9,19 @@ from typing import Any, Final, Literal
 
 import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kernels.decoder import Ends
+from kernels.linear import PackedWeight, Product
 from worker_svc.decoder_layers import LayerStack
+from worker_svc.fusing import RmsNorm
 
 log = structlog.get_logger()
 
 _NETWORK_PARTS: Final = {"model", "lm_head"}
 _MODEL_PARTS: Final = {"embed_tokens", "layers", "norm", "rotary_emb"}
+# Of cosines and sines: more would be felt beside a small model's weights.
+_LARGEST_TABLE_BYTES: Final = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class ShortPass:
     layers: LayerStack
     norm: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]
+    ends: Ends | None  # the same parts once more, if one call can run all of them
 
     def __call__(
         self,
@@ -45,17 +51,24 @@ class ShortPass:
         use_cache: Literal[False],
     ) -> Output:
         """As the model is called here, and by nobody else: without a cache of transformers' own."""
+        attention = self.layers.own_attention
+        if attention is not None and self.ends is not None:
+            ids, positions = input_ids.squeeze(0), position_ids.squeeze(0)
+            logits = attention.run_pass(
+                self.layers.weights, self.ends, ids, positions, logits_to_keep
+            )
+            return Output(logits.unsqueeze(0))
         states = self.embed(input_ids)
         states = self.layers(states, position_embeddings=self.turn(states, position_ids))
         return Output(self.head(self.norm(states[:, logits_to_keep])))
 
 
 @torch.inference_mode()
-def shorten(network: Any) -> Counter[str]:
+def shorten(network: Any, max_positions: int) -> Counter[str]:
     """Exchanges the model's forward pass if all its layers are one call and it has no other parts
     than those; and if both give the same bits, which anything that happens between the parts would
-    change."""
-    count = Counter({"short passes": 0})
+    change. Positions are below `max_positions`."""
+    count = Counter({"short passes": 0, "passes in one call": 0})
     if _parts(network) != _NETWORK_PARTS or _parts(network.model) != _MODEL_PARTS:
         return count
     model = network.model
@@ -63,12 +76,71 @@ def shorten(network: Any) -> Counter[str]:
     if not isinstance(stack, LayerStack):
         return count
     short = ShortPass(
-        model.embed_tokens.forward, model.rotary_emb, stack, model.norm.forward, network.lm_head
+        model.embed_tokens.forward,
+        model.rotary_emb,
+        stack,
+        model.norm.forward,
+        network.lm_head,
+        _ends(network, max_positions),
     )
     if _gives_the_same(short, network):
         network.forward = short
         count["short passes"] = 1
+        count["passes in one call"] = int(short.ends is not None)
     return count
+
+
+def _ends(network: Any, max_positions: int) -> Ends | None:
+    norm, head = network.model.norm.forward, network.lm_head.forward
+    embedding = _embedding(network.model.embed_tokens)
+    if embedding is None or not isinstance(norm, RmsNorm) or not isinstance(head, Product):
+        return None
+    panels, num_embeddings = embedding
+    tables = _rotation_tables(network.model.rotary_emb, panels.dtype, max_positions)
+    if tables is None:
+        return None
+    return Ends(panels, num_embeddings, *tables, norm.weight, norm.epsilon, head)
+
+
+def _embedding(module: Any) -> tuple[Tensor, int] | None:
+    """Its weight in panels, and how many rows that has; None if it does more than look them up."""
+    if type(module) is not nn.Embedding or module.max_norm is not None:
+        return None
+    owner = getattr(module.forward, "__self__", None)
+    if isinstance(owner, PackedWeight):
+        return owner.panels, owner.num_outputs
+    weight = module.weight.detach()
+    if owner is not module or not weight.is_contiguous():
+        return None
+    return weight.unsqueeze(-1), len(weight)
+
+
+def _rotation_tables(
+    rotation: Any, dtype: torch.dtype, max_positions: int
+) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines of all positions; None if those of one depend on the others, as where a
+    long prompt is turned in another way than a short one."""
+    like = torch.empty(0, dtype=dtype)
+    everywhere = torch.arange(max_positions)
+    generator = torch.Generator().manual_seed(0)
+    anywhere = torch.randint(max_positions, (64,), generator=generator)
+    try:
+        tables = [table.squeeze(0) for table in rotation(like, everywhere.unsqueeze(0))]
+        for positions in (everywhere[:4], anywhere, everywhere[-1:]):
+            for table, rows in zip(tables, rotation(like, positions.unsqueeze(0)), strict=True):
+                if not _are_close(table[positions], rows.squeeze(0)):
+                    return None
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        log.warning("positions are turned by the model's own code", error=str(error))
+        return None
+    cosines, sines = (table.to(dtype).contiguous() for table in tables)
+    return (cosines, sines) if 2 * cosines.nbytes <= _LARGEST_TABLE_BYTES else None
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    """A last bit may depend on a number's place in a vector."""
+    same_kind = one.dtype == other.dtype and one.shape == other.shape
+    return same_kind and bool(((one - other).abs() <= 2 * torch.finfo(one.dtype).eps).all())
 
 
 def _gives_the_same(short: ShortPass, network: Any) -> bool:

@@ -52,7 +52,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
     flash = _flash(model, settings)
     examples = layer_examples(model.network, implementation)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
-    exchanged += join_layers(examples) + shorten(model.network)
+    exchanged += join_layers(examples) + shorten(model.network, model.max_model_len)
     log.info("kernels", implementation=implementation, **exchanged)
     on_gpu = device.type == "cuda"
     with one_at_a_time() if on_gpu else nullcontext():

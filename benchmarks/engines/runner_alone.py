@@ -1,20 +1,21 @@
 """The worker's runner in one process with a minimal scheduler: no gRPC, no Redis, no gateway."""
 
+import importlib
 import time
 
 from benchmarks.engines.answers import answer, job
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS, Work
 from worker_svc.engine import Engine
-from worker_svc.memory import prepare_memory
 from worker_svc.plans import plan_from_proto
+from worker_svc.process import prepare_process
 from worker_svc.settings import WorkerSettings
-from worker_svc.torch_engine import load_engine
 
 
 def main() -> None:
     # As the worker does.
-    prepare_memory()
+    prepare_process()
+    load_engine = importlib.import_module("worker_svc.torch_engine").load_engine
     given = job()
     flags = {
         "model": given["model"],

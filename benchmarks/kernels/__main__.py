@@ -20,7 +20,8 @@ from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
 from kernels.choice import choose, cpp_implementations
-from worker_svc.memory import keep_freed_memory, prepare_memory
+from worker_svc.memory import keep_freed_memory
+from worker_svc.process import prepare_process
 
 _NAME = "kernels"
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -51,7 +52,7 @@ PARTS: Mapping[str, Benchmark] = {
 def main() -> int:
     options = _options()
     # As the worker does, and for torch's operations alike.
-    prepare_memory()
+    prepare_process()
     keep_freed_memory()
     if not cpp_implementations():
         print("There are no C++ kernels here to measure.")

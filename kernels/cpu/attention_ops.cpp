@@ -1,6 +1,8 @@
 // `torch.ops.quire.paged_attention`: checks, plans, and has the plan's items done.
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -45,34 +47,35 @@ float* scratch(int64_t num_floats) {
   return memory.data() + (kLineFloats - address % kLineFloats) % kLineFloats;
 }
 
-void run(const Attention& call, const Plan& plan, const Kernels& kernels) {
-  int64_t most_rows = 0;
-  for (const Merge& merge : plan.merges) {
-    const Item& item = merge.whole;
-    most_rows = std::max(most_rows, item.num_heads * item.num_tokens * call.group_size());
+// How a batch is cut, and room for the partials.
+struct Cut {
+  Plan plan;
+  int64_t row_floats, partial_floats;
+  std::vector<float> partials;
+
+  Cut(const Attention& call, int64_t partition_keys)
+      : plan(plan_attention(call, partition_keys, at::get_num_threads())) {
+    int64_t most_rows = 0;
+    for (const Merge& merge : plan.merges) {
+      const Item& item = merge.whole;
+      most_rows = std::max(most_rows, item.num_heads * item.num_tokens * call.group_size());
+    }
+    // The widest vectors have 16 numbers; two more are the maximum and the sum.
+    row_floats = (call.values.head_dim + 15) / 16 * 16 + 2;
+    partial_floats = most_rows * row_floats;
+    partials.resize(plan.num_partials * partial_floats);
   }
-  // The widest vectors have 16 numbers; two more are the maximum and the sum.
-  const int64_t row_floats = (call.values.head_dim + 15) / 16 * 16 + 2;
-  const int64_t partial_floats = most_rows * row_floats;
-  std::vector<float> partials(plan.num_partials * partial_floats);
-  share_out(static_cast<int64_t>(plan.items.size()), [&](int64_t i) {
-    const Item& item = plan.items[i];
-    kernels.attend(call, item, scratch(kernels.scratch_floats(call, item)), partials.data(),
-                   partial_floats);
-  });
-  share_out(static_cast<int64_t>(plan.merges.size()), [&](int64_t i) {
-    kernels.merge(call, plan.merges[i], scratch(row_floats), partials.data(), partial_floats);
-  });
-}
+};
 
 }  // namespace
 
-void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cache,
-                     const Tensor& v_cache, const Tensor& block_table,
-                     const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
-                     int64_t sliding_window, double softcap, const std::optional<Tensor>& sinks,
-                     const std::optional<Tensor>& alibi_slopes, double k_scale, double v_scale,
-                     int64_t partition_keys, int64_t isa) {
+std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tensor& k_cache,
+                             const Tensor& v_cache, const Tensor& block_table,
+                             const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
+                             int64_t sliding_window, double softcap,
+                             const std::optional<Tensor>& sinks,
+                             const std::optional<Tensor>& alibi_slopes, double k_scale,
+                             double v_scale, int64_t partition_keys, int64_t isa) {
   const int64_t num_seqs = seq_lens.numel(), num_heads = query.size(1);
   TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == num_seqs &&
                   block_table.scalar_type() == at::kInt && block_table.is_contiguous(),
@@ -84,9 +87,8 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cac
   TORCH_CHECK(query.size(2) == k_cache.size(3) && out.size(0) == query.size(0) &&
                   out.size(1) == num_heads && out.size(2) == v_cache.size(3),
               "query, output and caches do not fit");
-  const Tensor dense_query = dense(query);
   const Attention call{
-      tokens_of(dense_query),
+      tokens_of(query),
       tokens_of(out),
       cache_of(k_cache, k_scale),
       cache_of(v_cache, v_scale),
@@ -105,11 +107,35 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cac
       per_head(alibi_slopes, num_heads),
   };
   check_batch(call, query.size(0), k_cache.size(0));
-  run(call, plan_attention(call, partition_keys, at::get_num_threads()),
-      kernels_of(static_cast<Isa>(isa)));
+  const Kernels& kernels = kernels_of(static_cast<Isa>(isa));
+  const auto cut = std::make_shared<Cut>(call, partition_keys);
+  const auto attend = [=, &kernels](int64_t i) {
+    const Item& item = cut->plan.items[i];
+    kernels.attend(call, item, scratch(kernels.scratch_floats(call, item)), cut->partials.data(),
+                   cut->partial_floats);
+  };
+  const auto merge = [=, &kernels](int64_t i) {
+    kernels.merge(call, cut->plan.merges[i], scratch(cut->row_floats), cut->partials.data(),
+                  cut->partial_floats);
+  };
+  return {{static_cast<int64_t>(cut->plan.items.size()), Stage::kQueue, attend},
+          {static_cast<int64_t>(cut->plan.merges.size()), Stage::kQueue, merge}};
 }
 
 namespace {
+
+void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cache,
+                     const Tensor& v_cache, const Tensor& block_table,
+                     const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
+                     int64_t sliding_window, double softcap, const std::optional<Tensor>& sinks,
+                     const std::optional<Tensor>& alibi_slopes, double k_scale, double v_scale,
+                     int64_t partition_keys, int64_t isa) {
+  const Tensor dense_query = dense(query);
+  run_stages(attention(out, dense_query, k_cache, v_cache, block_table, query_start_loc, seq_lens,
+                       scale, sliding_window, softcap, sinks, alibi_slopes, k_scale, v_scale,
+                       partition_keys, isa),
+             Twice::kNever);
+}
 
 // The items of work, eight numbers each: seq, first head, heads, first token, tokens, first key, end
 // key, partial.

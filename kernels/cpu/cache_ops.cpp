@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -29,20 +30,26 @@ Write write_of(const Tensor& source, const Tensor& cache, const Tensor& slot_map
 
 }  // namespace
 
-void kv_write(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
-              const Tensor& slot_mapping, double k_scale, double v_scale, int64_t isa) {
+Stage writing(const Tensor& keys, const Tensor& values, const Tensor& k_cache,
+              const Tensor& v_cache, const Tensor& slot_mapping, double k_scale, double v_scale,
+              int64_t isa) {
   const Kernels& kernels = kernels_of(static_cast<Isa>(isa));
-  const Tensor keys = dense(key), values = dense(value);
-  const Write writes[] = {write_of(keys, k_cache, slot_mapping, k_scale),
-                          write_of(values, v_cache, slot_mapping, v_scale)};
+  const std::array<Write, 2> writes = {write_of(keys, k_cache, slot_mapping, k_scale),
+                                       write_of(values, v_cache, slot_mapping, v_scale)};
   // They wait for memory, of which two threads wait for more.
-  constexpr int64_t kTokensPerTask = 16;
-  at::parallel_for(0, key.size(0), kTokensPerTask, [&](int64_t begin, int64_t end) {
+  constexpr int64_t kTokensPerPiece = 16;
+  return in_parts(keys.size(0), kTokensPerPiece, [=, &kernels](int64_t begin, int64_t end) {
     for (const Write& write : writes) kernels.write(write, begin, end);
   });
 }
 
 namespace {
+
+void kv_write(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
+              const Tensor& slot_mapping, double k_scale, double v_scale, int64_t isa) {
+  const Tensor keys = dense(key), values = dense(value);
+  run(writing(keys, values, k_cache, v_cache, slot_mapping, k_scale, v_scale, isa));
+}
 
 // Blocks of one tensor on their way into another.
 void copy_one(const Tensor& from, const Tensor& to, const int64_t* from_ids, const int64_t* to_ids,
@@ -93,10 +100,11 @@ void copy_blocks(at::TensorList sources, at::TensorList destinations, const Tens
     check_ids(to_ids, count, to.size(0));
   }
   const bool overlapping = any_in_both(from_ids, to_ids, count);
-  share_out(static_cast<int64_t>(sources.size()), [&](int64_t i) {
+  const auto copy = [&](int64_t i) {
     const bool same = sources[i].const_data_ptr() == destinations[i].const_data_ptr();
     copy_one(sources[i], destinations[i], from_ids, to_ids, count, same && overlapping);
-  });
+  };
+  run({static_cast<int64_t>(sources.size()), Stage::kQueue, copy});
 }
 
 }  // namespace

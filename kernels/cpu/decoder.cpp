@@ -1,8 +1,13 @@
-// `torch.ops.quire.decoder_layers`: decoder layers, one after the other, in one call. Between two
-// operations a caller in Python would wait for its interpreter; here nobody does.
+// `torch.ops.quire.decoder_layers` and `torch.ops.quire.decoder_pass`: all layers of a model, or its
+// whole forward pass, in one call. Between two operations a caller in Python would wait for its
+// interpreter, and threads for each other; here nobody does.
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
 
 #include "ops.h"
 
@@ -14,6 +19,7 @@ using Optionals = c10::List<std::optional<Tensor>>;
 // Per layer: norms before attention and MLP; products for heads, attention's output, gate, up and
 // down; caches of keys and values.
 constexpr int64_t kNorms = 2, kProducts = 5, kCaches = 2;
+enum { kHeads, kOut, kGate, kUp, kDown };
 // Epsilons of both norms and of the heads' own.
 constexpr int64_t kEpsilons = 3;
 
@@ -33,6 +39,7 @@ struct Layers {
   int64_t count() const { return static_cast<int64_t>(scales.size()); }
 
   void check() const {
+    TORCH_CHECK(count(), "there are no layers");
     const auto fits = [&](size_t size, int64_t per_layer) {
       return static_cast<int64_t>(size) == per_layer * count();
     };
@@ -44,66 +51,177 @@ struct Layers {
   }
 };
 
-class Layer {
- public:
-  Layer(const Layers& layers, int64_t index) : layers_(layers), index_(index) {}
+// Heads of a token, [queries, keys, values], and their dimension.
+struct Heads {
+  int64_t num_queries, num_keys, dim;
 
-  Tensor run(const Tensor& states, const Step& step) const {
-    const Tensor attended = attend(norm(states, 0), step);
-    const Tensor between = product(attended, kOut, states.size(-1), states);
-    const Tensor active = gated(norm(between, 1));
-    return product(active, kDown, states.size(-1), between);
+  Heads(const Layers& layers)
+      : num_queries(layers.num_heads),
+        num_keys(layers.caches[0].size(2)),
+        dim(layers.caches[0].size(3)) {}
+
+  int64_t num_turned() const { return num_queries + num_keys; }
+  int64_t num_all() const { return num_queries + 2 * num_keys; }
+};
+
+// What a layer makes on its way.
+struct Results {
+  Tensor normed, heads, turned, attended, between, mlp_normed, active, out;
+};
+
+// Where each result has a place of its own.
+Results apart(const Tensor& states, const Heads& heads, int64_t num_active) {
+  const int64_t num_tokens = states.size(0), dim = heads.dim;
+  const auto place = [&](at::IntArrayRef sizes) { return at::empty(sizes, states.options()); };
+  return {at::empty_like(states),
+          place({num_tokens, heads.num_all(), dim}),
+          place({num_tokens, heads.num_turned(), dim}),
+          place({num_tokens, heads.num_queries, dim}),
+          at::empty_like(states),
+          at::empty_like(states),
+          place({num_tokens, num_active}),
+          at::empty_like(states)};
+}
+
+// Where results take the places of others that nobody needs any more.
+Results together(const Tensor& states, const Heads& heads, int64_t num_active) {
+  const int64_t num_tokens = states.size(0), dim = heads.dim, num_head_numbers = heads.num_all() * dim;
+  const Tensor shared =
+      at::empty({num_tokens * std::max(num_head_numbers, num_active)}, states.options());
+  const auto place = [&](at::IntArrayRef sizes) {
+    return shared.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+  };
+  const Tensor all_heads = place({num_tokens, heads.num_all(), dim});
+  const Tensor normed = at::empty_like(states);
+  return {normed,
+          all_heads,
+          all_heads.narrow(1, 0, heads.num_turned()),
+          at::empty({num_tokens, heads.num_queries, dim}, states.options()),
+          at::empty_like(states),
+          normed,
+          place({num_tokens, num_active}),
+          at::empty_like(states)};
+}
+
+// What stands behind the layers.
+struct Head {
+  const Tensor& norm;
+  double epsilon;
+  const Tensor& panels;
+  const std::optional<Tensor>& bias;
+};
+
+// The layers' stages. Few tokens' results stand apart, and layers take turns in two sets of them:
+// then threads may be almost a layer apart. Those of many would take too much memory.
+class Program {
+ public:
+  // `states` [num_tokens, hidden_size]
+  Program(const Layers& layers, const Tensor& states) : layers_(layers), heads_(layers), in_(states) {
+    const int64_t num_active = layers.panels[kDown].size(1);
+    const int64_t numbers = 4 * states.size(1) + num_active +
+                            (heads_.num_all() + heads_.num_turned() + heads_.num_queries) * heads_.dim;
+    is_apart_ = states.size(0) * numbers * states.element_size() <= kMostApart;
+    if (is_apart_) {
+      sets_ = {apart(states, heads_, num_active), apart(states, heads_, num_active)};
+    } else {
+      sets_ = {together(states, heads_, num_active)};
+    }
   }
+
+  // Rows of a weight, or of any matrix [rows, numbers, 1].
+  void add_rows(const Tensor& panels, int64_t num_rows, const Tensor& rows, const Tensor& out) {
+    add(linear::looked_up(panels, num_rows, rows, out));
+  }
+
+  // Returns what they make of the states.
+  Tensor add_layers(const Step& step) {
+    for (int64_t layer = 0; layer < layers_.count(); ++layer) {
+      const Results& results = sets_[layer % sets_.size()];
+      add_attention(layer, step, results);
+      add_mlp(layer, results);
+      in_ = results.out;
+    }
+    return in_;
+  }
+
+  void add_head(const Head& head, const Tensor& states, const Tensor& normed, const Tensor& logits) {
+    add(fused::normed(states, head.norm, head.epsilon, normed, layers_.isa));
+    add(linear::product(normed, head.panels, head.bias, std::nullopt, std::nullopt,
+                        layers_.activation, std::nullopt, logits, layers_.isa));
+  }
+
+  void run() const { run_stages(stages_, is_apart_ ? Twice::kWhereStalled : Twice::kNever); }
 
  private:
-  enum { kHeads, kOut, kGate, kUp, kDown };
+  // Bytes of a set. It is also about what the second-level caches of a few cores hold.
+  static constexpr int64_t kMostApart = 8 << 20;
+  static constexpr int64_t kStagesPerLayer = 10;
 
-  const Tensor& panels(int64_t which) const { return layers_.panels[index_ * kProducts + which]; }
-  std::optional<Tensor> bias(int64_t which) const {
-    return layers_.biases.get(index_ * kProducts + which);
-  }
-  const Tensor& cache(int64_t which) const { return layers_.caches[index_ * kCaches + which]; }
-  double kv_scale(int64_t which) const { return layers_.kv_scales[index_ * kCaches + which]; }
-
-  Tensor norm(const Tensor& states, int64_t which) const {
-    return fused::rms_norm(states, layers_.norms[index_ * kNorms + which],
-                           layers_.epsilons[index_ * kEpsilons + which], layers_.isa);
+  void add(Stage stage) {
+    const auto index = static_cast<int64_t>(stages_.size());
+    // A result's place was read last by the stage before this one's in the layer before, or written
+    // by this one's two layers ago.
+    stage.num_left = is_apart_ ? std::max<int64_t>(0, index - kStagesPerLayer + 1) : index;
+    stages_.push_back(std::move(stage));
   }
 
-  Tensor product(const Tensor& states, int64_t which, int64_t num_outputs,
-                 const std::optional<Tensor>& residual) const {
-    return linear::linear(states, panels(which), num_outputs, bias(which), std::nullopt,
-                          std::nullopt, layers_.activation, residual, layers_.isa);
+  void add_norm(int64_t layer, int64_t which, const Tensor& in, const Tensor& out) {
+    add(fused::normed(in, layers_.norms[layer * kNorms + which],
+                      layers_.epsilons[layer * kEpsilons + which], out, layers_.isa));
   }
 
-  Tensor gated(const Tensor& states) const {
-    return linear::linear(states, panels(kGate), panels(kDown).size(1), bias(kGate), panels(kUp),
-                          bias(kUp), layers_.activation, std::nullopt, layers_.isa);
+  void add_product(int64_t layer, int64_t which, const Tensor& in,
+                   const std::optional<Tensor>& residual, const Tensor& out) {
+    add(linear::product(in, panels(layer, which), bias(layer, which), std::nullopt, std::nullopt,
+                        layers_.activation, residual, out, layers_.isa));
   }
 
   // Queries, keys and values of all heads are one product's outputs; the keys and values go into the
   // caches, and the queries meet all that are there.
-  Tensor attend(const Tensor& states, const Step& step) const {
-    const int64_t num_heads = layers_.num_heads, num_kv_heads = cache(0).size(2);
-    const int64_t dim = cache(0).size(3), num_all = num_heads + 2 * num_kv_heads;
-    const int64_t num_turned = num_heads + num_kv_heads;
-    const Tensor heads =
-        product(states, kHeads, num_all * dim, std::nullopt).view({-1, num_all, dim});
-    fused::turn_heads(heads.narrow(1, 0, num_turned), step.cosines, step.sines,
-                      layers_.head_norms.get(index_), layers_.epsilons[index_ * kEpsilons + 2],
-                      layers_.isa);
-    kv_write(heads.narrow(1, num_heads, num_kv_heads), heads.narrow(1, num_turned, num_kv_heads),
-             cache(0), cache(1), step.slot_mapping, kv_scale(0), kv_scale(1), layers_.isa);
-    const Tensor out = at::empty({heads.size(0), num_heads, dim}, heads.options());
-    paged_attention(out, heads.narrow(1, 0, num_heads), cache(0), cache(1), step.block_table,
-                    step.query_start_loc, step.seq_lens, layers_.scales[index_],
-                    layers_.windows[index_], 0.0, std::nullopt, std::nullopt, kv_scale(0),
-                    kv_scale(1), 0, layers_.isa);
-    return out.flatten(1);
+  void add_attention(int64_t layer, const Step& step, const Results& results) {
+    const int64_t num_queries = heads_.num_queries, num_keys = heads_.num_keys;
+    add_norm(layer, 0, in_, results.normed);
+    add_product(layer, kHeads, results.normed, std::nullopt, results.heads.flatten(1));
+    add(fused::turned(results.heads.narrow(1, 0, heads_.num_turned()), step.cosines, step.sines,
+                      layers_.head_norms.get(layer), layers_.epsilons[layer * kEpsilons + 2],
+                      results.turned, layers_.isa));
+    const Tensor &k_cache = layers_.caches[layer * kCaches],
+                 &v_cache = layers_.caches[layer * kCaches + 1];
+    const double k_scale = layers_.kv_scales[layer * kCaches],
+                 v_scale = layers_.kv_scales[layer * kCaches + 1];
+    add(writing(results.turned.narrow(1, num_queries, num_keys),
+                results.heads.narrow(1, heads_.num_turned(), num_keys), k_cache, v_cache,
+                step.slot_mapping, k_scale, v_scale, layers_.isa));
+    for (Stage& stage :
+         attention(results.attended, results.turned.narrow(1, 0, num_queries), k_cache, v_cache,
+                   step.block_table, step.query_start_loc, step.seq_lens, layers_.scales[layer],
+                   layers_.windows[layer], 0.0, std::nullopt, std::nullopt, k_scale, v_scale, 0,
+                   layers_.isa))
+      add(std::move(stage));
+    add_product(layer, kOut, results.attended.flatten(1), in_, results.between);
+  }
+
+  void add_mlp(int64_t layer, const Results& results) {
+    add_norm(layer, 1, results.between, results.mlp_normed);
+    add(linear::product(results.mlp_normed, panels(layer, kGate), bias(layer, kGate),
+                        panels(layer, kUp), bias(layer, kUp), layers_.activation, std::nullopt,
+                        results.active, layers_.isa));
+    add_product(layer, kDown, results.active, results.between, results.out);
+  }
+
+  const Tensor& panels(int64_t layer, int64_t which) const {
+    return layers_.panels[layer * kProducts + which];
+  }
+  std::optional<Tensor> bias(int64_t layer, int64_t which) const {
+    return layers_.biases.get(layer * kProducts + which);
   }
 
   const Layers& layers_;
-  const int64_t index_;
+  const Heads heads_;
+  bool is_apart_;
+  Tensor in_;  // what the next layer is given
+  std::vector<Results> sets_;
+  std::vector<Stage> stages_;
 };
 
 // `states` [num_tokens, hidden_size]
@@ -120,10 +238,49 @@ Tensor decoder_layers(const Tensor& states, const Tensor& cosines, const Tensor&
   layers.check();
   TORCH_CHECK(states.dim() == 2 && states.is_contiguous(),
               "states must be dense, [num_tokens, hidden_size]");
-  const Step step{cosines, sines, block_table, query_start_loc, seq_lens, slot_mapping};
-  Tensor out = states;
-  for (int64_t index = 0; index < layers.count(); ++index) out = Layer(layers, index).run(out, step);
+  if (!states.numel()) return states.clone();
+  Program program(layers, states);
+  const Tensor out =
+      program.add_layers({cosines, sines, block_table, query_start_loc, seq_lens, slot_mapping});
+  program.run();
   return out;
+}
+
+// `ids` and `positions` [num_tokens]; of the tokens `kept` the logits.
+Tensor decoder_pass(const Tensor& ids, const Tensor& positions, const Tensor& kept,
+                    const Tensor& embedding, int64_t num_embeddings, const Tensor& cosine_table,
+                    const Tensor& sine_table, const Tensor& norm, double epsilon,
+                    const Tensor& head, const std::optional<Tensor>& head_bias,
+                    int64_t num_outputs, at::TensorList norms, at::TensorList panels,
+                    const Optionals& biases, const Optionals& head_norms, at::TensorList caches,
+                    const Tensor& block_table, const Tensor& query_start_loc,
+                    const Tensor& seq_lens, const Tensor& slot_mapping,
+                    at::ArrayRef<double> epsilons, at::ArrayRef<double> scales,
+                    at::IntArrayRef windows, at::ArrayRef<double> kv_scales, int64_t num_heads,
+                    int64_t activation, int64_t isa) {
+  const Layers layers{norms,    panels, biases,  head_norms, caches,     epsilons,
+                      scales,   windows, kv_scales, num_heads, activation, isa};
+  layers.check();
+  const auto room = [&](int64_t num_rows, int64_t num_numbers) {
+    return at::empty({num_rows, num_numbers}, embedding.options());
+  };
+  const int64_t num_tokens = ids.numel(), num_kept = kept.numel();
+  const Tensor states = room(num_tokens, embedding.size(1));
+  const Tensor cosines = room(num_tokens, cosine_table.size(1)),
+               sines = room(num_tokens, sine_table.size(1));
+  const Tensor kept_states = room(num_kept, embedding.size(1)), normed = at::empty_like(kept_states);
+  const Tensor logits = room(num_kept, num_outputs);
+  if (!num_tokens) return logits;
+  Program program(layers, states);
+  program.add_rows(embedding, num_embeddings, ids, states);
+  program.add_rows(cosine_table.unsqueeze(-1), cosine_table.size(0), positions, cosines);
+  program.add_rows(sine_table.unsqueeze(-1), sine_table.size(0), positions, sines);
+  const Tensor out =
+      program.add_layers({cosines, sines, block_table, query_start_loc, seq_lens, slot_mapping});
+  program.add_rows(out.unsqueeze(-1), num_tokens, kept, kept_states);
+  program.add_head({norm, epsilon, head, head_bias}, kept_states, normed, logits);
+  program.run();
+  return logits;
 }
 
 }  // namespace
@@ -135,8 +292,19 @@ TORCH_LIBRARY_FRAGMENT(quire, library) {
       "Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, "
       "float[] epsilons, float[] scales, int[] windows, float[] kv_scales, int num_heads, "
       "int activation, int isa) -> Tensor");
+  library.def(
+      "decoder_pass(Tensor ids, Tensor positions, Tensor kept, Tensor embedding, "
+      "int num_embeddings, Tensor cosine_table, Tensor sine_table, Tensor norm, float epsilon, "
+      "Tensor head, Tensor? head_bias, int num_outputs, Tensor[] norms, Tensor[] panels, "
+      "Tensor?[] biases, Tensor?[] head_norms, Tensor(a!)[] caches, Tensor block_table, "
+      "Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, float[] epsilons, "
+      "float[] scales, int[] windows, float[] kv_scales, int num_heads, int activation, "
+      "int isa) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(quire, CPU, library) { library.impl("decoder_layers", decoder_layers); }
+TORCH_LIBRARY_IMPL(quire, CPU, library) {
+  library.impl("decoder_layers", decoder_layers);
+  library.impl("decoder_pass", decoder_pass);
+}
 
 }  // namespace quire

@@ -1,9 +1,8 @@
-// Chains of elementwise operations on tensors, on ATen's threads.
+// Chains of elementwise operations on tensors.
 #include "fused.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -15,7 +14,7 @@ namespace quire::fused {
 namespace {
 
 // Numbers below which a second thread costs more than it brings.
-constexpr int64_t kNumbersPerTask = 1 << 14;
+constexpr int64_t kNumbersPerPiece = 1 << 14;
 
 Format format_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -28,23 +27,28 @@ Format format_of(const Tensor& tensor) {
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& input, const Tensor& weight, double epsilon, int64_t isa) {
+Stage normed(const Tensor& input, const Tensor& weight, double epsilon, const Tensor& out,
+             int64_t isa) {
   const int64_t dim = input.size(-1);
   TORCH_CHECK(weight.scalar_type() == at::kFloat && weight.is_contiguous() &&
                   weight.numel() == dim,
               "the weight must be dense float32, a number per column");
-  const Tensor source = input.contiguous();
-  Tensor out = at::empty_like(source);
-  const Norm call{source.const_data_ptr(),        out.mutable_data_ptr(),
-                  format_of(source),              dim,
+  const Norm call{input.const_data_ptr(),         out.mutable_data_ptr(),
+                  format_of(input),               dim,
                   weight.const_data_ptr<float>(), static_cast<float>(epsilon)};
   const Functions& functions = functions_of(static_cast<Isa>(isa));
-  at::parallel_for(0, source.numel() / dim, std::max<int64_t>(1, kNumbersPerTask / dim),
-                   [&](int64_t begin, int64_t end) { functions.norm(call, begin, end); });
-  return out;
+  return in_parts(input.numel() / dim, std::max<int64_t>(1, kNumbersPerPiece / dim),
+                  [=, &functions](int64_t begin, int64_t end) { functions.norm(call, begin, end); });
 }
 
 namespace {
+
+Tensor rms_norm(const Tensor& input, const Tensor& weight, double epsilon, int64_t isa) {
+  const Tensor source = input.contiguous();
+  Tensor out = at::empty_like(source);
+  run(normed(source, weight, epsilon, out, isa));
+  return out;
+}
 
 Tensor gated_activation(const Tensor& gate, const Tensor& up, int64_t activation, int64_t isa) {
   TORCH_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
@@ -54,8 +58,8 @@ Tensor gated_activation(const Tensor& gate, const Tensor& up, int64_t activation
   const Gate call{dense_gate.const_data_ptr(), dense_up.const_data_ptr(), out.mutable_data_ptr(),
                   format_of(dense_gate), static_cast<Activation>(activation)};
   const Functions& functions = functions_of(static_cast<Isa>(isa));
-  at::parallel_for(0, gate.numel(), kNumbersPerTask,
-                   [&](int64_t begin, int64_t end) { functions.gate(call, begin, end); });
+  run(in_parts(gate.numel(), kNumbersPerPiece,
+               [&](int64_t begin, int64_t end) { functions.gate(call, begin, end); }));
   return out;
 }
 
@@ -64,10 +68,11 @@ Tokens tokens_of(const Tensor& states) {
   return {states.data_ptr(), format_of(states), states.stride(2), states.stride(1)};
 }
 
-void turn(const Rotation& call, int64_t num_tokens, const Functions& functions) {
+Stage turning(const Rotation& call, int64_t num_tokens, const Functions& functions) {
   const int64_t token_numbers = std::max<int64_t>(1, call.num_heads * call.dim);
-  at::parallel_for(0, num_tokens, std::max<int64_t>(1, kNumbersPerTask / token_numbers),
-                   [&](int64_t begin, int64_t end) { functions.rotate(call, begin, end); });
+  return in_parts(
+      num_tokens, std::max<int64_t>(1, kNumbersPerPiece / token_numbers),
+      [=, &functions](int64_t begin, int64_t end) { functions.rotate(call, begin, end); });
 }
 
 // `states` [1, num_heads, num_tokens, dim]; the output's tokens lie one after the other.
@@ -78,9 +83,9 @@ Tensor rotated(const Tensor& states, const Tensor& cosines, const Tensor& sines,
                   cosines.numel() == num_tokens * dim && sines.numel() == num_tokens * dim,
               "states are [1, num_heads, num_tokens, dim], cosines and sines [num_tokens, dim]");
   Tensor out = at::empty({1, num_tokens, num_heads, dim}, states.options()).transpose(1, 2);
-  turn({tokens_of(states), tokens_of(out), cosines.const_data_ptr(), sines.const_data_ptr(),
-        num_heads, dim, nullptr, 0.0f},
-       num_tokens, functions);
+  run(turning({tokens_of(states), tokens_of(out), cosines.const_data_ptr(),
+               sines.const_data_ptr(), num_heads, dim, nullptr, 0.0f},
+              num_tokens, functions));
   return out;
 }
 
@@ -98,9 +103,8 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
 
 }  // namespace
 
-// `heads` [num_tokens, num_heads, dim]
-void turn_heads(const Tensor& heads, const Tensor& cosines, const Tensor& sines,
-                const std::optional<Tensor>& norms, double epsilon, int64_t isa) {
+Stage turned(const Tensor& heads, const Tensor& cosines, const Tensor& sines,
+             const std::optional<Tensor>& norms, double epsilon, const Tensor& out, int64_t isa) {
   TORCH_CHECK(heads.dim() == 3 && heads.size(2) % 2 == 0,
               "heads are [num_tokens, num_heads, dim], the last of them even");
   const int64_t num_tokens = heads.size(0), num_heads = heads.size(1), dim = heads.size(2);
@@ -112,12 +116,23 @@ void turn_heads(const Tensor& heads, const Tensor& cosines, const Tensor& sines,
                          norms->numel() == num_heads * dim),
               "norms must be dense float32, [num_heads, dim]");
   TORCH_CHECK(heads.stride(2) == 1, "a head's numbers must be dense");
-  const Tokens tokens{heads.mutable_data_ptr(), format_of(heads), heads.stride(0),
-                      heads.stride(1)};
-  turn({tokens, tokens, cosines.const_data_ptr(), sines.const_data_ptr(), num_heads, dim,
-        norms ? norms->const_data_ptr<float>() : nullptr, static_cast<float>(epsilon)},
-       num_tokens, functions_of(static_cast<Isa>(isa)));
+  const auto tokens = [](const Tensor& of) {
+    return Tokens{of.mutable_data_ptr(), format_of(of), of.stride(0), of.stride(1)};
+  };
+  return turning({tokens(heads), tokens(out), cosines.const_data_ptr(), sines.const_data_ptr(),
+                  num_heads, dim, norms ? norms->const_data_ptr<float>() : nullptr,
+                  static_cast<float>(epsilon)},
+                 num_tokens, functions_of(static_cast<Isa>(isa)));
 }
+
+namespace {
+
+void turn_heads(const Tensor& heads, const Tensor& cosines, const Tensor& sines,
+                const std::optional<Tensor>& norms, double epsilon, int64_t isa) {
+  run(turned(heads, cosines, sines, norms, epsilon, heads, isa));
+}
+
+}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float epsilon, int isa) -> Tensor");

@@ -1,6 +1,7 @@
-// Products with packed weights on tensors, on ATen's threads.
+// Products with packed weights on tensors.
 #include "linear.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -56,15 +57,15 @@ struct Cut {
   }
 };
 
-void multiply(const Product& product, const Functions& functions, int64_t num_panels) {
+Stage multiply(const Product& product, const Functions& functions, int64_t num_panels) {
   const Cut cut(product, functions);
-  const int64_t count = cut.num_row_pieces * cut.num_panel_pieces;
-  const bool widens = product.format != Format::kFloat32;
-  share_out_runs(count, [&](int64_t index) {
+  const auto work = [product, cut, num_panels, &functions](int64_t index) {
     thread_local std::vector<float> scratch;
-    if (widens) scratch.resize(cut.piece_rows * product.num_inputs + kMostLanes);
+    if (product.format != Format::kFloat32)
+      scratch.resize(cut.piece_rows * product.num_inputs + kMostLanes);
     functions.multiply(product, cut.piece(index, product, num_panels), scratch.data());
-  });
+  };
+  return {cut.num_row_pieces * cut.num_panel_pieces, Stage::kRuns, work};
 }
 
 void check_weight(const Tensor& panels, const std::optional<Tensor>& bias, int64_t num_inputs,
@@ -84,31 +85,26 @@ const float* floats(const std::optional<Tensor>& bias) {
 
 }  // namespace
 
-Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
-              const std::optional<Tensor>& bias, const std::optional<Tensor>& second_panels,
-              const std::optional<Tensor>& second_bias, int64_t activation,
-              const std::optional<Tensor>& residual, int64_t isa) {
+Stage product(const Tensor& input, const Tensor& panels, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& second_panels, const std::optional<Tensor>& second_bias,
+              int64_t activation, const std::optional<Tensor>& residual, const Tensor& out,
+              int64_t isa) {
   const Functions& functions = functions_of(static_cast<Isa>(isa));
-  const int64_t num_inputs = input.size(-1);
+  const int64_t num_inputs = input.size(1), num_outputs = out.size(-1);
   TORCH_CHECK(is_weight(input), "no kernel for ", input.scalar_type());
   check_weight(panels, bias, num_inputs, num_outputs, functions.panel_width);
   if (second_panels) {
     check_weight(*second_panels, second_bias, num_inputs, num_outputs, functions.panel_width);
     TORCH_CHECK(second_panels->scalar_type() == panels.scalar_type(), "weights must be alike");
   }
-  const Tensor rows = input.reshape({-1, num_inputs});
-  const Tensor source = rows.stride(1) == 1 ? rows : rows.contiguous();
-  auto shape = input.sizes().vec();
-  shape.back() = num_outputs;
-  Tensor out = at::empty(shape, input.options());
   TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() &&
                             residual->scalar_type() == out.scalar_type()),
               "what is added must be dense, and like the outputs");
-  if (!out.numel()) return out;
-  const Product product{source.const_data_ptr(),
-                        format_of(source),
-                        source.stride(0),
-                        source.size(0),
+  if (!out.numel()) return {};
+  const Product product{input.const_data_ptr(),
+                        format_of(input),
+                        input.stride(0),
+                        input.size(0),
                         num_inputs,
                         num_outputs,
                         panels.const_data_ptr(),
@@ -119,41 +115,65 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
                         static_cast<Activation>(activation),
                         residual ? residual->const_data_ptr() : nullptr,
                         out.mutable_data_ptr()};
-  multiply(product, functions, panels.size(0));
-  return out;
+  return multiply(product, functions, panels.size(0));
 }
 
 namespace {
 
-// Number by number: of a row, panels have one per input.
+Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& second_panels,
+              const std::optional<Tensor>& second_bias, int64_t activation,
+              const std::optional<Tensor>& residual, int64_t isa) {
+  const Tensor rows = dense(input.reshape({-1, input.size(-1)}));
+  auto shape = input.sizes().vec();
+  shape.back() = num_outputs;
+  Tensor out = at::empty(shape, input.options());
+  run(product(rows, panels, bias, second_panels, second_bias, activation, residual, out, isa));
+  return out;
+}
+
+// A row's numbers, of which panels have one per input.
 template <typename Number>
-void look_up(const Tensor& panels, const int64_t* rows, int64_t num_rows, Tensor& out) {
-  const int64_t num_inputs = panels.size(1), width = panels.size(2);
+void look_up(const Number* panels, int64_t width, int64_t row, Number* out, int64_t num_inputs) {
+  const Number* column = panels + row / width * num_inputs * width + row % width;
+  for (int64_t k = 0; k < num_inputs; ++k) out[k] = column[k * width];
+}
+
+template <typename Number>
+Stage look_up_all(const Tensor& panels, const int64_t* rows, const Tensor& out) {
   const auto* from = static_cast<const Number*>(panels.const_data_ptr());
   auto* to = static_cast<Number*>(out.mutable_data_ptr());
-  share_out(num_rows, [&](int64_t i) {
-    const Number* column = from + rows[i] / width * num_inputs * width + rows[i] % width;
-    for (int64_t k = 0; k < num_inputs; ++k) to[i * num_inputs + k] = column[k * width];
+  const int64_t num_inputs = panels.size(1), width = panels.size(2);
+  constexpr int64_t kRowsPerPiece = 4;
+  return in_parts(out.size(0), kRowsPerPiece, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      look_up(from, width, rows[i], to + i * num_inputs, num_inputs);
   });
 }
 
 }  // namespace
 
-Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows) {
-  check_weight(panels, std::nullopt, panels.size(1), num_outputs, panels.size(2));
-  const int64_t count = rows.numel();
-  const int64_t* numbers = int64s(rows, count, "rows");
-  for (int64_t i = 0; i < count; ++i) {
+Stage looked_up(const Tensor& panels, int64_t num_outputs, const Tensor& rows, const Tensor& out) {
+  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_weight(panels) &&
+                  num_outputs <= panels.size(0) * panels.size(2),
+              "panels must be dense, and have all rows");
+  const int64_t* numbers = int64s(rows, out.size(0), "rows");
+  for (int64_t i = 0; i < out.size(0); ++i) {
     TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < num_outputs, "there is no row ", numbers[i]);
   }
-  Tensor out = at::empty({count, panels.size(1)}, panels.options());
-  if (panels.element_size() == sizeof(uint32_t)) {
-    look_up<uint32_t>(panels, numbers, count, out);
-  } else {
-    look_up<uint16_t>(panels, numbers, count, out);
-  }
+  return panels.element_size() == sizeof(uint32_t) ? look_up_all<uint32_t>(panels, numbers, out)
+                                                   : look_up_all<uint16_t>(panels, numbers, out);
+}
+
+namespace {
+
+Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows) {
+  Tensor out = at::empty({rows.numel(), panels.size(1)}, panels.options());
+  run(looked_up(panels, num_outputs, rows, out));
   return out;
 }
+
+}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("panel_width(int isa) -> int", panel_width);

@@ -1,11 +1,13 @@
-// Sampling on tensors: rows side by side on ATen's threads.
+// Sampling on tensors.
 #include "sampling.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <tuple>
+#include <vector>
+
+#include "stages.h"
 
 namespace quire::sampling {
 namespace {
@@ -13,10 +15,10 @@ namespace {
 using at::Tensor;
 
 // Rows so short that a thread would cost more than it brings stay together.
-constexpr int64_t kTokensPerTask = 1 << 15;
+constexpr int64_t kTokensPerPiece = 1 << 15;
 
-int64_t rows_per_task(int64_t vocab_size) {
-  return std::max<int64_t>(1, kTokensPerTask / std::max<int64_t>(1, vocab_size));
+int64_t rows_per_piece(int64_t vocab_size) {
+  return std::max<int64_t>(1, kTokensPerPiece / std::max<int64_t>(1, vocab_size));
 }
 
 void check_logits(const Tensor& logits) {
@@ -48,7 +50,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperatures, const Tensor& to
   const int64_t stride = logits.stride(0);
   int64_t* tokens = token_ids.mutable_data_ptr<int64_t>();
   const RowFunctions& functions = row_functions(static_cast<Isa>(isa));
-  at::parallel_for(0, num_rows, rows_per_task(vocab_size), [&](int64_t begin, int64_t end) {
+  run(in_parts(num_rows, rows_per_piece(vocab_size), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t row = begin; row < end; ++row) {
       const RowParams params{
@@ -61,7 +63,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperatures, const Tensor& to
       };
       tokens[row] = functions.sample(data + row * stride, vocab_size, params, scratch);
     }
-  });
+  }));
   return token_ids;
 }
 
@@ -80,13 +82,13 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, const Te
   const RowFunctions& functions = row_functions(static_cast<Isa>(isa));
   for (int64_t row = 0; row < num_rows; ++row)
     TORCH_CHECK(chosen[row] >= 0 && chosen[row] < vocab_size, "no such token: ", chosen[row]);
-  at::parallel_for(0, num_rows, rows_per_task(vocab_size), [&](int64_t begin, int64_t end) {
+  run(in_parts(num_rows, rows_per_piece(vocab_size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       functions.logprobs(data + row * stride, vocab_size, chosen[row], num_top,
                          ids.mutable_data_ptr<int64_t>() + row * width,
                          logprobs.mutable_data_ptr<float>() + row * width,
                          ranks.mutable_data_ptr<int64_t>() + row * width);
-  });
+  }));
   return {ids, logprobs, ranks};
 }
 

@@ -1,11 +1,7 @@
-// Tensors described to the kernels in plain structures, and work spread over ATen's threads.
+// Tensors described to the kernels in plain structures.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-
-#include <atomic>
-#include <vector>
 
 #include "kernels.h"
 
@@ -48,35 +44,6 @@ inline const int64_t* int64s(const Tensor& tensor, int64_t count, const char* na
                   tensor.numel() == count,
               name, " must be ", count, " dense int64 numbers");
   return tensor.const_data_ptr<int64_t>();
-}
-
-// Calls `work(i)` for all i below `count`; threads take them in turn.
-template <typename Work>
-void share_out(int64_t count, const Work& work) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) work(i);
-  });
-}
-
-// The same; each thread begins with its own run of neighbours, and helps others when it is through.
-// What lies side by side is then done by one thread, as a rule, and by the same one every time.
-template <typename Work>
-void share_out_runs(int64_t count, const Work& work) {
-  constexpr int64_t kLineBytes = 64;
-  struct alignas(kLineBytes) Run {
-    std::atomic<int64_t> next;
-  };
-  const int64_t num_runs = std::min<int64_t>(count, at::get_num_threads());
-  std::vector<Run> runs(num_runs);
-  const auto begin_of = [&](int64_t run) { return run * count / num_runs; };
-  for (int64_t run = 0; run < num_runs; ++run) runs[run].next = begin_of(run);
-  at::parallel_for(0, num_runs, 1, [&](int64_t own, int64_t) {
-    for (int64_t turn = 0; turn < num_runs; ++turn) {
-      const int64_t run = (own + turn) % num_runs, end = begin_of(run + 1);
-      for (int64_t i = runs[run].next++; i < end; i = runs[run].next++) work(i);
-    }
-  });
 }
 
 }  // namespace quire

@@ -65,7 +65,7 @@ pytestmark = pytest.mark.skipif(not cpp_implementations(), reason="no compiled k
 def test_it_gives_the_same_bits(config: Callable[[], PretrainedConfig], dtype: torch.dtype) -> None:
     model = joined(random_network(config()).to(dtype))
     before = logits(model)
-    assert shorten(model) == {"short passes": 1}
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 1, "passes in one call": 1}
     assert isinstance(model.forward, ShortPass)
     assert logits(model).equal(before)
 
@@ -73,7 +73,7 @@ def test_it_gives_the_same_bits(config: Callable[[], PretrainedConfig], dtype: t
 @pytest.mark.parametrize("config", [FAMILIES["gemma2"], FAMILIES["gpt2"]])
 def test_other_models_keep_their_own(config: Callable[[], PretrainedConfig]) -> None:
     model = joined(random_network(config()))
-    assert shorten(model) == {"short passes": 0}
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 0, "passes in one call": 0}
     assert not isinstance(model.forward, ShortPass)
 
 
@@ -93,14 +93,14 @@ def test_what_happens_between_the_parts_is_not_left_out(place: str) -> None:
             return output
 
     changed.__class__ = Louder
-    assert shorten(model) == {"short passes": 0}
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 0, "passes in one call": 0}
 
 
 @pytest.mark.parametrize("place", ["model", "network"])
 def test_a_model_with_other_parts_keeps_its_own(place: str) -> None:
     model = joined(random_network(FAMILIES["llama"]()))
     (model.model if place == "model" else model).more = nn.Identity()
-    assert shorten(model) == {"short passes": 0}
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 0, "passes in one call": 0}
 
 
 def test_a_rotation_that_wants_more_keeps_its_own() -> None:
@@ -112,7 +112,7 @@ def test_a_rotation_that_wants_more_keeps_its_own() -> None:
     rotate = model.model.rotary_emb
     model.model.forward = partial(_with_rotation, model.model, model.model.forward, rotate)
     model.model.rotary_emb = Demanding()
-    assert shorten(model) == {"short passes": 0}
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 0, "passes in one call": 0}
 
 
 def _with_rotation(model: Any, forward: Any, rotate: nn.Module, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def test_layers_that_run_one_by_one_keep_the_pass() -> None:
     fuse(model, implementation)
     pack(model, implementation)
     assert join_layers(examples) == {"layers": 3}
-    assert shorten(model) == {"short passes": 0}
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 0, "passes in one call": 0}
 
 
 def test_the_worker_serves_so_and_a_chunk_may_sample_nothing(tmp_path: Path) -> None:
