@@ -4,15 +4,17 @@ logits nobody asked for. Where its ends are what most models have, all of it is 
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import structlog
 import torch
 from torch import Tensor, nn
 
+from kernels.attention import PagedBatch
 from kernels.decoder import Ends
 from kernels.linear import PackedWeight, Product
+from worker_svc.attention import PagedAttention, register_attention
 from worker_svc.decoder_layers import LayerStack
 from worker_svc.fusing import RmsNorm
 
@@ -84,6 +86,8 @@ def shorten(network: Any, max_positions: int) -> Counter[str]:
         _ends(network, max_positions),
     )
     if _gives_the_same(short, network):
+        if short.ends is not None and not _is_the_same_in_one_call(short, network):
+            short = replace(short, ends=None)
         network.forward = short
         count["short passes"] = 1
         count["passes in one call"] = int(short.ends is not None)
@@ -120,21 +124,28 @@ def _rotation_tables(
 ) -> tuple[Tensor, Tensor] | None:
     """Cosines and sines of all positions; None if those of one depend on the others, as where a
     long prompt is turned in another way than a short one."""
-    like = torch.empty(0, dtype=dtype)
-    everywhere = torch.arange(max_positions)
-    generator = torch.Generator().manual_seed(0)
-    anywhere = torch.randint(max_positions, (64,), generator=generator)
+
+    def turned(positions: Tensor) -> list[Tensor]:
+        # Rounded to the model's dtype they could hide a difference.
+        return [table.squeeze(0) for table in rotation(torch.empty(0), positions.unsqueeze(0))]
+
     try:
-        tables = [table.squeeze(0) for table in rotation(like, everywhere.unsqueeze(0))]
-        for positions in (everywhere[:4], anywhere, everywhere[-1:]):
-            for table, rows in zip(tables, rotation(like, positions.unsqueeze(0)), strict=True):
-                if not _are_close(table[positions], rows.squeeze(0)):
+        [cosine, _] = turned(torch.tensor([0]))
+        if 2 * cosine.shape[-1] * dtype.itemsize * max_positions > _LARGEST_TABLE_BYTES:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        everywhere = torch.arange(max_positions)
+        anywhere = torch.randint(max_positions, (64,), generator=generator)
+        tables = turned(everywhere)
+        for positions in (everywhere[:4], everywhere[: max_positions // 2], anywhere):
+            for table, rows in zip(tables, turned(positions), strict=True):
+                if not _are_close(table[positions], rows):
                     return None
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         log.warning("positions are turned by the model's own code", error=str(error))
         return None
     cosines, sines = (table.to(dtype).contiguous() for table in tables)
-    return (cosines, sines) if 2 * cosines.nbytes <= _LARGEST_TABLE_BYTES else None
+    return cosines, sines
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
@@ -143,19 +154,67 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     return same_kind and bool(((one - other).abs() <= 2 * torch.finfo(one.dtype).eps).all())
 
 
-def _gives_the_same(short: ShortPass, network: Any) -> bool:
-    call: dict[str, Any] = {
-        "input_ids": torch.tensor([[0, 1, 2, 3]]),
-        "position_ids": torch.tensor([[1, 3, 6, 7]]),
-        "logits_to_keep": torch.tensor([0, 3]),
+# What a pass is tried with.
+_TOKENS: Final = torch.tensor([[0, 1, 2, 3]])
+_KEPT: Final = torch.tensor([0, 3])
+
+
+def _call(positions: Tensor) -> dict[str, Any]:
+    return {
+        "input_ids": _TOKENS,
+        "position_ids": positions,
+        "logits_to_keep": _KEPT,
         "use_cache": False,
     }
+
+
+def _gives_the_same(short: ShortPass, network: Any) -> bool:
+    call = _call(torch.tensor([[1, 3, 6, 7]]))
+    parts = replace(short, ends=None)
     expected = network(**call).logits
     try:
-        return torch.equal(short(**call).logits, expected)
+        return torch.equal(parts(**call).logits, expected)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         log.warning("the model keeps its own forward pass", error=str(error))
         return False
+
+
+def _is_the_same_in_one_call(short: ShortPass, network: Any) -> bool:
+    """As its parts are, on a cache of one block."""
+    num_tokens = _TOKENS.numel()
+    attention = _throwaway_attention(short.layers, num_tokens)
+    before = network.config._attn_implementation
+    network.set_attn_implementation(register_attention(attention))
+    call = _call(torch.arange(num_tokens).unsqueeze(0))
+    batch = PagedBatch(
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, num_tokens]),
+        seq_lens=torch.tensor([num_tokens]),
+        block_size=num_tokens,
+    )
+    outputs = []
+    try:
+        for one in (short, replace(short, ends=None)):
+            attention.begin(batch, torch.arange(num_tokens))
+            outputs.append(one(**call).logits)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        log.warning("the model's pass is not one call", error=str(error))
+        return False
+    finally:
+        network.set_attn_implementation(before)
+    return torch.equal(*outputs)
+
+
+def _throwaway_attention(stack: LayerStack, num_slots: int) -> PagedAttention:
+    """That of the layers, with a block for so many tokens."""
+    caches = []
+    for layer in stack.layers:
+        num_heads = layer.num_heads + 2 * layer.num_kv_heads
+        head_dim = layer.weights.heads.weight.num_outputs // num_heads
+        shape = (1, num_slots, layer.num_kv_heads, head_dim)
+        dtype = layer.weights.heads.weight.panels.dtype
+        caches.append((torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)))
+    return PagedAttention(caches, stack.weights.implementation)
 
 
 def _parts(module: Any) -> set[str]:

@@ -47,11 +47,10 @@ float* scratch(int64_t num_floats) {
   return memory.data() + (kLineFloats - address % kLineFloats) % kLineFloats;
 }
 
-// How a batch is cut, and room for the partials.
+// How a batch is cut, and what its partials take.
 struct Cut {
   Plan plan;
   int64_t row_floats, partial_floats;
-  std::vector<float> partials;
 
   Cut(const Attention& call, int64_t partition_keys)
       : plan(plan_attention(call, partition_keys, at::get_num_threads())) {
@@ -63,8 +62,9 @@ struct Cut {
     // The widest vectors have 16 numbers; two more are the maximum and the sum.
     row_floats = (call.values.head_dim + 15) / 16 * 16 + 2;
     partial_floats = most_rows * row_floats;
-    partials.resize(plan.num_partials * partial_floats);
   }
+
+  size_t all_floats() const { return plan.num_partials * partial_floats; }
 };
 
 }  // namespace
@@ -75,7 +75,8 @@ std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tenso
                              int64_t sliding_window, double softcap,
                              const std::optional<Tensor>& sinks,
                              const std::optional<Tensor>& alibi_slopes, double k_scale,
-                             double v_scale, int64_t partition_keys, int64_t isa) {
+                             double v_scale, int64_t partition_keys, int64_t isa,
+                             const Partials& partials) {
   const int64_t num_seqs = seq_lens.numel(), num_heads = query.size(1);
   TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == num_seqs &&
                   block_table.scalar_type() == at::kInt && block_table.is_contiguous(),
@@ -83,7 +84,8 @@ std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tenso
   TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type() &&
                   k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3),
               "the caches differ in more than their heads' dimensions");
-  TORCH_CHECK(num_heads % k_cache.size(2) == 0, "query heads do not divide among key heads");
+  TORCH_CHECK(k_cache.size(2) && num_heads % k_cache.size(2) == 0,
+              "query heads do not divide among key heads");
   TORCH_CHECK(query.size(2) == k_cache.size(3) && out.size(0) == query.size(0) &&
                   out.size(1) == num_heads && out.size(2) == v_cache.size(3),
               "query, output and caches do not fit");
@@ -109,13 +111,14 @@ std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tenso
   check_batch(call, query.size(0), k_cache.size(0));
   const Kernels& kernels = kernels_of(static_cast<Isa>(isa));
   const auto cut = std::make_shared<Cut>(call, partition_keys);
+  if (partials->size() < cut->all_floats()) partials->resize(cut->all_floats());
   const auto attend = [=, &kernels](int64_t i) {
     const Item& item = cut->plan.items[i];
-    kernels.attend(call, item, scratch(kernels.scratch_floats(call, item)), cut->partials.data(),
+    kernels.attend(call, item, scratch(kernels.scratch_floats(call, item)), partials->data(),
                    cut->partial_floats);
   };
   const auto merge = [=, &kernels](int64_t i) {
-    kernels.merge(call, cut->plan.merges[i], scratch(cut->row_floats), cut->partials.data(),
+    kernels.merge(call, cut->plan.merges[i], scratch(cut->row_floats), partials->data(),
                   cut->partial_floats);
   };
   return {{static_cast<int64_t>(cut->plan.items.size()), Stage::kQueue, attend},
@@ -133,7 +136,7 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cac
   const Tensor dense_query = dense(query);
   run_stages(attention(out, dense_query, k_cache, v_cache, block_table, query_start_loc, seq_lens,
                        scale, sliding_window, softcap, sinks, alibi_slopes, k_scale, v_scale,
-                       partition_keys, isa),
+                       partition_keys, isa, std::make_shared<std::vector<float>>()),
              Twice::kNever);
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "patience.h"
@@ -17,14 +18,13 @@ using Work = std::function<void(int64_t)>;
 
 // How long a thread looks out for the next work: longer than what lies between two operations of a
 // step, and shorter than what lies between two steps, when other processes need the core.
-constexpr int64_t kLookoutNs = 200'000;
+constexpr int64_t kLookoutNs = 500'000;
 
 class Crew {
  public:
   void work_together(int64_t num_threads, const Work& work) {
     // Who finds the crew at somebody else's work does without.
-    const std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-    if (!mine) return work(0);
+    if (busy_.test_and_set()) return work(0);
     hire(num_threads - 1);
     num_threads_ = num_threads;
     work_ = &work;
@@ -34,19 +34,26 @@ class Crew {
     work_ = nullptr;
     Patience patience;
     while (num_inside_ > 0) patience.look_again();
+    busy_.clear();
   }
 
  private:
+  // As many as the system gives.
   void hire(int64_t count) {
     if (num_helpers_ >= count) return;
-    // Signals are for threads that somebody knows.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (; num_helpers_ < count; ++num_helpers_) {
-      std::thread([this, thread = num_helpers_ + 1, seen = number_.load()] {
-        help(thread, seen);
-      }).detach();
+    // Signals are for threads that somebody knows, but for those that a thread causes itself.
+    sigset_t others, before;
+    sigfillset(&others);
+    for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, own);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    try {
+      for (; num_helpers_ < count; ++num_helpers_) {
+        std::thread([this, thread = num_helpers_ + 1, seen = number_.load()] {
+          help(thread, seen);
+        }).detach();
+      }
+    } catch (const std::system_error&) {
+      // The others do without it.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -86,7 +93,7 @@ class Crew {
     }
   }
 
-  std::mutex busy_;
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   int64_t num_helpers_ = 0;
   std::atomic<const Work*> work_{nullptr};
   std::atomic<int64_t> num_threads_{0}, number_{0}, num_inside_{0}, num_sleeping_{0};
@@ -94,19 +101,20 @@ class Crew {
   std::condition_variable woken_;
 };
 
-// It is never taken apart: its threads live as long as the process. One that is forked has none of
-// them, and gets a crew of its own.
-Crew* the_crew;
+// That of this process, as its cores are. It is never taken apart: its threads live as long as the
+// process. One that is forked has none of them, and gets a crew of its own.
+std::atomic<Crew*>& crew() {
+  static std::atomic<Crew*> crew = [] {
+    pthread_atfork(nullptr, nullptr, [] { quire::crew() = new Crew; });
+    return new Crew;
+  }();
+  return crew;
+}
 
 }  // namespace
 
 void work_together(int64_t num_threads, const Work& work) {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    the_crew = new Crew;
-    pthread_atfork(nullptr, nullptr, [] { the_crew = new Crew; });
-  });
-  the_crew->work_together(num_threads, work);
+  crew().load()->work_together(num_threads, work);
 }
 
 }  // namespace quire

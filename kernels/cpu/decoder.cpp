@@ -16,7 +16,7 @@ namespace {
 
 using Optionals = c10::List<std::optional<Tensor>>;
 
-// Per layer: norms before attention and MLP; products for heads, attention's output, gate, up and
+// Per layer, whose caches are its own: norms before attention and MLP; products for heads, attention's output, gate, up and
 // down; caches of keys and values.
 constexpr int64_t kNorms = 2, kProducts = 5, kCaches = 2;
 enum { kHeads, kOut, kGate, kUp, kDown };
@@ -39,7 +39,7 @@ struct Layers {
   int64_t count() const { return static_cast<int64_t>(scales.size()); }
 
   void check() const {
-    TORCH_CHECK(count(), "there are no layers");
+    TORCH_CHECK(count() && num_heads, "there are no layers, or no heads");
     const auto fits = [&](size_t size, int64_t per_layer) {
       return static_cast<int64_t>(size) == per_layer * count();
     };
@@ -67,6 +67,7 @@ struct Heads {
 // What a layer makes on its way.
 struct Results {
   Tensor normed, heads, turned, attended, between, mlp_normed, active, out;
+  Partials partials = std::make_shared<std::vector<float>>();
 };
 
 // Where each result has a place of its own.
@@ -115,7 +116,7 @@ struct Head {
 // then threads may be almost a layer apart. Those of many would take too much memory.
 class Program {
  public:
-  // `states` [num_tokens, hidden_size]
+  // `states` [num_tokens, hidden_size], not empty
   Program(const Layers& layers, const Tensor& states) : layers_(layers), heads_(layers), in_(states) {
     const int64_t num_active = layers.panels[kDown].size(1);
     const int64_t numbers = 4 * states.size(1) + num_active +
@@ -136,9 +137,11 @@ class Program {
   // Returns what they make of the states.
   Tensor add_layers(const Step& step) {
     for (int64_t layer = 0; layer < layers_.count(); ++layer) {
+      const auto num_before = static_cast<int64_t>(stages_.size());
       const Results& results = sets_[layer % sets_.size()];
       add_attention(layer, step, results);
       add_mlp(layer, results);
+      TORCH_INTERNAL_ASSERT(num_before + kStagesPerLayer == static_cast<int64_t>(stages_.size()));
       in_ = results.out;
     }
     return in_;
@@ -159,9 +162,10 @@ class Program {
 
   void add(Stage stage) {
     const auto index = static_cast<int64_t>(stages_.size());
-    // A result's place was read last by the stage before this one's in the layer before, or written
-    // by this one's two layers ago.
-    stage.num_left = is_apart_ ? std::max<int64_t>(0, index - kStagesPerLayer + 1) : index;
+    // A place is written again two layers later. What was there is read last in the same layer, but
+    // for the layer's outcome: that in the next one, up to the product of its attention. Where results
+    // take each other's places, no piece is done twice, so none of a stage that is done is at work.
+    stage.num_left = is_apart_ ? std::max<int64_t>(0, index - kStagesPerLayer + 1) : 0;
     stages_.push_back(std::move(stage));
   }
 
@@ -196,7 +200,7 @@ class Program {
          attention(results.attended, results.turned.narrow(1, 0, num_queries), k_cache, v_cache,
                    step.block_table, step.query_start_loc, step.seq_lens, layers_.scales[layer],
                    layers_.windows[layer], 0.0, std::nullopt, std::nullopt, k_scale, v_scale, 0,
-                   layers_.isa))
+                   layers_.isa, results.partials))
       add(std::move(stage));
     add_product(layer, kOut, results.attended.flatten(1), in_, results.between);
   }
@@ -270,7 +274,9 @@ Tensor decoder_pass(const Tensor& ids, const Tensor& positions, const Tensor& ke
                sines = room(num_tokens, sine_table.size(1));
   const Tensor kept_states = room(num_kept, embedding.size(1)), normed = at::empty_like(kept_states);
   const Tensor logits = room(num_kept, num_outputs);
-  if (!num_tokens) return logits;
+  if (!num_tokens && !num_kept) return logits;
+  TORCH_CHECK_INDEX(num_tokens, "of no token there are no logits");
+  TORCH_CHECK(states.size(1), "the embedding has no numbers");
   Program program(layers, states);
   program.add_rows(embedding, num_embeddings, ids, states);
   program.add_rows(cosine_table.unsqueeze(-1), cosine_table.size(0), positions, cosines);

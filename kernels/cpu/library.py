@@ -8,10 +8,10 @@ from typing import Final
 import torch
 
 NAME: Final = "quire_kernels"
-# at::parallel_for runs on one thread where OpenMP is off. Instruction sets beyond the processor
-# family's first are asked for within the sources, function by function.
-COMPILER_FLAGS: Final = ("-O3", "-fopenmp", "-fvisibility=hidden", "-Wall")
-LINKER_FLAGS: Final = ("-fopenmp",)
+# Instruction sets beyond the processor family's first are asked for within the sources, function by
+# function.
+COMPILER_FLAGS: Final = ("-O3", "-pthread", "-fvisibility=hidden", "-Wall")
+LINKER_FLAGS: Final = ("-pthread",)
 
 _HERE = Path(__file__).parent
 _CACHE_VARIABLE = "QUIRE_KERNEL_CACHE"

@@ -17,7 +17,7 @@ namespace {
 // A piece's rows are to stay in the second-level cache while all panels pass by.
 constexpr int64_t kPieceBytes = 192 << 10;
 // Threads take pieces in turn: one that was held up leaves the others more of them.
-constexpr int64_t kPiecesPerThread = 8;
+constexpr int64_t kPiecesPerThread = 16;
 // Rows are widened by whole vectors.
 constexpr int64_t kMostLanes = 16;
 
@@ -97,6 +97,9 @@ Stage product(const Tensor& input, const Tensor& panels, const std::optional<Ten
     check_weight(*second_panels, second_bias, num_inputs, num_outputs, functions.panel_width);
     TORCH_CHECK(second_panels->scalar_type() == panels.scalar_type(), "weights must be alike");
   }
+  TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.is_contiguous() &&
+                  out.numel() == input.size(0) * num_outputs,
+              "outputs must be dense, and of the inputs' dtype");
   TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() &&
                             residual->scalar_type() == out.scalar_type()),
               "what is added must be dense, and like the outputs");
@@ -157,6 +160,9 @@ Stage looked_up(const Tensor& panels, int64_t num_outputs, const Tensor& rows, c
   TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_weight(panels) &&
                   num_outputs <= panels.size(0) * panels.size(2),
               "panels must be dense, and have all rows");
+  TORCH_CHECK(out.dim() == 2 && out.size(1) == panels.size(1) && out.is_contiguous() &&
+                  out.scalar_type() == panels.scalar_type(),
+              "rows go where there are as many numbers of their dtype");
   const int64_t* numbers = int64s(rows, out.size(0), "rows");
   for (int64_t i = 0; i < out.size(0); ++i) {
     TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < num_outputs, "there is no row ", numbers[i]);

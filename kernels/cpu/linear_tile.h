@@ -67,10 +67,40 @@ QUIRE_INLINE void multiply_panel(const Product& call, const void* panels, const 
   }
 }
 
+// Where a panel's outputs of a row go, from the first of all outputs on.
+QUIRE_INLINE int64_t place_of(const Product& call, int64_t row, int64_t first_output) {
+  return (row * call.num_outputs + first_output) * bytes_of(call.format);
+}
+
+// Outputs, and what is added to them, have left the caches by the time they are needed: they come
+// while the sums are computed.
+template <int kRows>
+QUIRE_INLINE void fetch_outputs(const Product& call, int64_t first_row, int64_t first_output) {
+  constexpr int64_t kLine = 64;
+  const int64_t bytes = kPanelWidth * bytes_of(call.format);
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t place = place_of(call, first_row + r, first_output);
+    for (int64_t line = place; line < place + bytes; line += kLine) {
+      __builtin_prefetch(static_cast<const char*>(call.out) + line, 1, 3);
+      if (call.residual) __builtin_prefetch(static_cast<const char*>(call.residual) + line, 0, 3);
+    }
+  }
+}
+
 // One row of a panel's outputs, which it changes, to its place.
 static void write_outputs(const Product& call, int64_t row, int64_t first_output, float* outputs) {
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
-  const int64_t place = (row * call.num_outputs + first_output) * bytes_of(call.format);
+  const int64_t place = place_of(call, row, first_output);
+  if (call.format == Format::kFloat32 && count == kPanelWidth) {
+    float* out = static_cast<float*>(call.out) + place / sizeof(float);
+    const float* others = static_cast<const float*>(call.residual);
+    for (int half = 0; half < kPanelWidth; half += kLanes) {
+      Floats sums = load(outputs + half);
+      if (others) sums += load(others + place / sizeof(float) + half);
+      store(out + half, sums);
+    }
+    return;
+  }
   if (call.residual) {
     float others[kPanelWidth] = {};
     widen_row(call.format, static_cast<const uint8_t*>(call.residual) + place, others, count, 1.0f);
@@ -87,6 +117,7 @@ static void tile(const Product& call, const float* rows, int64_t row_stride, int
   const Ahead ahead = Ahead::of<W>(number, num_tiles, call.num_inputs);
   float outputs[kRows][kPanelWidth];
   Floats sums[kRows][2];
+  fetch_outputs<kRows>(call, first_row, first_output);
   multiply_panel<kRows, W>(call, call.panels, call.bias, rows, row_stride, first_output, ahead,
                           sums);
   if (call.second_panels) {

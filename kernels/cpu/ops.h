@@ -1,11 +1,12 @@
 // The operations on tensors as stages of work, for those that have several of them done in one go.
 //
-// Tensors have to be there until all stages are done. Outputs are dense; each number of theirs is
-// written once, and follows from what the stage only reads, unless they are the same memory.
+// Tensors have to be there until all stages are done. Outputs are dense. A piece writes each number
+// of theirs once, and it follows from what the stage only reads, unless they are the same memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -15,19 +16,24 @@ namespace quire {
 
 using at::Tensor;
 
-// Keys and values [num_tokens, num_kv_heads, head_dim], dense in the last dimension.
+// Slots differ from each other. Keys and values [num_tokens, num_kv_heads, head_dim], dense in the last dimension.
 Stage writing(const Tensor& keys, const Tensor& values, const Tensor& k_cache,
               const Tensor& v_cache, const Tensor& slot_mapping, double k_scale, double v_scale,
               int64_t isa);
 
+// Room for parts of outputs: what is there when their pieces are done is what was needed most.
+using Partials = std::shared_ptr<std::vector<float>>;
+
 // `query` is dense in its last dimension. The second stage has no pieces if nothing is partitioned.
+// Both write `partials`.
 std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tensor& k_cache,
                              const Tensor& v_cache, const Tensor& block_table,
                              const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                              int64_t sliding_window, double softcap,
                              const std::optional<Tensor>& sinks,
                              const std::optional<Tensor>& alibi_slopes, double k_scale,
-                             double v_scale, int64_t partition_keys, int64_t isa);
+                             double v_scale, int64_t partition_keys, int64_t isa,
+                             const Partials& partials);
 
 namespace linear {
 

@@ -18,9 +18,9 @@ namespace {
 // What threads write stands in lines of its own.
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kNowhere = std::numeric_limits<int64_t>::max();
-// A piece is overdue after twice the time of the longest that the waiting thread did itself in this
-// stage, or after this time.
-constexpr int64_t kPatienceNs = 30'000;
+// A piece is overdue after twice the time of the longest that was done in this stage so far, but not
+// before the first time, which is that of small ones; where none is done, after the second.
+constexpr int64_t kPatienceNs = 30'000, kPatienceWithFirstNs = 300'000;
 
 // Pieces of one stage that were begun, and that are done.
 class Progress {
@@ -56,8 +56,16 @@ class Progress {
     return states_[piece].compare_exchange_strong(state, kBegunAgain);
   }
 
-  void end(int64_t piece) {
+  void end(int64_t piece, int64_t took_ns) {
+    int64_t longest_ns = longest_ns_;
+    while (took_ns > longest_ns && !longest_ns_.compare_exchange_weak(longest_ns, took_ns)) {
+    }
     if (states_[piece].exchange(kDone) != kDone) --num_open_;
+  }
+
+  int64_t overdue_ns() const {
+    const int64_t longest_ns = longest_ns_;
+    return longest_ns ? std::max(kPatienceNs, 2 * longest_ns) : kPatienceWithFirstNs;
   }
 
  private:
@@ -73,6 +81,7 @@ class Progress {
   const std::unique_ptr<Neighbours[]> runs_;
   const std::unique_ptr<std::atomic<uint8_t>[]> states_;
   alignas(kLineBytes) std::atomic<int64_t> num_open_;
+  std::atomic<int64_t> longest_ns_{0};
 };
 
 // One run through all stages.
@@ -87,17 +96,14 @@ class Run {
 
   // What one of the threads does, from the first stage to the last.
   void work(int64_t thread) {
-    Place& place = places_[thread];
     const auto num_stages = static_cast<int64_t>(stages_.size());
     for (int64_t stage = 0; stage < num_stages; ++stage) {
-      // Before anything is looked at: who sees this thread here knows that it was in none before.
-      place.stage = stage;
+      places_[thread].stage = stage;
       if (progress_[stage]->is_done()) continue;
-      wait_for_others_to_leave(stages_[stage].num_left);
-      const int64_t longest_ns = do_pieces(stage, thread);
-      finish(stage, thread, longest_ns);
+      wait_for_pieces_of(stages_[stage].num_left);
+      do_pieces(stage, thread);
+      finish(stage, thread);
     }
-    place.stage = kNowhere;
   }
 
   void rethrow() const {
@@ -107,30 +113,39 @@ class Run {
  private:
   // Where a thread is.
   struct alignas(kLineBytes) Place {
-    std::atomic<int64_t> stage{kNowhere}, piece{kNowhere}, since_ns{0};
+    std::atomic<int64_t> stage{0}, piece{kNowhere}, since_ns{0};
+    std::atomic<bool> at_work{false};
   };
 
-  void wait_for_others_to_leave(int64_t num_stages) {
+  // Said before a piece is taken and until it is done: who reads that a thread is not at work, and
+  // then sees a stage done, knows that it takes no piece of it any more.
+  class AtWork {
+   public:
+    explicit AtWork(Place& place) : place_(place) { place_.at_work = true; }
+    ~AtWork() { place_.at_work = false; }
+
+   private:
+    Place& place_;
+  };
+
+  // Those of the stages before `num_stages`, all of which are done, though some by others.
+  void wait_for_pieces_of(int64_t num_stages) {
     for (int64_t thread = 0; thread < num_threads_; ++thread) {
+      const Place& place = places_[thread];
       Patience patience;
-      while (places_[thread].stage < num_stages) patience.look_again();
+      while (place.at_work && place.stage < num_stages) patience.look_again();
     }
   }
 
-  // Returns the time of the longest one.
-  int64_t do_pieces(int64_t stage, int64_t thread) {
-    Progress& progress = *progress_[stage];
-    int64_t longest_ns = 0, begun_ns = now_ns();
-    for (int64_t piece; (piece = progress.begin(thread)) != kNowhere;) {
-      do_piece(stage, thread, piece, begun_ns);
-      const int64_t ended_ns = now_ns();
-      longest_ns = std::max(longest_ns, ended_ns - begun_ns);
-      begun_ns = ended_ns;
-    }
-    return longest_ns;
+  void do_pieces(int64_t stage, int64_t thread) {
+    const AtWork at_work(places_[thread]);
+    int64_t now = now_ns();
+    for (int64_t piece; (piece = progress_[stage]->begin(thread)) != kNowhere;)
+      now = do_piece(stage, thread, piece, now);
   }
 
-  void do_piece(int64_t stage, int64_t thread, int64_t piece, int64_t begun_ns) {
+  // Returns when it was done.
+  int64_t do_piece(int64_t stage, int64_t thread, int64_t piece, int64_t begun_ns) {
     Place& place = places_[thread];
     place.since_ns = begun_ns;
     place.piece = piece;
@@ -142,30 +157,32 @@ class Run {
       failed_ = true;
     }
     place.piece = kNowhere;
-    progress_[stage]->end(piece);
+    const int64_t ended_ns = now_ns();
+    progress_[stage]->end(piece, ended_ns - begun_ns);
+    return ended_ns;
   }
 
   // Waits until all pieces are done, and does those that others do not get done.
-  void finish(int64_t stage, int64_t thread, int64_t longest_ns) {
-    const int64_t overdue_ns = std::max(kPatienceNs, 2 * longest_ns);
+  void finish(int64_t stage, int64_t thread) {
     Patience patience;
     while (!progress_[stage]->is_done()) {
       patience.look_again();
       if (twice_ == Twice::kWhereStalled && patience.is_time_to_look_at_the_clock())
-        help(stage, thread, overdue_ns);
+        help(stage, thread);
     }
   }
 
-  void help(int64_t stage, int64_t thread, int64_t overdue_ns) {
+  void help(int64_t stage, int64_t thread) {
+    const AtWork at_work(places_[thread]);
     for (int64_t other = 0; other < num_threads_; ++other) {
       const Place& place = places_[other];
       const int64_t piece = place.piece;
       if (other == thread || place.stage != stage || piece == kNowhere) continue;
-      const int64_t begun_ns = now_ns();
-      if (begun_ns - place.since_ns < overdue_ns) continue;
+      const int64_t now = now_ns();
+      if (now - place.since_ns < progress_[stage]->overdue_ns()) continue;
       // It may have gone on since; then it is a piece of this stage all the same, or none at all.
       if (piece < stages_[stage].num_pieces && progress_[stage]->begin_again(piece))
-        do_piece(stage, thread, piece, begun_ns);
+        do_piece(stage, thread, piece, now);
     }
   }
 

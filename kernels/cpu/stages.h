@@ -3,7 +3,7 @@
 // A thread that finds no piece of a stage left goes on with the next one as soon as all pieces are
 // done, not when all threads are there. And a piece whose thread stands still, because another
 // process has its core, is done once more by one that would otherwise wait. So nobody is waited for
-// but at the end of all.
+// but whoever is in the midst of a piece whose memory is needed again, and that at the end of all.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +26,13 @@ struct Stage {
   int64_t num_pieces = 0;
   Order order = kQueue;
   Work work = {};
-  // How many stages of those before everybody must have left when this one begins: because it
-  // overwrites what they read, or reads what they change once more.
+  // Of how many stages before this one no piece may be at work any more, not even one that was done
+  // by others meanwhile: because this stage overwrites what they read or write.
   int64_t num_left = 0;
 };
 
 // Whether pieces may be done twice, at the same time: if each writes nothing but what follows from
-// what no stage changes before all have left this one.
+// what no stage changes while it is at work.
 enum class Twice { kNever, kWhereStalled };
 
 // Does all stages, one after the other. The first error that work throws is thrown when nobody is

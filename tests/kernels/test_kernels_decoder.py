@@ -1,10 +1,11 @@
-"""What decoder layers in one call refuse; what they give is in the tests of the worker's layers."""
+"""What decoder layers and passes in one call refuse; what they give is in the tests of the worker's
+layers."""
 
 import pytest
 import torch
 
 from kernels.choice import Implementation, cpp_implementations
-from kernels.decoder import DecoderWeights, LayerWeights, decoder_layers
+from kernels.decoder import DecoderWeights, Ends, LayerWeights, decoder_layers, decoder_pass
 from kernels.fused import Activation
 from kernels.linear import PackedWeight, Product
 from kernels.paged_batch import PagedBatch
@@ -56,3 +57,45 @@ def test_what_does_not_fit_is_refused(implementation: Implementation) -> None:
         run(states, angles[:, :2], caches)
     with pytest.raises(RuntimeError, match="do not fit the cache"):
         run(states, angles, [*caches[:3], torch.zeros(1, 4, 1, 2 * _DIM)])
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+def test_what_is_not_there_is_refused(implementation: Implementation) -> None:
+    torch.manual_seed(0)
+    weights = DecoderWeights([layer(implementation)], 2, Activation.SILU)
+    batch = PagedBatch(
+        torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 3]), torch.tensor([3]), 4
+    )
+    caches = [torch.zeros(1, 4, 1, _DIM) for _ in range(2)]
+    head = Product(PackedWeight.of(torch.randn(10, _HIDDEN), implementation), None)
+
+    def run(
+        ids: list[int],
+        positions: list[int],
+        kept: list[int],
+        hidden: int = _HIDDEN,
+        table: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        angles = torch.randn(6, _DIM, dtype=table)
+        embedding = torch.randn(9, hidden, 1)
+        ends = Ends(embedding, 9, angles, angles, torch.ones(_HIDDEN), 1e-6, head)
+        numbers = (torch.tensor(one, dtype=torch.int64) for one in (ids, positions, kept))
+        return decoder_pass(*numbers, ends, weights, caches, batch, torch.arange(3), [1.0, 1.0])
+
+    assert run([0, 8, 2], [0, 5, 1], [2, 0]).shape == (2, 10)
+    assert run([0, 8, 2], [0, 5, 1], []).shape == (0, 10)
+    for ids, positions, kept in (
+        ([0, 9, 2], [0, 5, 1], [0]),
+        ([0, -1, 2], [0, 5, 1], [0]),
+        ([0, 8, 2], [0, 6, 1], [0]),
+        ([0, 8, 2], [0, 5, 1], [3]),
+        ([], [], [0]),
+    ):
+        with pytest.raises(IndexError):
+            run(ids, positions, kept)
+    with pytest.raises(RuntimeError, match="rows must be 3 dense"):
+        run([0, 8, 2], [0, 5], [0])
+    with pytest.raises(RuntimeError, match="as many numbers of their dtype"):
+        run([0, 8, 2], [0, 5, 1], [0], table=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="a number per column"):
+        run([0, 8, 2], [0, 5, 1], [0], hidden=2 * _HIDDEN)

@@ -15,6 +15,7 @@ from worker_driver import Sequence, admit, schedule, worker_settings
 
 from kernels.choice import cpp_implementations
 from quire.internal.v1 import worker_pb2
+from worker_svc.attention import PagedAttention
 from worker_svc.decoder_layers import join_layers, layer_examples
 from worker_svc.fusing import fuse
 from worker_svc.packing import pack
@@ -68,6 +69,34 @@ def test_it_gives_the_same_bits(config: Callable[[], PretrainedConfig], dtype: t
     assert shorten(model, MAX_MODEL_LEN) == {"short passes": 1, "passes in one call": 1}
     assert isinstance(model.forward, ShortPass)
     assert logits(model).equal(before)
+
+
+def test_one_call_that_gives_something_else_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = joined(random_network(FAMILIES["llama"]()))
+    run_pass = PagedAttention.run_pass
+    monkeypatch.setattr(
+        PagedAttention, "run_pass", lambda self, *args: run_pass(self, *args).mul_(1.0001)
+    )
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 1, "passes in one call": 0}
+
+
+def test_a_rotation_that_depends_on_the_longest_position_keeps_its_code() -> None:
+    """As that of dynamic scaling and its kin."""
+    model = joined(random_network(FAMILIES["llama"]()))
+    rotary = model.model.rotary_emb
+
+    class Stretched(nn.Module):
+        def forward(self, states: Tensor, position_ids: Tensor) -> Any:
+            stretch = 1.0 if position_ids.max() < MAX_MODEL_LEN // 2 else 0.5
+            return rotary(states, position_ids * stretch)
+
+    model.model.rotary_emb = Stretched()
+    assert shorten(model, MAX_MODEL_LEN) == {"short passes": 1, "passes in one call": 0}
+
+
+def test_a_table_that_would_be_large_is_not_made() -> None:
+    model = joined(random_network(FAMILIES["llama"]()))
+    assert shorten(model, 10**9) == {"short passes": 1, "passes in one call": 0}
 
 
 @pytest.mark.parametrize("config", [FAMILIES["gemma2"], FAMILIES["gpt2"]])

@@ -1,0 +1,149 @@
+"""However many threads work together, and whoever of them is held up: the same bits."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import run
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.choice import cpp_implementations
+from kernels.decoder import DecoderWeights, LayerWeights, decoder_layers
+from kernels.fused import Activation
+from kernels.linear import PackedWeight, Product
+from kernels.paged_batch import PagedBatch
+
+pytestmark = pytest.mark.skipif(not cpp_implementations(), reason="no compiled kernels")
+
+_HIDDEN, _DIM, _NUM_HEADS, _NUM_LAYERS = 96, 16, 6, 5
+_BLOCK_SIZE, _NUM_BLOCKS = 8, 300
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _layer() -> LayerWeights:
+    implementation = cpp_implementations()[-1]
+
+    def product(num_inputs: int, num_outputs: int) -> Product:
+        weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
+        return Product(PackedWeight.of(weight, implementation), None)
+
+    return LayerWeights(
+        attention_norm=torch.ones(_HIDDEN),
+        attention_epsilon=1e-6,
+        heads=product(_HIDDEN, (_NUM_HEADS + 4) * _DIM),
+        head_norms=None,
+        head_epsilon=0.0,
+        scale=0.25,
+        sliding_window=None,
+        out=product(_NUM_HEADS * _DIM, _HIDDEN),
+        mlp_norm=torch.ones(_HIDDEN),
+        mlp_epsilon=1e-6,
+        gate=product(_HIDDEN, 320),
+        up=product(_HIDDEN, 320),
+        down=product(320, _HIDDEN),
+    )
+
+
+def _layers(seq_lens: list[int], query_lens: list[int]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A call of some layers, with what it has to be given; it returns what they made, and the
+    caches."""
+    torch.manual_seed(0)
+    weights = DecoderWeights([_layer() for _ in range(_NUM_LAYERS)], _NUM_HEADS, Activation.SILU)
+    num_tokens = sum(query_lens)
+    width = max(-(-length // _BLOCK_SIZE) for length in seq_lens)
+    table = torch.randperm(_NUM_BLOCKS)[: len(seq_lens) * width].view(len(seq_lens), width).int()
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    slots = torch.tensor(
+        [
+            int(table[seq, position // _BLOCK_SIZE]) * _BLOCK_SIZE + position % _BLOCK_SIZE
+            for seq, (end, count) in enumerate(zip(seq_lens, query_lens, strict=True))
+            for position in range(end - count, end)
+        ]
+    )
+    batch = PagedBatch(table, starts, torch.tensor(seq_lens), _BLOCK_SIZE)
+    states = torch.randn(num_tokens, _HIDDEN)
+    angles = torch.randn(1, num_tokens, _DIM)
+    filled = torch.randn(2 * _NUM_LAYERS, _NUM_BLOCKS, _BLOCK_SIZE, 2, _DIM)
+
+    def call() -> tuple[Tensor, Tensor]:
+        caches = filled.clone()
+        out = decoder_layers(
+            states,
+            angles.cos(),
+            angles.sin(),
+            weights,
+            list(caches),
+            batch,
+            slots,
+            [1.0] * 2 * _NUM_LAYERS,
+        )
+        return out, caches
+
+    return call
+
+
+_BATCHES = {
+    "decoding": ([31, 17, 40, 1, 8, 9, 25, 33], [1] * 8),
+    "one row": ([450], [1]),
+    "prompts": ([60, 100, 37], [60, 64, 37]),
+    # So many that results take each other's places.
+    "long prompts": ([700, 700, 700], [700, 700, 700]),
+}
+
+
+@pytest.mark.parametrize("lengths", _BATCHES.values(), ids=_BATCHES.keys())
+def test_who_does_what_changes_no_bit(lengths: tuple[list[int], list[int]]) -> None:
+    """More threads than there are cores stand still in the midst of pieces, which others do once
+    more. How a long sequence is cut depends on their number: then sums are rounded elsewhere."""
+    call = _layers(*lengths)
+    torch.set_num_threads(1)
+    alone = call()
+    for num_threads in (2, 3, 8):
+        torch.set_num_threads(num_threads)
+        first = call()
+        for one, other in zip(first, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        for _ in range(20):
+            assert all(one.equal(other) for one, other in zip(call(), first, strict=True))
+
+
+def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
+    call = _layers(*_BATCHES["decoding"])
+    torch.set_num_threads(2)
+    expected, _ = call()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: call()[0], range(200)))
+    assert all(result.equal(expected) for result in results)
+
+
+_FORKED = """
+import os, sys
+import torch
+from kernels.choice import cpp_implementations
+from kernels.linear import PackedWeight, linear
+
+weight = PackedWeight.of(torch.randn(256, 64), cpp_implementations()[-1])
+states = torch.randn(32, 64)
+torch.set_num_threads(2)
+expected = linear(states, weight)
+child = os.fork()
+if not child:
+    os._exit(0 if linear(states, weight).equal(expected) else 1)
+_, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_process_computes_on() -> None:
+    """It has none of its parent's threads."""
+    done = run([sys.executable, "-c", _FORKED], timeout=120, env=os.environ)
+    assert done.returncode == 0
