@@ -5,8 +5,8 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "patience.h"
@@ -52,7 +52,7 @@ class Crew {
           help(thread, seen);
         }).detach();
       }
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       // The others do without it.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -104,17 +104,24 @@ class Crew {
 // That of this process, as its cores are. It is never taken apart: its threads live as long as the
 // process. One that is forked has none of them, and gets a crew of its own.
 std::atomic<Crew*>& crew() {
-  static std::atomic<Crew*> crew = [] {
-    pthread_atfork(nullptr, nullptr, [] { quire::crew() = new Crew; });
-    return new Crew;
-  }();
+  static std::atomic<Crew*> crew{nullptr};
   return crew;
 }
 
 }  // namespace
 
 void work_together(int64_t num_threads, const Work& work) {
-  crew().load()->work_together(num_threads, work);
+  Crew* mine = crew();
+  if (!mine) {
+    auto* fresh = new Crew;
+    if (crew().compare_exchange_strong(mine, fresh)) {
+      mine = fresh;
+      pthread_atfork(nullptr, nullptr, [] { crew() = nullptr; });
+    } else {
+      delete fresh;
+    }
+  }
+  mine->work_together(num_threads, work);
 }
 
 }  // namespace quire

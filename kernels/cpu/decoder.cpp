@@ -16,8 +16,8 @@ namespace {
 
 using Optionals = c10::List<std::optional<Tensor>>;
 
-// Per layer, whose caches are its own: norms before attention and MLP; products for heads, attention's output, gate, up and
-// down; caches of keys and values.
+// Per layer, whose caches are its own: norms before attention and MLP; products for heads,
+// attention's output, gate, up and down; caches of keys and values.
 constexpr int64_t kNorms = 2, kProducts = 5, kCaches = 2;
 enum { kHeads, kOut, kGate, kUp, kDown };
 // Epsilons of both norms and of the heads' own.
@@ -86,7 +86,8 @@ Results apart(const Tensor& states, const Heads& heads, int64_t num_active) {
 
 // Where results take the places of others that nobody needs any more.
 Results together(const Tensor& states, const Heads& heads, int64_t num_active) {
-  const int64_t num_tokens = states.size(0), dim = heads.dim, num_head_numbers = heads.num_all() * dim;
+  const int64_t num_tokens = states.size(0), dim = heads.dim;
+  const int64_t num_head_numbers = heads.num_all() * dim;
   const Tensor shared =
       at::empty({num_tokens * std::max(num_head_numbers, num_active)}, states.options());
   const auto place = [&](at::IntArrayRef sizes) {
@@ -117,10 +118,11 @@ struct Head {
 class Program {
  public:
   // `states` [num_tokens, hidden_size], not empty
-  Program(const Layers& layers, const Tensor& states) : layers_(layers), heads_(layers), in_(states) {
+  Program(const Layers& layers, const Tensor& states)
+      : layers_(layers), heads_(layers), in_(states) {
     const int64_t num_active = layers.panels[kDown].size(1);
-    const int64_t numbers = 4 * states.size(1) + num_active +
-                            (heads_.num_all() + heads_.num_turned() + heads_.num_queries) * heads_.dim;
+    const int64_t num_heads = heads_.num_all() + heads_.num_turned() + heads_.num_queries;
+    const int64_t numbers = 4 * states.size(1) + num_active + num_heads * heads_.dim;
     is_apart_ = states.size(0) * numbers * states.element_size() <= kMostApart;
     if (is_apart_) {
       sets_ = {apart(states, heads_, num_active), apart(states, heads_, num_active)};
@@ -163,8 +165,8 @@ class Program {
   void add(Stage stage) {
     const auto index = static_cast<int64_t>(stages_.size());
     // A place is written again two layers later. What was there is read last in the same layer, but
-    // for the layer's outcome: that in the next one, up to the product of its attention. Where results
-    // take each other's places, no piece is done twice, so none of a stage that is done is at work.
+    // for the layer's outcome: that in the next one, up to the product of its attention. Where
+    // results take each other's places, no piece is done twice, so none of a stage that is done is at work.
     stage.num_left = is_apart_ ? std::max<int64_t>(0, index - kStagesPerLayer + 1) : 0;
     stages_.push_back(std::move(stage));
   }

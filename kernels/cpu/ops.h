@@ -16,16 +16,18 @@ namespace quire {
 
 using at::Tensor;
 
-// Slots differ from each other. Keys and values [num_tokens, num_kv_heads, head_dim], dense in the last dimension.
+// Slots differ from each other. Keys and values [num_tokens, num_kv_heads, head_dim], dense in the
+// last dimension.
 Stage writing(const Tensor& keys, const Tensor& values, const Tensor& k_cache,
               const Tensor& v_cache, const Tensor& slot_mapping, double k_scale, double v_scale,
               int64_t isa);
 
-// Room for parts of outputs: what is there when their pieces are done is what was needed most.
+// Room for parts of outputs. It grows, while stages are made, to what the largest of them needs;
+// those may share it whose pieces are never at work together.
 using Partials = std::shared_ptr<std::vector<float>>;
 
 // `query` is dense in its last dimension. The second stage has no pieces if nothing is partitioned.
-// Both write `partials`.
+// The first writes the partials, the second reads them.
 std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tensor& k_cache,
                              const Tensor& v_cache, const Tensor& block_table,
                              const Tensor& query_start_loc, const Tensor& seq_lens, double scale,

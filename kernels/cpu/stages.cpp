@@ -117,8 +117,8 @@ class Run {
     std::atomic<bool> at_work{false};
   };
 
-  // Said before a piece is taken and until it is done: who reads that a thread is not at work, and
-  // then sees a stage done, knows that it takes no piece of it any more.
+  // Said before a piece is taken and until it is done: who sees a stage done, and then reads that a
+  // thread is not at work, knows that it is at no piece of it and takes none any more.
   class AtWork {
    public:
     explicit AtWork(Place& place) : place_(place) { place_.at_work = true; }

@@ -3,7 +3,8 @@
 // A thread that finds no piece of a stage left goes on with the next one as soon as all pieces are
 // done, not when all threads are there. And a piece whose thread stands still, because another
 // process has its core, is done once more by one that would otherwise wait. So nobody is waited for
-// but whoever is in the midst of a piece whose memory is needed again, and that at the end of all.
+// but whoever is in the midst of a piece whose memory is needed again, and, at the end, whoever is
+// there.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,8 @@ struct Stage {
   int64_t num_pieces = 0;
   Order order = kQueue;
   Work work = {};
-  // Of how many stages before this one no piece may be at work any more, not even one that was done
-  // by others meanwhile: because this stage overwrites what they read or write.
+  // Of so many stages, from the list's first on, no piece may be at work any more, not even one that
+  // was done by others meanwhile: because this stage overwrites what they read or write.
   int64_t num_left = 0;
 };
 
