@@ -67,9 +67,10 @@ def _decode_row(limits: Limits, shape: Shape) -> Row:
 def prefill(limits: Limits) -> Part:
     """Whole prompts."""
     sizes = [_SEQ_LEN, 160]
+    # Of queries and outputs, of keys and values.
+    token_bytes = 2 * (8 + 4) * 64 * 4
     shapes = [
-        Shape(limits.working_set // (2 * length * 4 * 64 * 4) + 1, length, length)
-        for length in sizes
+        Shape(limits.working_set // (length * token_bytes) + 1, length, length) for length in sizes
     ]
     shapes.append(Shape(shapes[0].num_seqs // 4, _SEQ_LEN, _SEQ_LEN, 32, 8, 128))
     rows = [_prefill_row(limits, shape) for shape in shapes]
