@@ -18,8 +18,7 @@ from benchmarks.engines.models import MODELS, BenchModel
 from benchmarks.engines.workload import MAX_NUM_SEQS, Work
 from kernels.choice import cpp_implementations
 from kernels.linear import PackedWeight, linear
-from worker_svc.memory import keep_freed_memory
-from worker_svc.process import prepare_process
+from worker_svc.memory import keep_freed_memory, prepare_memory
 from worker_svc.settings import WorkerSettings
 
 _NUM_RATES = 5
@@ -74,7 +73,7 @@ class _Weight:
 
 def main() -> None:
     # As the worker does.
-    prepare_process()
+    prepare_memory()
     keep_freed_memory()
     given = job()
     model = MODELS[given["name"]]

@@ -19,8 +19,8 @@ from benchmarks.engines.batcher import Step, steps
 from benchmarks.engines.workload import Work
 from worker_svc.device_thread import MOST_LAUNCHED
 from worker_svc.engine import Engine
+from worker_svc.memory import prepare_memory
 from worker_svc.plans import StepOutput, plan_from_proto
-from worker_svc.process import prepare_process
 from worker_svc.settings import WorkerSettings
 from worker_svc.step_runner import Launched
 from worker_svc.torch_engine import load_engine
@@ -129,7 +129,7 @@ def _on_device(records: Any) -> Iterator[tuple[float, float]]:
 
 
 def main() -> None:
-    prepare_process()
+    prepare_memory()
     given = job()
     settings = WorkerSettings.load([f"--{key}={value}" for key, value in given["flags"].items()])
     alone = Alone(load_engine(settings))
