@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -14,10 +16,9 @@
 namespace quire::linear {
 namespace {
 
-// A piece's rows are to stay in the second-level cache while all panels pass by.
-constexpr int64_t kPieceBytes = 192 << 10;
-// Threads take pieces in turn: one that was held up leaves the others more of them.
-constexpr int64_t kPiecesPerThread = 16;
+// Threads take pieces in turn: one that was held up leaves the others more of them. But one of fewer
+// multiplications is no trouble to wait for.
+constexpr int64_t kPiecesPerThread = 16, kLeastMultiplications = 1 << 20;
 // Rows are widened by whole vectors.
 constexpr int64_t kMostLanes = 16;
 
@@ -28,44 +29,81 @@ bool is_weight(const Tensor& tensor) {
 
 int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).panel_width; }
 
-// How a product is cut: rows first, so that pieces that follow each other share them.
-struct Cut {
-  int64_t piece_rows, piece_panels;
-  int64_t num_row_pieces, num_panel_pieces;
+// Blocks of more rows were found to be slower, though panels come from memory less often.
+constexpr int64_t kMostBlockRows = 96;
 
-  Cut(const Product& product, const Functions& functions) {
+// Bytes that a block of rows may have, for they stay in the second-level cache while all panels pass
+// by: half of it. The other half is for panels and outputs.
+int64_t most_block_bytes() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+  static const int64_t cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+  constexpr int64_t cache_bytes = 0;
+#endif
+  constexpr int64_t kUsualBytes = 1 << 20;
+  return (cache_bytes > 0 ? cache_bytes : kUsualBytes) / 2;
+}
+
+int64_t quotient_up(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
+
+// How a product is cut: into blocks of rows, which meet one panel after the other. Where that gives
+// too few pieces a block's tiles are parted, too, and those parts follow each other: they share a
+// panel.
+class Cut {
+ public:
+  Cut(const Product& product, const Functions& functions)
+      : num_rows_(product.num_rows),
+        num_panels_(quotient_up(product.num_outputs, functions.panel_width)) {
     const int64_t tile = functions.tile_rows;
-    const int64_t fitting = kPieceBytes / 4 / std::max<int64_t>(1, product.num_inputs);
-    piece_rows = std::max(fitting / tile * tile, 2 * tile);
-    num_row_pieces = (product.num_rows + piece_rows - 1) / piece_rows;
+    const int64_t row_bytes = sizeof(float) * std::max<int64_t>(1, product.num_inputs);
+    const int64_t most_rows = std::min(most_block_bytes() / row_bytes, kMostBlockRows);
+    const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile);
+    const int64_t num_tiles = quotient_up(num_rows_, tile);
     // Equally large ones.
-    piece_rows = (product.num_rows + num_row_pieces - 1) / num_row_pieces;
-    piece_rows = (piece_rows + tile - 1) / tile * tile;
-    num_row_pieces = (product.num_rows + piece_rows - 1) / piece_rows;
-    const int64_t width = functions.panel_width;
-    const int64_t num_panels = (product.num_outputs + width - 1) / width;
+    block_tiles_ = quotient_up(num_tiles, quotient_up(num_tiles, most_tiles));
+    block_rows_ = block_tiles_ * tile;
+    num_blocks_ = quotient_up(num_rows_, block_rows_);
+
     const int64_t wanted = kPiecesPerThread * at::get_num_threads();
-    piece_panels = std::max<int64_t>(1, num_panels * num_row_pieces / wanted);
-    num_panel_pieces = (num_panels + piece_panels - 1) / piece_panels;
+    piece_panels_ = std::max<int64_t>(1, num_panels_ * num_blocks_ / wanted);
+    num_panel_pieces_ = quotient_up(num_panels_, piece_panels_);
+    const int64_t multiplications = std::min(block_rows_, num_rows_) * product.num_inputs *
+                                    piece_panels_ * functions.panel_width;
+    const int64_t num_parts = std::min(quotient_up(wanted, num_blocks_ * num_panel_pieces_),
+                                       multiplications / kLeastMultiplications);
+    piece_tiles_ = quotient_up(block_tiles_, std::max<int64_t>(1, num_parts));
+    num_tile_pieces_ = quotient_up(block_tiles_, piece_tiles_);
   }
 
-  Piece piece(int64_t index, const Product& product, int64_t num_panels) const {
-    const int64_t first_row = index / num_panel_pieces * piece_rows;
-    const int64_t first_panel = index % num_panel_pieces * piece_panels;
-    return {first_row, std::min(first_row + piece_rows, product.num_rows), first_panel,
-            std::min(first_panel + piece_panels, num_panels)};
+  int64_t num_pieces() const { return num_blocks_ * num_panel_pieces_ * num_tile_pieces_; }
+  int64_t block_rows() const { return block_rows_; }
+
+  Piece piece(int64_t index) const {
+    const int64_t first_tile = index % num_tile_pieces_ * piece_tiles_;
+    index /= num_tile_pieces_;
+    const int64_t first_panel = index % num_panel_pieces_ * piece_panels_;
+    const int64_t first_row = index / num_panel_pieces_ * block_rows_;
+    return {first_row,   std::min(first_row + block_rows_, num_rows_),
+            first_tile,  std::min(first_tile + piece_tiles_, block_tiles_),
+            first_panel, std::min(first_panel + piece_panels_, num_panels_)};
   }
+
+ private:
+  int64_t num_rows_, num_panels_;
+  int64_t block_rows_, block_tiles_, num_blocks_;
+  int64_t piece_panels_, num_panel_pieces_;
+  int64_t piece_tiles_, num_tile_pieces_;
 };
 
-Stage multiply(const Product& product, const Functions& functions, int64_t num_panels) {
+Stage multiply(const Product& product, const Functions& functions) {
   const Cut cut(product, functions);
-  const auto work = [product, cut, num_panels, &functions](int64_t index) {
+  const auto work = [product, cut, &functions](int64_t index) {
     thread_local std::vector<float> scratch;
     if (product.format != Format::kFloat32)
-      scratch.resize(cut.piece_rows * product.num_inputs + kMostLanes);
-    functions.multiply(product, cut.piece(index, product, num_panels), scratch.data());
+      scratch.resize(cut.block_rows() * product.num_inputs + kMostLanes);
+    functions.multiply(product, cut.piece(index), scratch.data());
   };
-  return {cut.num_row_pieces * cut.num_panel_pieces, Stage::kRuns, work};
+  return {cut.num_pieces(), Stage::kRuns, work};
 }
 
 void check_weight(const Tensor& panels, const std::optional<Tensor>& bias, int64_t num_inputs,
@@ -118,7 +156,7 @@ Stage product(const Tensor& input, const Tensor& panels, const std::optional<Ten
                         static_cast<Activation>(activation),
                         residual ? residual->const_data_ptr() : nullptr,
                         out.mutable_data_ptr()};
-  return multiply(product, functions, panels.size(0));
+  return multiply(product, functions);
 }
 
 namespace {

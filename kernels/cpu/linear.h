@@ -25,16 +25,18 @@ struct Product {
   void* out;             // dense
 };
 
-// What one thread does in one go.
+// What one thread does in one go: some tiles of a block of rows, with some panels. A block's tiles are
+// of equal height, one row more or less; the last block may have fewer of them than a piece says.
 struct Piece {
   int64_t first_row, end_row;
+  int64_t first_tile, end_tile;
   int64_t first_panel, end_panel;
 };
 
 struct Functions {
   // Outputs of a panel, and how many rows are computed at once.
   int64_t panel_width, tile_rows;
-  // `scratch` holds the piece's rows as float32, if they are of another format.
+  // `scratch` has room for the block's rows as float32, if they are of another format.
   void (*multiply)(const Product&, const Piece&, float* scratch);
 };
 

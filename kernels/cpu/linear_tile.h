@@ -87,20 +87,28 @@ QUIRE_INLINE void fetch_outputs(const Product& call, int64_t first_row, int64_t 
   }
 }
 
-// One row of a panel's outputs, which it changes, to its place.
+// A whole panel's outputs of kRows rows, which are of the sums' own format.
+template <int kRows>
+QUIRE_INLINE void store_sums(const Product& call, int64_t first_row, int64_t first_output,
+                             Floats (&sums)[kRows][2]) {
+  const int64_t first = first_row * call.num_outputs + first_output;
+  if (const float* others = static_cast<const float*>(call.residual)) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r)
+      for (int half = 0; half < 2; ++half)
+        sums[r][half] += load(others + first + r * call.num_outputs + half * kLanes);
+  }
+  float* out = static_cast<float*>(call.out) + first;
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+    for (int half = 0; half < 2; ++half)
+      store(out + r * call.num_outputs + half * kLanes, sums[r][half]);
+}
+
+// One row of a panel's outputs, which it changes: of another format, or fewer than a panel has.
 static void write_outputs(const Product& call, int64_t row, int64_t first_output, float* outputs) {
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
   const int64_t place = place_of(call, row, first_output);
-  if (call.format == Format::kFloat32 && count == kPanelWidth) {
-    float* out = static_cast<float*>(call.out) + place / sizeof(float);
-    const float* others = static_cast<const float*>(call.residual);
-    for (int half = 0; half < kPanelWidth; half += kLanes) {
-      Floats sums = load(outputs + half);
-      if (others) sums += load(others + place / sizeof(float) + half);
-      store(out + half, sums);
-    }
-    return;
-  }
   if (call.residual) {
     float others[kPanelWidth] = {};
     widen_row(call.format, static_cast<const uint8_t*>(call.residual) + place, others, count, 1.0f);
@@ -131,6 +139,8 @@ static void tile(const Product& call, const float* rows, int64_t row_stride, int
     for (int r = 0; r < kRows; ++r)
       for (int half = 0; half < 2; ++half) sums[r][half] *= load(outputs[r] + half * kLanes);
   }
+  if (call.format == Format::kFloat32 && first_output + kPanelWidth <= call.num_outputs)
+    return store_sums<kRows>(call, first_row, first_output, sums);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
     for (int half = 0; half < 2; ++half) store(outputs[r] + half * kLanes, sums[r][half]);
@@ -156,6 +166,11 @@ static Tile tile_of(Format panel_format, int64_t num_rows) {
 }
 
 static void multiply(const Product& call, const Piece& piece, float* scratch) {
+  const int64_t num_rows = piece.end_row - piece.first_row;
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  // Of equal height, one row more or less.
+  const auto begin_of = [&](int64_t number) { return num_rows * number / num_tiles; };
+  const int64_t end_tile = std::min(piece.end_tile, num_tiles);
   const float* rows = scratch;
   int64_t stride = call.num_inputs;
   const uint8_t* source = static_cast<const uint8_t*>(call.rows);
@@ -164,16 +179,13 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
     rows = reinterpret_cast<const float*>(source + piece.first_row * row_bytes);
     stride = call.row_stride;
   } else {
-    for (int64_t row = piece.first_row; row < piece.end_row; ++row)
-      widen_row(call.format, source + row * row_bytes,
-                scratch + (row - piece.first_row) * stride, call.num_inputs, 1.0f);
+    for (int64_t row = begin_of(piece.first_tile); row < begin_of(end_tile); ++row)
+      widen_row(call.format, source + (piece.first_row + row) * row_bytes, scratch + row * stride,
+                call.num_inputs, 1.0f);
   }
-  const int64_t num_rows = piece.end_row - piece.first_row;
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
-    // Tiles of equal height, one row more or less.
-    for (int64_t number = 0; number < num_tiles; ++number) {
-      const int64_t from = num_rows * number / num_tiles, to = num_rows * (number + 1) / num_tiles;
+    for (int64_t number = piece.first_tile; number < end_tile; ++number) {
+      const int64_t from = begin_of(number), to = begin_of(number + 1);
       tile_of(call.panel_format, to - from)(call, rows + from * stride, stride,
                                             piece.first_row + from, panel, number, num_tiles);
     }

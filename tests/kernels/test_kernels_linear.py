@@ -67,13 +67,15 @@ def test_gated_products(
         torch.testing.assert_close(result.float(), expected.float(), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("num_inputs", [96, 4000])
 def test_a_row_s_result_is_the_same_in_every_batch(
-    implementation: Implementation, num_inputs: int
+    implementation: Implementation, num_inputs: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    states = torch.randn(131, num_inputs)
-    weight = PackedWeight.of(torch.randn(50, num_inputs), implementation)
+    states = torch.randn(131, num_inputs).to(dtype)
+    weight = PackedWeight.of(torch.randn(50, num_inputs).to(dtype), implementation)
+    # Few panels and much work: blocks of rows are parted, and the last one is smaller.
     together = linear(states, weight)
     for start, end in [(0, 1), (7, 9), (0, 5), (30, 43), (64, 131), (130, 131)]:
         assert linear(states[start:end].clone(), weight).equal(together[start:end])
