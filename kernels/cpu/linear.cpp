@@ -16,9 +16,10 @@
 namespace quire::linear {
 namespace {
 
-// Threads take pieces in turn: one that was held up leaves the others more of them. But one of fewer
-// multiplications is no trouble to wait for.
-constexpr int64_t kPiecesPerThread = 16, kLeastMultiplications = 1 << 20;
+// Threads take pieces in turn: one that was held up leaves the others more of them.
+constexpr int64_t kPiecesPerThread = 16;
+// A piece of fewer multiplications is no trouble to wait for, and not parted further.
+constexpr int64_t kLeastMultiplications = 1 << 20;
 // Rows are widened by whole vectors.
 constexpr int64_t kMostLanes = 16;
 
@@ -33,7 +34,8 @@ int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).pa
 constexpr int64_t kMostBlockRows = 96;
 
 // Bytes that a block of rows may have, for they stay in the second-level cache while all panels pass
-// by: half of it. The other half is for panels and outputs.
+// by: half of it. The other half is for panels and outputs. Where threads share that cache they get
+// too much, which costs time and nothing else.
 int64_t most_block_bytes() {
 #ifdef _SC_LEVEL2_CACHE_SIZE
   static const int64_t cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -57,50 +59,54 @@ class Cut {
     const int64_t tile = functions.tile_rows;
     const int64_t row_bytes = sizeof(float) * std::max<int64_t>(1, product.num_inputs);
     const int64_t most_rows = std::min(most_block_bytes() / row_bytes, kMostBlockRows);
+    // Two at least, so that a panel is read for more than one.
     const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile);
     const int64_t num_tiles = quotient_up(num_rows_, tile);
-    // Equally large ones.
-    block_tiles_ = quotient_up(num_tiles, quotient_up(num_tiles, most_tiles));
-    block_rows_ = block_tiles_ * tile;
+    // About equally large ones.
+    const int64_t block_tiles = quotient_up(num_tiles, quotient_up(num_tiles, most_tiles));
+    block_rows_ = std::min(block_tiles * tile, num_rows_);
     num_blocks_ = quotient_up(num_rows_, block_rows_);
+    tile_rows_ = tile;
 
     const int64_t wanted = kPiecesPerThread * at::get_num_threads();
     piece_panels_ = std::max<int64_t>(1, num_panels_ * num_blocks_ / wanted);
     num_panel_pieces_ = quotient_up(num_panels_, piece_panels_);
-    const int64_t multiplications = std::min(block_rows_, num_rows_) * product.num_inputs *
-                                    piece_panels_ * functions.panel_width;
-    const int64_t num_parts = std::min(quotient_up(wanted, num_blocks_ * num_panel_pieces_),
-                                       multiplications / kLeastMultiplications);
-    piece_tiles_ = quotient_up(block_tiles_, std::max<int64_t>(1, num_parts));
-    num_tile_pieces_ = quotient_up(block_tiles_, piece_tiles_);
+    const int64_t multiplications =
+        block_rows_ * product.num_inputs * piece_panels_ * functions.panel_width;
+    const int64_t most_parts = std::min(block_tiles, multiplications / kLeastMultiplications);
+    num_parts_ = std::clamp<int64_t>(quotient_up(wanted, num_blocks_ * num_panel_pieces_), 1,
+                                     std::max<int64_t>(1, most_parts));
   }
 
-  int64_t num_pieces() const { return num_blocks_ * num_panel_pieces_ * num_tile_pieces_; }
+  int64_t num_pieces() const { return num_blocks_ * num_panel_pieces_ * num_parts_; }
   int64_t block_rows() const { return block_rows_; }
 
   Piece piece(int64_t index) const {
-    const int64_t first_tile = index % num_tile_pieces_ * piece_tiles_;
-    index /= num_tile_pieces_;
-    const int64_t first_panel = index % num_panel_pieces_ * piece_panels_;
-    const int64_t first_row = index / num_panel_pieces_ * block_rows_;
-    return {first_row,   std::min(first_row + block_rows_, num_rows_),
-            first_tile,  std::min(first_tile + piece_tiles_, block_tiles_),
-            first_panel, std::min(first_panel + piece_panels_, num_panels_)};
+    const int64_t part = index % num_parts_, others = index / num_parts_;
+    const int64_t first_panel = others % num_panel_pieces_ * piece_panels_;
+    const int64_t first_row = others / num_panel_pieces_ * block_rows_;
+    const int64_t end_row = std::min(first_row + block_rows_, num_rows_);
+    const int64_t num_tiles = quotient_up(end_row - first_row, tile_rows_);
+    return {first_row,
+            end_row,
+            num_tiles * part / num_parts_,
+            num_tiles * (part + 1) / num_parts_,
+            first_panel,
+            std::min(first_panel + piece_panels_, num_panels_)};
   }
 
  private:
   int64_t num_rows_, num_panels_;
-  int64_t block_rows_, block_tiles_, num_blocks_;
-  int64_t piece_panels_, num_panel_pieces_;
-  int64_t piece_tiles_, num_tile_pieces_;
+  int64_t tile_rows_, block_rows_, num_blocks_;
+  int64_t piece_panels_, num_panel_pieces_, num_parts_;
 };
 
 Stage multiply(const Product& product, const Functions& functions) {
   const Cut cut(product, functions);
   const auto work = [product, cut, &functions](int64_t index) {
     thread_local std::vector<float> scratch;
-    if (product.format != Format::kFloat32)
-      scratch.resize(cut.block_rows() * product.num_inputs + kMostLanes);
+    const size_t needed = cut.block_rows() * product.num_inputs + kMostLanes;
+    if (product.format != Format::kFloat32 && scratch.size() < needed) scratch.resize(needed);
     functions.multiply(product, cut.piece(index), scratch.data());
   };
   return {cut.num_pieces(), Stage::kRuns, work};
@@ -141,6 +147,9 @@ Stage product(const Tensor& input, const Tensor& panels, const std::optional<Ten
   TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() &&
                             residual->scalar_type() == out.scalar_type()),
               "what is added must be dense, and like the outputs");
+  // A piece that is done twice would add it twice; a gate's product would be rounded otherwise.
+  TORCH_CHECK(!residual || (!second_panels && !residual->is_alias_of(out)),
+              "nothing is added to gated products, and never the outputs themselves");
   if (!out.numel()) return {};
   const Product product{input.const_data_ptr(),
                         format_of(input),

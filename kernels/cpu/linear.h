@@ -21,15 +21,15 @@ struct Product {
   const void* second_panels;  // or null; of the same format
   const float* second_bias;
   Activation activation;
-  const void* residual;  // what is added to the outputs, or null; like `out`
+  const void* residual;  // what is added to the outputs, or null; like `out`, but elsewhere
   void* out;             // dense
 };
 
 // What one thread does in one go: some tiles of a block of rows, with some panels. A block's tiles are
-// of equal height, one row more or less; the last block may have fewer of them than a piece says.
+// of equal height, one row more or less.
 struct Piece {
-  int64_t first_row, end_row;
-  int64_t first_tile, end_tile;
+  int64_t first_row, end_row;    // the block's
+  int64_t first_tile, end_tile;  // of the block's tiles; maybe none
   int64_t first_panel, end_panel;
 };
 

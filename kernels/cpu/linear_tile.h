@@ -16,7 +16,7 @@ struct Ahead {
 
   // For one of a panel's tiles. Tiles fetch equal shares of the next panel. One that is alone reads
   // as fast as memory gives, and fetches what it needs itself in a moment; so do all where two
-  // panels are too much for the second-level cache.
+  // panels are too much for the second-level caches that are usual.
   template <typename W>
   static Ahead of(int64_t tile, int64_t num_tiles, int64_t num_inputs) {
     constexpr int64_t kRowBytes = kPanelWidth * sizeof(W);
@@ -105,7 +105,7 @@ QUIRE_INLINE void store_sums(const Product& call, int64_t first_row, int64_t fir
       store(out + r * call.num_outputs + half * kLanes, sums[r][half]);
 }
 
-// One row of a panel's outputs, which it changes: of another format, or fewer than a panel has.
+// One row of a panel's outputs, of another format or fewer than a panel has. Overwrites `outputs`.
 static void write_outputs(const Product& call, int64_t row, int64_t first_output, float* outputs) {
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
   const int64_t place = place_of(call, row, first_output);
@@ -170,7 +170,6 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   // Of equal height, one row more or less.
   const auto begin_of = [&](int64_t number) { return num_rows * number / num_tiles; };
-  const int64_t end_tile = std::min(piece.end_tile, num_tiles);
   const float* rows = scratch;
   int64_t stride = call.num_inputs;
   const uint8_t* source = static_cast<const uint8_t*>(call.rows);
@@ -179,12 +178,12 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
     rows = reinterpret_cast<const float*>(source + piece.first_row * row_bytes);
     stride = call.row_stride;
   } else {
-    for (int64_t row = begin_of(piece.first_tile); row < begin_of(end_tile); ++row)
+    for (int64_t row = begin_of(piece.first_tile); row < begin_of(piece.end_tile); ++row)
       widen_row(call.format, source + (piece.first_row + row) * row_bytes, scratch + row * stride,
                 call.num_inputs, 1.0f);
   }
   for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
-    for (int64_t number = piece.first_tile; number < end_tile; ++number) {
+    for (int64_t number = piece.first_tile; number < piece.end_tile; ++number) {
       const int64_t from = begin_of(number), to = begin_of(number + 1);
       tile_of(call.panel_format, to - from)(call, rows + from * stride, stride,
                                             piece.first_row + from, panel, number, num_tiles);

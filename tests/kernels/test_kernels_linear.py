@@ -75,10 +75,21 @@ def test_a_row_s_result_is_the_same_in_every_batch(
     torch.manual_seed(0)
     states = torch.randn(131, num_inputs).to(dtype)
     weight = PackedWeight.of(torch.randn(50, num_inputs).to(dtype), implementation)
-    # Few panels and much work: blocks of rows are parted, and the last one is smaller.
     together = linear(states, weight)
     for start, end in [(0, 1), (7, 9), (0, 5), (30, 43), (64, 131), (130, 131)]:
         assert linear(states[start:end].clone(), weight).equal(together[start:end])
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+def test_blocks_of_rows_are_parted(implementation: Implementation, dtype: torch.dtype) -> None:
+    """One panel and much work per row: each tile is a piece, and the last block has fewer."""
+    torch.manual_seed(0)
+    states, residual = torch.randn(29, 22_000).to(dtype), torch.randn(29, 5).to(dtype)
+    weight = PackedWeight.of(torch.randn(5, 22_000).to(dtype), implementation)
+    together = linear(states, weight, residual=residual)
+    for start, end in [(0, 1), (7, 9), (20, 29), (28, 29)]:
+        rows = slice(start, end)
+        assert linear(states[rows], weight, residual=residual[rows]).equal(together[rows])
 
 
 def test_shapes_and_strides(implementation: Implementation) -> None:
