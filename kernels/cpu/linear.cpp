@@ -33,9 +33,9 @@ int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).pa
 // Blocks of more rows were found to be slower, though panels come from memory less often.
 constexpr int64_t kMostBlockRows = 96;
 
-// Bytes that a block of rows may have, for they stay in the second-level cache while all panels pass
-// by: half of it. The other half is for panels and outputs. Where threads share that cache they get
-// too much, which costs time and nothing else.
+// Bytes that a block of rows may have, for they stay in the second-level cache while all panels
+// pass by: half of it. The other half is for panels and outputs. Where threads share that cache they
+// get too much, which costs time and nothing else.
 int64_t most_block_bytes() {
 #ifdef _SC_LEVEL2_CACHE_SIZE
   static const int64_t cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -46,8 +46,6 @@ int64_t most_block_bytes() {
   return (cache_bytes > 0 ? cache_bytes : kUsualBytes) / 2;
 }
 
-int64_t quotient_up(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
-
 // How a product is cut: into blocks of rows, which meet one panel after the other. Where that gives
 // too few pieces a block's tiles are parted, too, and those parts follow each other: they share a
 // panel.
@@ -55,26 +53,25 @@ class Cut {
  public:
   Cut(const Product& product, const Functions& functions)
       : num_rows_(product.num_rows),
-        num_panels_(quotient_up(product.num_outputs, functions.panel_width)) {
-    const int64_t tile = functions.tile_rows;
+        num_panels_(divided_up(product.num_outputs, functions.panel_width)),
+        tile_rows_(functions.tile_rows) {
     const int64_t row_bytes = sizeof(float) * std::max<int64_t>(1, product.num_inputs);
     const int64_t most_rows = std::min(most_block_bytes() / row_bytes, kMostBlockRows);
     // Two at least, so that a panel is read for more than one.
-    const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile);
-    const int64_t num_tiles = quotient_up(num_rows_, tile);
+    const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile_rows_);
+    const int64_t num_tiles = divided_up(num_rows_, tile_rows_);
     // About equally large ones.
-    const int64_t block_tiles = quotient_up(num_tiles, quotient_up(num_tiles, most_tiles));
-    block_rows_ = std::min(block_tiles * tile, num_rows_);
-    num_blocks_ = quotient_up(num_rows_, block_rows_);
-    tile_rows_ = tile;
+    const int64_t block_tiles = divided_up(num_tiles, divided_up(num_tiles, most_tiles));
+    block_rows_ = std::min(block_tiles * tile_rows_, num_rows_);
+    num_blocks_ = divided_up(num_rows_, block_rows_);
 
     const int64_t wanted = kPiecesPerThread * at::get_num_threads();
     piece_panels_ = std::max<int64_t>(1, num_panels_ * num_blocks_ / wanted);
-    num_panel_pieces_ = quotient_up(num_panels_, piece_panels_);
+    num_panel_pieces_ = divided_up(num_panels_, piece_panels_);
     const int64_t multiplications =
         block_rows_ * product.num_inputs * piece_panels_ * functions.panel_width;
     const int64_t most_parts = std::min(block_tiles, multiplications / kLeastMultiplications);
-    num_parts_ = std::clamp<int64_t>(quotient_up(wanted, num_blocks_ * num_panel_pieces_), 1,
+    num_parts_ = std::clamp<int64_t>(divided_up(wanted, num_blocks_ * num_panel_pieces_), 1,
                                      std::max<int64_t>(1, most_parts));
   }
 
@@ -86,7 +83,7 @@ class Cut {
     const int64_t first_panel = others % num_panel_pieces_ * piece_panels_;
     const int64_t first_row = others / num_panel_pieces_ * block_rows_;
     const int64_t end_row = std::min(first_row + block_rows_, num_rows_);
-    const int64_t num_tiles = quotient_up(end_row - first_row, tile_rows_);
+    const int64_t num_tiles = divided_up(end_row - first_row, tile_rows_);
     return {first_row,
             end_row,
             num_tiles * part / num_parts_,
@@ -96,8 +93,8 @@ class Cut {
   }
 
  private:
-  int64_t num_rows_, num_panels_;
-  int64_t tile_rows_, block_rows_, num_blocks_;
+  int64_t num_rows_, num_panels_, tile_rows_;
+  int64_t block_rows_, num_blocks_;
   int64_t piece_panels_, num_panel_pieces_, num_parts_;
 };
 
@@ -115,8 +112,8 @@ Stage multiply(const Product& product, const Functions& functions) {
 void check_weight(const Tensor& panels, const std::optional<Tensor>& bias, int64_t num_inputs,
                   int64_t num_outputs, int64_t width) {
   TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_weight(panels) &&
-                  panels.size(0) == (num_outputs + width - 1) / width && panels.size(1) == num_inputs &&
-                  panels.size(2) == width,
+                  panels.size(0) == divided_up(num_outputs, width) &&
+                  panels.size(1) == num_inputs && panels.size(2) == width,
               "panels must be [ceil(num_outputs / ", width, "), ", num_inputs, ", ", width, "]");
   TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
                         bias->numel() == num_outputs),
@@ -147,7 +144,8 @@ Stage product(const Tensor& input, const Tensor& panels, const std::optional<Ten
   TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() &&
                             residual->scalar_type() == out.scalar_type()),
               "what is added must be dense, and like the outputs");
-  // A piece that is done twice would add it twice; a gate's product would be rounded otherwise.
+  // A piece may be done twice, which would add the outputs to themselves twice. And a gated product
+  // may be rounded together with what is added for some numbers of rows, and before it for others.
   TORCH_CHECK(!residual || (!second_panels && !residual->is_alias_of(out)),
               "nothing is added to gated products, and never the outputs themselves");
   if (!out.numel()) return {};

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "stages.h"
+
 namespace quire {
 namespace {
 
@@ -17,8 +19,6 @@ constexpr double kReadCost = 8;
 constexpr int64_t kSharesPerThread = 4;
 // Below this, merging costs more than is won.
 constexpr int64_t kLeastPartition = 256;
-
-int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 double cost_of(const Item& item, int64_t group_size) {
   const double rows = static_cast<double>(item.num_tokens * group_size);

@@ -42,6 +42,9 @@ void run_stages(const std::vector<Stage>& stages, Twice twice);
 
 inline void run(Stage stage) { run_stages({std::move(stage)}, Twice::kNever); }
 
+// How many parts of at most `by` make `count`.
+constexpr int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
+
 // Calls `work(begin, end)` for parts of 0 to `count`, `per_piece` in each but the last.
 template <typename Work>
 Stage in_parts(int64_t count, int64_t per_piece, Work work) {
@@ -49,7 +52,7 @@ Stage in_parts(int64_t count, int64_t per_piece, Work work) {
     const int64_t begin = piece * per_piece;
     work(begin, std::min(begin + per_piece, count));
   };
-  return {(count + per_piece - 1) / per_piece, Stage::kRuns, part};
+  return {divided_up(count, per_piece), Stage::kRuns, part};
 }
 
 }  // namespace quire

@@ -163,3 +163,12 @@ def test_a_wrong_number_of_inputs_is_refused(
     other = PackedWeight.of(torch.randn(23, 40), implementation)
     with pytest.raises(ValueError, match="24 outputs for 23"):
         gated_linear(torch.randn(2, 40), weight, other, Activation.SILU)
+
+
+def test_nothing_is_added_to_gated_products(implementation: Implementation) -> None:
+    panels = PackedWeight.of(torch.randn(24, 40), implementation).panels
+    states, residual = torch.randn(2, 40), torch.randn(2, 24)
+    with pytest.raises(RuntimeError, match="nothing is added to gated products"):
+        torch.ops.quire.linear(
+            states, panels, 24, None, panels, None, Activation.SILU, residual, implementation.isa
+        )
