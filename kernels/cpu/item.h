@@ -9,8 +9,7 @@
 struct Layout {
   bool in_place;
   int64_t rows, padded_rows, query_stride, sum_stride, tile_keys;
-  int64_t queries, sums, scores, score_floats, products, key_panels, value_panels, states, spans,
-      end;
+  int64_t queries, sums, scores, score_floats, products, key_panels, value_panels, states, end;
 
   Layout(const Attention& call, const Item& item)
       : in_place(item.num_tokens * call.group_size() <= kFewRows),
@@ -24,14 +23,13 @@ struct Layout {
     queries = 0;
     sums = queries + all_rows * query_stride;
     scores = sums + all_rows * sum_stride;
-    score_floats = all_rows * tile_keys;
+    score_floats = (in_place ? all_rows : kRowBlock) * tile_keys;
     // In place, one tile's weights are in use while the next one's scores are computed.
     products = scores + (in_place ? 2 : 1) * score_floats;
     key_panels = products + (in_place ? all_rows * kStep * kLanes : 0);
     value_panels = key_panels + packed_keys * query_stride;
     states = value_panels + packed_keys * sum_stride;
-    spans = rounded_up(states + 2 * all_rows, 2);
-    end = spans + rounded_up(padded_rows / kRowBlock * (sizeof(Span) / sizeof(float)), 16);
+    end = rounded_up(states + 2 * all_rows, 16);
   }
 };
 

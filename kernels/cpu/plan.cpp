@@ -7,9 +7,10 @@
 namespace quire {
 namespace {
 
-// Rows of a key head that share the packing of a tile; their queries and sums have to stay in the
-// second-level cache with it.
-constexpr int64_t kItemRows = 192, kItemNumbers = 16 * 1024;
+// Rows of a key head that share the packing of a tile: no more than stay in the second-level cache
+// with it, their queries and sums each of so many numbers at most; fewer where threads would else
+// have no work, down to where packing costs as much as it saves.
+constexpr int64_t kMostRows = 512, kMostNumbers = 32 * 1024, kLeastRows = 96;
 // So few rows read memory rather than compute. Then an item has all key heads, which lie side by
 // side, so that it reads in the order of addresses.
 constexpr int64_t kReadingRows = 16;
@@ -39,17 +40,27 @@ Item item_of(const Attention& call, int64_t seq, int64_t first_token, int64_t nu
   return item;
 }
 
-// All the work, no item partitioned.
-std::vector<Item> whole_items(const Attention& call) {
-  const int64_t group = call.group_size();
+// Queries of an item.
+int64_t choose_item_tokens(const Attention& call, int64_t num_threads) {
+  const int64_t num_tokens = call.query_start_loc[call.num_seqs] - call.query_start_loc[0];
+  const int64_t share = num_tokens * call.num_heads / (num_threads * kSharesPerThread);
   const int64_t dim = std::max({call.keys.head_dim, call.values.head_dim, int64_t{1}});
-  const int64_t item_tokens = std::max<int64_t>(std::min(kItemRows, kItemNumbers / dim) / group, 1);
+  const int64_t rows = std::min(std::clamp(share, kLeastRows, kMostRows), kMostNumbers / dim);
+  return std::max<int64_t>(rows / call.group_size(), 1);
+}
+
+// All the work, no item partitioned.
+std::vector<Item> whole_items(const Attention& call, int64_t num_threads) {
+  const int64_t group = call.group_size();
+  const int64_t item_tokens = choose_item_tokens(call, num_threads);
   std::vector<Item> items;
   for (int64_t seq = 0; seq < call.num_seqs; ++seq) {
     const int64_t query_len = call.query_start_loc[seq + 1] - call.query_start_loc[seq];
     const int64_t heads = query_len * group <= kReadingRows ? call.num_kv_heads : 1;
-    for (int64_t token = 0; token < query_len; token += item_tokens) {
-      const int64_t num_tokens = std::min(item_tokens, query_len - token);
+    const int64_t num_items = std::max<int64_t>(divided_up(query_len, item_tokens), 1);
+    const int64_t share = divided_up(query_len, num_items);
+    for (int64_t token = 0; token < query_len; token += share) {
+      const int64_t num_tokens = std::min(share, query_len - token);
       for (int64_t head = 0; head < call.num_kv_heads; head += heads) {
         items.push_back(item_of(call, seq, token, num_tokens, head, heads));
       }
@@ -84,7 +95,7 @@ int64_t choose_partition_keys(int64_t num_keys, double cost, double total_cost,
 }
 
 Plan plan_attention(const Attention& call, int64_t partition_keys, int64_t num_threads) {
-  const std::vector<Item> wholes = whole_items(call);
+  const std::vector<Item> wholes = whole_items(call, num_threads);
   double total_cost = 0;
   for (const Item& item : wholes) total_cost += item.cost;
   Plan plan{{}, {}, 0};

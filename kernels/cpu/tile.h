@@ -15,29 +15,45 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 QUIRE_INLINE int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// c [kRowBlock, kPanel] = a [kRowBlock, depth] * b [depth, kPanel], or added to c. b is packed.
-template <bool kAdd>
-QUIRE_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth,
-                           float* c, int64_t c_stride) {
-  Floats sums[kRowBlock][2];
+// c [kRowBlock, kVectors vectors] = a [kRowBlock, depth] * b [depth, …], or added to c. b is a packed
+// panel.
+template <bool kAdd, int kVectors>
+QUIRE_INLINE void multiply_vectors(const float* a, int64_t a_stride, const float* b, int64_t depth,
+                                   float* c, int64_t c_stride) {
+  Floats sums[kRowBlock][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRowBlock; ++i) {
-    sums[i][0] = kAdd ? load(c + i * c_stride) : Floats{};
-    sums[i][1] = kAdd ? load(c + i * c_stride + kLanes) : Floats{};
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      sums[i][v] = kAdd ? load(c + i * c_stride + v * kLanes) : Floats{};
+    }
   }
   for (int64_t k = 0; k < depth; ++k, b += kPanel) {
-    const Floats left = load(b), right = load(b + kLanes);
+    Floats columns[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) columns[v] = load(b + v * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRowBlock; ++i) {
       const Floats x = broadcast(a[i * a_stride + k]);
-      sums[i][0] += x * left;
-      sums[i][1] += x * right;
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[i][v] += x * columns[v];
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRowBlock; ++i) {
-    store(c + i * c_stride, sums[i][0]);
-    store(c + i * c_stride + kLanes, sums[i][1]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store(c + i * c_stride + v * kLanes, sums[i][v]);
+  }
+}
+
+// The same with a whole panel, or with its first vector if no more than `num_columns` are of use.
+template <bool kAdd>
+QUIRE_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth,
+                           float* c, int64_t c_stride, int64_t num_columns) {
+  if (num_columns > kLanes) {
+    multiply_vectors<kAdd, 2>(a, a_stride, b, depth, c, c_stride);
+  } else {
+    multiply_vectors<kAdd, 1>(a, a_stride, b, depth, c, c_stride);
   }
 }
 
@@ -254,10 +270,15 @@ struct RowState {
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 QUIRE_INLINE float soften(float* scores, Span tile, Span seen, RowState& state) {
-  for (int64_t j = tile.begin; j < seen.begin; ++j) scores[j] = kMinusInfinity;
-  for (int64_t j = seen.end; j < tile.end; ++j) scores[j] = kMinusInfinity;
   Floats most = broadcast(state.maximum);
-  for (int64_t j = tile.begin; j < tile.end; j += kLanes) most = larger(load(scores + j), most);
+  for (int64_t j = tile.begin; j < tile.end; j += kLanes) {
+    Floats x = load(scores + j);
+    if (j < seen.begin || j + kLanes > seen.end) {
+      x = within(x, seen.begin - j, seen.end - j, kMinusInfinity);
+      store(scores + j, x);
+    }
+    most = larger(x, most);
+  }
   const float maximum = largest(most);
   // Where nothing has been seen, e^-inf is 0; -inf - -inf would be NaN.
   const float base = maximum == kMinusInfinity ? 0.0f : maximum;
@@ -267,8 +288,9 @@ QUIRE_INLINE float soften(float* scores, Span tile, Span seen, RowState& state) 
     store(scores + j, weights);
     totals += weights;
   }
-  const float factor =
-      state.maximum == maximum ? 1.0f : exponential(broadcast(state.maximum - base))[0];
+  // Former sums are zeros where nothing had been seen.
+  const bool keep = state.maximum == maximum || state.total == 0.0f;
+  const float factor = keep ? 1.0f : exponential(broadcast(state.maximum - base))[0];
   state = {maximum, state.total * factor + sum(totals)};
   return factor;
 }

@@ -42,6 +42,13 @@ QUIRE_INLINE Floats lane_numbers() {
   return x;
 }
 
+// The lanes from `begin` to before `end` of x, and `other` in those beyond.
+QUIRE_INLINE Floats within(Floats x, int64_t begin, int64_t end, float other) {
+  const Floats lanes = lane_numbers();
+  const auto inside = (lanes >= static_cast<float>(begin)) & (lanes < static_cast<float>(end));
+  return inside ? x : broadcast(other);
+}
+
 QUIRE_INLINE float largest(Floats x) {
   Four parts[kLanes / 4];
   __builtin_memcpy(parts, &x, sizeof x);

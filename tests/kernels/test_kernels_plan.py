@@ -63,6 +63,23 @@ def test_every_query_meets_every_key_it_sees_once(
         assert not (seen > 1).any()
 
 
+def test_many_rows_share_what_is_packed() -> None:
+    work = items([250] * 8, [250] * 8)
+    assert {item.num_tokens for item in work} == {250}
+    # Queries and sums have to stay in a cache.
+    assert {item.num_tokens for item in items([2048], [2048])} == {256}
+
+
+def test_a_prompt_is_cut_into_equal_parts() -> None:
+    # Two for each of the key heads, none of a token or two.
+    assert sorted(item.num_tokens for item in items([257] * 8, [257] * 8)) == 32 * [128] + 32 * [129]
+
+
+def test_one_short_prompt_keeps_all_threads_busy() -> None:
+    for num_threads in (2, 3, 8):
+        assert len(items([200], [200], num_threads=num_threads)) >= 2 * num_threads
+
+
 def test_decoded_tokens_of_many_sequences_are_not_partitioned() -> None:
     work = items([1] * 64, [200] * 64)
     assert [item.partial for item in work] == [-1] * 64
