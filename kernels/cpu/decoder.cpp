@@ -117,9 +117,9 @@ struct Head {
 // then threads may be almost a layer apart. Those of many would take too much memory.
 class Program {
  public:
-  // `states` [num_tokens, hidden_size], not empty
-  Program(const Layers& layers, const Tensor& states)
-      : layers_(layers), heads_(layers), in_(states) {
+  // `states` [num_tokens, hidden_size], not empty; `after` the layers comes another product
+  Program(const Layers& layers, const Tensor& states, const linear::After& after = {})
+      : layers_(layers), heads_(layers), after_(after), in_(states) {
     const int64_t num_active = layers.panels[kDown].size(1);
     const int64_t num_heads = heads_.num_all() + heads_.num_turned() + heads_.num_queries;
     const int64_t numbers = 4 * states.size(1) + num_active + num_heads * heads_.dim;
@@ -177,9 +177,10 @@ class Program {
   }
 
   void add_product(int64_t layer, int64_t which, const Tensor& in,
-                   const std::optional<Tensor>& residual, const Tensor& out) {
+                   const std::optional<Tensor>& residual, const Tensor& out,
+                   const linear::After& after) {
     add(linear::product(in, panels(layer, which), bias(layer, which), std::nullopt, std::nullopt,
-                        layers_.activation, residual, out, layers_.isa));
+                        layers_.activation, residual, out, layers_.isa, after));
   }
 
   // Queries, keys and values of all heads are one product's outputs; the keys and values go into the
@@ -187,7 +188,8 @@ class Program {
   void add_attention(int64_t layer, const Step& step, const Results& results) {
     const int64_t num_queries = heads_.num_queries, num_keys = heads_.num_keys;
     add_norm(layer, 0, in_, results.normed);
-    add_product(layer, kHeads, results.normed, std::nullopt, results.heads.flatten(1));
+    // After the attention nothing that was fetched before would be left.
+    add_product(layer, kHeads, results.normed, std::nullopt, results.heads.flatten(1), {});
     add(fused::turned(results.heads.narrow(1, 0, heads_.num_turned()), step.cosines, step.sines,
                       layers_.head_norms.get(layer), layers_.epsilons[layer * kEpsilons + 2],
                       results.turned, layers_.isa));
@@ -204,15 +206,18 @@ class Program {
                    layers_.windows[layer], 0.0, std::nullopt, std::nullopt, k_scale, v_scale, 0,
                    layers_.isa, results.partials))
       add(std::move(stage));
-    add_product(layer, kOut, results.attended.flatten(1), in_, results.between);
+    add_product(layer, kOut, results.attended.flatten(1), in_, results.between,
+                {in_.size(0), &panels(layer, kGate), &panels(layer, kUp)});
   }
 
   void add_mlp(int64_t layer, const Results& results) {
     add_norm(layer, 1, results.between, results.mlp_normed);
     add(linear::product(results.mlp_normed, panels(layer, kGate), bias(layer, kGate),
                         panels(layer, kUp), bias(layer, kUp), layers_.activation, std::nullopt,
-                        results.active, layers_.isa));
-    add_product(layer, kDown, results.active, results.between, results.out);
+                        results.active, layers_.isa, {in_.size(0), &panels(layer, kDown)}));
+    const bool is_last = layer + 1 == layers_.count();
+    add_product(layer, kDown, results.active, results.between, results.out,
+                is_last ? after_ : linear::After{in_.size(0), &panels(layer + 1, kHeads)});
   }
 
   const Tensor& panels(int64_t layer, int64_t which) const {
@@ -224,6 +229,7 @@ class Program {
 
   const Layers& layers_;
   const Heads heads_;
+  const linear::After after_;
   bool is_apart_;
   Tensor in_;  // what the next layer is given
   std::vector<Results> sets_;
@@ -279,7 +285,7 @@ Tensor decoder_pass(const Tensor& ids, const Tensor& positions, const Tensor& ke
   if (!num_tokens && !num_kept) return logits;
   TORCH_CHECK_INDEX(num_tokens, "of no token there are no logits");
   TORCH_CHECK(states.size(1), "the embedding has no numbers");
-  Program program(layers, states);
+  Program program(layers, states, {num_kept, &head});
   program.add_rows(embedding, num_embeddings, ids, states);
   program.add_rows(cosine_table.unsqueeze(-1), cosine_table.size(0), positions, cosines);
   program.add_rows(sine_table.unsqueeze(-1), sine_table.size(0), positions, sines);

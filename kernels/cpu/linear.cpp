@@ -51,11 +51,11 @@ int64_t most_block_bytes() {
 // panel.
 class Cut {
  public:
-  Cut(const Product& product, const Functions& functions)
-      : num_rows_(product.num_rows),
-        num_panels_(divided_up(product.num_outputs, functions.panel_width)),
-        tile_rows_(functions.tile_rows) {
-    const int64_t row_bytes = sizeof(float) * std::max<int64_t>(1, product.num_inputs);
+  // `panels` [num_panels, num_inputs, panel_width]
+  Cut(int64_t num_rows, const Tensor& panels, int64_t tile_rows)
+      : num_rows_(num_rows), num_panels_(panels.size(0)), tile_rows_(tile_rows) {
+    const int64_t num_inputs = panels.size(1);
+    const int64_t row_bytes = sizeof(float) * std::max<int64_t>(1, num_inputs);
     const int64_t most_rows = std::min(most_block_bytes() / row_bytes, kMostBlockRows);
     // Two at least, so that a panel is read for more than one.
     const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile_rows_);
@@ -68,8 +68,7 @@ class Cut {
     const int64_t wanted = kPiecesPerThread * at::get_num_threads();
     piece_panels_ = std::max<int64_t>(1, num_panels_ * num_blocks_ / wanted);
     num_panel_pieces_ = divided_up(num_panels_, piece_panels_);
-    const int64_t multiplications =
-        block_rows_ * product.num_inputs * piece_panels_ * functions.panel_width;
+    const int64_t multiplications = block_rows_ * num_inputs * piece_panels_ * panels.size(2);
     const int64_t most_parts = std::min(block_tiles, multiplications / kLeastMultiplications);
     num_parts_ = std::clamp<int64_t>(divided_up(wanted, num_blocks_ * num_panel_pieces_), 1,
                                      std::max<int64_t>(1, most_parts));
@@ -89,22 +88,62 @@ class Cut {
             num_tiles * part / num_parts_,
             num_tiles * (part + 1) / num_parts_,
             first_panel,
-            std::min(first_panel + piece_panels_, num_panels_)};
+            std::min(first_panel + piece_panels_, num_panels_),
+            first_panel == 0 || others == begin_of(run_of(index)) / num_parts_,
+            {}};
+  }
+
+  // The panel that a thread begins with.
+  int64_t first_panel_of(int64_t run) const { return piece(begin_of(run)).first_panel; }
+
+  // The run that a piece is of.
+  int64_t run_of(int64_t index) const {
+    int64_t run = 0;
+    while (run + 1 < num_runs_ && index >= begin_of(run + 1)) ++run;
+    return run;
+  }
+
+  // The panel that comes after those of a piece in its run; -1 if the run ends there.
+  int64_t panel_after(int64_t index) const {
+    const int64_t next = (index / num_parts_ + 1) * num_parts_;
+    return next < begin_of(run_of(index) + 1) ? piece(next).first_panel : -1;
   }
 
  private:
+  int64_t begin_of(int64_t run) const { return begin_of_run(run, num_pieces(), num_runs_); }
+
   int64_t num_rows_, num_panels_, tile_rows_;
+  int64_t num_runs_ = at::get_num_threads();
   int64_t block_rows_, num_blocks_;
   int64_t piece_panels_, num_panel_pieces_, num_parts_;
 };
 
-Stage multiply(const Product& product, const Functions& functions) {
-  const Cut cut(product, functions);
-  const auto work = [product, cut, &functions](int64_t index) {
+Panels panels_of(const Tensor& panels, const Tensor* second_panels) {
+  const auto at = [](const Tensor& all) { return static_cast<const char*>(all.const_data_ptr()); };
+  return {at(panels), second_panels ? at(*second_panels) : nullptr,
+          panels.stride(0) * panels.element_size()};
+}
+
+// What each thread begins with after a product.
+std::vector<Panels> first_panels(const After& after, int64_t tile_rows) {
+  std::vector<Panels> first(at::get_num_threads());
+  if (!after.panels || !after.num_rows || !after.panels->numel()) return first;
+  const Cut cut(after.num_rows, *after.panels, tile_rows);
+  const Panels all = panels_of(*after.panels, after.second_panels);
+  for (size_t run = 0; run < first.size(); ++run) first[run] = all.from(cut.first_panel_of(run));
+  return first;
+}
+
+Stage multiply(const Product& product, const Cut& cut, const std::vector<Panels>& after,
+               const Functions& functions) {
+  const auto work = [product, cut, after, &functions](int64_t index) {
     thread_local std::vector<float> scratch;
     const size_t needed = cut.block_rows() * product.num_inputs + kMostLanes;
     if (product.format != Format::kFloat32 && scratch.size() < needed) scratch.resize(needed);
-    functions.multiply(product, cut.piece(index), scratch.data());
+    Piece piece = cut.piece(index);
+    const int64_t next = cut.panel_after(index);
+    piece.coming = next < 0 ? after[cut.run_of(index)] : product.panels.from(next);
+    functions.multiply(product, piece, scratch.data());
   };
   return {cut.num_pieces(), Stage::kRuns, work};
 }
@@ -129,7 +168,7 @@ const float* floats(const std::optional<Tensor>& bias) {
 Stage product(const Tensor& input, const Tensor& panels, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& second_panels, const std::optional<Tensor>& second_bias,
               int64_t activation, const std::optional<Tensor>& residual, const Tensor& out,
-              int64_t isa) {
+              int64_t isa, const After& after) {
   const Functions& functions = functions_of(static_cast<Isa>(isa));
   const int64_t num_inputs = input.size(1), num_outputs = out.size(-1);
   TORCH_CHECK(is_weight(input), "no kernel for ", input.scalar_type());
@@ -155,15 +194,16 @@ Stage product(const Tensor& input, const Tensor& panels, const std::optional<Ten
                         input.size(0),
                         num_inputs,
                         num_outputs,
-                        panels.const_data_ptr(),
+                        panels_of(panels, second_panels ? &*second_panels : nullptr),
                         format_of(panels),
                         floats(bias),
-                        second_panels ? second_panels->const_data_ptr() : nullptr,
                         floats(second_bias),
                         static_cast<Activation>(activation),
                         residual ? residual->const_data_ptr() : nullptr,
                         out.mutable_data_ptr()};
-  return multiply(product, functions);
+  const int64_t tile_rows = functions.tile_rows;
+  return multiply(product, Cut(product.num_rows, panels, tile_rows), first_panels(after, tile_rows),
+                  functions);
 }
 
 namespace {

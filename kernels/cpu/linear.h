@@ -8,6 +8,16 @@
 
 namespace quire::linear {
 
+// Panels of a weight, and the same ones of another that are met together with them, or null.
+struct Panels {
+  const char *first = nullptr, *second = nullptr;
+  int64_t bytes = 0;  // of a panel
+
+  Panels from(int64_t panel) const {
+    return {first + panel * bytes, second ? second + panel * bytes : nullptr, bytes};
+  }
+};
+
 // rows [num_rows, num_inputs] times the weight, transposed: out [num_rows, num_outputs]. With a
 // second weight the first product goes through the activation and is multiplied with the second.
 struct Product {
@@ -15,11 +25,9 @@ struct Product {
   Format format;       // of rows and outputs
   int64_t row_stride;  // in elements
   int64_t num_rows, num_inputs, num_outputs;
-  const void* panels;  // [num_panels, num_inputs, panel_width], zeros beyond num_outputs
+  Panels panels;  // [num_panels, num_inputs, panel_width], zeros beyond num_outputs
   Format panel_format;
-  const float* bias;  // [num_outputs] or null
-  const void* second_panels;  // or null; of the same format
-  const float* second_bias;
+  const float *bias, *second_bias;  // [num_outputs] or null
   Activation activation;
   const void* residual;  // what is added to the outputs, or null; like `out`, but elsewhere
   void* out;             // dense
@@ -31,6 +39,8 @@ struct Piece {
   int64_t first_row, end_row;    // the block's
   int64_t first_tile, end_tile;  // of the block's tiles; maybe none
   int64_t first_panel, end_panel;
+  bool meets_rows;  // for the first time in its thread's run
+  Panels coming;    // which the thread meets after the last one, or null
 };
 
 struct Functions {

@@ -1,4 +1,5 @@
 // Products with packed weights, compiled once per instruction set.
+#include "fetching.h"
 #include "linear.h"
 #include "prelude.h"
 

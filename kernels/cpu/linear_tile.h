@@ -9,52 +9,52 @@ constexpr int kPanelWidth = 2 * kLanes;
 // As many as there are registers for their sums.
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;
 
-// What of a weight is fetched while a tile is multiplied, so that memory and arithmetic take their
-// time together: at each input `step` bytes more, from `offset` after the tile's own panel on.
-struct Ahead {
-  int64_t offset, step;
-
-  // For one of a panel's tiles. Tiles fetch equal shares of the next panel. One that is alone reads
-  // as fast as memory gives, and fetches what it needs itself in a moment; so do all where two
-  // panels are too much for the second-level caches that are usual.
-  template <typename W>
-  static Ahead of(int64_t tile, int64_t num_tiles, int64_t num_inputs) {
-    constexpr int64_t kRowBytes = kPanelWidth * sizeof(W);
-    constexpr int64_t kMoment = 8 << 10, kLargestPanel = 512 << 10;
-    const int64_t panel_bytes = num_inputs * kRowBytes;
-    if (num_tiles == 1 || panel_bytes > kLargestPanel) return {kMoment, kRowBytes};
-    const int64_t share = (kRowBytes + num_tiles - 1) / num_tiles;
-    return {panel_bytes + panel_bytes * tile / num_tiles, share};
-  }
-};
-
 // The sums of kRows rows and one panel.
 template <int kRows, typename W>
 QUIRE_INLINE void multiply_tile(const float* rows, int64_t row_stride, const W* panel,
-                                int64_t num_inputs, Ahead ahead, Floats (&sums)[kRows][2]) {
+                                int64_t num_inputs, const Ahead& ahead,
+                                Floats (&sums)[kRows][2]) {
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Floats{};
-  const char* due = reinterpret_cast<const char*>(panel) + ahead.offset;
-  for (int64_t k = 0; k < num_inputs; ++k, due += ahead.step) {
-    __builtin_prefetch(due, 0, 2);
-    if (ahead.step > 64) __builtin_prefetch(due + 64, 0, 2);
-    const Floats left = load(panel + k * kPanelWidth);
-    const Floats right = load(panel + k * kPanelWidth + kLanes);
+  // Six rows are found by one pointer and three strides, which the compiler must not take apart: it
+  // would keep a pointer per row, for which there are too few registers.
+  constexpr int kGroup = 6;
+  int64_t once = row_stride, thrice = 3 * row_stride, five_times = 5 * row_stride;
+  asm("" : "+r"(once), "+r"(thrice), "+r"(five_times));
+  const int64_t places[kGroup] = {0, once, 2 * once, thrice, 4 * once, five_times};
+  const float* groups[(kRows + kGroup - 1) / kGroup];
+#pragma GCC unroll 2
+  for (const float*& group : groups) group = rows, rows += kGroup * row_stride;
+  int64_t k = 0;
+  for (const Stretch* stretch = ahead.stretches; k < num_inputs; ++stretch) {
+    const int64_t end = stretch->end, step = stretch->step;
+    const char* due = stretch->due;
+    for (; k < end; ++k, due += step) {
+      __builtin_prefetch(due, 0, 2);
+      if (step > kLine) __builtin_prefetch(due + kLine, 0, 2);
+      const Floats left = load(panel), right = load(panel + kLanes);
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      const Floats x = broadcast(rows[r * row_stride + k]);
-      sums[r][0] += x * left;
-      sums[r][1] += x * right;
+      for (int r = 0; r < kRows; ++r) {
+        const Floats x = broadcast(groups[r / kGroup][places[r % kGroup]]);
+        sums[r][0] += x * left;
+        sums[r][1] += x * right;
+      }
+      panel += kPanelWidth;
+#pragma GCC unroll 2
+      for (const float*& group : groups) {
+        ++group;
+        asm("" : "+r"(group));
+      }
     }
   }
 }
 
 // The products of kRows rows and one panel.
 template <int kRows, typename W>
-QUIRE_INLINE void multiply_panel(const Product& call, const void* panels, const float* bias,
+QUIRE_INLINE void multiply_panel(const Product& call, const char* panels, const float* bias,
                                  const float* rows, int64_t row_stride, int64_t first_output,
-                                 Ahead ahead, Floats (&sums)[kRows][2]) {
-  const W* panel = static_cast<const W*>(panels) + first_output * call.num_inputs;
+                                 const Ahead& ahead, Floats (&sums)[kRows][2]) {
+  const W* panel = reinterpret_cast<const W*>(panels);
   multiply_tile<kRows>(rows, row_stride, panel, call.num_inputs, ahead, sums);
   if (!bias) return;
   float row[kPanelWidth] = {};
@@ -76,7 +76,6 @@ QUIRE_INLINE int64_t place_of(const Product& call, int64_t row, int64_t first_ou
 // while the sums are computed.
 template <int kRows>
 QUIRE_INLINE void fetch_outputs(const Product& call, int64_t first_row, int64_t first_output) {
-  constexpr int64_t kLine = 64;
   const int64_t bytes = kPanelWidth * bytes_of(call.format);
   for (int r = 0; r < kRows; ++r) {
     const int64_t place = place_of(call, first_row + r, first_output);
@@ -120,21 +119,21 @@ static void write_outputs(const Product& call, int64_t row, int64_t first_output
 
 template <int kRows, typename W>
 static void tile(const Product& call, const float* rows, int64_t row_stride, int64_t first_row,
-                 int64_t panel, int64_t number, int64_t num_tiles) {
+                 int64_t panel, const Ahead* ahead) {
   const int64_t first_output = panel * kPanelWidth;
-  const Ahead ahead = Ahead::of<W>(number, num_tiles, call.num_inputs);
+  const Panels own = call.panels.from(panel);
   float outputs[kRows][kPanelWidth];
   Floats sums[kRows][2];
   fetch_outputs<kRows>(call, first_row, first_output);
-  multiply_panel<kRows, W>(call, call.panels, call.bias, rows, row_stride, first_output, ahead,
-                          sums);
-  if (call.second_panels) {
+  multiply_panel<kRows, W>(call, own.first, call.bias, rows, row_stride, first_output,
+                          ahead[0], sums);
+  if (own.second) {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r)
       for (int half = 0; half < 2; ++half)
         store(outputs[r] + half * kLanes, activated(call.activation, sums[r][half]));
-    multiply_panel<kRows, W>(call, call.second_panels, call.second_bias, rows, row_stride,
-                             first_output, ahead, sums);
+    multiply_panel<kRows, W>(call, own.second, call.second_bias, rows, row_stride,
+                             first_output, ahead[1], sums);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r)
       for (int half = 0; half < 2; ++half) sums[r][half] *= load(outputs[r] + half * kLanes);
@@ -147,7 +146,7 @@ static void tile(const Product& call, const float* rows, int64_t row_stride, int
   for (int r = 0; r < kRows; ++r) write_outputs(call, first_row + r, first_output, outputs[r]);
 }
 
-using Tile = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, int64_t, int64_t);
+using Tile = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, const Ahead*);
 
 // For 1 to kTileRows rows.
 template <typename W, int... kFewer>
@@ -174,7 +173,8 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
   int64_t stride = call.num_inputs;
   const uint8_t* source = static_cast<const uint8_t*>(call.rows);
   const int64_t row_bytes = call.row_stride * bytes_of(call.format);
-  if (call.format == Format::kFloat32) {
+  const bool in_place = call.format == Format::kFloat32;
+  if (in_place) {
     rows = reinterpret_cast<const float*>(source + piece.first_row * row_bytes);
     stride = call.row_stride;
   } else {
@@ -182,11 +182,25 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
       widen_row(call.format, source + (piece.first_row + row) * row_bytes, scratch + row * stride,
                 call.num_inputs, 1.0f);
   }
+  // Rows that the thread meets for the first time are fetched a tile ahead.
+  const auto next_rows = [&](int64_t panel, int64_t number) -> Range {
+    if (!in_place || !piece.meets_rows || panel > piece.first_panel) return {};
+    if (number + 1 >= piece.end_tile) return {};
+    const int64_t from = begin_of(number + 1), to = begin_of(number + 2);
+    return {reinterpret_cast<const char*>(rows + from * stride), (to - from) * row_bytes};
+  };
+  const Fetching fetching(call, num_tiles);
   for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
+    const Panels own = call.panels.from(panel);
+    const Panels coming = panel + 1 < piece.end_panel ? call.panels.from(panel + 1) : piece.coming;
     for (int64_t number = piece.first_tile; number < piece.end_tile; ++number) {
       const int64_t from = begin_of(number), to = begin_of(number + 1);
+      const Range next = next_rows(panel, number);
+      const Ahead ahead[] = {
+          fetching.ahead(own.first, 0, number, coming, next),
+          own.second ? fetching.ahead(own.second, 1, number, coming, next) : Ahead{}};
       tile_of(call.panel_format, to - from)(call, rows + from * stride, stride,
-                                            piece.first_row + from, panel, number, num_tiles);
+                                            piece.first_row + from, panel, ahead);
     }
   }
 }

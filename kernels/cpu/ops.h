@@ -39,11 +39,18 @@ std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tenso
 
 namespace linear {
 
-// `input` [num_rows, num_inputs], dense in its last dimension; `out` [..., num_outputs].
+// What the threads meet after a product: so many rows and a weight, or two together. Null: not known.
+struct After {
+  int64_t num_rows = 0;
+  const Tensor *panels = nullptr, *second_panels = nullptr;
+};
+
+// `input` [num_rows, num_inputs], dense in its last dimension; `out` [..., num_outputs]. Of what comes
+// after it, the panels that threads begin with are fetched into their caches.
 Stage product(const Tensor& input, const Tensor& panels, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& second_panels, const std::optional<Tensor>& second_bias,
               int64_t activation, const std::optional<Tensor>& residual, const Tensor& out,
-              int64_t isa);
+              int64_t isa, const After& after = {});
 
 // Rows of a weight in panels of any width: `out` [rows.numel(), num_inputs].
 Stage looked_up(const Tensor& panels, int64_t num_outputs, const Tensor& rows, const Tensor& out);

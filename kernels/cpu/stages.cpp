@@ -74,7 +74,7 @@ class Progress {
     std::atomic<int64_t> next;
   };
 
-  int64_t begin_of(int64_t run) const { return run * stage_.num_pieces / num_runs_; }
+  int64_t begin_of(int64_t run) const { return begin_of_run(run, stage_.num_pieces, num_runs_); }
 
   const Stage& stage_;
   const int64_t num_runs_;

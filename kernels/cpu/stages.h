@@ -36,6 +36,11 @@ struct Stage {
 // what no stage changes while it is at work.
 enum class Twice { kNever, kWhereStalled };
 
+// The first piece of a run, of `num_runs` equal ones.
+constexpr int64_t begin_of_run(int64_t run, int64_t num_pieces, int64_t num_runs) {
+  return run * num_pieces / num_runs;
+}
+
 // Does all stages, one after the other. The first error that work throws is thrown when nobody is
 // at work any more; what was not begun by then is left undone.
 void run_stages(const std::vector<Stage>& stages, Twice twice);

@@ -72,7 +72,8 @@ def test_many_rows_share_what_is_packed() -> None:
 
 def test_a_prompt_is_cut_into_equal_parts() -> None:
     # Two for each of the key heads, none of a token or two.
-    assert sorted(item.num_tokens for item in items([257] * 8, [257] * 8)) == 32 * [128] + 32 * [129]
+    lengths = [item.num_tokens for item in items([257] * 8, [257] * 8)]
+    assert sorted(lengths) == 32 * [128] + 32 * [129]
 
 
 def test_one_short_prompt_keeps_all_threads_busy() -> None:
