@@ -84,7 +84,7 @@ std::vector<Stage> attention(const Tensor& out, const Tensor& query, const Tenso
   TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type() &&
                   k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3),
               "the caches differ in more than their heads' dimensions");
-  TORCH_CHECK(k_cache.size(2) && num_heads % k_cache.size(2) == 0,
+  TORCH_CHECK(num_heads && k_cache.size(2) && num_heads % k_cache.size(2) == 0,
               "query heads do not divide among key heads");
   TORCH_CHECK(query.size(2) == k_cache.size(3) && out.size(0) == query.size(0) &&
                   out.size(1) == num_heads && out.size(2) == v_cache.size(3),
@@ -143,10 +143,12 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cac
 // The items of work, eight numbers each: seq, first head, heads, first token, tokens, first key, end
 // key, partial.
 std::vector<int64_t> attention_items(const Tensor& query_start_loc, const Tensor& seq_lens,
-                                     int64_t num_heads, int64_t num_kv_heads,
+                                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                                      int64_t sliding_window, int64_t partition_keys,
                                      int64_t num_threads) {
+  TORCH_CHECK(num_threads > 0, "there are no threads");
   Attention call{};
+  call.keys.head_dim = call.values.head_dim = head_dim;
   call.num_heads = num_heads;
   call.num_kv_heads = num_kv_heads;
   call.sliding_window = sliding_window;

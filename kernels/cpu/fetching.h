@@ -47,6 +47,7 @@ class Fetching {
               const Range& rows) const {
     if (num_tiles_ == 1 || panel_bytes_ > kLargestPanel)
       return {{{num_inputs_, panel + kMoment, panel_bytes_ / num_inputs_}}};
+    if (coming.bytes > kLargestPanel) return in_turn({share(rows, pass, num_passes_)}, panel);
     if (is_alike(coming) && !rows.bytes) {
       const char* next = pass == 0 ? coming.first : coming.second;
       return {{{num_inputs_, next + tile * share_, step_}}};
@@ -72,7 +73,8 @@ class Fetching {
     return {all.begin + from, to - from};
   }
 
-  // Each range takes its part of the inputs; if there are none, what is `at_hand` is fetched.
+  // Each range takes its part of the inputs, and ends early if that is more than two lines for each
+  // of them; if there are none, what is `at_hand` is fetched.
   Ahead in_turn(const Range (&ranges)[3], const char* at_hand) const {
     int64_t bytes = 0, bytes_before = 0, begin = 0;
     for (const Range& range : ranges) bytes += range.bytes;
@@ -81,7 +83,8 @@ class Fetching {
     for (int i = 0; i < 3; ++i) {
       bytes_before += ranges[i].bytes;
       const int64_t end = num_inputs_ * bytes_before / bytes;
-      const int64_t step = (ranges[i].bytes + end - begin) / std::max<int64_t>(1, end - begin);
+      const int64_t inputs = std::max<int64_t>(1, end - begin);
+      const int64_t step = (ranges[i].bytes + inputs - 1) / inputs;
       ahead.stretches[i] = {end, ranges[i].begin, std::min(step, 2 * kLine)};
       begin = end;
     }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "fetching.h"
 #include "ops.h"
 #include "tensors.h"
 
@@ -97,11 +98,7 @@ class Cut {
   int64_t first_panel_of(int64_t run) const { return piece(begin_of(run)).first_panel; }
 
   // The run that a piece is of.
-  int64_t run_of(int64_t index) const {
-    int64_t run = 0;
-    while (run + 1 < num_runs_ && index >= begin_of(run + 1)) ++run;
-    return run;
-  }
+  int64_t run_of(int64_t index) const { return ((index + 1) * num_runs_ - 1) / num_pieces(); }
 
   // The panel that comes after those of a piece in its run; -1 if the run ends there.
   int64_t panel_after(int64_t index) const {
@@ -121,7 +118,7 @@ class Cut {
 Panels panels_of(const Tensor& panels, const Tensor* second_panels) {
   const auto at = [](const Tensor& all) { return static_cast<const char*>(all.const_data_ptr()); };
   return {at(panels), second_panels ? at(*second_panels) : nullptr,
-          panels.stride(0) * panels.element_size()};
+          panels.size(1) * panels.size(2) * static_cast<int64_t>(panels.element_size())};
 }
 
 // What each thread begins with after a product.
@@ -264,10 +261,41 @@ Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows)
   return out;
 }
 
+// What a block's tiles fetch on their way through a panel of one weight or two, before one of others
+// and with rows at these addresses (0: none). Per pass and tile, the stretches up to the last input:
+// each its end, address and step.
+std::vector<int64_t> fetched(int64_t num_inputs, int64_t num_tiles, at::IntArrayRef own,
+                             int64_t own_bytes, at::IntArrayRef coming, int64_t coming_bytes,
+                             int64_t rows, int64_t row_bytes) {
+  const auto at = [](int64_t address) { return reinterpret_cast<const char*>(address); };
+  TORCH_CHECK(num_tiles > 0 && own.size() == 2 && coming.size() == 2, "two addresses are needed");
+  Product product{};
+  product.num_inputs = num_inputs;
+  product.panels = {at(own[0]), at(own[1]), own_bytes};
+  const Fetching fetching(product, num_tiles);
+  std::vector<int64_t> numbers;
+  for (int64_t pass = 0; pass < (own[1] ? 2 : 1); ++pass) {
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const Ahead ahead = fetching.ahead(at(own[pass]), pass, tile,
+                                         {at(coming[0]), at(coming[1]), coming_bytes},
+                                         {at(rows), row_bytes});
+      int64_t end = 0;
+      for (const Stretch& stretch : ahead.stretches) {
+        if (end == num_inputs) break;
+        end = stretch.end;
+        numbers.insert(numbers.end(),
+                       {end, reinterpret_cast<int64_t>(stretch.due), stretch.step});
+      }
+    }
+  }
+  return numbers;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("panel_width(int isa) -> int", panel_width);
+  library.def("linear_fetched", &fetched);
   library.def(
       "linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, Tensor? second_panels, "
       "Tensor? second_bias, int activation, Tensor? residual, int isa) -> Tensor");

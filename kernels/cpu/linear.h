@@ -39,8 +39,8 @@ struct Piece {
   int64_t first_row, end_row;    // the block's
   int64_t first_tile, end_tile;  // of the block's tiles; maybe none
   int64_t first_panel, end_panel;
-  bool meets_rows;  // for the first time in its thread's run
-  Panels coming;    // which the thread meets after the last one, or null
+  bool meets_rows;  // for the first time in its run
+  Panels coming;    // after the last one in its run, or null
 };
 
 struct Functions {

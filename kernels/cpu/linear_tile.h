@@ -51,11 +51,11 @@ QUIRE_INLINE void multiply_tile(const float* rows, int64_t row_stride, const W* 
 
 // The products of kRows rows and one panel.
 template <int kRows, typename W>
-QUIRE_INLINE void multiply_panel(const Product& call, const char* panels, const float* bias,
+QUIRE_INLINE void multiply_panel(const Product& call, const char* panel, const float* bias,
                                  const float* rows, int64_t row_stride, int64_t first_output,
                                  const Ahead& ahead, Floats (&sums)[kRows][2]) {
-  const W* panel = reinterpret_cast<const W*>(panels);
-  multiply_tile<kRows>(rows, row_stride, panel, call.num_inputs, ahead, sums);
+  multiply_tile<kRows>(rows, row_stride, reinterpret_cast<const W*>(panel), call.num_inputs, ahead,
+                       sums);
   if (!bias) return;
   float row[kPanelWidth] = {};
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
@@ -182,10 +182,10 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
       widen_row(call.format, source + (piece.first_row + row) * row_bytes, scratch + row * stride,
                 call.num_inputs, 1.0f);
   }
-  // Rows that the thread meets for the first time are fetched a tile ahead.
+  // Rows that a thread meets for the first time are fetched a tile ahead.
   const auto next_rows = [&](int64_t panel, int64_t number) -> Range {
     if (!in_place || !piece.meets_rows || panel > piece.first_panel) return {};
-    if (number + 1 >= piece.end_tile) return {};
+    if (number + 1 == num_tiles) return {};
     const int64_t from = begin_of(number + 1), to = begin_of(number + 2);
     return {reinterpret_cast<const char*>(rows + from * stride), (to - from) * row_bytes};
   };

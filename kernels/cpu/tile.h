@@ -46,7 +46,7 @@ QUIRE_INLINE void multiply_vectors(const float* a, int64_t a_stride, const float
   }
 }
 
-// The same with a whole panel, or with its first vector if no more than `num_columns` are of use.
+// The same with a whole panel, or with its first vector if that has the `num_columns` of use.
 template <bool kAdd>
 QUIRE_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth,
                            float* c, int64_t c_stride, int64_t num_columns) {
@@ -63,12 +63,12 @@ QUIRE_INLINE Floats load_within(const T* row, int64_t d, int64_t dim) {
   return d + kLanes <= dim ? load(row + d) : load_first(row + d, dim - d);
 }
 
-// Keys as columns: panels [dim, kPanel] of kPanel keys each, zeros for those beyond `num_keys`.
-// Key j lies at `keys + at[j]`.
+// Keys as columns: panels [dim, kPanel] of kPanel keys each, zeros for those beyond `num_keys` in the
+// last one's vector. Key j lies at `keys + at[j]`.
 template <typename T>
 static void pack_keys(const T* keys, const int64_t* at, int64_t num_keys, int64_t dim,
                       float* panels) {
-  for (int64_t j = 0; j < rounded_up(num_keys, kPanel); j += kLanes) {
+  for (int64_t j = 0; j < num_keys; j += kLanes) {
     float* panel = panels + j / kPanel * kPanel * dim + j % kPanel;
     for (int64_t d = 0; d < dim; d += kLanes) {
       Floats square[kLanes];
@@ -85,17 +85,16 @@ static void pack_keys(const T* keys, const int64_t* at, int64_t num_keys, int64_
   }
 }
 
-// Values as rows: panels [kPackedKeys, kPanel] of kPanel dimensions each, zeros beyond `dim` and, up
-// to a multiple of kPanel, beyond `num_keys`.
+// Values as rows: panels [kPackedKeys, kPanel] of kPanel dimensions each, zeros beyond `dim`.
 template <typename T>
 static void pack_values(const T* values, const int64_t* at, int64_t num_keys, int64_t dim,
                         float* panels) {
-  for (int64_t j = 0; j < rounded_up(num_keys, kPanel); ++j) {
+  for (int64_t j = 0; j < num_keys; ++j) {
     float* to = panels + j * kPanel;
     for (int64_t d = 0; d < dim; d += kPanel, to += kPackedKeys * kPanel) {
-      const bool none = j >= num_keys, half = d + kLanes >= dim;
-      store(to, none ? Floats{} : load_within(values + at[j], d, dim));
-      store(to + kLanes, none || half ? Floats{} : load_within(values + at[j], d + kLanes, dim));
+      const bool half = d + kLanes >= dim;
+      store(to, load_within(values + at[j], d, dim));
+      store(to + kLanes, half ? Floats{} : load_within(values + at[j], d + kLanes, dim));
     }
   }
 }

@@ -27,13 +27,14 @@ def items(
     query_lens: list[int],
     seq_lens: list[int],
     heads: tuple[int, int] = (8, 4),
+    head_dim: int = 64,
     window: int = 0,
     partition_keys: int = 0,
     num_threads: int = 2,
 ) -> list[Item]:
     start_loc = torch.tensor([0, *query_lens]).cumsum(0)
     numbers = torch.ops.quire.attention_items(
-        start_loc, torch.tensor(seq_lens), *heads, window, partition_keys, num_threads
+        start_loc, torch.tensor(seq_lens), *heads, head_dim, window, partition_keys, num_threads
     )
     return [Item(*numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
 
@@ -49,7 +50,7 @@ def test_every_query_meets_every_key_it_sees_once(
         torch.zeros(heads[1], query_len, seq_len, dtype=torch.int)
         for query_len, seq_len in zip(query_lens, seq_lens, strict=True)
     ]
-    for item in items(query_lens, seq_lens, heads, window, partition_keys):
+    for item in items(query_lens, seq_lens, heads, 64, window, partition_keys):
         met[item.seq][
             item.first_head : item.first_head + item.num_heads,
             item.first_token : item.first_token + item.num_tokens,
@@ -67,7 +68,9 @@ def test_many_rows_share_what_is_packed() -> None:
     work = items([250] * 8, [250] * 8)
     assert {item.num_tokens for item in work} == {250}
     # Queries and sums have to stay in a cache.
-    assert {item.num_tokens for item in items([2048], [2048])} == {256}
+    for head_dim, num_tokens in ((64, 256), (128, 128), (256, 64)):
+        work = items([2048], [2048], head_dim=head_dim)
+        assert {item.num_tokens for item in work} == {num_tokens}
 
 
 def test_a_prompt_is_cut_into_equal_parts() -> None:
@@ -79,6 +82,11 @@ def test_a_prompt_is_cut_into_equal_parts() -> None:
 def test_one_short_prompt_keeps_all_threads_busy() -> None:
     for num_threads in (2, 3, 8):
         assert len(items([200], [200], num_threads=num_threads)) >= 2 * num_threads
+
+
+@pytest.mark.parametrize("num_tokens", [200, 300, 512])
+def test_a_prompt_is_not_partitioned_where_its_rows_are_work_for_all(num_tokens: int) -> None:
+    assert {item.partial for item in items([num_tokens], [num_tokens])} == {-1}
 
 
 def test_decoded_tokens_of_many_sequences_are_not_partitioned() -> None:
