@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -64,42 +65,76 @@ struct Heads {
   int64_t num_all() const { return num_queries + 2 * num_keys; }
 };
 
+// Memory for what a pass makes on its way. It stays with the thread for the next pass: many tokens
+// take tens of megabytes, and a heap in which small objects have come to lie between would find that
+// in a new place now and then.
+class Room {
+ public:
+  Room(int64_t num_numbers, const at::TensorOptions& options) : options_(options) {
+    thread_local Tensor kept;
+    const auto bytes = num_numbers * static_cast<int64_t>(options.dtype().itemsize());
+    if (!kept.defined() || kept.numel() < bytes) {
+      kept.reset();
+      kept = at::empty({bytes}, options.dtype(at::kByte));
+    }
+    memory_ = static_cast<char*>(kept.mutable_data_ptr());
+  }
+
+  Tensor place(at::IntArrayRef sizes) {
+    char* const begin = memory_;
+    memory_ += c10::multiply_integers(sizes) * options_.dtype().itemsize();
+    return at::from_blob(begin, sizes, options_);
+  }
+
+ private:
+  const at::TensorOptions options_;
+  char* memory_;  // from here on it is free
+};
+
 // What a layer makes on its way.
 struct Results {
   Tensor normed, heads, turned, attended, between, mlp_normed, active, out;
   Partials partials = std::make_shared<std::vector<float>>();
 };
 
-// Where each result has a place of its own.
-Results apart(const Tensor& states, const Heads& heads, int64_t num_active) {
-  const int64_t num_tokens = states.size(0), dim = heads.dim;
-  const auto place = [&](at::IntArrayRef sizes) { return at::empty(sizes, states.options()); };
-  return {at::empty_like(states),
-          place({num_tokens, heads.num_all(), dim}),
-          place({num_tokens, heads.num_turned(), dim}),
-          place({num_tokens, heads.num_queries, dim}),
-          at::empty_like(states),
-          at::empty_like(states),
-          place({num_tokens, num_active}),
-          at::empty_like(states)};
+// The outcome alone is asked for by others, so it has memory of its own.
+
+// Where each result has a place of its own: two sets, as layers take turns.
+std::vector<Results> apart(const Tensor& states, const Heads& heads, int64_t num_active) {
+  const int64_t num_tokens = states.size(0), hidden_size = states.size(1), dim = heads.dim;
+  const int64_t num_heads = heads.num_all() + heads.num_turned() + heads.num_queries;
+  Room room(2 * num_tokens * (3 * hidden_size + num_heads * dim + num_active), states.options());
+  std::vector<Results> sets;
+  for (int set = 0; set < 2; ++set) {
+    sets.push_back({room.place({num_tokens, hidden_size}),
+                    room.place({num_tokens, heads.num_all(), dim}),
+                    room.place({num_tokens, heads.num_turned(), dim}),
+                    room.place({num_tokens, heads.num_queries, dim}),
+                    room.place({num_tokens, hidden_size}),
+                    room.place({num_tokens, hidden_size}),
+                    room.place({num_tokens, num_active}),
+                    at::empty_like(states)});
+  }
+  return sets;
 }
 
 // Where results take the places of others that nobody needs any more.
 Results together(const Tensor& states, const Heads& heads, int64_t num_active) {
-  const int64_t num_tokens = states.size(0), dim = heads.dim;
-  const int64_t num_head_numbers = heads.num_all() * dim;
-  const Tensor shared =
-      at::empty({num_tokens * std::max(num_head_numbers, num_active)}, states.options());
+  const int64_t num_tokens = states.size(0), hidden_size = states.size(1), dim = heads.dim;
+  const int64_t num_shared = std::max(heads.num_all() * dim, num_active);
+  Room room(num_tokens * (2 * hidden_size + num_shared + heads.num_queries * dim),
+            states.options());
+  const Tensor shared = room.place({num_tokens * num_shared});
   const auto place = [&](at::IntArrayRef sizes) {
     return shared.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
   };
   const Tensor all_heads = place({num_tokens, heads.num_all(), dim});
-  const Tensor normed = at::empty_like(states);
+  const Tensor normed = room.place({num_tokens, hidden_size});
   return {normed,
           all_heads,
           all_heads.narrow(1, 0, heads.num_turned()),
-          at::empty({num_tokens, heads.num_queries, dim}, states.options()),
-          at::empty_like(states),
+          room.place({num_tokens, heads.num_queries, dim}),
+          room.place({num_tokens, hidden_size}),
           normed,
           place({num_tokens, num_active}),
           at::empty_like(states)};
@@ -125,7 +160,7 @@ class Program {
     const int64_t numbers = 4 * states.size(1) + num_active + num_heads * heads_.dim;
     is_apart_ = states.size(0) * numbers * states.element_size() <= kMostApart;
     if (is_apart_) {
-      sets_ = {apart(states, heads_, num_active), apart(states, heads_, num_active)};
+      sets_ = apart(states, heads_, num_active);
     } else {
       sets_ = {together(states, heads_, num_active)};
     }
