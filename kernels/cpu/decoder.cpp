@@ -74,8 +74,10 @@ class Room {
     thread_local Tensor kept;
     const auto bytes = num_numbers * static_cast<int64_t>(options.dtype().itemsize());
     if (!kept.defined() || kept.numel() < bytes) {
+      // Twice as much each time, so that it is not moved often. What is not touched takes nothing.
+      const int64_t grown = kept.defined() ? std::max(bytes, 2 * kept.numel()) : bytes;
       kept.reset();
-      kept = at::empty({bytes}, options.dtype(at::kByte));
+      kept = at::empty({grown}, options.dtype(at::kByte));
     }
     memory_ = static_cast<char*>(kept.mutable_data_ptr());
   }
@@ -93,11 +95,10 @@ class Room {
 
 // What a layer makes on its way.
 struct Results {
-  Tensor normed, heads, turned, attended, between, mlp_normed, active, out;
+  Tensor normed, heads, turned, attended, between, mlp_normed, active;
+  Tensor out;  // which others ask for, so that it has memory of its own
   Partials partials = std::make_shared<std::vector<float>>();
 };
-
-// The outcome alone is asked for by others, so it has memory of its own.
 
 // Where each result has a place of its own: two sets, as layers take turns.
 std::vector<Results> apart(const Tensor& states, const Heads& heads, int64_t num_active) {

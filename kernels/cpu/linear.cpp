@@ -268,7 +268,8 @@ std::vector<int64_t> fetched(int64_t num_inputs, int64_t num_tiles, at::IntArray
                              int64_t own_bytes, at::IntArrayRef coming, int64_t coming_bytes,
                              int64_t rows, int64_t row_bytes) {
   const auto at = [](int64_t address) { return reinterpret_cast<const char*>(address); };
-  TORCH_CHECK(num_tiles > 0 && own.size() == 2 && coming.size() == 2, "two addresses are needed");
+  TORCH_CHECK(num_tiles > 0, "there are no tiles");
+  TORCH_CHECK(own.size() == 2 && coming.size() == 2, "two addresses are needed");
   Product product{};
   product.num_inputs = num_inputs;
   product.panels = {at(own[0]), at(own[1]), own_bytes};

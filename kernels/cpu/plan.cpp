@@ -18,8 +18,9 @@ constexpr int64_t kReadingRows = 16;
 constexpr double kReadCost = 8;
 // Shares of the work per thread: the last one to end is late by one of them at most.
 constexpr int64_t kSharesPerThread = 4;
-// Items of equally many rows per thread: the last ones of a prompt see all of its keys, which is
-// twice as much work as it is on average, and should still be no more than a share.
+// Items of equally many rows per thread, as far as they have kLeastRows: the last ones of a prompt
+// see all of its keys, which is twice as much work as it is on average, and should still be no more
+// than a share.
 constexpr int64_t kItemsPerThread = 2 * kSharesPerThread;
 // Below this, merging costs more than is won.
 constexpr int64_t kLeastPartition = 256;
@@ -48,7 +49,8 @@ int64_t choose_item_tokens(const Attention& call, int64_t num_threads) {
   const int64_t num_tokens = call.query_start_loc[call.num_seqs] - call.query_start_loc[0];
   const int64_t share = num_tokens * call.num_heads / (num_threads * kItemsPerThread);
   const int64_t dim = std::max({call.keys.head_dim, call.values.head_dim, int64_t{1}});
-  const int64_t rows = std::min(std::clamp(share, kLeastRows, kMostRows), kMostNumbers / dim);
+  const int64_t wanted = num_threads == 1 ? kMostRows : std::clamp(share, kLeastRows, kMostRows);
+  const int64_t rows = std::min(wanted, kMostNumbers / dim);
   return std::max<int64_t>(rows / call.group_size(), 1);
 }
 

@@ -63,8 +63,8 @@ QUIRE_INLINE Floats load_within(const T* row, int64_t d, int64_t dim) {
   return d + kLanes <= dim ? load(row + d) : load_first(row + d, dim - d);
 }
 
-// Keys as columns: panels [dim, kPanel] of kPanel keys each, zeros for those beyond `num_keys` in the
-// last one's vector. Key j lies at `keys + at[j]`.
+// Keys as columns: panels [dim, kPanel] of kPanel keys each, zeros beyond `num_keys` up to a whole
+// vector; the rest of the last panel is not written. Key j lies at `keys + at[j]`.
 template <typename T>
 static void pack_keys(const T* keys, const int64_t* at, int64_t num_keys, int64_t dim,
                       float* panels) {

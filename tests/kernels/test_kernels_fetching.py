@@ -73,7 +73,8 @@ def test_tiles_share_what_comes(
 def test_no_more_than_two_lines_per_input() -> None:
     lines = fetched(512, 2, coming_bytes=400_000)
     assert lines[COMING] < lines_of(400_000)
-    assert len(lines[COMING]) > 2 * 512
+    # Of both tiles.
+    assert len(lines[COMING]) == 2 * 2 * 512
 
 
 @pytest.mark.parametrize(("num_inputs", "num_tiles"), [(63, 1), (512, 1), (4097, 6)])
@@ -87,6 +88,8 @@ def test_who_is_alone_or_has_large_panels_reads_a_moment_ahead(
 
 def test_panels_that_are_too_large_are_not_fetched_for_others() -> None:
     assert fetched(512, 6, coming_bytes=600_000) == {OWN: {0}}
+    with_rows = fetched(512, 6, coming_bytes=600_000, row_bytes=1000)
+    assert with_rows.keys() == {ROWS}
 
 
 def test_where_nothing_comes_nothing_is_fetched() -> None:

@@ -104,6 +104,10 @@ def test_one_long_sequence_keeps_all_threads_busy(num_threads: int) -> None:
     assert sorted(item.partial for item in work) == list(range(len(work)))
 
 
+def test_one_thread_shares_nothing() -> None:
+    assert [item.num_tokens for item in items([250], [250], num_threads=1)] == 4 * [250]
+
+
 def test_one_thread_partitions_nothing() -> None:
     assert [item.partial for item in items([1, 1], [16_384, 3], num_threads=1)] == [-1, -1]
 
