@@ -9,7 +9,7 @@ namespace {
 
 // Rows of a key head that share the packing of a tile: no more than stay in the second-level cache
 // with it, their queries and sums each of so many numbers at most; fewer where threads would else
-// have no work, down to where packing costs as much as it saves.
+// have no work, but not so few that each packs a tile for next to none.
 constexpr int64_t kMostRows = 512, kMostNumbers = 32 * 1024, kLeastRows = 96;
 // So few rows read memory rather than compute. Then an item has all key heads, which lie side by
 // side, so that it reads in the order of addresses.
