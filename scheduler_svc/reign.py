@@ -175,6 +175,7 @@ def _lane_options(settings: SchedulerSettings) -> LaneOptions:
         ),
         watermark=settings.watermark,
         depth=settings.pipeline_depth,
+        multi_step_s=settings.multi_step_s,
         enable_prefix_caching=settings.enable_prefix_caching,
         check_every_step=settings.check_every_step,
         step_timeout_s=settings.step_timeout_s,

@@ -72,6 +72,12 @@ class SchedulerSettings(ServiceSettings):
     pipeline_depth: int = Field(
         2, ge=1, le=8, description="Plans sent to a worker before the first one's result is there."
     )
+    multi_step_s: float = Field(
+        0.1,
+        ge=0,
+        description="Seconds of decoding that one plan may have where nobody reads tokens as they "
+        "come and nobody has come for ten times as long; 0: a token of each sequence per plan.",
+    )
     placement: Placement = Field(
         Placement.LEAST_WORK,
         description="Which worker gets a request; least_work: the one with the fewest tokens to "

@@ -1,5 +1,7 @@
 """What a recorded step looks like: the tables replayed on their own, without device or lane."""
 
+from itertools import islice
+
 from quire.internal.v1 import worker_pb2
 from worker_svc.inputs import Ints, StepInputs
 from worker_svc.plans import Plan, PlanError, plan_from_proto
@@ -29,7 +31,7 @@ class Explanation:
             self._known.clear()
 
     def step(self) -> worker_pb2.ExplainedStep:
-        """The step of the last plan."""
+        """The step of the last plan; its first round, where it has several."""
         if self._step is None:
             raise PlanError("no plan to explain")
         return self._step
@@ -47,6 +49,10 @@ class Explanation:
         inputs = tables.prepare(rows, counts)
         self._step = _explained(tables, rows, counts, inputs)
         tables.advance(rows, inputs.seq_lens)
+        for part in islice(plan.rounds(), 1, None):
+            # Their tokens come with the result.
+            more, _, _ = tables.without_failed(part)
+            tables.advance(more, tables.num_computed_tokens[more] + 1)
 
     def _result(self, result: worker_pb2.StepResult) -> None:
         for row, token in zip(result.sampled_rows, result.sampled_token_ids, strict=True):

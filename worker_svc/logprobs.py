@@ -1,5 +1,6 @@
 """Log-probabilities of a step's sampled tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -31,6 +32,34 @@ class Logprobs:
         width = token_ids.shape[1]
         kept = np.arange(width) < wanted[wanted > 0, None]
         return cls(np.minimum(wanted, width), token_ids[kept], logprobs[kept], ranks[kept])
+
+    @classmethod
+    def join(cls, counts: Sequence[int], parts: Sequence[Self | None]) -> Self | None:
+        """One behind the other: those of `counts` sampled tokens each, of which none asked where
+        there is no part. None if nobody asked."""
+        if all(part is None for part in parts):
+            return None
+        nothing = np.empty(0, np.int64), np.empty(0, np.float32)
+        known = [
+            part or cls(np.zeros(count, np.int64), nothing[0], nothing[1], nothing[0])
+            for count, part in zip(counts, parts, strict=True)
+        ]
+        return cls(
+            np.concatenate([part.num_entries for part in known]),
+            np.concatenate([part.token_ids for part in known]),
+            np.concatenate([part.logprobs for part in known]),
+            np.concatenate([part.ranks for part in known]),
+        )
+
+    def part(self, start: int, end: int) -> Self:
+        """Of the sampled tokens [start, end)."""
+        first, last = int(self.num_entries[:start].sum()), int(self.num_entries[:end].sum())
+        return type(self)(
+            self.num_entries[start:end],
+            self.token_ids[first:last],
+            self.logprobs[first:last],
+            self.ranks[first:last],
+        )
 
     @classmethod
     def from_proto(cls, message: worker_pb2.Logprobs) -> Self:

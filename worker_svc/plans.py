@@ -1,8 +1,8 @@
 """Plans and results in the worker's own types, converted here and nowhere else."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Final, Literal
 
@@ -68,11 +68,33 @@ class Plan:
     copies: BlockMoves
     rows: Ints  # scheduled
     num_scheduled_tokens: Ints  # one per scheduled row
+    num_rounds: Ints = field(default_factory=lambda: _NOTHING)  # one per scheduled row, or none
+    round: int = 0  # of a plan of several, which this one is part of
     arrived_ns: int = field(default_factory=time.monotonic_ns, compare=False)
 
     @property
     def moves_blocks(self) -> bool:
         return any(len(moves.sources) for moves in (self.swap_outs, self.swap_ins, self.copies))
+
+    def rounds(self) -> Iterator["Plan"]:
+        """Plans of one round each, which together do what this one says."""
+        yield replace(self, num_rounds=_NOTHING)
+        for done in range(1, int(self.num_rounds.max(initial=0))):
+            rows = self.rows[self.num_rounds > done]
+            yield Plan(
+                epoch=self.epoch,
+                step=self.step,
+                released_rows=_NOTHING,
+                admissions=(),
+                appends=(),
+                swap_outs=_NO_MOVES,
+                swap_ins=_NO_MOVES,
+                copies=_NO_MOVES,
+                rows=rows,
+                num_scheduled_tokens=np.ones_like(rows),
+                round=done,
+                arrived_ns=self.arrived_ns,
+            )
 
 
 @dataclass(frozen=True)
@@ -115,8 +137,13 @@ def plan_from_proto(message: worker_pb2.BatchPlan) -> Plan:
         copies=_moves(message, "copies"),
         rows=_ints(scheduled.rows),
         num_scheduled_tokens=_ints(scheduled.num_scheduled_tokens),
+        num_rounds=_ints(scheduled.num_rounds),
     )
     _require_parallel("schedule", plan.rows, plan.num_scheduled_tokens)
+    if len(plan.num_rounds):
+        _require_parallel("rounds", plan.rows, plan.num_rounds)
+        if plan.num_rounds.min() < 1:
+            raise PlanError("a row that is scheduled runs once at least")
     return plan
 
 
@@ -138,6 +165,7 @@ def plan_to_proto(plan: Plan) -> worker_pb2.BatchPlan:
             getattr(message, name).destinations.extend(moves.destinations)
     message.schedule.rows.extend(plan.rows)
     message.schedule.num_scheduled_tokens.extend(plan.num_scheduled_tokens)
+    message.schedule.num_rounds.extend(plan.num_rounds)
     return message
 
 

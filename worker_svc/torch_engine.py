@@ -21,6 +21,7 @@ from worker_svc.kv_pool import KvPool, cached_as, dtype_name
 from worker_svc.memory import keep_freed_memory
 from worker_svc.model import LoadedModel, find_device, load_model
 from worker_svc.packing import pack
+from worker_svc.rounds import RoundsRunner
 from worker_svc.runners import start_runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.short_pass import shorten
@@ -70,13 +71,15 @@ def load_engine(settings: WorkerSettings) -> Engine:
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     return Engine(
-        start_runner(
-            model,
-            pool,
-            attention,
-            tables,
-            implementation,
-            enforce_eager=settings.enforce_eager,
+        RoundsRunner(
+            start_runner(
+                model,
+                pool,
+                attention,
+                tables,
+                implementation,
+                enforce_eager=settings.enforce_eager,
+            )
         ),
         Identity(
             model_fingerprint=model.fingerprint,

@@ -52,7 +52,8 @@ def schedule(limits: Limits, view: View[R]) -> Decision[R]:
     step = _Step(limits, view)
     if step.only_decodes:
         # As both policies have it; most steps are so.
-        step.decode()
+        if not step.decode_often():
+            step.decode()
     elif limits.policy is Policy.CHUNKED:
         step.decode()
         step.fork()
@@ -113,6 +114,25 @@ class _Step(Generic[R]):
 
     # Decodes
 
+    def decode_often(self) -> bool:
+        """Schedules every decode as often as the view has it, up to its last token. False: there is
+        no room for that, or no use."""
+        most = self._view.num_rounds
+        if most == 1 or not self._decodes:
+            return False
+        self._num_lookahead_slots = self._limits.num_lookahead_slots
+        num_rounds = [min(most, row.max_num_tokens - row.num_tokens) for row in self._decodes]
+        missing = [
+            (row, self._missing_blocks(row, count - 1))
+            for row, count in zip(self._decodes, num_rounds, strict=True)
+        ]
+        appends = [(row, num_blocks) for row, num_blocks in missing if num_blocks > 0]
+        if sum(num_blocks for _, num_blocks in appends) > self._num_free_blocks:
+            return False
+        self._run_decodes(appends)
+        self.decision.num_rounds = num_rounds
+        return True
+
     def decode(self) -> None:
         """Schedules every decode; those for whose blocks there is no room are preempted."""
         block_size = self._limits.block_size
@@ -131,17 +151,21 @@ class _Step(Generic[R]):
             num_needed = sum(missing for _, missing in appends)
         self._num_free_blocks -= num_needed
         self._num_tokens -= len(self._decodes)
+        self._run_decodes(appends)
+
+    def _run_decodes(self, appends: list[tuple[R, int]]) -> None:
         self.decision.appends = appends
         self.decision.num_decodes = len(self._decodes)
         self.decision.scheduled += self._decodes
         self.decision.num_scheduled_tokens += [1] * len(self._decodes)
 
-    def _missing_blocks(self, row: R) -> int:
-        return self._num_blocks_of(row) - len(row.block_ids)
+    def _missing_blocks(self, row: R, num_more_tokens: int = 0) -> int:
+        return self._num_blocks_of(row, num_more_tokens) - len(row.block_ids)
 
-    def _num_blocks_of(self, row: R) -> int:
+    def _num_blocks_of(self, row: R, num_more_tokens: int = 0) -> int:
         """What it needs in all, look-ahead included."""
-        num_slots = min(row.num_tokens + self._num_lookahead_slots, self._limits.max_model_len)
+        num_slots = row.num_tokens + num_more_tokens + self._num_lookahead_slots
+        num_slots = min(num_slots, self._limits.max_model_len)
         return blocks_for(num_slots, self._limits.block_size)
 
     def _preempt(self, missing: dict[R, int], num_needed: int) -> list[tuple[R, int]]:

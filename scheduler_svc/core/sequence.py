@@ -111,6 +111,8 @@ class Group:
     # Whom its stream belongs to; the attachment is the stream's number there.
     subscriber: Subscriber
     attachment: int = 0
+    # Whoever asked reads nothing of it before its end.
+    is_patient: bool = False
     # Of the stream: epoch and number. The newer of two streams has the greater one.
     turn: tuple[int, int] = (0, 0)
     # As its gateway gave it, for the record and for whoever attaches.

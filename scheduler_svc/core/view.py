@@ -65,6 +65,8 @@ class Row(Protocol):
     @property
     def num_tokens(self) -> int: ...
     @property
+    def max_num_tokens(self) -> int: ...
+    @property
     def num_computed_tokens(self) -> int: ...
     @property
     def block_ids(self) -> Sequence[int]: ...
@@ -126,6 +128,8 @@ class View(Generic[R]):
     candidates: Sequence[Candidate[R]] = ()
     # Rows for siblings whose prompts are not computed yet.
     num_reserved_rows: int = 0
+    # How often decodes may run in the step where nothing else does.
+    num_rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,8 @@ class Decision(Generic[R]):
     num_decodes: int = 0
     scheduled: list[R] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
+    # How often each of `scheduled` runs, where some run more than once; no entries elsewhere.
+    num_rounds: list[int] = field(default_factory=list)
     appends: list[tuple[R, int]] = field(default_factory=list)  # where rows need blocks
     swapped_in: list[SwappedIn[R]] = field(default_factory=list)
     forked: list[tuple[Forkable[R], R]] = field(default_factory=list)

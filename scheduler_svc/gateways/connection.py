@@ -98,7 +98,7 @@ class GatewayConnection:
     ) -> None:
         """Takes over a request's stream: its tokens from these indices on, then what comes. A
         patient one hears of that when there is enough of it, and of each end at once."""
-        group.subscriber, group.attachment = self, attachment
+        group.subscriber, group.attachment, group.is_patient = self, attachment, is_patient
         self.attached[attachment] = group
         self.replay(group, attachment, next_indices)
         if is_patient:

@@ -15,6 +15,7 @@ class Ran:
 
     rows: list[int]
     sequences: list[Sequence]
+    # Once per token that is due.
     due_rows: list[int]
     due: list[Sequence]
 
@@ -27,6 +28,7 @@ class Flight:
     step: int
     ran: Ran
     num_tokens: int
+    num_rounds: int
     sent_at: float  # of time.perf_counter
     # What the step had cost by then.
     scheduling_s: float
@@ -92,14 +94,18 @@ def _landing(flight: Flight, result: worker_pb2.StepResult) -> Landing:
     failures = {failure.row: failure.reason for failure in result.failures}
     if not failures.keys() <= running.keys():
         raise LaneLost(f"the worker failed rows that step {flight.step} did not run")
-    if sorted(sampled_rows) != sorted(row for row in flight.ran.due_rows if row not in failures):
+    # What a row gave before the round in which it failed does not count.
+    sound = [at for at, row in enumerate(sampled_rows) if row not in failures]
+    sound_rows = sorted(sampled_rows[at] for at in sound)
+    if sound_rows != sorted(row for row in flight.ran.due_rows if row not in failures):
         raise LaneLost(f"the worker's result of step {flight.step} is not that of its plan")
     sequences = [running[row] for row in sampled_rows]
+    logprobs = _logprobs(sequences, result)
     return Landing(
         flight,
-        sequences,
-        token_ids,
-        _logprobs(sequences, result),
+        [sequences[at] for at in sound],
+        [token_ids[at] for at in sound],
+        [logprobs[at] for at in sound] if logprobs else [],
         [(running[row], reason) for row, reason in failures.items()],
     )
 

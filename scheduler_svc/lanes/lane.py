@@ -20,6 +20,7 @@ from scheduler_svc.lanes.deliveries import deliver
 from scheduler_svc.lanes.draft import Draft
 from scheduler_svc.lanes.flights import Flight, Flights, Ran
 from scheduler_svc.lanes.folding import Folding
+from scheduler_svc.lanes.multi_step import MultiStep
 from scheduler_svc.lanes.options import LaneHooks, LaneOptions
 from scheduler_svc.lanes.patience import Patience
 from scheduler_svc.lanes.plan import Changes, build_plan
@@ -79,6 +80,7 @@ class Lane:
         self._checked_step = first_step
         self._flights = Flights()
         self._trial = Trial(self.roster)
+        self._multi_step = MultiStep(options.multi_step_s)
         self._halting = False
         # Sequences with tokens of which the pool has not heard, and those whose rows failed.
         self._fresh: dict[Sequence, None] = {}
@@ -135,6 +137,7 @@ class Lane:
     def assign(self, sequence: Sequence, match: PrefixMatch | None = None) -> None:
         """Gives the lane a sequence to admit; `match` is what its cache holds of it."""
         self.roster.assign(sequence)
+        self._multi_step.somebody_came()
         sequence.place_on(self.worker.incarnation)
         if match is not None:
             self._hints[sequence] = match
@@ -287,7 +290,7 @@ class Lane:
         redis_s = self.stats.redis_s - waited_s
         scheduling_s = time.perf_counter() - started - redis_s
         changes = step.draft.changes
-        self._count(changes.num_scheduled_tokens, scheduling_s)
+        self._count(changes, scheduling_s)
         if not changes.is_empty:
             await self._send(changes, ran, scheduling_s, redis_s)
         if step.makes_room:
@@ -310,7 +313,8 @@ class Lane:
         self, candidates: list[tuple[Sequence, PrefixMatch]], accused: Sequence | None
     ) -> Step:
         usable = self.worker.num_blocks - 1
-        step = Step(self._draft(), self.roster, self.limits, usable, self.stats)
+        num_rounds = 1 if accused else self._multi_step.num_rounds(self.roster.rows)
+        step = Step(self._draft(), self.roster, self.limits, usable, self.stats, num_rounds)
         fresh, self._fresh = self._fresh, {}
         failed, self._failed = self._failed, []
         step.settle(failed)
@@ -372,7 +376,8 @@ class Lane:
             epoch=self._epoch,
             step=self._step,
             ran=ran,
-            num_tokens=sum(changes.num_scheduled_tokens),
+            num_tokens=changes.num_tokens,
+            num_rounds=max(changes.num_rounds, default=1),
             sent_at=time.perf_counter(),
             scheduling_s=scheduling_s,
             redis_s=redis_s,
@@ -389,14 +394,15 @@ class Lane:
             self.roster.landed_step = landing.flight.step
             fresh = self._fresh
             self._trial.acquit(landing.sequences)
-            for sequence, logprobs in zip(landing.sequences, landing.logprobs, strict=False):
-                if not sequence.is_over:
-                    sequence.logprobs += logprobs
+            all_logprobs = iter(landing.logprobs)
             for sequence, token_id in zip(landing.sequences, landing.token_ids, strict=True):
+                logprobs = next(all_logprobs, b"")
                 # What was sampled behind an end is dropped.
                 if sequence.end is None and sequence.group.error is None:
                     token_ids = sequence.token_ids
                     token_ids.append(token_id)
+                    if logprobs:
+                        sequence.logprobs += logprobs
                     fresh[sequence] = None
                     if (
                         len(token_ids) >= sequence.max_num_tokens
@@ -406,8 +412,10 @@ class Lane:
             for sequence, reason in landing.failures:
                 self._fail(sequence, reason)
             self.stats.num_sampled_tokens += len(landing.token_ids)
+            busy_ns = _busy_ns(result.times)
+            self._multi_step.landed(landing.flight.num_rounds, busy_ns)
             self.stats.worker_idle_ns += result.times.waiting_ns
-            self.stats.worker_busy_ns += _busy_ns(result.times)
+            self.stats.worker_busy_ns += busy_ns
             self.stats.worker_starting_ns += result.times.starting_ns
             self.stats.scheduling_s += time.perf_counter() - started
             self._hooks.stepped(_sample(self.worker.incarnation, landing.flight, started))
@@ -429,13 +437,14 @@ class Lane:
                 self._hints.pop(sequence, None)
             self._hooks.given_back(go)
 
-    def _count(self, num_scheduled_tokens: list[int], scheduling_s: float) -> None:
+    def _count(self, changes: Changes, scheduling_s: float) -> None:
         stats = self.stats
-        num_tokens = sum(num_scheduled_tokens)
         stats.num_steps += 1
-        stats.num_scheduled_tokens += num_tokens
-        # Whoever computes one token decodes, but for the last tokens of some prompts.
-        stats.num_prefill_tokens += num_tokens - num_scheduled_tokens.count(1)
+        stats.num_scheduled_tokens += changes.num_tokens
+        if not changes.num_rounds:
+            # Whoever computes one token decodes, but for the last tokens of some prompts.
+            num_decodes = changes.num_scheduled_tokens.count(1)
+            stats.num_prefill_tokens += changes.num_tokens - num_decodes
         stats.scheduling_s += scheduling_s
 
 

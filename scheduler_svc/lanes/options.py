@@ -21,6 +21,8 @@ class LaneOptions:
     depth: int
     enable_prefix_caching: bool
     check_every_step: bool
+    # What a plan of several rounds may take; 0: no plan has several.
+    multi_step_s: float
     # A worker that has a plan for longer is stuck.
     step_timeout_s: float
 

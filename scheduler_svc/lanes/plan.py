@@ -30,6 +30,13 @@ class Changes:
     copies: Moves = field(default_factory=Moves)
     rows: list[int] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
+    # How often each row runs; once where there are no entries.
+    num_rounds: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """All that are computed."""
+        return sum(self.num_rounds) or sum(self.num_scheduled_tokens)
 
     @property
     def is_empty(self) -> bool:
@@ -63,7 +70,9 @@ def build_plan(epoch: int, step: int, changes: Changes) -> worker_pb2.BatchPlan:
         step=step,
         released_rows=changes.released_rows,
         schedule=worker_pb2.Schedule(
-            rows=changes.rows, num_scheduled_tokens=changes.num_scheduled_tokens
+            rows=changes.rows,
+            num_scheduled_tokens=changes.num_scheduled_tokens,
+            num_rounds=changes.num_rounds,
         ),
     )
     if changes.admissions.rows:

@@ -29,12 +29,15 @@ class Step:
         limits: Limits,
         num_usable_blocks: int,
         stats: LaneStats,
+        num_rounds: int = 1,
     ) -> None:
+        """`num_rounds` is how often decodes may run where nothing else does."""
         self.draft = draft
         self._roster = roster
         self._limits = limits
         self._num_usable_blocks = num_usable_blocks
         self._stats = stats
+        self._num_rounds = num_rounds
         self._leaving = Leaving(draft, roster, stats)
         self._decision: Decision[Sequence] = Decision()
         self._arriving = Arriving(draft, roster, self._decision, stats)
@@ -123,6 +126,7 @@ class Step:
         """Hands the blocks out; the draft's changes are complete then."""
         draft = self.draft
         draft.changes.num_scheduled_tokens += self._decision.num_scheduled_tokens
+        draft.changes.num_rounds = self._decision.num_rounds
         self._arriving.hand_out(reply)
         # Whoever came in this step has its row now.
         draft.changes.rows = _rows_of(draft.sequences)
@@ -151,6 +155,7 @@ class Step:
             num_reserved_rows=sum(
                 len(group.siblings) for group, computed in parents.items() if not computed
             ),
+            num_rounds=self._num_rounds,
         )
 
     def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:
@@ -168,6 +173,9 @@ class Step:
         """Running rows count this step's tokens as computed from here on."""
         draft, decision, number = self.draft, self._decision, self.draft.number
         decodes = decision.scheduled[: decision.num_decodes]
+        if decision.num_rounds:
+            self._schedule_rounds(decodes, decision.num_rounds)
+            return
         # What `draft.compute` does, in short: this is the longest loop of a busy lane.
         for sequence in decodes:
             sequence.num_computed_tokens += 1
@@ -182,6 +190,18 @@ class Step:
         ):
             draft.compute(sequence, num_tokens)
             draft.publish(sequence)
+
+    def _schedule_rounds(self, decodes: list[Sequence], num_rounds: list[int]) -> None:
+        draft, number = self.draft, self.draft.number
+        for sequence, count in zip(decodes, num_rounds, strict=True):
+            sequence.num_computed_tokens += count
+            sequence.num_tokens += count
+            sequence.last_step = number
+        draft.sequences += decodes
+        for done in range(max(num_rounds)):
+            draft.due += [
+                other for other, count in zip(decodes, num_rounds, strict=True) if count > done
+            ]
 
 
 def _is_computed(group: Group) -> bool:

@@ -105,7 +105,7 @@ def test_tokens_are_those_of_transformers_with_graphs_and_without(model: Path) -
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
 def test_logits_of_a_graph_are_those_of_the_pass(model: Path, dtype: str, num_rows: int) -> None:
     """What the graph gives for padded rows, against the same rows launched anew."""
-    runner = loaded(model, dtype=dtype).runner
+    runner = loaded(model, dtype=dtype).runner.runner
     assert isinstance(runner, PipelinedRunner)
     found: list[torch.Tensor] = []
     original = runner._sample

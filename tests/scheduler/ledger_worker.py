@@ -12,6 +12,7 @@ from waiting import until
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.plans import PlanError, plan_from_proto, result_to_proto
+from worker_svc.rounds import RoundsRunner
 from worker_svc.sim.logprobs import logprobs_at
 from worker_svc.sim.model import SimModel
 from worker_svc.sim.runner import SimRunner
@@ -266,7 +267,7 @@ class LedgerWorker(worker_pb2_grpc.WorkerServiceServicer):
         if not self.poison.isdisjoint(self.seeds[row] for row in message.schedule.rows):
             raise Broken
         plan = plan_from_proto(message)
-        result = result_to_proto(plan, self.runner.run(plan))
+        result = result_to_proto(plan, RoundsRunner(self.runner).run(plan))
         self.num_sampled_tokens += len(result.sampled_rows)
         self.distort(result)
         return result

@@ -5,6 +5,7 @@ from ledger_worker import LedgerWorker
 from scheduler_stack import (
     ABORTED,
     CANCELLED,
+    INTERNAL,
     Gateway,
     Heard,
     Stack,
@@ -14,8 +15,9 @@ from scheduler_stack import (
 )
 from waiting import until
 
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
 from scheduler_svc.gateways.gathering import PATIENT_TOKENS
+from scheduler_svc.lanes import multi_step
 
 LONG = 100
 
@@ -57,6 +59,113 @@ async def test_ends_by_stop_tokens_and_several_choices_are_whole(redis_url, sock
         await gateway.submit(prompt(6), max_tokens=60, seed=5, patient=True, stop_token_ids=(stop,))
         await gateway.submit(prompt(7), max_tokens=60, seed=6, patient=True, n=3, num_logprobs=2)
         assert all(heard.is_whole for heard in await gateway.over())
+
+
+def rounds_of(worker: LedgerWorker) -> list[int]:
+    """The most rounds of each plan that has run rows."""
+    schedules = [plan.schedule for plan in worker.plans if plan.schedule.rows]
+    return [max(schedule.num_rounds, default=1) for schedule in schedules]
+
+
+@pytest.fixture
+def unhurried(monkeypatch):
+    """Somebody who comes is no reason to expect others."""
+    monkeypatch.setattr(multi_step, "_SHARE", 1000)
+
+
+async def test_they_have_several_tokens_per_plan_and_end_where_they_should(
+    redis_url, sockets, unhurried
+):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        for tag in range(8):
+            await gateway.submit(
+                prompt(9, tag), max_tokens=30 + tag, seed=tag, num_logprobs=tag % 3, patient=True
+            )
+        assert all(heard.is_whole for heard in await gateway.over())
+        assert max(rounds_of(worker)) == multi_step.MOST_ROUNDS
+        assert len(worker.plans) < 30
+        # Nothing is computed behind a last token.
+        assert worker.num_sampled_tokens == sum(30 + tag for tag in range(8))
+        await worker.check()
+
+
+async def test_beside_a_stream_each_plan_has_one_token_of_everybody(redis_url, sockets, unhurried):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        await gateway.submit(prompt(8), max_tokens=LONG, seed=1)
+        await gateway.submit(prompt(9), max_tokens=LONG, seed=2, patient=True)
+        assert all(heard.is_whole for heard in await gateway.over())
+        assert set(rounds_of(worker)) == {1}
+
+
+async def test_who_comes_is_not_kept_waiting_where_others_have_just_come(redis_url, sockets):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        worker.distort = lambda result: setattr(result.times, "forward_ns", 10**9)
+        await gateway.submit(prompt(9), max_tokens=LONG, seed=2, patient=True)
+        assert all(heard.is_whole for heard in await gateway.over())
+        # Plans take a second: no time for two in one.
+        assert set(rounds_of(worker)) == {1}
+
+
+async def test_behind_a_stop_token_little_is_computed(redis_url, sockets, unhurried):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        probe = gateway.heard[await gateway.submit(prompt(6), max_tokens=60, seed=5)]
+        await gateway.over()
+        num_sampled, num_plans = worker.num_sampled_tokens, len(worker.plans)
+        stop = probe.token_ids[44]
+        length = probe.token_ids.index(stop) + 1
+        asked = await gateway.submit(
+            prompt(6), max_tokens=60, seed=5, patient=True, stop_token_ids=(stop,)
+        )
+        await gateway.over()
+        assert gateway.heard[asked].token_ids == probe.token_ids[:length]
+        most = multi_step.MOST_ROUNDS_TO_A_STOP
+        assert max(rounds_of(worker)[num_plans - len(worker.plans) :]) == most
+        # The rest of its plan, and the one sent ahead.
+        assert worker.num_sampled_tokens - num_sampled - length <= most - 1 + most
+        await worker.check()
+
+
+async def test_a_row_that_fails_in_a_later_round_fails_alone(redis_url, sockets, unhurried):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        heard = await begun(stack, gateway, num_logprobs=2)
+
+        def fail_second_round(result: worker_pb2.StepResult) -> None:
+            rows = list(result.sampled_rows)
+            if rows.count(1) < 2:
+                return
+            worker.distort = lambda result: None
+            # Without its last token, of which there are three log-probabilities.
+            last = len(rows) - 1 - rows[::-1].index(1)
+            for name, width in (("sampled_rows", 1), ("sampled_token_ids", 1)):
+                field = getattr(result, name)
+                del field[last * width : (last + 1) * width]
+            _without(result.logprobs, last)
+            result.failures.add(row=1, reason="no number")
+
+        worker.distort = fail_second_round
+        await gateway.over()
+        codes = [None if one.failure is None else one.failure.code for one in heard]
+        assert codes == [None, INTERNAL, None]
+        assert heard[0].is_whole
+        assert heard[2].is_whole
+
+
+def _without(logprobs: worker_pb2.Logprobs, at: int) -> None:
+    start = sum(logprobs.num_entries[:at])
+    end = start + logprobs.num_entries[at]
+    del logprobs.num_entries[at]
+    for field in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks):
+        del field[start:end]
 
 
 async def test_a_lost_worker_takes_nothing_from_them(redis_url, sockets):

@@ -32,6 +32,7 @@ class Row:
     num_tokens: int
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    max_num_tokens: int = 2**31
 
     def __repr__(self) -> str:
         return self.name
@@ -139,6 +140,52 @@ def test_rows_are_bounded():
     running = [decoding(arrival, 20, [arrival * 2 + 1, arrival * 2 + 2]) for arrival in range(3)]
     decision = schedule(LIMITS, lane(running, candidates=[waiting(8, 4), waiting(9, 4)]))
     assert admitted(decision) == [("w8", 0, 4, 1)]
+
+
+# Several rounds
+
+
+def often(running: Iterable[Row], num_rounds: int, **more: object) -> View[Row]:
+    return lane(running, num_rounds=num_rounds, **more)
+
+
+def test_decodes_run_as_often_as_the_view_has_it_and_no_further_than_their_last_tokens():
+    running = [decoding(0, 20, [1, 2]), decoding(1, 20, [3, 4]), decoding(2, 20, [5, 6])]
+    running[1].max_num_tokens, running[2].max_num_tokens = 22, 21
+    decision = schedule(LIMITS, often(running, 4))
+    assert decision.only_decodes
+    assert decision.num_rounds == [4, 2, 1]
+    assert scheduled(decision) == {"r0.0": 1, "r1.0": 1, "r2.0": 1}
+    assert schedule(LIMITS, lane(running)).num_rounds == []
+
+
+def test_rounds_have_their_blocks_from_the_start():
+    # Of tokens 15, 16 and 17 the first two are written; of 16, 17 and 18 all but the last.
+    short, long = decoding(0, 15, [1]), decoding(1, 16, [2])
+    assert schedule(LIMITS, often([short, long], 2)).appends == [(long, 1)]
+    assert schedule(LIMITS, often([short, long], 3)).appends == [(short, 1), (long, 1)]
+    short.max_num_tokens = 17
+    assert schedule(LIMITS, often([short, long], 3)).appends == [(long, 1)]
+    ahead = replace(LIMITS, num_lookahead_slots=1)
+    assert schedule(ahead, often([short, long], 3)).appends == [(short, 1), (long, 1)]
+
+
+def test_nobody_gives_way_for_rounds():
+    running = [decoding(0, 16, [1]), decoding(1, 16, [2])]
+    decision = schedule(LIMITS, often(running, 2, num_free_blocks=1))
+    assert (decision.preempted, decision.appends, decision.num_rounds) == ([], [], [])
+    assert scheduled(decision) == {"r0.0": 1, "r1.0": 1}
+
+
+def test_where_others_run_or_come_there_is_one_round():
+    one = decoding(0, 20, [1, 2])
+    for view in (
+        often([one, row(1, 40, 16, [3, 4, 5])], 4),
+        often([one], 4, candidates=[waiting(1, 10)]),
+        often([one], 4, swapped=[Swapped([decoding(1, 20, [1, 2])], 2)]),
+        often([one], 4, forkable=[Forkable(siblings(0, 19, 1), one, None)]),
+    ):
+        assert schedule(LIMITS, view).num_rounds == []
 
 
 # Blocks

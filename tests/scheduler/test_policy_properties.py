@@ -28,6 +28,7 @@ class Row:
     num_tokens: int
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    max_num_tokens: int = 2**31
 
     @property
     def remaining(self) -> int:
@@ -91,7 +92,9 @@ def running_groups(draw: st.DrawFn, limits: Limits, pool: Pool) -> list[list[Row
                 else ceil(num_tokens, limits.block_size),
             )
             blocks = [*shared, *pool.take(num_blocks - len(shared))]
-            group.append(Row((priority, arrival, choice), num_tokens, computed, blocks))
+            row = Row((priority, arrival, choice), num_tokens, computed, blocks)
+            row.max_num_tokens = num_tokens + draw(st.integers(1, 6))
+            group.append(row)
         groups.append(group)
         num_rows -= count
         arrival += 1
@@ -166,6 +169,7 @@ def cases(draw: st.DrawFn) -> tuple[Limits, View[Row]]:
         num_free_host_blocks=draw(st.sampled_from([0, 2, 50])),
         candidates=[draw(candidates(bounds, arrival)) for arrival in arrivals],
         num_reserved_rows=draw(st.sampled_from([0, 0, 2])),
+        num_rounds=draw(st.sampled_from([1, 2, 5])),
     )
 
 
@@ -208,7 +212,8 @@ def everybody_has_the_blocks_that_the_step_writes(
     limits: Limits, view: View[Row], decision: Decision[Row]
 ) -> None:
     appended = dict(decision.appends)
-    for one, count in zip(decision.scheduled, decision.num_scheduled_tokens, strict=True):
+    counts = decision.num_rounds or decision.num_scheduled_tokens
+    for one, count in zip(decision.scheduled, counts, strict=True):
         num_blocks = len(one.block_ids) + appended.get(one, 0)
         assert ceil(one.num_computed_tokens + count, limits.block_size) <= num_blocks
     for back in decision.swapped_in:
@@ -251,6 +256,17 @@ def all_who_decode_do_so_or_give_way_or_leave_the_step_to_prompts(
     else:
         assert done == decodes
     assert set(decision.scheduled[: decision.num_decodes]) == decodes & set(decision.scheduled)
+
+
+def rounds_are_of_decodes_alone_and_end_with_their_last_tokens(
+    limits: Limits, view: View[Row], decision: Decision[Row]
+) -> None:
+    if decision.num_rounds:
+        assert decision.only_decodes
+        assert decision.num_scheduled_tokens == [1] * len(decision.scheduled)
+        for one, count in zip(decision.scheduled, decision.num_rounds, strict=True):
+            assert 1 <= count <= view.num_rounds
+            assert one.num_tokens + count <= one.max_num_tokens
 
 
 def chunks_are_parts_of_what_is_left(
@@ -343,6 +359,7 @@ INVARIANTS = (
     everybody_has_the_blocks_that_the_step_writes,
     who_gives_way_is_last_in_order_and_does_not_run,
     all_who_decode_do_so_or_give_way_or_leave_the_step_to_prompts,
+    rounds_are_of_decodes_alone_and_end_with_their_last_tokens,
     chunks_are_parts_of_what_is_left,
     nobody_is_passed_but_by_the_rule_of_long_prompts,
     partial_and_long_prefills_are_bounded,

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worker_svc.engine import Engine
 from worker_svc.graphs import Capturer, Replay
 from worker_svc.pipelined_runner import PipelinedRunner
+from worker_svc.rounds import RoundsRunner
 from worker_svc.runner import Runner
 from worker_svc.runners import start_pipelined
 
@@ -100,6 +101,8 @@ class AsksDevice(TorchDispatchMode):
 def pipelined(engine: Engine, capturer: Capturer | None = None) -> PipelinedRunner:
     """A runner with steps behind one another, in place of the engine's."""
     runner = engine.runner
+    if isinstance(runner, RoundsRunner):
+        runner = runner.runner
     assert isinstance(runner, Runner)
     return start_pipelined(
         runner._model,

@@ -139,7 +139,7 @@ def test_a_piece_of_a_prompt_of_one_token_samples_nothing(engine: Engine) -> Non
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
 def test_padding(engine: Engine, num_rows: int) -> None:
     """By ARCHITECTURE.md: slot -1, length 0, and a row whose table is zeros."""
-    runner = engine.runner
+    runner = engine.runner.runner
     plan = prompts(num_rows)
     plan.step = 1
     runner.run(plan_from_proto(plan))
@@ -162,7 +162,7 @@ def test_padding(engine: Engine, num_rows: int) -> None:
 
 
 def test_warming_up_and_recording_write_no_slot(engine: Engine) -> None:
-    caches = [cache for layer in engine.runner._pool.layers for cache in layer]
+    caches = [cache for layer in engine.runner.runner._pool.layers for cache in layer]
     for cache in caches:
         cache.copy_(torch.randn_like(cache))
     before = [cache.clone() for cache in caches]
@@ -174,7 +174,7 @@ def test_warming_up_and_recording_write_no_slot(engine: Engine) -> None:
 
 
 def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
-    for layer in engine.runner._pool.layers:
+    for layer in engine.runner.runner._pool.layers:
         for cache in layer:
             cache.fill_(torch.nan)
     runner = pipelined(engine, HostCapturer())

@@ -252,7 +252,7 @@ async def test_a_failing_row_fails_alone(
 ) -> None:
     assert worker.engine is not None
     poisoned = 200
-    weights = worker.engine.runner._model.network.get_input_embeddings().weight
+    weights = worker.engine.runner.runner._model.network.get_input_embeddings().weight
     weights.data[poisoned] = float("nan")
     plan = whole(sequence(0, [1, 2, poisoned]), [2])
     healthy = sequence(1)
@@ -404,7 +404,7 @@ async def test_unavailable_until_the_model_is_loaded(model: Path) -> None:
 
 async def test_unwritten_blocks_are_never_read(model: Path) -> None:
     engine = load_engine(worker_settings(model))
-    for caches in engine.runner._pool.layers:
+    for caches in engine.runner.runner._pool.layers:
         for cache in caches:
             cache.fill_(float("nan"))
     expected = Reference(model).generate(_PROMPT, 10)

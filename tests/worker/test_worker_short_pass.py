@@ -169,7 +169,7 @@ def test_the_worker_serves_so_and_a_chunk_may_sample_nothing(tmp_path: Path) -> 
     """Chunks of a prompt and a whole prompt give the same token."""
     folder = save_model(FAMILIES["llama"](), tmp_path)
     engine = load_engine(worker_settings(folder, device="cpu"))
-    assert isinstance(engine.runner._model.network.forward, ShortPass)
+    assert isinstance(engine.runner.runner._model.network.forward, ShortPass)
     whole, pieces = (
         [engine.runner.run(plan).sampled_token_ids for plan in plans]
         for plans in (_prompt(1, [11]), _prompt(2, [7, 4]))

@@ -16,6 +16,7 @@ from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, serv
 from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.device_thread import DeviceThread
 from worker_svc.engine import Engine
+from worker_svc.rounds import RoundsRunner
 from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings
@@ -81,8 +82,9 @@ async def served_model(
 ) -> AsyncIterator[ServedWorker]:
     """`steps_queue_up` has a worker run its steps as it does on a GPU, graphs included."""
     engine = load_engine(worker_settings(model, **changes))
-    if steps_queue_up and isinstance(engine.runner, Runner):
-        engine = replace(engine, runner=pipelined(engine, HostCapturer()))
+    assert isinstance(engine.runner, RoundsRunner)
+    if steps_queue_up and isinstance(engine.runner.runner, Runner):
+        engine = replace(engine, runner=RoundsRunner(pipelined(engine, HostCapturer())))
     async with served(engine) as worker:
         yield worker
 

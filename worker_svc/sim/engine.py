@@ -9,6 +9,7 @@ import structlog
 from worker_svc.engine import Engine
 from worker_svc.model_folder import ModelError, find_model
 from worker_svc.pool_size import require_room
+from worker_svc.rounds import RoundsRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.sim.model import SimModel
 from worker_svc.sim.poison import Poison
@@ -21,7 +22,7 @@ _DEFAULTS = SimModel()
 
 
 def sim_engine(runner: SimRunner) -> Engine:
-    return Engine(runner, runner.model.identity)
+    return Engine(RoundsRunner(runner), runner.model.identity)
 
 
 def load_engine(settings: WorkerSettings) -> Engine:

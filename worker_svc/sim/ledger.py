@@ -39,7 +39,7 @@ class Ledger:
         self._host_written = np.zeros(num_host_blocks, np.bool_)
         self._holders = np.zeros(num_blocks, np.int64)  # entries of live tables, by block
         self._epoch = 0
-        self._step = 0
+        self._step, self._round = 0, 0
         self.violations: list[Violation] = []
 
     def apply(self, plan: Plan) -> None:
@@ -85,10 +85,11 @@ class Ledger:
         return error
 
     def _check_order(self, plan: Plan) -> None:
-        if plan.epoch < self._epoch or plan.step <= self._step:
+        rises = (plan.step, plan.round) > (self._step, self._round)
+        if plan.epoch < self._epoch or not rises:
             detail = f"epoch {plan.epoch} after epoch {self._epoch} and step {self._step}"
             raise Violation(plan.step, Rule.ORDER, Place(), detail)
-        self._epoch, self._step = plan.epoch, plan.step
+        self._epoch, self._step, self._round = plan.epoch, plan.step, plan.round
 
     def _check_rows(self, plan: Plan) -> None:
         if len(plan.released_rows) or plan.admissions:

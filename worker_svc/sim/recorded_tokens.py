@@ -1,7 +1,8 @@
 """The tokens that another worker sampled."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from google.protobuf import proto
@@ -14,13 +15,14 @@ from worker_svc.settings import WrongSettingError
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What one plan gave."""
+    """What one round of a plan gave."""
 
     token_ids: Mapping[int, int]  # by row; a row that sampled none has failed
     logprobs: Logprobs | None = None
 
 
-RecordedSteps = Mapping[int, RecordedStep]
+# By step and round.
+RecordedSteps = Mapping[tuple[int, int], RecordedStep]
 
 
 def read_tokens(path: Path) -> RecordedSteps:
@@ -28,21 +30,37 @@ def read_tokens(path: Path) -> RecordedSteps:
 
     OSError if there is no file, WrongSettingError if it is none of a worker.
     """
-    found: dict[int, RecordedStep] = {}
+    found: dict[tuple[int, int], RecordedStep] = {}
     with path.open("rb") as file:
         first = _next_entry(file)
         if first is None or not first.HasField("hello"):
             raise WrongSettingError(f"--sim-tokens: {path} is no recording of a worker")
         while (entry := _next_entry(file)) is not None:
             if entry.HasField("result"):
-                found[entry.result.step] = _recorded(entry.result)
+                for number, recorded in enumerate(_rounds(entry.result)):
+                    found[entry.result.step, number] = recorded
     return found
 
 
-def _recorded(result: worker_pb2.StepResult) -> RecordedStep:
-    tokens = zip(result.sampled_rows, result.sampled_token_ids, strict=True)
+def _rounds(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
+    """One at least: where no row samples, nothing is recorded of any."""
+    tokens = list(zip(result.sampled_rows, result.sampled_token_ids, strict=True))
     logprobs = Logprobs.from_proto(result.logprobs) if result.HasField("logprobs") else None
-    return RecordedStep(dict(tokens), logprobs)
+    starts = _starts(result.sampled_rows)
+    for start, end in pairwise([*starts, len(tokens)]):
+        part = None if logprobs is None else logprobs.part(start, end)
+        yield RecordedStep(dict(tokens[start:end]), part)
+
+
+def _starts(sampled_rows: Iterable[int]) -> list[int]:
+    """Where rounds begin: a row stands once in each."""
+    starts, met = [0], set[int]()
+    for at, row in enumerate(sampled_rows):
+        if row in met:
+            starts.append(at)
+            met.clear()
+        met.add(row)
+    return starts
 
 
 def _next_entry(file: object) -> worker_pb2.Recording | None:

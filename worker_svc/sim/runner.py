@@ -87,7 +87,7 @@ class SimRunner:
             self._poison.take(plan)
         self.ledger.write(plan, rows, inputs)
         self._tables.advance(rows, inputs.seq_lens)
-        sampled = self._sample(plan.step, rows, inputs, failures)
+        sampled = self._sample(plan, rows, inputs, failures)
         _sleep_until(started_ns + self.model.step_ns(inputs))
         ended_ns = time.monotonic_ns()
         self._idle_since_ns = ended_ns
@@ -108,11 +108,11 @@ class SimRunner:
         )
 
     def _sample(
-        self, step: int, rows: Ints, inputs: StepInputs, failures: dict[int, str]
+        self, plan: Plan, rows: Ints, inputs: StepInputs, failures: dict[int, str]
     ) -> tuple[list[int], list[int], Logprobs | None]:
         """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
         tables = self._tables
-        recorded = self._recorded.get(step)
+        recorded = self._recorded.get((plan.step, plan.round))
         sampling = self._healthy(rows[inputs.sampling], recorded, failures)
         if recorded is None:
             seeds, positions = tables.seeds[sampling], tables.num_tokens[sampling]
