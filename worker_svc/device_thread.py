@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-# Steps the device has at once: one that it runs and one behind it, for which it need not wait.
+# Plans the device has at once: one that it runs and one behind it, for which it need not wait.
 MOST_LAUNCHED: Final = 2
 # How late the end of a step may be seen while nothing else is to be done.
 _POLL_S = 0.0001

@@ -70,7 +70,8 @@ class CudaStreams:
 
     def send(self, host: Tensor, device: Tensor) -> Sent:
         device.copy_(host, non_blocking=True)
-        return _CudaMark()
+        # Whoever waits sleeps: a plan of many rounds has more copies than there are buffers.
+        return _CudaMark(blocking=True)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         return _CudaFetched(tensors, self._side)
@@ -83,8 +84,11 @@ class CudaStreams:
 
 
 class _CudaMark:
-    def __init__(self) -> None:
-        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def __init__(self, *, blocking: bool = False) -> None:
+        """A `blocking` one is slept for."""
+        self._event: Any = torch.cuda.Event(  # type: ignore[no-untyped-call]
+            enable_timing=True, blocking=blocking
+        )
         self._event.record()
 
     def wait(self) -> None:

@@ -118,10 +118,12 @@ class _Step(Generic[R]):
         """Schedules every decode as often as the view has it, up to its last token. False: there is
         no room for that, or no use."""
         most = self._view.num_rounds
-        if most == 1 or not self._decodes:
+        if most == 1:
             return False
         self._num_lookahead_slots = self._limits.num_lookahead_slots
         num_rounds = [min(most, row.max_num_tokens - row.num_tokens) for row in self._decodes]
+        if max(num_rounds, default=1) == 1:
+            return False
         missing = [
             (row, self._missing_blocks(row, count - 1))
             for row, count in zip(self._decodes, num_rounds, strict=True)

@@ -94,6 +94,8 @@ def _landing(flight: Flight, result: worker_pb2.StepResult) -> Landing:
     failures = {failure.row: failure.reason for failure in result.failures}
     if not failures.keys() <= running.keys():
         raise LaneLost(f"the worker failed rows that step {flight.step} did not run")
+    if any(sampled_rows.count(row) >= max(1, flight.ran.due_rows.count(row)) for row in failures):
+        raise LaneLost(f"the worker failed rows of step {flight.step} that gave all their tokens")
     # What a row gave before the round in which it failed does not count.
     sound = [at for at, row in enumerate(sampled_rows) if row not in failures]
     sound_rows = sorted(sampled_rows[at] for at in sound)

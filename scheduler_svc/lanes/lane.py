@@ -80,7 +80,9 @@ class Lane:
         self._checked_step = first_step
         self._flights = Flights()
         self._trial = Trial(self.roster)
-        self._multi_step = MultiStep(options.multi_step_s)
+        # All plans in flight together stay far below the time in which a worker has to answer.
+        most_s = options.step_timeout_s / (4 * options.depth)
+        self._multi_step = MultiStep(min(options.multi_step_s, most_s))
         self._halting = False
         # Sequences with tokens of which the pool has not heard, and those whose rows failed.
         self._fresh: dict[Sequence, None] = {}
@@ -313,19 +315,25 @@ class Lane:
         self, candidates: list[tuple[Sequence, PrefixMatch]], accused: Sequence | None
     ) -> Step:
         usable = self.worker.num_blocks - 1
-        num_rounds = 1 if accused else self._multi_step.num_rounds(self.roster.rows)
-        step = Step(self._draft(), self.roster, self.limits, usable, self.stats, num_rounds)
+        step = Step(self._draft(), self.roster, self.limits, usable, self.stats)
         fresh, self._fresh = self._fresh, {}
         failed, self._failed = self._failed, []
         step.settle(failed)
         if self.draining and self._hooks.others_open(self.worker.incarnation):
             step.recall()
         if accused is None:
-            step.decide([pair for pair in candidates if not pair[0].is_suspect])
+            num_rounds = self._num_rounds(step.draft)
+            step.decide([pair for pair in candidates if not pair[0].is_suspect], num_rounds)
         else:
             step.try_alone(accused, candidates)
         step.journal(fresh)
         return step
+
+    def _num_rounds(self, draft: Draft) -> int:
+        """How often decodes may run in a plan where nothing else does."""
+        roster = self.roster
+        somebody_waits = roster.assigned or roster.swapped or roster.is_recalling or draft.recalled
+        return 1 if somebody_waits else self._multi_step.num_rounds(roster.rows)
 
     @property
     def _admits(self) -> bool:
@@ -413,7 +421,8 @@ class Lane:
                 self._fail(sequence, reason)
             self.stats.num_sampled_tokens += len(landing.token_ids)
             busy_ns = _busy_ns(result.times)
-            self._multi_step.landed(landing.flight.num_rounds, busy_ns)
+            if landing.flight.num_tokens:
+                self._multi_step.landed(landing.flight.num_rounds, busy_ns)
             self.stats.worker_idle_ns += result.times.waiting_ns
             self.stats.worker_busy_ns += busy_ns
             self.stats.worker_starting_ns += result.times.starting_ns

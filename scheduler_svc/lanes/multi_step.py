@@ -16,7 +16,7 @@ MOST_ROUNDS: Final = 8
 # Where a stop token may end a sequence: what is sampled behind it, in its plan and in the one sent
 # ahead, is lost.
 MOST_ROUNDS_TO_A_STOP: Final = 2
-# Who has come at intervals waits longer by such a part of them at most.
+# Who comes at intervals waits longer by such a part of them, per plan in flight.
 _SHARE: Final = 0.1
 
 
@@ -24,7 +24,7 @@ class MultiStep:
     """One lane's."""
 
     def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """A plan takes `most_s` at most; 0: plans have one token of each sequence."""
+        """A plan of several rounds takes `most_s` at most; 0: there are none."""
         self._most_s = most_s
         self._clock = clock
         self._came_at = clock()
@@ -36,7 +36,7 @@ class MultiStep:
         self._came_at = self._clock()
 
     def landed(self, num_rounds: int, busy_ns: int) -> None:
-        """A plan has come back."""
+        """A plan that has run rows has come back."""
         self._round_s = busy_ns / num_rounds / 1e9
 
     def num_rounds(self, sequences: Iterable[Sequence]) -> int:

@@ -29,15 +29,12 @@ class Step:
         limits: Limits,
         num_usable_blocks: int,
         stats: LaneStats,
-        num_rounds: int = 1,
     ) -> None:
-        """`num_rounds` is how often decodes may run where nothing else does."""
         self.draft = draft
         self._roster = roster
         self._limits = limits
         self._num_usable_blocks = num_usable_blocks
         self._stats = stats
-        self._num_rounds = num_rounds
         self._leaving = Leaving(draft, roster, stats)
         self._decision: Decision[Sequence] = Decision()
         self._arriving = Arriving(draft, roster, self._decision, stats)
@@ -59,9 +56,11 @@ class Step:
         """Has everybody give way: there is another worker for them."""
         self._leaving.recall()
 
-    def decide(self, candidates: Iterable[tuple[Sequence, PrefixMatch]]) -> None:
+    def decide(
+        self, candidates: Iterable[tuple[Sequence, PrefixMatch]], num_rounds: int = 1
+    ) -> None:
         """Asks the policy, and does what takes no block. `candidates` come with what the cache
-        holds of them."""
+        holds of them; `num_rounds` is how often decodes may run where nothing else does."""
         # Nobody passes a group or a sequence that is to come back and cannot yet, or goes back now.
         ready = list(takewhile(self._is_ready, self._roster.swapped))
         is_open = len(ready) == len(self._roster.swapped) and not (
@@ -69,6 +68,7 @@ class Step:
         )
         swapped = {Swapped(other.sequences, len(other.host_blocks)): other for other in ready}
         view = self._view(list(swapped), candidates if is_open else ())
+        view = replace(view, num_rounds=num_rounds)
         self._carry_out(schedule(self._limits, view), swapped)
 
     def try_alone(
@@ -155,7 +155,6 @@ class Step:
             num_reserved_rows=sum(
                 len(group.siblings) for group, computed in parents.items() if not computed
             ),
-            num_rounds=self._num_rounds,
         )
 
     def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:

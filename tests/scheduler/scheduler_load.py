@@ -97,12 +97,20 @@ class Request:
 class Load:
     """The requests of two gateways, which ask again for what they have lost the stream of."""
 
-    def __init__(self, stack: Stack, workers: list[LedgerWorker], max_model_len: int) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        workers: list[LedgerWorker],
+        max_model_len: int,
+        all_patient: bool = False,
+    ) -> None:
+        """Every second request is patient, if not all are."""
         self.stack = stack
         self.workers = workers
         self.requests: list[Request] = []
         self.gateways: list[Gateway] = []
         self._max_model_len = max_model_len
+        self._all_patient = all_patient
         self._num_submitted = 0
         self._lost_workers: list[LedgerWorker] = []
         for worker in workers:
@@ -144,7 +152,7 @@ class Load:
             n=n,
             priority=priority,
             num_logprobs=num_logprobs,
-            patient=self._num_submitted % 2 == 0,
+            patient=self._all_patient or self._num_submitted % 2 == 0,
         )
         self.requests.append(Request(gateway, stream.heard[attachment]))
 

@@ -1,5 +1,8 @@
 """Requests whose tokens nobody sees before their end, through the whole scheduler."""
 
+import asyncio
+import time
+
 import pytest
 from ledger_worker import LedgerWorker
 from scheduler_stack import (
@@ -101,14 +104,43 @@ async def test_beside_a_stream_each_plan_has_one_token_of_everybody(redis_url, s
         assert set(rounds_of(worker)) == {1}
 
 
-async def test_who_comes_is_not_kept_waiting_where_others_have_just_come(redis_url, sockets):
+async def test_who_has_just_come_is_not_the_last(redis_url, sockets):
+    """Each plan is a tenth as long as the time since somebody came, or has one round."""
     worker = roomy()
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        worker.distort = lambda result: setattr(result.times, "forward_ns", 10**9)
-        await gateway.submit(prompt(9), max_tokens=LONG, seed=2, patient=True)
+        came_at, found = 0.0, []
+
+        def look(result: worker_pb2.StepResult) -> None:
+            result.times.preparing_ns = result.times.sampling_ns = 0
+            num_rounds = max(worker.plans[-1].schedule.num_rounds, default=1)
+            result.times.forward_ns = num_rounds * 10**6
+            found.append((time.monotonic() - came_at, num_rounds))
+
+        worker.distort = look
+        for tag in range(2):
+            await asyncio.sleep(0.2)
+            came_at = time.monotonic()
+            await gateway.submit(prompt(9, tag), max_tokens=LONG, seed=tag, patient=True)
         assert all(heard.is_whole for heard in await gateway.over())
-        # Plans take a second: no time for two in one.
+        assert found
+        assert all(count == 1 or 0.001 * count <= 0.1 * elapsed for elapsed, count in found)
+
+
+async def test_what_runs_no_rows_says_nothing_of_rounds(redis_url, sockets, unhurried):
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+
+        def slow(result: worker_pb2.StepResult) -> None:
+            result.times.forward_ns = 10**9 if worker.plans[-1].schedule.rows else 0
+
+        worker.distort = slow
+        for tag in range(3):
+            await gateway.submit(prompt(9, tag), max_tokens=9, seed=tag, patient=True)
+            await gateway.over()
+            # The release of its row.
+            await worker.check()
         assert set(rounds_of(worker)) == {1}
 
 
@@ -144,11 +176,8 @@ async def test_a_row_that_fails_in_a_later_round_fails_alone(redis_url, sockets,
             if rows.count(1) < 2:
                 return
             worker.distort = lambda result: None
-            # Without its last token, of which there are three log-probabilities.
             last = len(rows) - 1 - rows[::-1].index(1)
-            for name, width in (("sampled_rows", 1), ("sampled_token_ids", 1)):
-                field = getattr(result, name)
-                del field[last * width : (last + 1) * width]
+            del result.sampled_rows[last], result.sampled_token_ids[last]
             _without(result.logprobs, last)
             result.failures.add(row=1, reason="no number")
 

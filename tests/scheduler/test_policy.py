@@ -157,6 +157,8 @@ def test_decodes_run_as_often_as_the_view_has_it_and_no_further_than_their_last_
     assert decision.num_rounds == [4, 2, 1]
     assert scheduled(decision) == {"r0.0": 1, "r1.0": 1, "r2.0": 1}
     assert schedule(LIMITS, lane(running)).num_rounds == []
+    running[0].max_num_tokens = running[1].max_num_tokens = 21
+    assert schedule(LIMITS, often(running, 4)).num_rounds == []
 
 
 def test_rounds_have_their_blocks_from_the_start():

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import redis
@@ -21,6 +22,8 @@ from hypothesis.stateful import (
 from ledger_worker import LedgerWorker
 from scheduler_load import FAILING, Load, Request, worker_name
 from scheduler_stack import Stack, running_stack
+
+from scheduler_svc.lanes import multi_step
 
 LENGTHS = st.one_of(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17]), st.integers(1, 63))
 # Some of which fail.
@@ -103,17 +106,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         pools=worker_sets(),
         options=scheduler_settings(),
         requests=st.lists(REQUESTS, min_size=4, max_size=16),
+        all_patient=st.booleans(),
     )
     def start(
         self,
         pools: list[dict[str, int]],
         options: dict[str, object],
         requests: list[dict[str, Any]],
+        all_patient: bool,
     ) -> None:
-        self.drive(self._start(pools, options))
+        self.drive(self._start(pools, options, all_patient))
         self.submit(requests)
 
-    async def _start(self, pools: list[dict[str, int]], options: dict[str, object]) -> None:
+    async def _start(
+        self, pools: list[dict[str, int]], options: dict[str, object], all_patient: bool
+    ) -> None:
         self.pools = pools
         with redis.Redis.from_url(self.redis_url) as client:
             client.flushall()
@@ -126,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **{**options, "drain_grace_s": 1, "lease_s": 0.6},
         )
         stack = await self.running.__aenter__()
-        self.load = Load(stack, self.workers, pools[0]["max_model_len"])
+        self.load = Load(stack, self.workers, pools[0]["max_model_len"], all_patient)
         await self.load.start()
 
     def teardown(self) -> None:
@@ -207,7 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile: object) -> None:
-    with asyncio.Runner() as runner:
+    # Plans of several rounds however lately somebody has come.
+    with asyncio.Runner() as runner, patch.object(multi_step, "_SHARE", 1000):
         SchedulerMachine.runner = runner
         SchedulerMachine.redis_url = redis_url
         SchedulerMachine.directories = directories

@@ -72,7 +72,7 @@ def test_a_failing_seed_fails_its_row_alone() -> None:
 
 
 def test_recorded_steps_sample_and_fail_as_they_did() -> None:
-    runner = SimRunner(SMALL, {(1, 0): RecordedStep({0: 555})})
+    runner = SimRunner(SMALL, {1: [RecordedStep({0: 555})]})
     plan = worker_pb2.BatchPlan(epoch=1, step=1)
     for row in (0, 1):
         admit(plan, Sequence(row, [1, 2], 2, block_ids=[row + 1]))

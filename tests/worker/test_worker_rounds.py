@@ -1,5 +1,6 @@
 """Plans of several rounds: what they give is what plans of one round each would have given."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from quire.internal.v1 import worker_pb2
 from worker_svc.explain import Explanation
 from worker_svc.logprobs import Logprobs
 from worker_svc.plans import (
+    Plan,
     PlanError,
     StepOutput,
     plan_from_proto,
@@ -23,7 +25,7 @@ from worker_svc.rounds import RoundsRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.sim.engine import load_engine as load_sim_engine
 from worker_svc.sim.runner import SimRunner
-from worker_svc.step_runner import StepRunner
+from worker_svc.step_runner import Launched, StepRunner, nothing
 from worker_svc.torch_engine import load_engine
 
 # Rows 0 to 2: so many rounds each.
@@ -113,6 +115,33 @@ def test_a_row_that_fails_does_not_run_again() -> None:
     assert output.logprobs.num_entries.tolist() == [0, 2, 0, 0]
 
 
+def test_a_row_that_fails_in_a_later_round_has_given_tokens_before() -> None:
+    sim = SimRunner(SMALL)
+    failing = _Failing(sim, seeds=[0], in_round=1)
+    [_, output] = run(RoundsRunner(failing), prompts(), in_rounds())
+    assert list(output.failures) == [0]
+    assert output.sampled_rows == [0, 1, 2, 2]
+
+
+class _Failing:
+    """Has seeds fail in a round and behind it."""
+
+    def __init__(self, sim: SimRunner, seeds: Iterable[int], in_round: int) -> None:
+        self._sim, self._seeds, self._in_round = sim, seeds, in_round
+        self.last_finished_step = 0
+
+    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
+        if plan.round == self._in_round:
+            self._sim.failing_seeds.update(self._seeds)
+        return self._sim.launch(plan, meanwhile)
+
+    def run(self, plan: Plan) -> StepOutput:
+        return self.launch(plan).output()
+
+    def clear(self) -> None:
+        self._sim.clear()
+
+
 def test_rounds_without_blocks_are_refused() -> None:
     runner = RoundsRunner(SimRunner(SMALL))
     run(runner, prompts())
@@ -136,6 +165,25 @@ def test_a_plan_of_rounds_is_read_as_it_was_written() -> None:
     assert plan_to_proto(plan_from_proto(in_rounds())) == in_rounds()
     [only] = plan_from_proto(prompts()).rounds()
     assert plan_to_proto(only) == prompts()
+
+
+@pytest.mark.parametrize("seeds", [(0,), (0, 2)], ids=["a row", "all that are left"])
+def test_a_recording_of_failures_in_later_rounds_fails_again(
+    tmp_path: Path, seeds: tuple[int, ...]
+) -> None:
+    path = tmp_path / "steps"
+    recorder = Recorder(path)
+    runner = _Failing(SimRunner(SMALL), seeds, in_round=1)
+    recorder.put(hello())
+    messages = [prompts(), in_rounds()]
+    outputs = run(RecordingRunner(RoundsRunner(runner), recorder), *messages)
+    recorder.close()
+    assert tuple(outputs[1].failures) == seeds
+    again = run(load_sim_engine(settings(path)).runner, *messages)
+    for one, other in zip(outputs, again, strict=True):
+        assert one.sampled_rows == other.sampled_rows
+        assert one.sampled_token_ids == other.sampled_token_ids
+        assert one.failures == other.failures
 
 
 def test_a_recording_of_rounds_is_sampled_again_and_explained(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The tokens that another worker sampled."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +21,8 @@ class RecordedStep:
     logprobs: Logprobs | None = None
 
 
-# By step and round.
-RecordedSteps = Mapping[tuple[int, int], RecordedStep]
+# Its rounds, by step. Of those in which no row gave a token there is none.
+RecordedSteps = Mapping[int, Sequence[RecordedStep]]
 
 
 def read_tokens(path: Path) -> RecordedSteps:
@@ -30,20 +30,18 @@ def read_tokens(path: Path) -> RecordedSteps:
 
     OSError if there is no file, WrongSettingError if it is none of a worker.
     """
-    found: dict[tuple[int, int], RecordedStep] = {}
+    found: dict[int, list[RecordedStep]] = {}
     with path.open("rb") as file:
         first = _next_entry(file)
         if first is None or not first.HasField("hello"):
             raise WrongSettingError(f"--sim-tokens: {path} is no recording of a worker")
         while (entry := _next_entry(file)) is not None:
             if entry.HasField("result"):
-                for number, recorded in enumerate(_rounds(entry.result)):
-                    found[entry.result.step, number] = recorded
+                found[entry.result.step] = list(_rounds(entry.result))
     return found
 
 
 def _rounds(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
-    """One at least: where no row samples, nothing is recorded of any."""
     tokens = list(zip(result.sampled_rows, result.sampled_token_ids, strict=True))
     logprobs = Logprobs.from_proto(result.logprobs) if result.HasField("logprobs") else None
     starts = _starts(result.sampled_rows)

@@ -112,7 +112,7 @@ class SimRunner:
     ) -> tuple[list[int], list[int], Logprobs | None]:
         """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
         tables = self._tables
-        recorded = self._recorded.get((plan.step, plan.round))
+        recorded = self._recorded_round(plan)
         sampling = self._healthy(rows[inputs.sampling], recorded, failures)
         if recorded is None:
             seeds, positions = tables.seeds[sampling], tables.num_tokens[sampling]
@@ -124,6 +124,13 @@ class SimRunner:
         self.ledger.extend(sampling, tokens)
         tables.write_sampled(sampling, tokens)
         return sampling.tolist(), tokens.tolist(), logprobs
+
+    def _recorded_round(self, plan: Plan) -> RecordedStep | None:
+        """None where nothing is recorded of the step."""
+        rounds = self._recorded.get(plan.step)
+        if rounds is None:
+            return None
+        return rounds[plan.round] if plan.round < len(rounds) else RecordedStep({})
 
     def _healthy(self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, str]) -> Ints:
         """The rows that do not fail now; the others are noted."""
