@@ -39,6 +39,7 @@ class Runner:
         self._attention = attention
         self._tables = tables
         self._device = model.device
+        self._is_on_host = model.device.type == "cpu"
         self._implementation = implementation
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
@@ -84,7 +85,7 @@ class Runner:
         self._tables.apply(plan)
         if plan.moves_blocks:
             meanwhile()
-        self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
+            self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
 
     def _forward(self, inputs: StepInputs, rows: Ints, meanwhile: Callable[[], object]) -> Tensor:
         """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""
@@ -152,4 +153,5 @@ class Runner:
         return Logprobs.pack(wanted, *(tensor.cpu().numpy() for tensor in arrays))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        tensor = torch.from_numpy(array)
+        return tensor if self._is_on_host else tensor.to(self._device)

@@ -53,16 +53,19 @@ class ShortPass:
         use_cache: Literal[False],
     ) -> Output:
         """As the model is called here, and by nobody else: without a cache of transformers' own."""
-        attention = self.layers.own_attention
-        if attention is not None and self.ends is not None:
-            ids, positions = input_ids.squeeze(0), position_ids.squeeze(0)
-            logits = attention.run_pass(
-                self.layers.weights, self.ends, ids, positions, logits_to_keep
-            )
+        logits = self.in_one_call(input_ids.squeeze(0), position_ids.squeeze(0), logits_to_keep)
+        if logits is not None:
             return Output(logits.unsqueeze(0))
         states = self.embed(input_ids)
         states = self.layers(states, position_embeddings=self.turn(states, position_ids))
         return Output(self.head(self.norm(states[:, logits_to_keep])))
+
+    def in_one_call(self, ids: Tensor, positions: Tensor, kept: Tensor) -> Tensor | None:
+        """Logits `[len(kept), vocab_size]` of a flat batch; None if it takes more than a call."""
+        attention = self.layers.own_attention
+        if attention is None or self.ends is None:
+            return None
+        return attention.run_pass(self.layers.weights, self.ends, ids, positions, kept)
 
 
 @torch.inference_mode()
