@@ -244,6 +244,10 @@ class Engine:
         """Another worker's lane takes requests."""
         return any(not lane.draining for other, lane in self.lanes.items() if other != incarnation)
 
+    def somebody_waits(self) -> bool:
+        """Somebody is in the queue."""
+        return bool(self.waiting)
+
     def room(self) -> None:
         """Some lane may take more now."""
         self._dispatcher.stir()

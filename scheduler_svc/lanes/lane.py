@@ -333,7 +333,9 @@ class Lane:
         """How often decodes may run in a plan where nothing else does."""
         roster = self.roster
         somebody_waits = roster.assigned or roster.swapped or roster.is_recalling or draft.recalled
-        return 1 if somebody_waits else self._multi_step.num_rounds(roster.rows)
+        if somebody_waits or self._hooks.somebody_waits():
+            return 1
+        return self._multi_step.num_rounds(roster.rows)
 
     @property
     def _admits(self) -> bool:
@@ -421,7 +423,8 @@ class Lane:
                 self._fail(sequence, reason)
             self.stats.num_sampled_tokens += len(landing.token_ids)
             busy_ns = _busy_ns(result.times)
-            if landing.flight.num_tokens:
+            # A plan that ran no rows, or failed ones alone, says nothing.
+            if landing.token_ids:
                 self._multi_step.landed(landing.flight.num_rounds, busy_ns)
             self.stats.worker_idle_ns += result.times.waiting_ns
             self.stats.worker_busy_ns += busy_ns

@@ -36,7 +36,7 @@ class MultiStep:
         self._came_at = self._clock()
 
     def landed(self, num_rounds: int, busy_ns: int) -> None:
-        """A plan that has run rows has come back."""
+        """A plan that has given tokens has come back."""
         self._round_s = busy_ns / num_rounds / 1e9
 
     def num_rounds(self, sequences: Iterable[Sequence]) -> int:

@@ -21,7 +21,7 @@ class LaneOptions:
     depth: int
     enable_prefix_caching: bool
     check_every_step: bool
-    # What a plan of several rounds may take; 0: no plan has several.
+    # What a plan of several rounds may take, far below the step's timeout; 0: no plan has several.
     multi_step_s: float
     # A worker that has a plan for longer is stuck.
     step_timeout_s: float
@@ -46,6 +46,8 @@ class LaneHooks:
     left: Callable[[Sequence], None]
     # Another lane than that of this worker takes requests.
     others_open: Callable[[int], bool]
+    # Somebody is in the queue.
+    somebody_waits: Callable[[], bool]
     # Returns when something may be sent: at once while the lead is held for certain.
     may_send: Callable[[], Awaitable[None]]
     # These have to wait for a row again, here or elsewhere.

@@ -119,7 +119,7 @@ _HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[WorkerHistograms], Histogram]
     ),
     (
         "quire:iteration_tokens_total",
-        "Tokens that a step computes.",
+        "Tokens that a plan computes, all its rounds.",
         lambda steps: steps.num_scheduled_tokens,
     ),
 )

@@ -122,9 +122,24 @@ async def test_who_has_just_come_is_not_the_last(redis_url, sockets):
             await asyncio.sleep(0.2)
             came_at = time.monotonic()
             await gateway.submit(prompt(9, tag), max_tokens=LONG, seed=tag, patient=True)
-        assert all(heard.is_whole for heard in await gateway.over())
+            assert all(heard.is_whole for heard in await gateway.over())
         assert found
         assert all(count == 1 or 0.001 * count <= 0.1 * elapsed for elapsed, count in found)
+
+
+async def test_while_somebody_waits_for_a_row_plans_have_one_round(redis_url, sockets, unhurried):
+    worker = LedgerWorker(1, num_blocks=1024, max_model_len=256, max_num_seqs=1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        worker.gate.clear()
+        for tag in range(2):
+            await gateway.submit(prompt(9, tag), max_tokens=LONG, seed=tag, patient=True)
+        await until(lambda: len(stack.engine.waiting) == 1, "the other one in the queue")
+        worker.gate.set()
+        assert all(heard.is_whole for heard in await gateway.over())
+        rounds = rounds_of(worker)
+        assert set(rounds[:LONG]) == {1}
+        assert max(rounds[LONG:]) == multi_step.MOST_ROUNDS
 
 
 async def test_what_runs_no_rows_says_nothing_of_rounds(redis_url, sockets, unhurried):
