@@ -1,9 +1,9 @@
 """How many tokens of each sequence one plan may have where all of them decode.
 
-A plan costs the scheduler, Redis, the worker's event loop and their ways to each other some
-milliseconds of processor time, however short its step is. Where nobody reads tokens as they come,
-one plan has several (multi-step scheduling, vLLM 0.6); what it costs is that who comes meanwhile
-waits for it.
+A plan costs the scheduler, Redis, the worker's event loop and their ways to each other a
+millisecond or two of processor time, however short its step is. Where nobody reads tokens as they
+come, one plan has several (multi-step scheduling, vLLM 0.6); what it costs is that who comes
+meanwhile waits for it.
 """
 
 import time

@@ -30,7 +30,7 @@ class Changes:
     copies: Moves = field(default_factory=Moves)
     rows: list[int] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
-    # How often each row runs; once where there are no entries.
+    # How often each row runs, a token each time; once where there are no entries.
     num_rounds: list[int] = field(default_factory=list)
 
     @property

@@ -67,8 +67,7 @@ class Step:
             self._roster.is_recalling or self.draft.recalled
         )
         swapped = {Swapped(other.sequences, len(other.host_blocks)): other for other in ready}
-        view = self._view(list(swapped), candidates if is_open else ())
-        view = replace(view, num_rounds=num_rounds)
+        view = self._view(list(swapped), candidates if is_open else (), num_rounds)
         self._carry_out(schedule(self._limits, view), swapped)
 
     def try_alone(
@@ -140,6 +139,7 @@ class Step:
         self,
         swapped: list[Swapped[Sequence]],
         candidates: Iterable[tuple[Sequence, PrefixMatch]],
+        num_rounds: int = 1,
     ) -> View[Sequence]:
         roster = self._roster
         parents = {group: _is_computed(group) for group in roster.parents}
@@ -155,6 +155,7 @@ class Step:
             num_reserved_rows=sum(
                 len(group.siblings) for group, computed in parents.items() if not computed
             ),
+            num_rounds=num_rounds,
         )
 
     def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:

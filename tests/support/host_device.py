@@ -100,9 +100,8 @@ class AsksDevice(TorchDispatchMode):
 
 def pipelined(engine: Engine, capturer: Capturer | None = None) -> PipelinedRunner:
     """A runner with steps behind one another, in place of the engine's."""
-    runner = engine.runner
-    if isinstance(runner, RoundsRunner):
-        runner = runner.runner
+    assert isinstance(engine.runner, RoundsRunner)
+    runner = engine.runner.runner
     assert isinstance(runner, Runner)
     return start_pipelined(
         runner._model,
