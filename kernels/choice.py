@@ -21,6 +21,7 @@ class Implementation(StrEnum):
     CPP_PORTABLE = "cpp-portable"  # C++, for any processor
     CPP_AVX2 = "cpp-avx2"  # C++, with AVX2, FMA and F16C
     CPP_AVX512 = "cpp-avx512"  # C++, with AVX-512 F, BW, DQ and VL
+    CPP_AMX = "cpp-amx"  # the same, and products by the tiles of AMX
 
     @property
     def is_cpp(self) -> bool:
@@ -32,7 +33,12 @@ class Implementation(StrEnum):
         return _CPP.index(self)
 
 
-_CPP: Final = (Implementation.CPP_PORTABLE, Implementation.CPP_AVX2, Implementation.CPP_AVX512)
+_CPP: Final = (
+    Implementation.CPP_PORTABLE,
+    Implementation.CPP_AVX2,
+    Implementation.CPP_AVX512,
+    Implementation.CPP_AMX,
+)
 # `cpp` is the most capable C++ that this processor runs; `auto` is that on processors and Triton
 # on GPUs, each where it can be.
 SETTINGS: Final = ("auto", "cpp", *Implementation)

@@ -74,7 +74,15 @@ class WorkerSettings(ServiceSettings):
         "auto", description="Where the model runs; auto: a GPU if there is one."
     )
     kernels: Literal[
-        "auto", "cpp", "reference", "torch", "triton", "cpp-portable", "cpp-avx2", "cpp-avx512"
+        "auto",
+        "cpp",
+        "reference",
+        "torch",
+        "triton",
+        "cpp-portable",
+        "cpp-avx2",
+        "cpp-avx512",
+        "cpp-amx",
     ] = Field(
         "auto",
         description="What computes attention, sampling and the like; auto: the fastest there is.",

@@ -1,23 +1,58 @@
-// Which instruction sets this processor has.
+// Which instruction sets this process may use.
 #include "kernels.h"
 
 #include <stdexcept>
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace quire {
 
 #ifdef __x86_64__
 
-Isa best_isa() {
+namespace {
+
+bool has_amx() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned int kBFloat16Products = 1u << 22, kTiles = 1u << 24;
+  constexpr unsigned int kNeeded = kBFloat16Products | kTiles;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kNeeded) == kNeeded;
+}
+
+// Tiles are 8 KiB of state per thread, which Linux keeps for processes that asked for it (its
+// Documentation/arch/x86/xstate.rst).
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+Isa find_best_isa() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::kPortable;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return avx512 ? Isa::kAvx512 : Isa::kAvx2;
+  if (!avx512) return Isa::kAvx2;
+  return has_amx() && may_use_tiles() ? Isa::kAmx : Isa::kAvx512;
+}
+
+}  // namespace
+
+Isa best_isa() {
+  static const Isa best = find_best_isa();
+  return best;
 }
 
 const Kernels& kernels_of(Isa isa) {
   if (isa > best_isa()) throw std::invalid_argument("this processor lacks the instructions");
   switch (isa) {
+    case Isa::kAmx:
     case Isa::kAvx512: return kAvx512Kernels;
     case Isa::kAvx2: return kAvx2Kernels;
     default: return kPortableKernels;

@@ -84,7 +84,8 @@ struct Kernels {
   void (*write)(const Write&, int64_t first_token, int64_t end_token);
 };
 
-enum class Isa : int { kPortable, kAvx2, kAvx512 };
+// kAmx: AVX-512, and products by the tiles of AMX.
+enum class Isa : int { kPortable, kAvx2, kAvx512, kAmx };
 
 extern const Kernels kPortableKernels;
 #ifdef __x86_64__

@@ -8,6 +8,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "fetching.h"
@@ -21,8 +25,6 @@ namespace {
 constexpr int64_t kPiecesPerThread = 16;
 // A piece of fewer multiplications is no trouble to wait for, and not parted further.
 constexpr int64_t kLeastMultiplications = 1 << 20;
-// Rows are widened by whole vectors.
-constexpr int64_t kMostLanes = 16;
 
 bool is_weight(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
@@ -30,9 +32,6 @@ bool is_weight(const Tensor& tensor) {
 }
 
 int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).panel_width; }
-
-// Blocks of more rows were found to be slower, though panels come from memory less often.
-constexpr int64_t kMostBlockRows = 96;
 
 // Bytes that a block of rows may have, for they stay in the second-level cache while all panels
 // pass by: half of it. The other half is for panels and outputs. Where threads share that cache they
@@ -52,12 +51,12 @@ int64_t most_block_bytes() {
 // panel.
 class Cut {
  public:
-  // `panels` [num_panels, num_inputs, panel_width]
-  Cut(int64_t num_rows, const Tensor& panels, int64_t tile_rows)
-      : num_rows_(num_rows), num_panels_(panels.size(0)), tile_rows_(tile_rows) {
+  // Rows of that format; `panels` [num_panels, num_inputs, panel_width]
+  Cut(int64_t num_rows, Format format, const Tensor& panels, const Functions& functions)
+      : num_rows_(num_rows), num_panels_(panels.size(0)), tile_rows_(functions.tile_rows) {
     const int64_t num_inputs = panels.size(1);
-    const int64_t row_bytes = sizeof(float) * std::max<int64_t>(1, num_inputs);
-    const int64_t most_rows = std::min(most_block_bytes() / row_bytes, kMostBlockRows);
+    const int64_t row_bytes = functions.row_bytes(format, std::max<int64_t>(1, num_inputs));
+    const int64_t most_rows = std::min(most_block_bytes() / row_bytes, functions.most_block_rows);
     // Two at least, so that a panel is read for more than one.
     const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile_rows_);
     const int64_t num_tiles = divided_up(num_rows_, tile_rows_);
@@ -76,7 +75,6 @@ class Cut {
   }
 
   int64_t num_pieces() const { return num_blocks_ * num_panel_pieces_ * num_parts_; }
-  int64_t block_rows() const { return block_rows_; }
 
   Piece piece(int64_t index) const {
     const int64_t part = index % num_parts_, others = index / num_parts_;
@@ -121,26 +119,57 @@ Panels panels_of(const Tensor& panels, const Tensor* second_panels) {
           panels.size(1) * panels.size(2) * static_cast<int64_t>(panels.element_size())};
 }
 
-// What each thread begins with after a product.
-std::vector<Panels> first_panels(const After& after, int64_t tile_rows) {
+// What each thread begins with after a product of rows of that format.
+std::vector<Panels> first_panels(const After& after, Format format, const Functions& functions) {
   std::vector<Panels> first(at::get_num_threads());
   if (!after.panels || !after.num_rows || !after.panels->numel()) return first;
-  const Cut cut(after.num_rows, *after.panels, tile_rows);
+  const Cut cut(after.num_rows, format, *after.panels, functions);
   const Panels all = panels_of(*after.panels, after.second_panels);
   for (size_t run = 0; run < first.size(); ++run) first[run] = all.from(cut.first_panel_of(run));
   return first;
 }
 
+// A thread's memory for rows as a product meets them. They stay while it has pieces of their block.
+class Scratch {
+ public:
+  char* with_rows_of(int64_t number, const Product& product, int64_t first_row, int64_t end_row,
+                     const Functions& functions) {
+    const int64_t needed = functions.scratch_bytes(product, end_row - first_row);
+    if (needed > num_bytes_) {
+      memory_.reset(static_cast<char*>(std::aligned_alloc(kPage, divided_up(needed, kPage) * kPage)));
+      num_bytes_ = memory_ ? needed : 0;
+      if (!memory_) throw std::bad_alloc();
+      number_ = kNone;
+    }
+    if (number_ != number || first_row_ != first_row) {
+      functions.prepare(product, first_row, end_row, memory_.get());
+      number_ = number;
+      first_row_ = first_row;
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr int64_t kNone = -1, kPage = 4096;
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t num_bytes_ = 0, number_ = kNone, first_row_ = 0;
+};
+
 Stage multiply(const Product& product, const Cut& cut, const std::vector<Panels>& after,
                const Functions& functions) {
-  const auto work = [product, cut, after, &functions](int64_t index) {
-    thread_local std::vector<float> scratch;
-    const size_t needed = cut.block_rows() * product.num_inputs + kMostLanes;
-    if (product.format != Format::kFloat32 && scratch.size() < needed) scratch.resize(needed);
+  // No two products of the process have the same: a thread knows by it whose rows it has.
+  static std::atomic<int64_t> num_products{0};
+  const auto work = [product, cut, after, &functions, number = num_products++](int64_t index) {
+    thread_local Scratch scratch;
     Piece piece = cut.piece(index);
     const int64_t next = cut.panel_after(index);
     piece.coming = next < 0 ? after[cut.run_of(index)] : product.panels.from(next);
-    functions.multiply(product, piece, scratch.data());
+    functions.multiply(
+        product, piece,
+        scratch.with_rows_of(number, product, piece.first_row, piece.end_row, functions));
   };
   return {cut.num_pieces(), Stage::kRuns, work};
 }
@@ -198,9 +227,8 @@ Stage product(const Tensor& input, const Tensor& panels, const std::optional<Ten
                         static_cast<Activation>(activation),
                         residual ? residual->const_data_ptr() : nullptr,
                         out.mutable_data_ptr()};
-  const int64_t tile_rows = functions.tile_rows;
-  return multiply(product, Cut(product.num_rows, panels, tile_rows), first_panels(after, tile_rows),
-                  functions);
+  return multiply(product, Cut(product.num_rows, product.format, panels, functions),
+                  first_panels(after, product.format, functions), functions);
 }
 
 namespace {

@@ -33,8 +33,7 @@ struct Product {
   void* out;             // dense
 };
 
-// What one thread does in one go: some tiles of a block of rows, with some panels. A block's tiles are
-// of equal height, one row more or less.
+// What one thread does in one go: some tiles of a block of rows, with some panels.
 struct Piece {
   int64_t first_row, end_row;    // the block's
   int64_t first_tile, end_tile;  // of the block's tiles; maybe none
@@ -44,10 +43,15 @@ struct Piece {
 };
 
 struct Functions {
-  // Outputs of a panel, and how many rows are computed at once.
-  int64_t panel_width, tile_rows;
-  // `scratch` has room for the block's rows as float32, if they are of another format.
-  void (*multiply)(const Product&, const Piece&, float* scratch);
+  // Outputs of a panel; how many rows are computed at once; and how many a block has at most.
+  int64_t panel_width, tile_rows, most_block_rows;
+  // Of a row of so many numbers as `multiply` meets it.
+  int64_t (*row_bytes)(Format, int64_t num_inputs);
+  // Of memory that a thread needs for a block of so many rows.
+  int64_t (*scratch_bytes)(const Product&, int64_t num_rows);
+  // Brings a block's rows there: once before any of its pieces.
+  void (*prepare)(const Product&, int64_t first_row, int64_t end_row, char* scratch);
+  void (*multiply)(const Product&, const Piece&, char* scratch);
 };
 
 const Functions& functions_of(Isa isa);

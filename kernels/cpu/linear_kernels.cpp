@@ -44,6 +44,7 @@ namespace avx512 {
 #include "formats.h"
 #include "activations.h"
 #include "linear_tile.h"
+#include "linear_amx.h"
 #undef QUIRE_LANES
 }  // namespace avx512
 #pragma GCC pop_options
@@ -53,6 +54,7 @@ namespace avx512 {
 const Functions& functions_of(Isa isa) {
   if (isa > best_isa()) throw std::invalid_argument("this processor lacks the instructions");
 #ifdef __x86_64__
+  if (isa == Isa::kAmx) return avx512::amx::kFunctions;
   if (isa == Isa::kAvx512) return avx512::kFunctions;
   if (isa == Isa::kAvx2) return avx2::kFunctions;
 #endif

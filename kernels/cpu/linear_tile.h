@@ -74,10 +74,10 @@ QUIRE_INLINE int64_t place_of(const Product& call, int64_t row, int64_t first_ou
 
 // Outputs, and what is added to them, have left the caches by the time they are needed: they come
 // while the sums are computed.
-template <int kRows>
-QUIRE_INLINE void fetch_outputs(const Product& call, int64_t first_row, int64_t first_output) {
+QUIRE_INLINE void fetch_outputs(const Product& call, int64_t first_row, int64_t num_rows,
+                                int64_t first_output) {
   const int64_t bytes = kPanelWidth * bytes_of(call.format);
-  for (int r = 0; r < kRows; ++r) {
+  for (int64_t r = 0; r < num_rows; ++r) {
     const int64_t place = place_of(call, first_row + r, first_output);
     for (int64_t line = place; line < place + bytes; line += kLine) {
       __builtin_prefetch(static_cast<const char*>(call.out) + line, 1, 3);
@@ -86,34 +86,31 @@ QUIRE_INLINE void fetch_outputs(const Product& call, int64_t first_row, int64_t 
   }
 }
 
-// A whole panel's outputs of kRows rows, which are of the sums' own format.
-template <int kRows>
-QUIRE_INLINE void store_sums(const Product& call, int64_t first_row, int64_t first_output,
-                             Floats (&sums)[kRows][2]) {
-  const int64_t first = first_row * call.num_outputs + first_output;
-  if (const float* others = static_cast<const float*>(call.residual)) {
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r)
-      for (int half = 0; half < 2; ++half)
-        sums[r][half] += load(others + first + r * call.num_outputs + half * kLanes);
-  }
-  float* out = static_cast<float*>(call.out) + first;
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
-    for (int half = 0; half < 2; ++half)
-      store(out + r * call.num_outputs + half * kLanes, sums[r][half]);
+// Whether a row's outputs of a panel are whole vectors of the sums' own format.
+QUIRE_INLINE bool are_stored_as_they_are(const Product& call, int64_t first_output) {
+  return call.format == Format::kFloat32 && first_output + kPanelWidth <= call.num_outputs;
 }
 
-// One row of a panel's outputs, of another format or fewer than a panel has. Overwrites `outputs`.
-static void write_outputs(const Product& call, int64_t row, int64_t first_output, float* outputs) {
+QUIRE_INLINE void store_row(const Product& call, int64_t row, int64_t first_output,
+                            const Floats (&sums)[2]) {
+  const int64_t first = row * call.num_outputs + first_output;
+  const float* others = static_cast<const float*>(call.residual);
+  for (int half = 0; half < 2; ++half) {
+    const int64_t at = first + half * kLanes;
+    store(static_cast<float*>(call.out) + at, others ? sums[half] + load(others + at) : sums[half]);
+  }
+}
+
+// Of any format, and maybe fewer than a panel has.
+static void narrow_outputs(const Product& call, int64_t row, int64_t first_output,
+                           const Floats (&sums)[2]) {
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
   const int64_t place = place_of(call, row, first_output);
-  if (call.residual) {
-    float others[kPanelWidth] = {};
+  float outputs[kPanelWidth], others[kPanelWidth] = {};
+  if (call.residual)
     widen_row(call.format, static_cast<const uint8_t*>(call.residual) + place, others, count, 1.0f);
-    for (int half = 0; half < kPanelWidth; half += kLanes)
-      store(outputs + half, load(outputs + half) + load(others + half));
-  }
+  for (int half = 0; half < 2; ++half)
+    store(outputs + half * kLanes, sums[half] + load(others + half * kLanes));
   narrow_row(call.format, outputs, static_cast<uint8_t*>(call.out) + place, count);
 }
 
@@ -124,7 +121,7 @@ static void tile(const Product& call, const float* rows, int64_t row_stride, int
   const Panels own = call.panels.from(panel);
   float outputs[kRows][kPanelWidth];
   Floats sums[kRows][2];
-  fetch_outputs<kRows>(call, first_row, first_output);
+  fetch_outputs(call, first_row, kRows, first_output);
   multiply_panel<kRows, W>(call, own.first, call.bias, rows, row_stride, first_output,
                           ahead[0], sums);
   if (own.second) {
@@ -138,12 +135,13 @@ static void tile(const Product& call, const float* rows, int64_t row_stride, int
     for (int r = 0; r < kRows; ++r)
       for (int half = 0; half < 2; ++half) sums[r][half] *= load(outputs[r] + half * kLanes);
   }
-  if (call.format == Format::kFloat32 && first_output + kPanelWidth <= call.num_outputs)
-    return store_sums<kRows>(call, first_row, first_output, sums);
+  if (are_stored_as_they_are(call, first_output)) {
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
-    for (int half = 0; half < 2; ++half) store(outputs[r] + half * kLanes, sums[r][half]);
-  for (int r = 0; r < kRows; ++r) write_outputs(call, first_row + r, first_output, outputs[r]);
+    for (int r = 0; r < kRows; ++r) store_row(call, first_row + r, first_output, sums[r]);
+  } else {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) narrow_outputs(call, first_row + r, first_output, sums[r]);
+  }
 }
 
 using Tile = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, const Ahead*);
@@ -164,30 +162,40 @@ static Tile tile_of(Format panel_format, int64_t num_rows) {
   }
 }
 
-static void multiply(const Product& call, const Piece& piece, float* scratch) {
+static int64_t row_bytes(Format, int64_t num_inputs) { return num_inputs * sizeof(float); }
+
+static bool is_met_in_place(const Product& call) { return call.format == Format::kFloat32; }
+
+static int64_t scratch_bytes(const Product& call, int64_t num_rows) {
+  // Rows are widened by whole vectors.
+  return is_met_in_place(call) ? 0 : (num_rows * call.num_inputs + kLanes) * sizeof(float);
+}
+
+static void prepare(const Product& call, int64_t first_row, int64_t end_row, char* scratch) {
+  if (is_met_in_place(call)) return;
+  const int64_t row_bytes = call.row_stride * bytes_of(call.format);
+  const auto* rows = static_cast<const uint8_t*>(call.rows) + first_row * row_bytes;
+  float* wide = reinterpret_cast<float*>(scratch);
+  for (int64_t row = first_row; row < end_row; ++row, rows += row_bytes, wide += call.num_inputs)
+    widen_row(call.format, rows, wide, call.num_inputs, 1.0f);
+}
+
+static void multiply(const Product& call, const Piece& piece, char* scratch) {
   const int64_t num_rows = piece.end_row - piece.first_row;
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   // Of equal height, one row more or less.
   const auto begin_of = [&](int64_t number) { return num_rows * number / num_tiles; };
-  const float* rows = scratch;
-  int64_t stride = call.num_inputs;
-  const uint8_t* source = static_cast<const uint8_t*>(call.rows);
-  const int64_t row_bytes = call.row_stride * bytes_of(call.format);
-  const bool in_place = call.format == Format::kFloat32;
-  if (in_place) {
-    rows = reinterpret_cast<const float*>(source + piece.first_row * row_bytes);
-    stride = call.row_stride;
-  } else {
-    for (int64_t row = begin_of(piece.first_tile); row < begin_of(piece.end_tile); ++row)
-      widen_row(call.format, source + (piece.first_row + row) * row_bytes, scratch + row * stride,
-                call.num_inputs, 1.0f);
-  }
+  const bool in_place = is_met_in_place(call);
+  const int64_t stride = in_place ? call.row_stride : call.num_inputs;
+  const float* rows = in_place ? static_cast<const float*>(call.rows) + piece.first_row * stride
+                               : reinterpret_cast<const float*>(scratch);
   // Rows that a thread meets for the first time are fetched a tile ahead.
   const auto next_rows = [&](int64_t panel, int64_t number) -> Range {
     if (!in_place || !piece.meets_rows || panel > piece.first_panel) return {};
     if (number + 1 == num_tiles) return {};
     const int64_t from = begin_of(number + 1), to = begin_of(number + 2);
-    return {reinterpret_cast<const char*>(rows + from * stride), (to - from) * row_bytes};
+    return {reinterpret_cast<const char*>(rows + from * stride),
+            (to - from) * stride * static_cast<int64_t>(sizeof(float))};
   };
   const Fetching fetching(call, num_tiles);
   for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
@@ -205,4 +213,8 @@ static void multiply(const Product& call, const Piece& piece, float* scratch) {
   }
 }
 
-constexpr Functions kFunctions{kPanelWidth, kTileRows, multiply};
+// Blocks of more rows were found to be slower, though panels come from memory less often.
+constexpr int64_t kMostBlockRows = 96;
+
+constexpr Functions kFunctions{kPanelWidth, kTileRows,     kMostBlockRows, row_bytes,
+                               scratch_bytes, prepare, multiply};

@@ -12,7 +12,7 @@ from kernels import choice
 from kernels.choice import Implementation, NoSuchKernel, choose, cpp_implementations
 
 _FLOATS = (torch.float32, torch.float32)
-_ALL_CPP = (Implementation.CPP_PORTABLE, Implementation.CPP_AVX2, Implementation.CPP_AVX512)
+_ALL_CPP = tuple(implementation for implementation in Implementation if implementation.is_cpp)
 
 
 @pytest.fixture
@@ -24,18 +24,18 @@ def available(monkeypatch: pytest.MonkeyPatch) -> list[Implementation]:
 
 
 def test_the_most_capable_serves(available: list[Implementation]) -> None:
-    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX512
-    assert choose("cpu", (torch.bfloat16, torch.float8_e5m2), "cpp") == Implementation.CPP_AVX512
+    assert choose("cpu", _FLOATS) == Implementation.CPP_AMX
+    assert choose("cpu", (torch.bfloat16, torch.float8_e5m2), "cpp") == Implementation.CPP_AMX
     available.pop()
-    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX2
+    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX512
 
 
 def test_a_setting_forces_it(available: list[Implementation]) -> None:
     for implementation in set(Implementation) - {Implementation.TRITON}:
         assert choose("cpu", _FLOATS, implementation) == implementation
     available.pop()
-    with pytest.raises(NoSuchKernel, match="cpp-avx512"):
-        choose("cpu", _FLOATS, "cpp-avx512")
+    with pytest.raises(NoSuchKernel, match="cpp-amx: this machine runs"):
+        choose("cpu", _FLOATS, "cpp-amx")
 
 
 def test_what_has_no_kernel_is_torch_s_business(available: list[Implementation]) -> None:
@@ -68,7 +68,7 @@ def test_triton_serves_processors_when_it_is_interpreted(
         choose("cpu", _FLOATS, "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose("cpu", _FLOATS, "triton") == Implementation.TRITON
-    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX512
+    assert choose("cpu", _FLOATS) == Implementation.CPP_AMX
 
 
 def test_without_a_compiler_torch_serves(available: list[Implementation]) -> None:

