@@ -50,7 +50,7 @@ namespace avx512 {
 #endif
 
 const Functions& functions_of(Isa isa) {
-  if (isa > best_isa()) throw std::invalid_argument("this processor lacks the instructions");
+  if (isa > best_isa()) throw std::invalid_argument("this process may not use the instructions");
 #ifdef __x86_64__
   if (isa >= Isa::kAvx512) return avx512::kFunctions;
   if (isa == Isa::kAvx2) return avx2::kFunctions;

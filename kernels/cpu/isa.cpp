@@ -50,7 +50,7 @@ Isa best_isa() {
 }
 
 const Kernels& kernels_of(Isa isa) {
-  if (isa > best_isa()) throw std::invalid_argument("this processor lacks the instructions");
+  if (isa > best_isa()) throw std::invalid_argument("this process may not use the instructions");
   switch (isa) {
     case Isa::kAmx:
     case Isa::kAvx512: return kAvx512Kernels;
@@ -64,7 +64,7 @@ const Kernels& kernels_of(Isa isa) {
 Isa best_isa() { return Isa::kPortable; }
 
 const Kernels& kernels_of(Isa isa) {
-  if (isa > best_isa()) throw std::invalid_argument("this processor lacks the instructions");
+  if (isa > best_isa()) throw std::invalid_argument("this process may not use the instructions");
   return kPortableKernels;
 }
 

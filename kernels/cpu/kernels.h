@@ -92,7 +92,7 @@ extern const Kernels kPortableKernels;
 extern const Kernels kAvx2Kernels, kAvx512Kernels;
 #endif
 
-// The most capable that this processor runs.
+// The most capable that this processor has and that this process may use; for AMX it asks Linux.
 Isa best_isa();
 const Kernels& kernels_of(Isa isa);
 

@@ -160,11 +160,13 @@ class Scratch {
 
 Stage multiply(const Product& product, const Cut& cut, const std::vector<Panels>& after,
                const Functions& functions) {
-  // No two products of the process have the same: a thread knows by it whose rows it has.
+  // No two products of the process have the same: a thread knows by it whose rows it has. So a stage
+  // is for one run.
   static std::atomic<int64_t> num_products{0};
   const auto work = [product, cut, after, &functions, number = num_products++](int64_t index) {
     thread_local Scratch scratch;
     Piece piece = cut.piece(index);
+    if (piece.first_tile == piece.end_tile) return;
     const int64_t next = cut.panel_after(index);
     piece.coming = next < 0 ? after[cut.run_of(index)] : product.panels.from(next);
     functions.multiply(

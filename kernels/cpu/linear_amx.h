@@ -1,14 +1,15 @@
 // Products of some rows with panels of a weight by the tiles of AMX, which multiply numbers of
 // bfloat16 and add in float32. Included once, after linear_tile.h, with AVX-512.
 //
-// A float32 is the sum of three bfloat16 and a float16 of two, exactly: each takes the next eight
-// bits. A product of two such numbers is that of their parts; those that are below its last bit are
-// left out, as in Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype
-// For Higher-Precision Computations" (2019). Six products of parts by tiles take less than half as
-// long as one by fused multiplications.
+// A float32 is the sum of three bfloat16, exactly, and a float16 of two. A product of two such
+// numbers is that of their parts, as in Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
+// Intelligence Datatype For Higher-Precision Computations" (2019); of nine products the three that
+// are smallest, together below 2^-21 of the whole, are left out. Six by tiles take half as long as
+// one by fused multiplications. The rows' parts are rounded to the nearest, so that what is left out
+// has either sign as often; the weight's, of which there are more, are cut off.
 //
-// A row's result depends on no row beside it: each output's sums are added in one order. An
-// infinity makes NaN, as its other parts are zero, and zero times infinity is none.
+// A row's result depends on no row beside it: each output's parts are added in one order. What is
+// infinite makes NaN where it has several parts: the second is infinity minus infinity.
 
 namespace amx {
 
@@ -19,32 +20,44 @@ constexpr int kHeight = 2 * kSide;
 constexpr int kPairs = kStepInputs / 2;
 static_assert(kPanelWidth == 2 * kSide);
 
+template <typename T>
+constexpr int kPartsOf = std::is_same_v<T, float> ? 3 : std::is_same_v<T, Float16> ? 2 : 1;
+
 constexpr int parts_of(Format format) {
-  return format == Format::kFloat32 ? 3 : format == Format::kFloat16 ? 2 : 1;
+  return format == Format::kFloat32   ? kPartsOf<float>
+         : format == Format::kFloat16 ? kPartsOf<Float16>
+                                      : kPartsOf<BFloat16>;
 }
 
 constexpr int64_t num_steps(int64_t num_inputs) {
   return (num_inputs + kStepInputs - 1) / kStepInputs;
 }
 
-// Registers are set up for a piece and given back at its end: whoever is interrupted, and does not
-// use them, has none to save. Numbers below the least normal one are taken for zero, as tiles do;
-// otherwise what is left of a very small number would take a hundred times as long.
-//
-// Tiles of rows, and of their sums, have only so many rows as there are at most: those of few rows
-// are loaded and multiplied faster.
-class Registers {
+// Numbers below the least normal one are taken for zero, as tiles do; otherwise what is left of a very
+// small number would take a hundred times as long.
+class WithoutDenormals {
  public:
-  explicit Registers(int64_t num_rows) : control_(_mm_getcsr()) {
+  WithoutDenormals() : control_(_mm_getcsr()) {
     constexpr unsigned int kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
     _mm_setcsr(control_ | kFlushToZero | kDenormalsAreZero);
+  }
+  ~WithoutDenormals() { _mm_setcsr(control_); }
+  WithoutDenormals(const WithoutDenormals&) = delete;
+
+ private:
+  const unsigned int control_;
+};
+
+// Registers are set up for a piece and given back at its end: whoever is interrupted, and does not
+// use them, has none to save. Tiles of rows, and of their sums, have only so many rows as there are
+// at most: those of few rows are loaded and multiplied faster.
+class Registers {
+ public:
+  explicit Registers(int64_t num_rows) {
     const Config given = config(std::min<int64_t>(num_rows, kSide));
     asm volatile("ldtilecfg %0" : : "m"(given));
   }
-  ~Registers() {
-    asm volatile("tilerelease");
-    _mm_setcsr(control_);
-  }
+  ~Registers() { asm volatile("tilerelease"); }
   Registers(const Registers&) = delete;
 
  private:
@@ -64,8 +77,6 @@ class Registers {
     }
     return all;
   }
-
-  const unsigned int control_;
 };
 
 template <int kTile>
@@ -95,38 +106,40 @@ QUIRE_INLINE void multiply_tiles() {
 
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 
-constexpr uint32_t kUpper = 0xFFFF0000;
+constexpr int32_t kUpper = static_cast<int32_t>(0xFFFF0000), kHalfAUnit = 0x8000;
 
 // The upper halves of a's numbers below those of b's.
 QUIRE_INLINE Ints upper_halves(Ints a, Ints b) {
   const Ints shifted = reinterpret_cast<Ints>(reinterpret_cast<Words>(a) >> 16);
   constexpr int kFirstOrBothOthers = 0xF8;
   return reinterpret_cast<Ints>(_mm512_ternarylogic_epi32(
-      reinterpret_cast<__m512i>(shifted),
-      reinterpret_cast<__m512i>(broadcast_bits(static_cast<int32_t>(kUpper))),
+      reinterpret_cast<__m512i>(shifted), reinterpret_cast<__m512i>(broadcast_bits(kUpper)),
       reinterpret_cast<__m512i>(b), kFirstOrBothOthers));
 }
 
-// Without their upper halves.
-QUIRE_INLINE Ints rest(Ints x) {
-  return bits(from_bits(x) - from_bits(x & static_cast<int32_t>(kUpper)));
+// What is left of x behind the upper half of a number near it.
+QUIRE_INLINE Ints rest(Ints x, Ints near) {
+  return bits(from_bits(x) - from_bits(near & kUpper));
+}
+
+// Pairs' parts, `kStride` bytes from one to the next. Each is the upper half of what is left, but the
+// last: rounded to the nearest, if they are to be. The last has all that is left, and NaN.
+template <int kParts, int kStride, bool kRounded>
+QUIRE_INLINE void split(Floats first, Floats second, char* to) {
+  Ints a = bits(first), b = bits(second);
+#pragma GCC unroll 3
+  for (int part = 0; part < kParts; ++part) {
+    const int32_t more = kRounded && part + 1 < kParts ? kHalfAUnit : 0;
+    const Ints near_a = a + more, near_b = b + more;
+    store_as(to + part * kStride, upper_halves(near_a, near_b));
+    a = rest(a, near_a), b = rest(b, near_b);
+  }
 }
 
 // A pair of inputs is one of a step's first half and one of its second, so that they lie in the same
 // lanes of two vectors.
 
 // The rows' side: [tiles, steps, parts, 16 rows, 16 pairs of inputs, 2].
-
-// The parts of 32 inputs of a row, one after the other.
-template <int kParts>
-QUIRE_INLINE void split(Floats first, Floats second, char* to) {
-  Ints a = bits(first), b = bits(second);
-#pragma GCC unroll 3
-  for (int part = 0; part < kParts; ++part) {
-    store_as(to + part * kTileBytes, upper_halves(a, b));
-    if (part + 1 < kParts) a = rest(a), b = rest(b);
-  }
-}
 
 template <typename T>
 QUIRE_INLINE void load_inputs(const T* from, int64_t count, Floats& first, Floats& second) {
@@ -136,8 +149,9 @@ QUIRE_INLINE void load_inputs(const T* from, int64_t count, Floats& first, Float
 }
 
 // A tile after the other, so that what is written follows what was written.
-template <typename T, int kParts>
+template <typename T>
 static void split_rows(const Product& call, int64_t first_row, int64_t end_row, char* to) {
+  constexpr int kParts = kPartsOf<T>;
   const T* const rows = static_cast<const T*>(call.rows);
   for (int64_t top = first_row; top < end_row; top += kSide) {
     const int64_t bottom = std::min<int64_t>(top + kSide, end_row);
@@ -145,7 +159,7 @@ static void split_rows(const Product& call, int64_t first_row, int64_t end_row, 
       for (int64_t row = top; row < bottom; ++row) {
         Floats first, second;
         load_inputs(rows + row * call.row_stride + k, call.num_inputs - k, first, second);
-        split<kParts>(first, second, to + (row - top) * 64);
+        split<kParts, kTileBytes, true>(first, second, to + (row - top) * 64);
       }
     }
   }
@@ -158,32 +172,22 @@ static void split_rows(const Product& call, int64_t first_row, int64_t end_row, 
 constexpr int kToOther = kPairs * kPanelWidth;
 
 // A pair of inputs, of all outputs.
-QUIRE_INLINE void split_pair(const float* inputs, char* to) {
+template <typename W>
+QUIRE_INLINE void split_pair(const W* inputs, char* to) {
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
-    Ints a = bits(load(inputs + half * kLanes)), b = bits(load(inputs + kToOther + half * kLanes));
-#pragma GCC unroll 3
-    for (int part = 0; part < 3; ++part) {
-      store_as(to + (2 * part + half) * kTileBytes, upper_halves(a, b));
-      if (part < 2) a = rest(a), b = rest(b);
-    }
-  }
-}
-
-QUIRE_INLINE void split_pair(const Float16* inputs, char* to) {
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    Ints a = bits(load(inputs + half * kLanes)), b = bits(load(inputs + kToOther + half * kLanes));
-    store_as(to + half * kTileBytes, upper_halves(a, b));
-    store_as(to + (2 + half) * kTileBytes, upper_halves(rest(a), rest(b)));
+    const W* const first = inputs + half * kLanes;
+    split<kPartsOf<W>, 2 * kTileBytes, false>(load(first), load(first + kToOther),
+                                              to + half * kTileBytes);
   }
 }
 
 // Outputs with even numbers first, then the others: nothing crosses lanes.
-QUIRE_INLINE void split_pair(const BFloat16* inputs, char* to) {
+template <>
+inline __attribute__((always_inline)) void split_pair(const BFloat16* inputs, char* to) {
   const auto a = load_as<Words>(inputs), b = load_as<Words>(inputs + kToOther);
-  store_as(to, (a & ~kUpper) | (b << 16));
-  store_as(to + kTileBytes, (a >> 16) | (b & kUpper));
+  store_as(to, (a & 0xFFFF) | (b << 16));
+  store_as(to + kTileBytes, (a >> 16) | (b & 0xFFFF0000));
 }
 
 // The next pairs of a weight on their way, and what is fetched meanwhile.
@@ -210,7 +214,7 @@ struct Factors {
   int row, weight;
 };
 
-// All but those whose product is below a float32's last bit.
+// All but the smallest products.
 constexpr bool counts(Factors parts) { return parts.row + parts.weight <= 2; }
 
 constexpr int num_factors(int row_parts, int weight_parts) {
@@ -229,10 +233,10 @@ constexpr Factors factors(int index, int row_parts, int weight_parts) {
 
 // One step's inputs of one or two tiles of rows, the second one `second` bytes behind the first;
 // and all pairs of the step that comes.
-template <int kTiles, int kRowParts, typename W, int kWeightParts, int kIndex = 0>
+template <int kTiles, int kRowParts, typename W, int kIndex = 0>
 QUIRE_INLINE void multiply_step(const char* rows, int64_t second, const char* weight,
                                 Supply<W>& supply) {
-  constexpr int kCount = num_factors(kRowParts, kWeightParts);
+  constexpr int kWeightParts = kPartsOf<W>, kCount = num_factors(kRowParts, kWeightParts);
   constexpr Factors kNow = factors(kIndex, kRowParts, kWeightParts);
   if constexpr (kIndex == 0 || factors(kIndex - 1, kRowParts, kWeightParts).weight != kNow.weight) {
     load_tile<6>(weight + 2 * kNow.weight * kTileBytes);
@@ -253,7 +257,7 @@ QUIRE_INLINE void multiply_step(const char* rows, int64_t second, const char* we
 #pragma GCC unroll 16
   for (int i = 0; i < kSplit; ++i) split_next(supply);
   if constexpr (kIndex + 1 < kCount)
-    multiply_step<kTiles, kRowParts, W, kWeightParts, kIndex + 1>(rows, second, weight, supply);
+    multiply_step<kTiles, kRowParts, W, kIndex + 1>(rows, second, weight, supply);
 }
 
 // Where a thread has what it needs for a block, from the begin of its memory on.
@@ -282,7 +286,7 @@ struct Room {
 
 // The way of a piece through its panels: for each, the tiles of 32 rows; for those, the weight, and
 // the second one if there are two.
-template <int kRowParts, typename W, int kWeightParts>
+template <int kRowParts, typename W>
 class Way {
  public:
   Way(const Product& call, const Piece& piece, char* scratch)
@@ -294,7 +298,6 @@ class Way {
         fetching_(call, (piece.end_row - piece.first_row + kHeight - 1) / kHeight) {}
 
   void go() {
-    if (piece_.first_tile == piece_.end_tile) return;
     const Registers registers(piece_.end_row - piece_.first_row);
     Turn turn{piece_.first_panel, piece_.first_tile, 0};
     Supply<W> first{inputs(turn, 0), room_.slots[slot_], nullptr, 0};
@@ -302,7 +305,10 @@ class Way {
     while (turn.panel < piece_.end_panel) {
       const int64_t tile_row = turn.tile * kHeight, first_row = piece_.first_row + tile_row;
       const int64_t num_rows = std::min<int64_t>(kHeight, piece_.end_row - first_row);
-      num_rows > kSide ? add_up<2>(turn, first_row, num_rows) : add_up<1>(turn, first_row, num_rows);
+      if (num_rows > kSide)
+        add_up<2>(turn, first_row, num_rows);
+      else
+        add_up<1>(turn, first_row, num_rows);
       if (turn.pass + 1 == num_passes_) write(turn.panel, first_row, num_rows);
       turn = after(turn);
     }
@@ -330,7 +336,7 @@ class Way {
     const int64_t count = call_.num_inputs - step * kStepInputs;
     if (count >= kStepInputs) return panel;
     std::memset(room_.tail, 0, kStepInputs * kPanelWidth * sizeof(W));
-    std::memcpy(room_.tail, panel, std::max<int64_t>(count, 0) * kPanelWidth * sizeof(W));
+    if (count > 0) std::memcpy(room_.tail, panel, count * kPanelWidth * sizeof(W));
     return reinterpret_cast<const W*>(room_.tail);
   }
 
@@ -363,7 +369,7 @@ class Way {
       Supply<W> supply{is_last ? inputs(next, 0) : inputs(turn, step + 1), room_.slots[slot_], due,
                        2 * stretch->step};
       due += kStepInputs * stretch->step;
-      multiply_step<kTiles, kRowParts, W, kWeightParts>(rows, tile_bytes, weight, supply);
+      multiply_step<kTiles, kRowParts, W>(rows, tile_bytes, weight, supply);
     }
     float* const sums = room_.sums[turn.pass];
     store_tile<0>(sums), store_tile<1>(sums + kSide);
@@ -401,13 +407,15 @@ class Way {
       Floats outputs[2];
       finish_sums(0, r, biases[0], outputs);
       if constexpr (kIsGated) {
-        Floats factors[2];
-        finish_sums(1, r, biases[1], factors);
+        Floats values[2];
+        finish_sums(1, r, biases[1], values);
         for (int half = 0; half < 2; ++half)
-          outputs[half] = activated(call_.activation, outputs[half]) * factors[half];
+          outputs[half] = activated(call_.activation, outputs[half]) * values[half];
       }
-      kAsTheyAre ? store_row(call_, first_row + r, first_output, outputs)
-                 : narrow_outputs(call_, first_row + r, first_output, outputs);
+      if constexpr (kAsTheyAre)
+        store_row(call_, first_row + r, first_output, outputs);
+      else
+        narrow_outputs(call_, first_row + r, first_output, outputs);
     }
   }
 
@@ -419,13 +427,12 @@ class Way {
     for (int64_t pass = 0; pass < num_passes_; ++pass)
       if (given[pass])
         std::memcpy(biases[pass], given[pass] + first_output, count * sizeof(float));
-    const bool as_they_are = are_stored_as_they_are(call_, first_output);
-    if (num_passes_ == 2)
-      as_they_are ? write_rows<true, true>(first_output, first_row, num_rows, biases)
-                  : write_rows<true, false>(first_output, first_row, num_rows, biases);
-    else
-      as_they_are ? write_rows<false, true>(first_output, first_row, num_rows, biases)
-                  : write_rows<false, false>(first_output, first_row, num_rows, biases);
+    const bool is_gated = num_passes_ == 2, as_they_are = are_stored_as_they_are(call_, first_output);
+    const auto write_all = is_gated ? (as_they_are ? &Way::write_rows<true, true>
+                                                   : &Way::write_rows<true, false>)
+                                    : (as_they_are ? &Way::write_rows<false, true>
+                                                   : &Way::write_rows<false, false>);
+    (this->*write_all)(first_output, first_row, num_rows, biases);
   }
 
   const Product& call_;
@@ -436,20 +443,22 @@ class Way {
   int slot_ = 0;  // that has the step which is multiplied next
 };
 
-template <int kRowParts>
+template <typename T>
 static void go(const Product& call, const Piece& piece, char* scratch) {
+  constexpr int kRowParts = kPartsOf<T>;
   switch (call.panel_format) {
-    case Format::kFloat16: return Way<kRowParts, Float16, 2>(call, piece, scratch).go();
-    case Format::kBFloat16: return Way<kRowParts, BFloat16, 1>(call, piece, scratch).go();
-    default: return Way<kRowParts, float, 3>(call, piece, scratch).go();
+    case Format::kFloat16: return Way<kRowParts, Float16>(call, piece, scratch).go();
+    case Format::kBFloat16: return Way<kRowParts, BFloat16>(call, piece, scratch).go();
+    default: return Way<kRowParts, float>(call, piece, scratch).go();
   }
 }
 
 static void multiply(const Product& call, const Piece& piece, char* scratch) {
+  const WithoutDenormals without_denormals;
   switch (call.format) {
-    case Format::kFloat16: return go<2>(call, piece, scratch);
-    case Format::kBFloat16: return go<1>(call, piece, scratch);
-    default: return go<3>(call, piece, scratch);
+    case Format::kFloat16: return go<Float16>(call, piece, scratch);
+    case Format::kBFloat16: return go<BFloat16>(call, piece, scratch);
+    default: return go<float>(call, piece, scratch);
   }
 }
 
@@ -463,11 +472,12 @@ static int64_t scratch_bytes(const Product& call, int64_t num_rows) {
 }
 
 static void prepare(const Product& call, int64_t first_row, int64_t end_row, char* scratch) {
+  const WithoutDenormals without_denormals;
   char* const to = Room(scratch).rows;
   switch (call.format) {
-    case Format::kFloat16: return split_rows<Float16, 2>(call, first_row, end_row, to);
-    case Format::kBFloat16: return split_rows<BFloat16, 1>(call, first_row, end_row, to);
-    default: return split_rows<float, 3>(call, first_row, end_row, to);
+    case Format::kFloat16: return split_rows<Float16>(call, first_row, end_row, to);
+    case Format::kBFloat16: return split_rows<BFloat16>(call, first_row, end_row, to);
+    default: return split_rows<float>(call, first_row, end_row, to);
   }
 }
 

@@ -57,7 +57,7 @@ namespace avx512 {
 #endif
 
 const RowFunctions& row_functions(Isa isa) {
-  if (isa > best_isa()) throw std::invalid_argument("this processor lacks the instructions");
+  if (isa > best_isa()) throw std::invalid_argument("this process may not use the instructions");
 #ifdef __x86_64__
   if (isa >= Isa::kAvx512) return avx512::kRowFunctions;
   if (isa == Isa::kAvx2) return avx2::kRowFunctions;

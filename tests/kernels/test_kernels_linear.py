@@ -76,18 +76,32 @@ def test_a_row_s_result_is_the_same_in_every_batch(
     states = torch.randn(131, num_inputs).to(dtype)
     weight = PackedWeight.of(torch.randn(50, num_inputs).to(dtype), implementation)
     together = linear(states, weight)
-    for start, end in [(0, 1), (7, 9), (0, 5), (30, 43), (64, 131), (130, 131)]:
+    for start, end in [
+        (0, 1),
+        (7, 9),
+        (0, 5),
+        (30, 43),
+        (64, 131),
+        (130, 131),
+        (3, 19),
+        (3, 20),
+        (9, 42),
+    ]:
         assert linear(states[start:end].clone(), weight).equal(together[start:end])
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
-def test_blocks_of_rows_are_parted(implementation: Implementation, dtype: torch.dtype) -> None:
-    """One panel and much work per row: each tile is a piece, and the last block has fewer."""
+@pytest.mark.parametrize("num_rows", [29, 75])
+def test_blocks_of_rows_are_parted(
+    implementation: Implementation, dtype: torch.dtype, num_rows: int
+) -> None:
+    """One panel and much work per row: each tile is a piece, and the last block has fewer. (Of 29
+    rows with AMX, whose tiles have 32, all are one; of 75 some pieces have none.)"""
     torch.manual_seed(0)
-    states, residual = torch.randn(29, 22_000).to(dtype), torch.randn(29, 5).to(dtype)
+    states, residual = torch.randn(num_rows, 22_000).to(dtype), torch.randn(num_rows, 5).to(dtype)
     weight = PackedWeight.of(torch.randn(5, 22_000).to(dtype), implementation)
     together = linear(states, weight, residual=residual)
-    for start, end in [(0, 1), (7, 9), (20, 29), (28, 29)]:
+    for start, end in [(0, 1), (7, 9), (20, 29), (28, 29), (31, 33), (40, 75), (64, 75), (74, 75)]:
         rows = slice(start, end)
         assert linear(states[rows], weight, residual=residual[rows]).equal(together[rows])
 
@@ -113,7 +127,7 @@ def test_zeros_times_infinity_and_nan(implementation: Implementation) -> None:
     weight = torch.tensor([[1.0, 0.0], [torch.inf, 2.0], [torch.nan, 1.0]])
     states = torch.tensor([[0.0, 3.0], [1.0, 1.0]])
     result = linear(states, PackedWeight.of(weight, implementation))
-    # In parts, infinity is beside zeros.
+    # What is infinite has a second part, and that is none.
     infinity = torch.nan if implementation == Implementation.CPP_AMX else torch.inf
     expected = torch.tensor([[0.0, torch.nan, torch.nan], [1.0, infinity, torch.nan]])
     assert torch.equal(result.nan_to_num(-7.0, 7.0), expected.nan_to_num(-7.0, 7.0))
@@ -141,6 +155,19 @@ def test_large_and_small_numbers(implementation: Implementation, scale: float) -
     weight = torch.randn(33, 40).clamp(-3, 3) * scale
     result = linear(states, PackedWeight.of(weight, implementation))
     torch.testing.assert_close(result, linear_reference(states, weight), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16], ids=str)
+def test_what_is_left_out_of_products_favours_no_sign(
+    implementation: Implementation, weight_dtype: torch.dtype
+) -> None:
+    """Single products, of numbers of one sign: on the average they are right to 2^-28."""
+    torch.manual_seed(0)
+    states, weight = torch.rand(2000, 1) + 1, (torch.rand(100, 1) + 1).to(weight_dtype)
+    truth = states.double() @ weight.double().T
+    result = linear(states, PackedWeight.of(weight, implementation)).double()
+    assert abs(float(((result - truth) / truth).mean())) < 2**-28
+    assert float(((result - truth) / truth).abs().max()) < 2**-22
 
 
 def test_products_of_bfloat16_are_exact(implementation: Implementation) -> None:
