@@ -1,11 +1,13 @@
 """The work's matrix products and nothing else: what no runner of this model can be faster than.
 
-Two figures. The products of the very steps that the runner takes, one after the other, over
-weights of the model's shapes; and the machine's rate, from a step of the full budget, at which
-the work's operations would take so long.
+Three figures. The products of the very steps that the runner takes, one after the other, over
+weights of the model's shapes; and two rates of a step of the full budget, at which the work's
+operations would take so long: that of the runner's kernels, and the machine's, which is what
+torch's library reaches in float32.
 """
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from benchmarks.engines.answers import answer, job
-from benchmarks.engines.batcher import steps
+from benchmarks.engines.batcher import steps as batched_steps
 from benchmarks.engines.models import MODELS, BenchModel
 from benchmarks.engines.workload import MAX_NUM_SEQS, Work
 from kernels.choice import cpp_implementations
@@ -45,7 +47,24 @@ class Products:
 
     def rate(self, num_tokens: int) -> float:
         """Operations per second of a step of so many tokens."""
-        times_s = [_timed_s(self, [(num_tokens, 1)]) for _ in range(_NUM_RATES)]
+        return self._rate(num_tokens, lambda: self.step(num_tokens, 1))
+
+    def machine_rate(self, num_tokens: int) -> float:
+        """The same of torch's products; layers share weights, which so many tokens do not mind."""
+        weights = [torch.randn(outputs, inputs) for inputs, outputs in self._model.products]
+        head = torch.randn(self._model.vocab_size, self._model.hidden_size)
+
+        def step() -> None:
+            for _ in self._layers:
+                for weight in weights:
+                    torch_linear(self._input(num_tokens, weight.shape[1]), weight)
+            torch_linear(self._input(1, head.shape[1]), head)
+
+        step()
+        return self._rate(num_tokens, step)
+
+    def _rate(self, num_tokens: int, step: Callable[[], None]) -> float:
+        times_s = [_timed_s(step) for _ in range(_NUM_RATES)]
         return self._model.flops(num_tokens, 1) / median(times_s)
 
     def _input(self, num_rows: int, num_features: int) -> Tensor:
@@ -86,7 +105,7 @@ def main() -> None:
 def _shapes(work: Work) -> list[tuple[int, int]]:
     """Tokens, and those of them that sample, of each step that the runner takes."""
     settings = WorkerSettings.load([])
-    taken = steps(
+    taken = batched_steps(
         work,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -102,18 +121,22 @@ def _shapes(work: Work) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def _run(model: BenchModel, products: Products, shapes: list[tuple[int, int]]) -> dict[str, object]:
-    rate = products.rate(max(num_tokens for num_tokens, _ in shapes))
+    def steps() -> None:
+        for shape in shapes:
+            products.step(*shape)
+
+    most_tokens = max(num_tokens for num_tokens, _ in shapes)
     return {
-        "seconds": _timed_s(products, shapes),
+        "machine_flops_per_s": products.machine_rate(most_tokens),
+        "flops_per_s": products.rate(most_tokens),
+        "seconds": _timed_s(steps),
         "flops": sum(model.flops(*shape) for shape in shapes),
-        "flops_per_s": rate,
     }
 
 
-def _timed_s(products: Products, shapes: list[tuple[int, int]]) -> float:
+def _timed_s(work: Callable[[], None]) -> float:
     began_s = time.perf_counter()
-    for shape in shapes:
-        products.step(*shape)
+    work()
     return time.perf_counter() - began_s
 
 
