@@ -199,14 +199,17 @@ struct Supply {
   int64_t due_step;
 };
 
-template <typename W>
-QUIRE_INLINE void split_next(Supply<W>& supply) {
+// One more, and what is fetched with it; only that if pairs are there already.
+template <bool kSplits, typename W>
+QUIRE_INLINE void supply_next(Supply<W>& supply) {
   for (int64_t line = 0; line < supply.due_step; line += kLine)
     __builtin_prefetch(supply.due + line, 0, 2);
-  split_pair(supply.from, supply.to);
-  supply.from += kPanelWidth;
-  supply.to += 64;
   supply.due += supply.due_step;
+  if constexpr (kSplits) {
+    split_pair(supply.from, supply.to);
+    supply.from += kPanelWidth;
+    supply.to += 64;
+  }
 }
 
 // Parts that are multiplied with each other.
@@ -233,7 +236,7 @@ constexpr Factors factors(int index, int row_parts, int weight_parts) {
 
 // One step's inputs of one or two tiles of rows, the second one `second` bytes behind the first;
 // and all pairs of the step that comes.
-template <int kTiles, int kRowParts, typename W, int kIndex = 0>
+template <int kTiles, int kRowParts, bool kSplits, typename W, int kIndex = 0>
 QUIRE_INLINE void multiply_step(const char* rows, int64_t second, const char* weight,
                                 Supply<W>& supply) {
   constexpr int kWeightParts = kPartsOf<W>, kCount = num_factors(kRowParts, kWeightParts);
@@ -252,31 +255,53 @@ QUIRE_INLINE void multiply_step(const char* rows, int64_t second, const char* we
   }
   // None with the last one, so that all have been written when the next step asks for them.
   constexpr int kTurns = std::max(kCount - 1, 1);
-  constexpr int kSplit =
+  constexpr int kShare =
       kIndex < kTurns ? kPairs * (kIndex + 1) / kTurns - kPairs * kIndex / kTurns : 0;
 #pragma GCC unroll 16
-  for (int i = 0; i < kSplit; ++i) split_next(supply);
+  for (int i = 0; i < kShare; ++i) supply_next<kSplits>(supply);
   if constexpr (kIndex + 1 < kCount)
-    multiply_step<kTiles, kRowParts, W, kIndex + 1>(rows, second, weight, supply);
+    multiply_step<kTiles, kRowParts, kSplits, W, kIndex + 1>(rows, second, weight, supply);
 }
+
+// Where steps of a weight are that were split: two by turns. Or all of a panel, and of the second
+// weight's, and one more: they stay for all tiles of a block. Only where splitting takes as long as
+// multiplying, which it does if there is one part; and where they leave room in the second-level cache.
+struct Slots {
+  explicit Slots(const Product& call)
+      : num_kept(num_steps(call.num_inputs) * (call.panels.second ? 2 : 1) + 1),
+        may_keep(parts_of(call.panel_format) == 1 && num_kept * kBytesOfOnePart <= kMostBytes) {}
+
+  int64_t num_bytes() const {
+    return std::max(2 * kTurnBytes, may_keep ? num_kept * kBytesOfOnePart : 0);
+  }
+
+  // A multiple of a page's: what is written is found more easily if it is apart from what is read.
+  static constexpr int64_t kTurnBytes = 8 * kTileBytes;
+  static constexpr int64_t kBytesOfOnePart = 2 * kTileBytes;
+
+  const int64_t num_kept;
+  const bool may_keep;
+
+ private:
+  static constexpr int64_t kMostBytes = 512 << 10;
+};
 
 // Where a thread has what it needs for a block, from the begin of its memory on.
 struct Room {
-  // A multiple of a page's: what is written is found more easily if it is apart from what is read.
-  static constexpr int64_t kSlotBytes = 8 * kTileBytes;
-
-  explicit Room(char* memory)
-      : slots{memory, memory + kSlotBytes},
-        tail(memory + 2 * kSlotBytes),
+  Room(const Product& call, char* memory)
+      : tail(memory),
         sums{reinterpret_cast<float*>(tail + kTailBytes),
              reinterpret_cast<float*>(tail + kTailBytes + kSumBytes)},
-        rows(tail + kTailBytes + 2 * kSumBytes) {}
+        slots(tail + kTailBytes + 2 * kSumBytes),
+        rows(slots + Slots(call).num_bytes()) {}
 
-  static constexpr int64_t num_bytes() { return 2 * kSlotBytes + kTailBytes + 2 * kSumBytes; }
+  static int64_t num_bytes(const Product& call) {
+    return kTailBytes + 2 * kSumBytes + Slots(call).num_bytes();
+  }
 
-  char* slots[2];
   char* tail;      // a panel's last inputs, filled up with zeros
   float* sums[2];  // of a product and its gate, [32 rows, 32 outputs]
+  char* slots;
   char* rows;
 
  private:
@@ -286,22 +311,26 @@ struct Room {
 
 // The way of a piece through its panels: for each, the tiles of 32 rows; for those, the weight, and
 // the second one if there are two.
-template <int kRowParts, typename W>
+template <typename T, typename W>
 class Way {
  public:
   Way(const Product& call, const Piece& piece, char* scratch)
       : call_(call),
         piece_(piece),
-        room_(scratch),
+        room_(call, scratch),
         num_steps_(num_steps(call.num_inputs)),
         num_passes_(call.panels.second ? 2 : 1),
+        keeps_(kPartsOf<W> == 1 && Slots(call).may_keep && piece.end_tile - piece.first_tile > 1),
+        num_slots_(keeps_ ? Slots(call).num_kept : 2),
+        slot_bytes_(keeps_ ? Slots::kBytesOfOnePart : Slots::kTurnBytes),
+        rows_per_step_(num_steps_ ? (kHeight + num_steps_ - 1) / num_steps_ : 0),
         fetching_(call, (piece.end_row - piece.first_row + kHeight - 1) / kHeight) {}
 
   void go() {
     const Registers registers(piece_.end_row - piece_.first_row);
     Turn turn{piece_.first_panel, piece_.first_tile, 0};
-    Supply<W> first{inputs(turn, 0), room_.slots[slot_], nullptr, 0};
-    for (int i = 0; i < kPairs; ++i) split_next(first);
+    Supply<W> first{inputs(turn, 0), slot(0), nullptr, 0};
+    for (int i = 0; i < kPairs; ++i) supply_next<true>(first);
     while (turn.panel < piece_.end_panel) {
       const int64_t tile_row = turn.tile * kHeight, first_row = piece_.first_row + tile_row;
       const int64_t num_rows = std::min<int64_t>(kHeight, piece_.end_row - first_row);
@@ -310,7 +339,12 @@ class Way {
       else
         add_up<1>(turn, first_row, num_rows);
       if (turn.pass + 1 == num_passes_) write(turn.panel, first_row, num_rows);
-      turn = after(turn);
+      const Turn next = after(turn);
+      if (!keeps_)
+        first_slot_ += num_steps_;
+      else if (next.panel != turn.panel)
+        first_slot_ += num_passes_ * num_steps_;
+      turn = next;
     }
   }
 
@@ -340,36 +374,58 @@ class Way {
     return reinterpret_cast<const W*>(room_.tail);
   }
 
-  // A tile's sums. The step that comes after its last one is the first of the next turn; at the end
-  // of the piece there is none, and one that nobody meets is split.
+  char* slot(int64_t number) const { return room_.slots + number % num_slots_ * slot_bytes_; }
+
+  char* following(char* slot) const {
+    slot += slot_bytes_;
+    return slot == room_.slots + num_slots_ * slot_bytes_ ? room_.slots : slot;
+  }
+
+  // Of a turn's first step; the others follow.
+  int64_t slot_of(const Turn& turn) const {
+    return first_slot_ + (keeps_ ? turn.pass * num_steps_ : 0);
+  }
+
+  // Whether the steps of a turn are split for it.
+  bool is_split(const Turn& turn) const {
+    return turn.panel < piece_.end_panel && (!keeps_ || turn.tile == piece_.first_tile);
+  }
+
+  // A tile's sums. The step that comes after its last one is the first of the next turn.
   template <int kTiles>
   void add_up(const Turn& turn, int64_t first_row, int64_t num_rows) {
-    Turn next = after(turn);
-    if (next.panel == piece_.end_panel) next = turn;
+    const Turn next = after(turn);
     const Panels coming = turn.panel + 1 < piece_.end_panel ? call_.panels.from(turn.panel + 1)
                                                             : piece_.coming;
     const Ahead ahead = fetching_.ahead(panel_of(turn), turn.pass, turn.tile, coming, {});
     const Stretch* stretch = ahead.stretches;
     const char* due = stretch->due;
+    int64_t rows_due = turn.pass == 0 ? num_rows : 0;
+    constexpr int kRowParts = kPartsOf<T>;
     constexpr int64_t kStepBytes = kRowParts * kTileBytes;
     const int64_t tile_bytes = num_steps_ * kStepBytes;
     const char* rows = room_.rows + 2 * turn.tile * tile_bytes;
     clear_tile<0>(), clear_tile<1>();
     if constexpr (kTiles == 2) clear_tile<2>(), clear_tile<3>();
+    char* now = slot(slot_of(turn));
     for (int64_t step = 0; step < num_steps_; ++step, rows += kStepBytes) {
       while (step * kStepInputs >= stretch->end && stretch->end < call_.num_inputs)
         due = (++stretch)->due;
-      if (turn.pass == 0) {
-        const int64_t from = num_rows * step / num_steps_, to = num_rows * (step + 1) / num_steps_;
-        fetch_outputs(call_, first_row + from, to - from, turn.panel * kPanelWidth);
+      if (rows_due > 0) {
+        const int64_t count = std::min(rows_due, rows_per_step_);
+        fetch_outputs(call_, first_row + num_rows - rows_due, count, turn.panel * kPanelWidth);
+        rows_due -= count;
       }
-      const char* const weight = room_.slots[slot_];
-      slot_ ^= 1;
-      const bool is_last = step + 1 == num_steps_;
-      Supply<W> supply{is_last ? inputs(next, 0) : inputs(turn, step + 1), room_.slots[slot_], due,
-                       2 * stretch->step};
+      const char* const weight = now;
+      now = following(now);
+      const bool is_last = step + 1 == num_steps_, splits = is_split(is_last ? next : turn);
+      const W* from = !splits ? nullptr : is_last ? inputs(next, 0) : inputs(turn, step + 1);
+      Supply<W> supply{from, now, due, 2 * stretch->step};
       due += kStepInputs * stretch->step;
-      multiply_step<kTiles, kRowParts, W>(rows, tile_bytes, weight, supply);
+      if (splits)
+        multiply_step<kTiles, kRowParts, true, W>(rows, tile_bytes, weight, supply);
+      else
+        multiply_step<kTiles, kRowParts, false, W>(rows, tile_bytes, weight, supply);
     }
     float* const sums = room_.sums[turn.pass];
     store_tile<0>(sums), store_tile<1>(sums + kSide);
@@ -400,7 +456,7 @@ class Way {
     for (int half = 0; half < 2; ++half) outputs[half] += load(biases + half * kLanes);
   }
 
-  template <bool kIsGated, bool kAsTheyAre>
+  template <bool kIsGated, bool kIsWhole>
   void write_rows(int64_t first_output, int64_t first_row, int64_t num_rows,
                   const float (&biases)[2][kPanelWidth]) const {
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -412,10 +468,10 @@ class Way {
         for (int half = 0; half < 2; ++half)
           outputs[half] = activated(call_.activation, outputs[half]) * values[half];
       }
-      if constexpr (kAsTheyAre)
-        store_row(call_, first_row + r, first_output, outputs);
+      if constexpr (kIsWhole)
+        store_row<T>(call_, first_row + r, first_output, outputs);
       else
-        narrow_outputs(call_, first_row + r, first_output, outputs);
+        store_part(call_, first_row + r, first_output, outputs);
     }
   }
 
@@ -427,11 +483,10 @@ class Way {
     for (int64_t pass = 0; pass < num_passes_; ++pass)
       if (given[pass])
         std::memcpy(biases[pass], given[pass] + first_output, count * sizeof(float));
-    const bool is_gated = num_passes_ == 2, as_they_are = are_stored_as_they_are(call_, first_output);
-    const auto write_all = is_gated ? (as_they_are ? &Way::write_rows<true, true>
-                                                   : &Way::write_rows<true, false>)
-                                    : (as_they_are ? &Way::write_rows<false, true>
-                                                   : &Way::write_rows<false, false>);
+    const bool is_gated = num_passes_ == 2, whole = is_whole(call_, first_output);
+    const auto write_all =
+        is_gated ? (whole ? &Way::write_rows<true, true> : &Way::write_rows<true, false>)
+                 : (whole ? &Way::write_rows<false, true> : &Way::write_rows<false, false>);
     (this->*write_all)(first_output, first_row, num_rows, biases);
   }
 
@@ -439,17 +494,18 @@ class Way {
   const Piece& piece_;
   const Room room_;
   const int64_t num_steps_, num_passes_;
+  const bool keeps_;
+  const int64_t num_slots_, slot_bytes_, rows_per_step_;
   const Fetching fetching_;
-  int slot_ = 0;  // that has the step which is multiplied next
+  int64_t first_slot_ = 0;  // of the panel if it is kept, else of the turn
 };
 
 template <typename T>
 static void go(const Product& call, const Piece& piece, char* scratch) {
-  constexpr int kRowParts = kPartsOf<T>;
   switch (call.panel_format) {
-    case Format::kFloat16: return Way<kRowParts, Float16>(call, piece, scratch).go();
-    case Format::kBFloat16: return Way<kRowParts, BFloat16>(call, piece, scratch).go();
-    default: return Way<kRowParts, float>(call, piece, scratch).go();
+    case Format::kFloat16: return Way<T, Float16>(call, piece, scratch).go();
+    case Format::kBFloat16: return Way<T, BFloat16>(call, piece, scratch).go();
+    default: return Way<T, float>(call, piece, scratch).go();
   }
 }
 
@@ -468,12 +524,12 @@ static int64_t row_bytes(Format format, int64_t num_inputs) {
 
 static int64_t scratch_bytes(const Product& call, int64_t num_rows) {
   const int64_t padded_rows = (num_rows + kSide - 1) / kSide * kSide;
-  return Room::num_bytes() + padded_rows * row_bytes(call.format, call.num_inputs);
+  return Room::num_bytes(call) + padded_rows * row_bytes(call.format, call.num_inputs);
 }
 
 static void prepare(const Product& call, int64_t first_row, int64_t end_row, char* scratch) {
   const WithoutDenormals without_denormals;
-  char* const to = Room(scratch).rows;
+  char* const to = Room(call, scratch).rows;
   switch (call.format) {
     case Format::kFloat16: return split_rows<Float16>(call, first_row, end_row, to);
     case Format::kBFloat16: return split_rows<BFloat16>(call, first_row, end_row, to);

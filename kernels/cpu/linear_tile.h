@@ -86,24 +86,26 @@ QUIRE_INLINE void fetch_outputs(const Product& call, int64_t first_row, int64_t 
   }
 }
 
-// Whether a row's outputs of a panel are whole vectors of the sums' own format.
-QUIRE_INLINE bool are_stored_as_they_are(const Product& call, int64_t first_output) {
-  return call.format == Format::kFloat32 && first_output + kPanelWidth <= call.num_outputs;
+// Whether there are as many outputs as a panel has.
+QUIRE_INLINE bool is_whole(const Product& call, int64_t first_output) {
+  return first_output + kPanelWidth <= call.num_outputs;
 }
 
+// A row of a whole panel's outputs.
+template <typename T>
 QUIRE_INLINE void store_row(const Product& call, int64_t row, int64_t first_output,
                             const Floats (&sums)[2]) {
   const int64_t first = row * call.num_outputs + first_output;
-  const float* others = static_cast<const float*>(call.residual);
+  const T* others = static_cast<const T*>(call.residual);
   for (int half = 0; half < 2; ++half) {
     const int64_t at = first + half * kLanes;
-    store(static_cast<float*>(call.out) + at, others ? sums[half] + load(others + at) : sums[half]);
+    store(static_cast<T*>(call.out) + at, others ? sums[half] + load(others + at) : sums[half]);
   }
 }
 
-// Of any format, and maybe fewer than a panel has.
-static void narrow_outputs(const Product& call, int64_t row, int64_t first_output,
-                           const Floats (&sums)[2]) {
+// A row of a panel's outputs, of any format and maybe fewer than a panel has.
+static void store_part(const Product& call, int64_t row, int64_t first_output,
+                       const Floats (&sums)[2]) {
   const int64_t count = std::min<int64_t>(kPanelWidth, call.num_outputs - first_output);
   const int64_t place = place_of(call, row, first_output);
   float outputs[kPanelWidth], others[kPanelWidth] = {};
@@ -135,12 +137,12 @@ static void tile(const Product& call, const float* rows, int64_t row_stride, int
     for (int r = 0; r < kRows; ++r)
       for (int half = 0; half < 2; ++half) sums[r][half] *= load(outputs[r] + half * kLanes);
   }
-  if (are_stored_as_they_are(call, first_output)) {
+  if (call.format == Format::kFloat32 && is_whole(call, first_output)) {
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) store_row(call, first_row + r, first_output, sums[r]);
+    for (int r = 0; r < kRows; ++r) store_row<float>(call, first_row + r, first_output, sums[r]);
   } else {
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) narrow_outputs(call, first_row + r, first_output, sums[r]);
+    for (int r = 0; r < kRows; ++r) store_part(call, first_row + r, first_output, sums[r]);
   }
 }
 

@@ -23,7 +23,15 @@ _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 @pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs"),
-    [(1, 1, 1), (1, 64, 512), (5, 16, 7), (63, 33, 65), (100, 257, 129), (700, 48, 300)],
+    [
+        (1, 1, 1),
+        (1, 64, 512),
+        (5, 16, 7),
+        (63, 33, 65),
+        (100, 257, 129),
+        (130, 2100, 70),
+        (700, 48, 300),
+    ],
 )
 def test_products(
     implementation: Implementation,
@@ -52,7 +60,7 @@ def test_products(
 
 @pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
-@pytest.mark.parametrize("num_outputs", [1, 48, 257])
+@pytest.mark.parametrize("num_outputs", [1, 48, 257, 2100])
 def test_gated_products(
     implementation: Implementation, activation: Activation, dtype: torch.dtype, num_outputs: int
 ) -> None:
