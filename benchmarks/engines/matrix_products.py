@@ -1,9 +1,8 @@
-"""The work's matrix products and nothing else: what no runner of this model can be faster than.
+"""The work's matrix products and nothing else.
 
-Three figures. The products of the very steps that the runner takes, one after the other, over
-weights of the model's shapes; and two rates of a step of the full budget, at which the work's
-operations would take so long: that of the runner's kernels, and the machine's, which is what
-torch's library reaches in float32.
+Three figures. The products of the very steps that the runner takes, one after the other, by its
+kernel, over weights of the model's shapes; and two rates of a step of the full budget, at which
+the work's operations would take so long: torch's, in float32, and that kernel's.
 """
 
 import time
@@ -49,7 +48,7 @@ class Products:
         """Operations per second of a step of so many tokens."""
         return self._rate(num_tokens, lambda: self.step(num_tokens, 1))
 
-    def machine_rate(self, num_tokens: int) -> float:
+    def torch_rate(self, num_tokens: int) -> float:
         """The same of torch's products; layers share weights, which so many tokens do not mind."""
         weights = [torch.randn(outputs, inputs) for inputs, outputs in self._model.products]
         head = torch.randn(self._model.vocab_size, self._model.hidden_size)
@@ -60,6 +59,7 @@ class Products:
                     torch_linear(self._input(num_tokens, weight.shape[1]), weight)
             torch_linear(self._input(1, head.shape[1]), head)
 
+        # These weights are new to the caches.
         step()
         return self._rate(num_tokens, step)
 
@@ -127,7 +127,7 @@ def _run(model: BenchModel, products: Products, shapes: list[tuple[int, int]]) -
 
     most_tokens = max(num_tokens for num_tokens, _ in shapes)
     return {
-        "machine_flops_per_s": products.machine_rate(most_tokens),
+        "torch_flops_per_s": products.torch_rate(most_tokens),
         "flops_per_s": products.rate(most_tokens),
         "seconds": _timed_s(steps),
         "flops": sum(model.flops(*shape) for shape in shapes),

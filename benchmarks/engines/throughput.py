@@ -133,17 +133,18 @@ def _setting(work: Work, rounds: Rounds) -> str:
 
 
 def _products_note(rounds: Rounds) -> str:
-    found = rounds.answers[PRODUCTS]
+    found, runner_s = rounds.answers[PRODUCTS], rounds.seconds(RUNNER)
     flops = found[0]["flops"]
-    machine, ours = (
-        median(answer[name] for answer in found) for name in ("machine_flops_per_s", "flops_per_s")
+    torch, ours = (
+        median(answer[name] for answer in found) for name in ("torch_flops_per_s", "flops_per_s")
     )
+    beside = f", of which the runner takes {runner_s * ours / flops:.2f} times" if runner_s else ""
     return (
-        f"The matrix products are {flops / 1e12:.2f} TFLOP. The machine's rate is that of torch's "
-        f"in a step of the full budget, {machine / 1e9:.0f} GFLOP/s, at which all of them would "
-        f"take {flops / machine:.2f} s; Quire's kernels run such a step at {ours / 1e9:.0f}, which "
-        f"would be {flops / ours:.2f} s. The last line is what they take in steps as the runner "
-        "has them."
+        f"The matrix products are {flops / 1e12:.2f} TFLOP. torch runs those of a step of the full "
+        f"budget at {torch / 1e9:.0f} GFLOP/s in float32, at which all of them would take "
+        f"{flops / torch:.2f} s; the runner's kernel at {ours / 1e9:.0f}, which would be "
+        f"{flops / ours:.2f} s{beside}. The last line is what they take by that kernel in steps as "
+        "the runner has them."
     )
 
 
@@ -177,7 +178,7 @@ def _product_targets(rounds: Rounds) -> list[Target]:
     runner_s, products = rounds.seconds(RUNNER), rounds.answers[PRODUCTS]
     if runner_s is None:
         return []
-    at_rate_s = median(answer["flops"] / answer["machine_flops_per_s"] for answer in products)
+    at_rate_s = median(answer["flops"] / answer["torch_flops_per_s"] for answer in products)
     in_steps_s = median(answer["seconds"] for answer in products)
     return [
         Target(
@@ -187,7 +188,7 @@ def _product_targets(rounds: Rounds) -> list[Target]:
             runner_s / seconds <= _OF_PRODUCTS,
         )
         for how, seconds in (
-            ("at the machine's rate", at_rate_s),
-            ("by Quire's kernels, in the runner's steps", in_steps_s),
+            ("at torch's rate", at_rate_s),
+            ("by its own kernel in its steps", in_steps_s),
         )
     ]

@@ -4,7 +4,7 @@
 // A float32 is the sum of three bfloat16, exactly, and a float16 of two. A product of two such
 // numbers is that of their parts, as in Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
 // Intelligence Datatype For Higher-Precision Computations" (2019); of nine products the three that
-// are smallest, together below 2^-21 of the whole, are left out. Six by tiles take half as long as
+// are smallest, together below 2^-22 of the whole, are left out. Six by tiles take half as long as
 // one by fused multiplications. The rows' parts are rounded to the nearest, so that what is left out
 // has either sign as often; the weight's, of which there are more, are cut off.
 //
@@ -106,7 +106,7 @@ QUIRE_INLINE void multiply_tiles() {
 
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 
-constexpr int32_t kUpper = static_cast<int32_t>(0xFFFF0000), kHalfAUnit = 0x8000;
+constexpr int32_t kUpper = static_cast<int32_t>(0xFFFF0000);
 
 // The upper halves of a's numbers below those of b's.
 QUIRE_INLINE Ints upper_halves(Ints a, Ints b) {
@@ -122,15 +122,21 @@ QUIRE_INLINE Ints rest(Ints x, Ints near) {
   return bits(from_bits(x) - from_bits(near & kUpper));
 }
 
-// Pairs' parts, `kStride` bytes from one to the next. Each is the upper half of what is left, but the
-// last: rounded to the nearest, if they are to be. The last has all that is left, and NaN.
+// What makes cutting off rounding to the nearest; nothing where that would be infinity.
+QUIRE_INLINE Ints half_a_unit(Ints x) {
+  constexpr int32_t kTooLarge = 0x7F7F8000;
+  return (x & 0x7FFFFFFF) < kTooLarge ? broadcast_bits(0x8000) : Ints{};
+}
+
+// Pairs' parts, `kStride` bytes from one to the next. Each is the upper half of what is left: rounded
+// to the nearest, if they are to be, but for the last, which has all that is left, and NaN.
 template <int kParts, int kStride, bool kRounded>
 QUIRE_INLINE void split(Floats first, Floats second, char* to) {
   Ints a = bits(first), b = bits(second);
 #pragma GCC unroll 3
   for (int part = 0; part < kParts; ++part) {
-    const int32_t more = kRounded && part + 1 < kParts ? kHalfAUnit : 0;
-    const Ints near_a = a + more, near_b = b + more;
+    const bool rounds = kRounded && part + 1 < kParts;
+    const Ints near_a = rounds ? a + half_a_unit(a) : a, near_b = rounds ? b + half_a_unit(b) : b;
     store_as(to + part * kStride, upper_halves(near_a, near_b));
     a = rest(a, near_a), b = rest(b, near_b);
   }
@@ -165,7 +171,7 @@ static void split_rows(const Product& call, int64_t first_row, int64_t end_row, 
   }
 }
 
-// The weight's side: two steps of a panel, of which one is multiplied while the next one is split:
+// The weight's side: steps of a panel, of which one is multiplied while the next one is split:
 // [parts, 2 x 16 outputs, 16 pairs of inputs, 16 outputs, 2].
 
 // From an input to the one that it is paired with.
@@ -183,8 +189,7 @@ QUIRE_INLINE void split_pair(const W* inputs, char* to) {
 }
 
 // Outputs with even numbers first, then the others: nothing crosses lanes.
-template <>
-inline __attribute__((always_inline)) void split_pair(const BFloat16* inputs, char* to) {
+QUIRE_INLINE void split_pair(const BFloat16* inputs, char* to) {
   const auto a = load_as<Words>(inputs), b = load_as<Words>(inputs + kToOther);
   store_as(to, (a & 0xFFFF) | (b << 16));
   store_as(to + kTileBytes, (a >> 16) | (b & 0xFFFF0000));
@@ -254,9 +259,9 @@ QUIRE_INLINE void multiply_step(const char* rows, int64_t second, const char* we
     multiply_tiles<3, 5, 7>();
   }
   // None with the last one, so that all have been written when the next step asks for them.
-  constexpr int kTurns = std::max(kCount - 1, 1);
+  constexpr int kShares = std::max(kCount - 1, 1);
   constexpr int kShare =
-      kIndex < kTurns ? kPairs * (kIndex + 1) / kTurns - kPairs * kIndex / kTurns : 0;
+      kIndex < kShares ? kPairs * (kIndex + 1) / kShares - kPairs * kIndex / kShares : 0;
 #pragma GCC unroll 16
   for (int i = 0; i < kShare; ++i) supply_next<kSplits>(supply);
   if constexpr (kIndex + 1 < kCount)
@@ -264,20 +269,22 @@ QUIRE_INLINE void multiply_step(const char* rows, int64_t second, const char* we
 }
 
 // Where steps of a weight are that were split: two by turns. Or all of a panel, and of the second
-// weight's, and one more: they stay for all tiles of a block. Only where splitting takes as long as
-// multiplying, which it does if there is one part; and where they leave room in the second-level cache.
+// weight's, and one more: they stay for all tiles of a piece. Only those of one part, whose splitting
+// takes longer than multiplying; and where they take no more than a quarter of the second-level
+// cache of processors with AMX, which is 2 MiB, and the next panel's first step.
 struct Slots {
   explicit Slots(const Product& call)
       : num_kept(num_steps(call.num_inputs) * (call.panels.second ? 2 : 1) + 1),
-        may_keep(parts_of(call.panel_format) == 1 && num_kept * kBytesOfOnePart <= kMostBytes) {}
+        may_keep(parts_of(call.panel_format) == 1 &&
+                 (num_kept - 1) * kKeptBytes <= kMostBytes) {}
 
   int64_t num_bytes() const {
-    return std::max(2 * kTurnBytes, may_keep ? num_kept * kBytesOfOnePart : 0);
+    return std::max(2 * kSlotBytes, may_keep ? num_kept * kKeptBytes : 0);
   }
 
   // A multiple of a page's: what is written is found more easily if it is apart from what is read.
-  static constexpr int64_t kTurnBytes = 8 * kTileBytes;
-  static constexpr int64_t kBytesOfOnePart = 2 * kTileBytes;
+  static constexpr int64_t kSlotBytes = 8 * kTileBytes;
+  static constexpr int64_t kKeptBytes = 2 * kTileBytes;
 
   const int64_t num_kept;
   const bool may_keep;
@@ -320,9 +327,10 @@ class Way {
         room_(call, scratch),
         num_steps_(num_steps(call.num_inputs)),
         num_passes_(call.panels.second ? 2 : 1),
-        keeps_(kPartsOf<W> == 1 && Slots(call).may_keep && piece.end_tile - piece.first_tile > 1),
-        num_slots_(keeps_ ? Slots(call).num_kept : 2),
-        slot_bytes_(keeps_ ? Slots::kBytesOfOnePart : Slots::kTurnBytes),
+        slots_(call),
+        keeps_(slots_.may_keep && piece.end_tile - piece.first_tile > 1),
+        num_slots_(keeps_ ? slots_.num_kept : 2),
+        slot_bytes_(keeps_ ? Slots::kKeptBytes : Slots::kSlotBytes),
         rows_per_step_(num_steps_ ? (kHeight + num_steps_ - 1) / num_steps_ : 0),
         fetching_(call, (piece.end_row - piece.first_row + kHeight - 1) / kHeight) {}
 
@@ -365,7 +373,7 @@ class Way {
   }
 
   // Those of a step, all of it.
-  const W* inputs(const Turn& turn, int64_t step) {
+  const W* inputs(const Turn& turn, int64_t step) const {
     const W* panel = reinterpret_cast<const W*>(panel_of(turn)) + step * kStepInputs * kPanelWidth;
     const int64_t count = call_.num_inputs - step * kStepInputs;
     if (count >= kStepInputs) return panel;
@@ -494,6 +502,7 @@ class Way {
   const Piece& piece_;
   const Room room_;
   const int64_t num_steps_, num_passes_;
+  const Slots slots_;
   const bool keeps_;
   const int64_t num_slots_, slot_bytes_, rows_per_step_;
   const Fetching fetching_;

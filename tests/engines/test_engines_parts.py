@@ -53,7 +53,7 @@ def rounds(**changes) -> Rounds:
         ],
         VLLM: [{"seconds": 11.0, "outputs": OURS}, {"seconds": 22.0, "outputs": OURS}],
         PRODUCTS: [
-            {"seconds": s, "flops": 6e11, "machine_flops_per_s": rate, "flops_per_s": 2 * rate}
+            {"seconds": s, "flops": 6e11, "torch_flops_per_s": rate, "flops_per_s": 2 * rate}
             for s, rate in ((7.0, 1e11), (14.0, 0.5e11))
         ],
         **changes,
@@ -80,8 +80,9 @@ def test_throughput_has_a_row_per_system_and_judges_the_targets():
     assert list(met(part).values()) == [False, True, True, False, True]
     assert "vLLM 1.2.3" in part.notes[0]
     assert "0.60 TFLOP" in part.notes[2]
-    assert "75 GFLOP/s, at which all of them would take 8.00 s" in part.notes[2]
-    assert "at 150, which would be 4.00 s" in part.notes[2]
+    assert "75 GFLOP/s in float32, at which all of them would take 8.00 s" in part.notes[2]
+    # 14.25 s are the runner's.
+    assert "at 150, which would be 4.00 s, of which the runner takes 3.56 times" in part.notes[2]
     assert "| 2.00" in markdown(part)
 
 

@@ -178,6 +178,38 @@ def test_what_is_left_out_of_products_favours_no_sign(
     assert float(((result - truth) / truth).abs().max()) < 2**-22
 
 
+def test_the_largest_numbers_stay_finite(implementation: Implementation) -> None:
+    most = torch.finfo(torch.float32).max
+    states = torch.tensor([[most, 0.0], [-most, 0.0], [most / 1.0001, 1.0], [3.3961e38, 2.0]])
+    weight = torch.tensor([[0.5, 1.0], [2**-100, 0.0]])
+    result = linear(states, PackedWeight.of(weight, implementation))
+    torch.testing.assert_close(result, linear_reference(states, weight), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_outputs", [256, 2100])
+@pytest.mark.parametrize("num_rows", [96, 150])
+def test_panels_stay_for_some_tiles(
+    implementation: Implementation, num_rows: int, num_outputs: int
+) -> None:
+    """One thread has pieces of one tile and of several, and of one panel and of several."""
+    torch.manual_seed(0)
+    states = torch.randn(num_rows, 1024).bfloat16()
+    gate, up = (
+        PackedWeight.of(torch.randn(num_outputs, 1024).bfloat16(), implementation) for _ in "gu"
+    )
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        together = linear(states, gate), gated_linear(states, gate, up, Activation.SILU)
+        for row in (0, 31, 32, 64, 95, num_rows - 1):
+            alone = states[row : row + 1]
+            assert linear(alone, gate).equal(together[0][row : row + 1])
+            gated = gated_linear(alone, gate, up, Activation.SILU)
+            assert gated.equal(together[1][row : row + 1])
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def test_products_of_bfloat16_are_exact(implementation: Implementation) -> None:
     states = torch.tensor([[1.0, 3.0, -2.0] * 30]).bfloat16()
     weight = torch.tensor([[0.5, 1.0, 0.25] * 30, [2.0, -1.0, 4.0] * 30] * 20).bfloat16()
