@@ -76,7 +76,8 @@ class SchedulerSettings(ServiceSettings):
         0.1,
         ge=0,
         description="Seconds of decoding that one plan may have where nobody reads tokens as they "
-        "come and nobody has come for ten times as long; 0: a token of each sequence per plan.",
+        "come and nobody has come for ten times as long; 0: a token of each sequence per plan, "
+        "and an idle worker does not wait 2 ms for more of such requests.",
     )
     placement: Placement = Field(
         Placement.LEAST_WORK,

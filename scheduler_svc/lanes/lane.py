@@ -16,6 +16,7 @@ from scheduler_svc.core.policy import blocks_for
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import LaneStats, StepSample
 from scheduler_svc.core.view import Limits
+from scheduler_svc.lanes.company import Company
 from scheduler_svc.lanes.deliveries import deliver
 from scheduler_svc.lanes.draft import Draft
 from scheduler_svc.lanes.flights import Flight, Flights, Ran
@@ -83,6 +84,8 @@ class Lane:
         # All plans in flight together stay far below the time in which a worker has to answer.
         most_s = options.step_timeout_s / (4 * options.depth)
         self._multi_step = MultiStep(min(options.multi_step_s, most_s))
+        self._company = Company(is_awaited=options.multi_step_s > 0)
+        self._company_timer: asyncio.TimerHandle | None = None
         self._halting = False
         # Sequences with tokens of which the pool has not heard, and those whose rows failed.
         self._fresh: dict[Sequence, None] = {}
@@ -140,6 +143,8 @@ class Lane:
         """Gives the lane a sequence to admit; `match` is what its cache holds of it."""
         self.roster.assign(sequence)
         self._multi_step.somebody_came()
+        is_first = self.roster.is_empty and len(self.roster.assigned) == 1
+        self._company.somebody_came(is_first=is_first)
         sequence.place_on(self.worker.incarnation)
         if match is not None:
             self._hints[sequence] = match
@@ -211,8 +216,9 @@ class Lane:
         finally:
             watching.cancel()
             self._folding.cancel()
-            if self._idle_timer is not None:
-                self._idle_timer.cancel()
+            for timer in (self._idle_timer, self._company_timer):
+                if timer is not None:
+                    timer.cancel()
 
     async def _advance(self) -> bool:
         """Goes one step on, or waits for a reason to. False: the lane is drained."""
@@ -220,11 +226,32 @@ class Lane:
         self._land()
         if self._stream.lost:
             raise self._stream.lost
-        if not self._halting and len(self._flights) < self._depth and await self._turn():
+        if self._has_reason_to_step() and await self._turn():
             return True
         if not self._flights and (self._halting or (self.draining and self.is_empty)):
             return False
         await self._rest()
+        return True
+
+    def _has_reason_to_step(self) -> bool:
+        if self._halting or len(self._flights) >= self._depth:
+            return False
+        return bool(self._flights) or not self._awaits_company()
+
+    def _awaits_company(self) -> bool:
+        """Whether all that an idle lane has to do may wait for others; it is woken in time."""
+        if self._company_timer is not None:
+            self._company_timer.cancel()
+            self._company_timer = None
+        assigned = self.roster.assigned
+        if not assigned or not self.roster.is_empty or self.draining:
+            return False
+        if any(sequence.is_over or not sequence.group.is_patient for sequence in assigned):
+            return False
+        left_s = self._company.left_s()
+        if left_s <= 0:
+            return False
+        self._company_timer = asyncio.get_running_loop().call_later(left_s, self.wake)
         return True
 
     @property

@@ -20,7 +20,7 @@ from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from scheduler_svc.gateways.gathering import PATIENT_TOKENS
-from scheduler_svc.lanes import multi_step
+from scheduler_svc.lanes import company, multi_step
 
 LONG = 100
 
@@ -74,6 +74,48 @@ def rounds_of(worker: LedgerWorker) -> list[int]:
 def unhurried(monkeypatch):
     """Somebody who comes is no reason to expect others."""
     monkeypatch.setattr(multi_step, "_SHARE", 1000)
+
+
+def num_rows_of_first_plan(worker: LedgerWorker) -> int:
+    return next(len(plan.schedule.rows) for plan in worker.plans if plan.schedule.rows)
+
+
+async def test_an_idle_worker_waits_for_company_until_somebody_is_in_a_hurry(
+    redis_url, sockets, monkeypatch
+):
+    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_MOST_S", 60)
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        for tag in range(3):
+            await gateway.submit(prompt(9, tag), max_tokens=4, seed=tag, patient=True)
+        await gateway.submit(prompt(9, 3), max_tokens=4, seed=3)
+        assert all(heard.is_whole for heard in await gateway.over())
+        assert num_rows_of_first_plan(worker) == 4
+
+
+async def test_where_nobody_comes_it_begins(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr(company, "_GAP_S", 0.05)
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        await gateway.submit(prompt(9), max_tokens=4, seed=1, patient=True)
+        assert all(heard.is_whole for heard in await gateway.over())
+
+
+async def test_who_is_aborted_meanwhile_is_not_computed(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_MOST_S", 60)
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        left = await gateway.submit(prompt(9), max_tokens=4, seed=1, patient=True)
+        await gateway.cancel(left)
+        await gateway.over(left)
+        await gateway.submit(prompt(9, 1), max_tokens=4, seed=2)
+        await gateway.over()
+        assert num_rows_of_first_plan(worker) == 1
 
 
 async def test_they_have_several_tokens_per_plan_and_end_where_they_should(
