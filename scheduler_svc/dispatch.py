@@ -96,13 +96,7 @@ class Dispatcher:
         return bool(self._waiting)
 
     def _open_lanes(self) -> list[Lane]:
-        """Lanes that could take the smallest request."""
-        least = Demand(num_rows=1, num_new_blocks=1, num_uncached_tokens=1, watermark=0)
-        return [
-            lane
-            for lane in self._lanes.values()
-            if not lane.draining and lane.budget().has_room(least)
-        ]
+        return [lane for lane in self._lanes.values() if lane.is_open]
 
     async def _match(
         self, lanes: list[Lane], batch: list[Sequence]

@@ -29,6 +29,10 @@ class Demand:
     watermark: int
 
 
+# What any request wants at least.
+_LEAST = Demand(num_rows=1, num_new_blocks=1, num_uncached_tokens=1, watermark=0)
+
+
 @dataclass(slots=True)
 class LaneBudget:
     """What one lane has left in a round of placement; thrown away with it."""
@@ -56,6 +60,11 @@ class LaneBudget:
             and self.num_next_tokens < limits.max_num_batched_tokens
             and demand.num_new_blocks <= self.num_free_blocks - demand.watermark
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Some request has room."""
+        return self.has_room(_LEAST)
 
     def take(self, demand: Demand) -> None:
         self.num_rows += demand.num_rows

@@ -139,6 +139,11 @@ class Lane:
             budget.num_free_blocks += known.num_hits - known.num_free_hits
         return budget
 
+    @property
+    def is_open(self) -> bool:
+        """More requests may come."""
+        return not self.draining and self.budget().is_open
+
     def assign(self, sequence: Sequence, match: PrefixMatch | None = None) -> None:
         """Gives the lane a sequence to admit; `match` is what its cache holds of it."""
         self.roster.assign(sequence)
@@ -226,33 +231,38 @@ class Lane:
         self._land()
         if self._stream.lost:
             raise self._stream.lost
-        if self._has_reason_to_step() and await self._turn():
+        if self._may_step() and await self._turn():
             return True
         if not self._flights and (self._halting or (self.draining and self.is_empty)):
             return False
         await self._rest()
         return True
 
-    def _has_reason_to_step(self) -> bool:
-        if self._halting or len(self._flights) >= self._depth:
-            return False
-        return bool(self._flights) or not self._awaits_company()
-
-    def _awaits_company(self) -> bool:
-        """Whether all that an idle lane has to do may wait for others; it is woken in time."""
+    def _may_step(self) -> bool:
+        """Whether to look for something to do: not if nothing more is sent now, nor while all of it
+        waits for company, at the end of which the lane is woken."""
         if self._company_timer is not None:
             self._company_timer.cancel()
             self._company_timer = None
-        assigned = self.roster.assigned
-        if not assigned or not self.roster.is_empty or self.draining:
-            return False
-        if any(sequence.is_over or not sequence.group.is_patient for sequence in assigned):
+        if self._halting or len(self._flights) >= self._depth:
             return False
         left_s = self._company.left_s()
-        if left_s <= 0:
-            return False
+        if left_s <= 0 or not self._awaits_company():
+            return True
         self._company_timer = asyncio.get_running_loop().call_later(left_s, self.wake)
-        return True
+        return False
+
+    def _awaits_company(self) -> bool:
+        """Whether all that the lane has are patient and without a row, and more may come."""
+        roster = self.roster
+        if not roster.assigned or not roster.is_empty:
+            return False
+        self._dismiss_assigned()
+        if not roster.assigned or not self.is_open:
+            return False
+        return all(
+            sequence.group.is_patient and not sequence.is_suspect for sequence in roster.assigned
+        )
 
     @property
     def _depth(self) -> int:

@@ -21,7 +21,8 @@ class LaneOptions:
     depth: int
     enable_prefix_caching: bool
     check_every_step: bool
-    # What a plan of several rounds may take, far below the step's timeout; 0: no plan has several.
+    # What a plan of several rounds may take, far below the step's timeout; 0: no plan has several,
+    # and an idle lane waits for nobody.
     multi_step_s: float
     # A worker that has a plan for longer is stuck.
     step_timeout_s: float

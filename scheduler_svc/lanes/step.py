@@ -63,9 +63,7 @@ class Step:
         holds of them; `num_rounds` is how often decodes may run where nothing else does."""
         # Nobody passes a group or a sequence that is to come back and cannot yet, or goes back now.
         ready = list(takewhile(self._is_ready, self._roster.swapped))
-        is_open = len(ready) == len(self._roster.swapped) and not (
-            self._roster.is_recalling or self.draft.recalled
-        )
+        is_open = len(ready) == len(self._roster.swapped) and not self._is_recalling
         swapped = {Swapped(other.sequences, len(other.host_blocks)): other for other in ready}
         view = self._view(list(swapped), candidates if is_open else (), num_rounds)
         self._carry_out(schedule(self._limits, view), swapped)
@@ -74,7 +72,9 @@ class Step:
         self, accused: Sequence, candidates: Iterable[tuple[Sequence, PrefixMatch]]
     ) -> None:
         """Runs one sequence with nobody beside it; the others keep their rows and blocks."""
-        view = self._view([], [pair for pair in candidates if pair[0] is accused])
+        # While somebody is recalled, all that are assigned are given back.
+        found = [pair for pair in candidates if pair[0] is accused]
+        view = self._view([], () if self._is_recalling else found)
         running = [accused] if accused.row is not None else []
         num_others = len(view.running) - len(running)
         num_siblings = sum(len(group.siblings) for group in view.forkable)
@@ -85,6 +85,10 @@ class Step:
             num_reserved_rows=view.num_reserved_rows + num_siblings + num_others,
         )
         self._carry_out(schedule(self._limits, alone), {})
+
+    @property
+    def _is_recalling(self) -> bool:
+        return bool(self._roster.is_recalling or self.draft.recalled)
 
     def _carry_out(
         self, decision: Decision[Sequence], swapped: Mapping[Swapped[Sequence], SwappedGroup]

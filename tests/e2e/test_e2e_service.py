@@ -63,6 +63,7 @@ def address(
 @pytest.fixture(autouse=True)
 async def conservation(address: str, watch: PoolWatch) -> None:
     """After every test all blocks are free again and no request lives on."""
+    await until(lambda: watch.num_pools == 2, "both workers")
     yield
     await until(lambda: watch.num_held == 0, "the blocks' return")
     assert watch.is_conserved
@@ -152,8 +153,11 @@ async def test_a_client_that_leaves_and_a_deadline_free_the_blocks(
                 break
         await stream.aclose()
         await until(lambda: watch.num_held == 0, "the blocks' return", timeout_s=1.0)
+        # Several times as long as the deadline: each token is a plan, with much to tell.
+        slow = replace(LONG, n=8, temperature=1, logprobs=20)
         with pytest.raises(QuireError) as caught:
-            await client.generate([1, 2, 3], LONG, timeout_s=0.05)
+            async for _ in client.stream_generate([1, 2, 3], slow, timeout_s=0.05):
+                pass
         assert caught.value.code.name == "DEADLINE_EXCEEDED"
 
 

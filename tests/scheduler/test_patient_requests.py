@@ -97,6 +97,7 @@ async def test_an_idle_worker_waits_for_company_until_somebody_is_in_a_hurry(
 
 async def test_where_nobody_comes_it_begins(redis_url, sockets, monkeypatch):
     monkeypatch.setattr(company, "_GAP_S", 0.05)
+    monkeypatch.setattr(company, "_MOST_S", 60)
     worker = roomy()
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
@@ -111,11 +112,37 @@ async def test_who_is_aborted_meanwhile_is_not_computed(redis_url, sockets, monk
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
         left = await gateway.submit(prompt(9), max_tokens=4, seed=1, patient=True)
+        await until(lambda: stack.only_lane.assigned, "its place")
         await gateway.cancel(left)
         await gateway.over(left)
         await gateway.submit(prompt(9, 1), max_tokens=4, seed=2)
         await gateway.over()
-        assert num_rows_of_first_plan(worker) == 1
+        assert worker.num_sampled_tokens == 4
+
+
+async def test_a_lane_that_takes_no_more_waits_for_nobody(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_MOST_S", 60)
+    worker = roomy()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        for tag in range(stack.only_lane.limits.max_num_seqs):
+            await gateway.submit(prompt(9, tag), max_tokens=4, seed=tag, patient=True)
+        assert all(heard.is_whole for heard in await gateway.over())
+
+
+async def test_a_worker_that_leaves_gives_back_who_waits_there(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_MOST_S", 60)
+    async with running_stack(redis_url, sockets, {"a": roomy(1), "b": roomy(2)}) as stack:
+        gateway = await stack.gateway()
+        waiting = await gateway.submit(prompt(9), max_tokens=4, seed=1, patient=True)
+        lanes = list(stack.engine.lanes.values())
+        await until(lambda: any(lane.assigned for lane in lanes), "its place")
+        next(lane for lane in lanes if lane.assigned).drain()
+        await until(lambda: sum(lane.draining for lane in lanes) == 1, "a worker leaving")
+        await gateway.submit(prompt(9, 1), max_tokens=4, seed=2)
+        await gateway.over(waiting)
 
 
 async def test_they_have_several_tokens_per_plan_and_end_where_they_should(
