@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from quire.service.errors import RequestError, failed, invalid, unavailable
+from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import blocks_for, fit_of_prompt
 from scheduler_svc.core.queue import WaitingQueue
@@ -55,12 +56,13 @@ class Engine:
         self.live: dict[RequestKey, Group] = {}
         self.waiting = WaitingQueue()
         self.model: ServedModel | None = None
+        self.arrivals = Arrivals()
         self.stats = EngineStats()
         self._recorder = recorder
         self._by_priority = by_priority
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
-        self._arrivals = itertools.count()
+        self._order = itertools.count()
         self._last_model: ServedModel | None = None
         self._dispatcher = Dispatcher(
             self.waiting, self.lanes, self._prepare, match_pools, placement
@@ -117,9 +119,10 @@ class Engine:
 
     def restore(self, group: Group) -> None:
         """Takes up a request, new or with the tokens that it has already."""
-        group.order = (group.priority if self._by_priority else 0, next(self._arrivals))
+        group.order = (group.priority if self._by_priority else 0, next(self._order))
         group.num_live = len(group.sequences)
         self.live[group.key] = group
+        self.arrivals.queued()
         self._requeue(group, group.sequences)
 
     def end(self, group: Group, error: RequestError) -> None:

@@ -90,6 +90,7 @@ class Reign:
         hooks = LaneHooks(
             left=self.engine.left,
             others_open=self.engine.others_open,
+            quiet_s=self.engine.arrivals.quiet_s,
             somebody_waits=self.engine.somebody_waits,
             may_send=self.tenure.held,
             given_back=self.engine.give_back,

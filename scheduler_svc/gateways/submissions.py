@@ -99,7 +99,8 @@ class Submissions:
         self, new: list[tuple[_Submission, RequestRecord]], connection: GatewayConnection
     ) -> None:
         try:
-            answers = await self._stored(new)
+            with self._engine.arrivals.coming(len(new)):
+                answers = await self._stored(new)
         except StoreError:
             self._recorder.unanswered(record for _, record in new)
             for submission, _ in new:

@@ -83,8 +83,8 @@ class Lane:
         self._trial = Trial(self.roster)
         # All plans in flight together stay far below the time in which a worker has to answer.
         most_s = options.step_timeout_s / (4 * options.depth)
-        self._multi_step = MultiStep(min(options.multi_step_s, most_s))
-        self._company = Company(is_awaited=options.multi_step_s > 0)
+        self._multi_step = MultiStep(min(options.multi_step_s, most_s), hooks.quiet_s)
+        self._company = Company(options.multi_step_s > 0, hooks.quiet_s)
         self._company_timer: asyncio.TimerHandle | None = None
         self._halting = False
         # Sequences with tokens of which the pool has not heard, and those whose rows failed.
@@ -146,10 +146,9 @@ class Lane:
 
     def assign(self, sequence: Sequence, match: PrefixMatch | None = None) -> None:
         """Gives the lane a sequence to admit; `match` is what its cache holds of it."""
+        if self.is_empty:
+            self._company.first_came()
         self.roster.assign(sequence)
-        self._multi_step.somebody_came()
-        is_first = self.roster.is_empty and len(self.roster.assigned) == 1
-        self._company.somebody_came(is_first=is_first)
         sequence.place_on(self.worker.incarnation)
         if match is not None:
             self._hints[sequence] = match
@@ -246,23 +245,23 @@ class Lane:
             self._company_timer = None
         if self._halting or len(self._flights) >= self._depth:
             return False
-        left_s = self._company.left_s()
+        round_s = self._multi_step.round_s
+        left_s = self._company.left_s(round_s, is_computing=len(self._flights) > 0)
         if left_s <= 0 or not self._awaits_company():
             return True
         self._company_timer = asyncio.get_running_loop().call_later(left_s, self.wake)
         return False
 
     def _awaits_company(self) -> bool:
-        """Whether all that the lane has are patient and without a row, and more may come."""
+        """Whether all that the lane has are patient, and more may come."""
         roster = self.roster
-        if not roster.assigned or not roster.is_empty:
+        if roster.swapped or roster.late:
             return False
         self._dismiss_assigned()
-        if not roster.assigned or not self.is_open:
+        everybody = [*roster.assigned, *roster.rows]
+        if not everybody or not self.is_open:
             return False
-        return all(
-            sequence.group.is_patient and not sequence.is_suspect for sequence in roster.assigned
-        )
+        return all(sequence.group.is_patient and not sequence.is_suspect for sequence in everybody)
 
     @property
     def _depth(self) -> int:
@@ -439,6 +438,7 @@ class Lane:
             started = time.perf_counter()
             landing = self._flights.land(result)
             self.roster.landed_step = landing.flight.step
+            self._company.first_landed()
             fresh = self._fresh
             self._trial.acquit(landing.sequences)
             all_logprobs = iter(landing.logprobs)

@@ -6,13 +6,12 @@ come, one plan has several (multi-step scheduling, vLLM 0.6); what it costs is t
 meanwhile waits for it.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from scheduler_svc.core.sequence import Sequence
 
-MOST_ROUNDS: Final = 8
+MOST_ROUNDS: Final = 16
 # Where a stop token may end a sequence: what is sampled behind it, in its plan and in the one sent
 # ahead, is lost.
 MOST_ROUNDS_TO_A_STOP: Final = 2
@@ -23,28 +22,24 @@ _SHARE: Final = 0.1
 class MultiStep:
     """One lane's."""
 
-    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """A plan of several rounds takes `most_s` at most; 0: there are none."""
+    def __init__(self, most_s: float, quiet_s: Callable[[], float]) -> None:
+        """A plan of several rounds takes `most_s` at most; 0: there are none. `quiet_s` is how long
+        nobody has come."""
         self._most_s = most_s
-        self._clock = clock
-        self._came_at = clock()
-        # Of the plan that came back last.
-        self._round_s = 0.0
-
-    def somebody_came(self) -> None:
-        """A sequence, to be admitted."""
-        self._came_at = self._clock()
+        self._quiet_s = quiet_s
+        # Of the plan that came back last: what a token of each sequence took.
+        self.round_s = 0.0
 
     def landed(self, num_rounds: int, busy_ns: int) -> None:
         """A plan that has given tokens has come back."""
-        self._round_s = busy_ns / num_rounds / 1e9
+        self.round_s = busy_ns / num_rounds / 1e9
 
     def num_rounds(self, sequences: Iterable[Sequence]) -> int:
         """How often these may run in one plan, 1 at least."""
-        plan_s = min(self._most_s, _SHARE * (self._clock() - self._came_at))
-        if not 0 < 2 * self._round_s <= plan_s:
+        plan_s = min(self._most_s, _SHARE * self._quiet_s())
+        if not 0 < 2 * self.round_s <= plan_s:
             return 1
-        num_rounds = min(MOST_ROUNDS, int(plan_s / self._round_s))
+        num_rounds = min(MOST_ROUNDS, int(plan_s / self.round_s))
         for sequence in sequences:
             if not sequence.group.is_patient:
                 return 1

@@ -47,6 +47,8 @@ class LaneHooks:
     left: Callable[[Sequence], None]
     # Another lane than that of this worker takes requests.
     others_open: Callable[[int], bool]
+    # Seconds since a request came, for whatever lane.
+    quiet_s: Callable[[], float]
     # Somebody is in the queue.
     somebody_waits: Callable[[], bool]
     # Returns when something may be sent: at once while the lead is held for certain.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.lanes.company import Company
 
 
@@ -12,40 +13,91 @@ class Clock:
         return self.now_s
 
 
+class Case:
+    """Requests that come to one lane."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.arrivals = Arrivals(self.clock)
+        self.company = Company(True, self.arrivals.quiet_s, self.clock)
+
+    def somebody_comes(self, *, is_first: bool = False) -> None:
+        self.arrivals.queued()
+        if is_first:
+            self.company.first_came()
+
+    def left_s(self) -> float:
+        return self.company.left_s(0, is_computing=False)
+
+
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def case() -> Case:
+    case = Case()
+    case.clock.now_s += 10
+    assert case.left_s() == 0
+    case.somebody_comes(is_first=True)
+    return case
 
 
-def test_the_next_one_has_two_milliseconds(clock):
-    company = Company(is_awaited=True, clock=clock)
-    clock.now_s += 10
-    assert company.left_s() < 0
-    company.somebody_came(is_first=True)
-    assert company.left_s() == pytest.approx(0.002)
-    clock.now_s += 0.0015
-    assert company.left_s() == pytest.approx(0.0005)
-    company.somebody_came(is_first=False)
-    assert company.left_s() == pytest.approx(0.002)
-    clock.now_s += 0.0021
-    assert company.left_s() < 0
+def test_the_next_one_has_two_milliseconds(case):
+    assert case.left_s() == pytest.approx(0.002)
+    case.clock.now_s += 0.0015
+    assert case.left_s() == pytest.approx(0.0005)
+    case.somebody_comes()
+    assert case.left_s() == pytest.approx(0.002)
+    case.clock.now_s += 0.0021
+    assert case.left_s() < 0
 
 
-def test_all_of_them_have_twenty(clock):
-    company = Company(is_awaited=True, clock=clock)
-    company.somebody_came(is_first=True)
+def test_all_of_them_have_twenty(case):
     for _ in range(19):
-        clock.now_s += 0.001
-        company.somebody_came(is_first=False)
-    assert company.left_s() == pytest.approx(0.001)
-    clock.now_s += 0.0011
-    company.somebody_came(is_first=False)
-    assert company.left_s() < 0
-    company.somebody_came(is_first=True)
-    assert company.left_s() == pytest.approx(0.002)
+        case.clock.now_s += 0.001
+        case.somebody_comes()
+    assert case.left_s() == pytest.approx(0.001)
+    case.clock.now_s += 0.0011
+    case.somebody_comes()
+    assert case.left_s() < 0
+    case.somebody_comes(is_first=True)
+    assert case.left_s() == pytest.approx(0.002)
 
 
-def test_nobody_is_awaited_where_that_is_switched_off(clock):
-    company = Company(is_awaited=False, clock=clock)
-    company.somebody_came(is_first=True)
-    assert company.left_s() == 0
+@pytest.mark.parametrize(("round_s", "gap_s"), [(0.0, 0.002), (0.005, 0.005), (3.0, 0.01)])
+def test_the_next_one_has_as_long_as_a_token_takes(case, round_s, gap_s):
+    assert case.company.left_s(round_s, is_computing=False) == pytest.approx(gap_s)
+
+
+def test_who_is_being_recorded_is_awaited(case):
+    with case.arrivals.coming(2):
+        case.clock.now_s += 0.015
+        assert case.left_s() == pytest.approx(0.002)
+        case.clock.now_s += 0.004
+        assert case.left_s() == pytest.approx(0.001)
+        case.clock.now_s += 0.002
+        assert case.left_s() < 0
+    case.somebody_comes(is_first=True)
+    with case.arrivals.coming(1):
+        case.clock.now_s += 0.015
+    # It was refused.
+    assert case.left_s() < 0
+
+
+def test_who_had_to_wait_for_its_lane_waits_for_nobody(case):
+    case.clock.now_s += 3
+    case.company.first_came()
+    assert case.left_s() < 0
+
+
+def test_nobody_is_awaited_where_that_is_switched_off(case):
+    company = Company(False, case.arrivals.quiet_s, case.clock)
+    company.first_came()
+    assert company.left_s(1, is_computing=False) == 0
+
+
+def test_while_the_first_plan_is_computed_there_is_time_as_long_as_somebody_comes(case):
+    for _ in range(100):
+        case.clock.now_s += 0.0015
+        assert case.company.left_s(0, is_computing=True) == pytest.approx(0.0005)
+        case.somebody_comes()
+    case.company.first_landed()
+    assert case.company.left_s(0, is_computing=False) == 0
+    assert case.company.left_s(0, is_computing=True) == 0

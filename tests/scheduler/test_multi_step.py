@@ -1,7 +1,5 @@
 """How often decodes run in one plan."""
 
-from dataclasses import dataclass, field
-
 import pytest
 
 from scheduler_svc.core.sequence import Group, Nobody, Params, Sequence
@@ -17,27 +15,12 @@ def sequence(*, is_patient: bool = True, stops: frozenset[int] = frozenset()) ->
     return Sequence(1, group, 0, [], 0, 0, stop_token_ids=stops)
 
 
-@dataclass
-class Clock:
-    now_s: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class Case:
-    clock: Clock = field(default_factory=Clock)
-
-    def of(self, most_s: float = 0.1) -> MultiStep:
-        multi_step = MultiStep(most_s, self.clock)
-        multi_step.somebody_came()
-        self.clock.now_s += 60
-        return multi_step
+def long_quiet() -> float:
+    return 60.0
 
 
 def test_a_plan_has_as_many_rounds_as_there_is_time_for() -> None:
-    multi_step = Case().of(0.1)
+    multi_step = MultiStep(0.1, long_quiet)
     assert multi_step.num_rounds([sequence()]) == 1
     for step_ms, num_rounds in ((20, 5), (33, 3), (50, 2), (51, 1), (300, 1), (1, MOST_ROUNDS)):
         multi_step.landed(1, step_ms * MS)
@@ -47,21 +30,19 @@ def test_a_plan_has_as_many_rounds_as_there_is_time_for() -> None:
     assert multi_step.num_rounds([sequence()]) == 4
 
 
-def test_who_comes_is_expected_again() -> None:
-    case = Case()
-    multi_step = case.of(0.1)
+@pytest.mark.parametrize(
+    ("quiet_s", "num_rounds"),
+    [(0.0, 1), (0.15, 1), (0.25, 2), (0.35, 3), (0.65, 6), (60.0, 10)],
+)
+def test_who_comes_is_expected_again(quiet_s: float, num_rounds: int) -> None:
+    multi_step = MultiStep(0.1, lambda: quiet_s)
     multi_step.landed(1, 10 * MS)
-    multi_step.somebody_came()
-    found = []
-    for later_s in (0.15, 0.1, 0.1, 0.3, 60):
-        case.clock.now_s += later_s
-        found.append(multi_step.num_rounds([sequence()]))
-    assert found == [1, 2, 3, 6, MOST_ROUNDS]
+    assert multi_step.num_rounds([sequence()]) == num_rounds
 
 
 @pytest.mark.parametrize("most_s", [0, 0.1])
 def test_nobody_waits_for_a_second_token_that_is_read_as_it_comes(most_s: float) -> None:
-    multi_step = Case().of(most_s)
+    multi_step = MultiStep(most_s, long_quiet)
     multi_step.landed(1, MS)
     both = [sequence(), sequence(is_patient=False)]
     assert multi_step.num_rounds(both) == 1
@@ -69,7 +50,7 @@ def test_nobody_waits_for_a_second_token_that_is_read_as_it_comes(most_s: float)
 
 
 def test_behind_a_stop_token_little_is_lost() -> None:
-    multi_step = Case().of()
+    multi_step = MultiStep(0.1, long_quiet)
     multi_step.landed(1, MS)
     both = [sequence(), sequence(stops=frozenset([7]))]
     assert multi_step.num_rounds(both) == MOST_ROUNDS_TO_A_STOP

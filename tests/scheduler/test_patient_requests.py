@@ -83,7 +83,7 @@ def num_rows_of_first_plan(worker: LedgerWorker) -> int:
 async def test_an_idle_worker_waits_for_company_until_somebody_is_in_a_hurry(
     redis_url, sockets, monkeypatch
 ):
-    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_LEAST_GAP_S", 60)
     monkeypatch.setattr(company, "_MOST_S", 60)
     worker = roomy()
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
@@ -96,7 +96,7 @@ async def test_an_idle_worker_waits_for_company_until_somebody_is_in_a_hurry(
 
 
 async def test_where_nobody_comes_it_begins(redis_url, sockets, monkeypatch):
-    monkeypatch.setattr(company, "_GAP_S", 0.05)
+    monkeypatch.setattr(company, "_LEAST_GAP_S", 0.05)
     monkeypatch.setattr(company, "_MOST_S", 60)
     worker = roomy()
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
@@ -106,7 +106,7 @@ async def test_where_nobody_comes_it_begins(redis_url, sockets, monkeypatch):
 
 
 async def test_who_is_aborted_meanwhile_is_not_computed(redis_url, sockets, monkeypatch):
-    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_LEAST_GAP_S", 60)
     monkeypatch.setattr(company, "_MOST_S", 60)
     worker = roomy()
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
@@ -121,7 +121,7 @@ async def test_who_is_aborted_meanwhile_is_not_computed(redis_url, sockets, monk
 
 
 async def test_a_lane_that_takes_no_more_waits_for_nobody(redis_url, sockets, monkeypatch):
-    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_LEAST_GAP_S", 60)
     monkeypatch.setattr(company, "_MOST_S", 60)
     worker = roomy()
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
@@ -132,7 +132,7 @@ async def test_a_lane_that_takes_no_more_waits_for_nobody(redis_url, sockets, mo
 
 
 async def test_a_worker_that_leaves_gives_back_who_waits_there(redis_url, sockets, monkeypatch):
-    monkeypatch.setattr(company, "_GAP_S", 60)
+    monkeypatch.setattr(company, "_LEAST_GAP_S", 60)
     monkeypatch.setattr(company, "_MOST_S", 60)
     async with running_stack(redis_url, sockets, {"a": roomy(1), "b": roomy(2)}) as stack:
         gateway = await stack.gateway()
