@@ -77,7 +77,7 @@ class SchedulerSettings(ServiceSettings):
         ge=0,
         description="Seconds of decoding that one plan may have where nobody reads tokens as they "
         "come and nobody has come for ten times as long; 0: a token of each sequence per plan, "
-        "and an idle worker begins at once instead of waiting 2 to 20 ms for more of them.",
+        "and an idle worker begins at once instead of waiting 2 to 20 ms for more such requests.",
     )
     placement: Placement = Field(
         Placement.LEAST_WORK,

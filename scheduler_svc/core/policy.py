@@ -278,7 +278,8 @@ class _Step(Generic[R]):
     def admit(self) -> None:
         """Admits in order until one does not fit; who is short passes the long where those
         are too many."""
-        if self._is_blocked:
+        # Siblings of a group that is given up go back to the queue, before all that came later.
+        if self._is_blocked or self.decision.given_up:
             return
         for candidate in self._view.candidates:
             num_hits = self._hits(candidate)

@@ -98,23 +98,23 @@ class Submissions:
     async def _record(
         self, new: list[tuple[_Submission, RequestRecord]], connection: GatewayConnection
     ) -> None:
-        try:
-            with self._engine.arrivals.coming(len(new)):
+        with self._engine.arrivals.coming(len(new)):
+            try:
                 answers = await self._stored(new)
-        except StoreError:
-            self._recorder.unanswered(record for _, record in new)
-            for submission, _ in new:
-                connection.reject(submission.attachment, NO_REDIS)
-            return
-        for (submission, record), recorded in zip(new, answers, strict=True):
-            if recorded is Recorded.NEW:
-                group = group_of(record)
-                self._engine.submit(group)
-                self._attachments.attach(group, connection, submission)
-            elif recorded is Recorded.KNOWN:
-                await self._attachments.attach_known(submission, connection)
-            else:
-                connection.reject(submission.attachment, id_taken(submission.request_id))
+            except StoreError:
+                self._recorder.unanswered(record for _, record in new)
+                for submission, _ in new:
+                    connection.reject(submission.attachment, NO_REDIS)
+                return
+            for (submission, record), recorded in zip(new, answers, strict=True):
+                if recorded is Recorded.NEW:
+                    group = group_of(record)
+                    self._engine.submit(group)
+                    self._attachments.attach(group, connection, submission)
+                elif recorded is Recorded.KNOWN:
+                    await self._attachments.attach_known(submission, connection)
+                else:
+                    connection.reject(submission.attachment, id_taken(submission.request_id))
 
     async def _stored(self, new: list[tuple[_Submission, RequestRecord]]) -> list[Recorded]:
         """Writes the records; waits for a Redis that is away, but not for ever."""

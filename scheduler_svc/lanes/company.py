@@ -4,8 +4,8 @@ Who comes first would be computed alone, and its next token, too, as the second 
 the first one ends: two steps that read all weights for next to nothing, while the processors are
 wanted by the very requests that are on their way. Where nobody waits for a first token, that is put
 off while they come one upon the other: a gateway takes some milliseconds from one handful to the
-next. Whoever comes alone has its end later by about one token's time. The second plan is put off
-in the same way, which costs nothing as long as the first one is computed.
+next. The second plan is put off in the same way, until the first one is back. Whoever comes alone
+pays one token's time, or 2 ms where that is less.
 """
 
 import time
@@ -34,21 +34,37 @@ class Company:
         self._clock = clock
         self._first_at = 0.0
         self._is_beginning = False
+        # The one that runs the first rows; None until it is sent.
+        self._first_step: int | None = None
+        # What a token of everybody took last.
+        self._token_s = 0.0
 
     def first_came(self) -> None:
-        """The first one for an idle lane."""
+        """The first one for a lane that has nobody; plans of others may still be in flight."""
         self._first_at = self._clock()
         self._is_beginning = True
+        self._first_step = None
 
-    def first_landed(self) -> None:
-        """The first plan has come back."""
-        self._is_beginning = False
+    def sent(self, step: int) -> None:
+        """A plan that runs rows."""
+        if self._first_step is None:
+            self._first_step = step
 
-    def left_s(self, round_s: float, *, is_computing: bool) -> float:
-        """Seconds in which somebody may still come; 0 or less: none. `round_s` is what a token of
-        everybody took last; `is_computing` if the first plan is on its way."""
+    def landed(self, step: int) -> None:
+        """Any plan."""
+        if self._first_step is not None and step >= self._first_step:
+            self._is_beginning = False
+
+    def decoded(self, token_s: float) -> None:
+        """A plan that only decoded has come back: a token of everybody takes so long."""
+        self._token_s = token_s
+
+    def left_s(self) -> float:
+        """Seconds in which somebody may still come; 0 or less: none."""
         if not (self._is_awaited and self._is_beginning):
             return 0.0
-        gap_s = max(_LEAST_GAP_S, min(round_s, _MOST_GAP_S))
+        gap_s = max(_LEAST_GAP_S, min(self._token_s, _MOST_GAP_S))
         left_s = gap_s - self._quiet_s()
-        return left_s if is_computing else min(left_s, self._first_at + _MOST_S - self._clock())
+        if self._first_step is not None:
+            return left_s
+        return min(left_s, self._first_at + _MOST_S - self._clock())

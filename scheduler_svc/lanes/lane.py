@@ -245,8 +245,7 @@ class Lane:
             self._company_timer = None
         if self._halting or len(self._flights) >= self._depth:
             return False
-        round_s = self._multi_step.round_s
-        left_s = self._company.left_s(round_s, is_computing=len(self._flights) > 0)
+        left_s = self._company.left_s()
         if left_s <= 0 or not self._awaits_company():
             return True
         self._company_timer = asyncio.get_running_loop().call_later(left_s, self.wake)
@@ -261,7 +260,10 @@ class Lane:
         everybody = [*roster.assigned, *roster.rows]
         if not everybody or not self.is_open:
             return False
-        return all(sequence.group.is_patient and not sequence.is_suspect for sequence in everybody)
+        return all(
+            sequence.group.is_patient and not (sequence.is_suspect or sequence.is_over)
+            for sequence in everybody
+        )
 
     @property
     def _depth(self) -> int:
@@ -430,6 +432,8 @@ class Lane:
         )
         await self._hooks.may_send()
         self._flights.start(flight)
+        if ran.sequences:
+            self._company.sent(flight.step)
         await self._stream.send(build_plan(self._epoch, self._step, changes))
 
     def _land(self) -> None:
@@ -438,7 +442,7 @@ class Lane:
             started = time.perf_counter()
             landing = self._flights.land(result)
             self.roster.landed_step = landing.flight.step
-            self._company.first_landed()
+            self._company.landed(landing.flight.step)
             fresh = self._fresh
             self._trial.acquit(landing.sequences)
             all_logprobs = iter(landing.logprobs)
@@ -462,7 +466,10 @@ class Lane:
             busy_ns = _busy_ns(result.times)
             # A plan that ran no rows, or failed ones alone, says nothing.
             if landing.token_ids:
-                self._multi_step.landed(landing.flight.num_rounds, busy_ns)
+                round_s = busy_ns / landing.flight.num_rounds / 1e9
+                self._multi_step.landed(round_s)
+                if landing.flight.num_tokens == len(landing.flight.ran.due):
+                    self._company.decoded(round_s)
             self.stats.worker_idle_ns += result.times.waiting_ns
             self.stats.worker_busy_ns += busy_ns
             self.stats.worker_starting_ns += result.times.starting_ns

@@ -27,19 +27,19 @@ class MultiStep:
         nobody has come."""
         self._most_s = most_s
         self._quiet_s = quiet_s
-        # Of the plan that came back last: what a token of each sequence took.
-        self.round_s = 0.0
+        # Of the plan that came back last.
+        self._round_s = 0.0
 
-    def landed(self, num_rounds: int, busy_ns: int) -> None:
-        """A plan that has given tokens has come back."""
-        self.round_s = busy_ns / num_rounds / 1e9
+    def landed(self, round_s: float) -> None:
+        """A plan that has given tokens has come back; each of its rounds took so long."""
+        self._round_s = round_s
 
     def num_rounds(self, sequences: Iterable[Sequence]) -> int:
         """How often these may run in one plan, 1 at least."""
         plan_s = min(self._most_s, _SHARE * self._quiet_s())
-        if not 0 < 2 * self.round_s <= plan_s:
+        if not 0 < 2 * self._round_s <= plan_s:
             return 1
-        num_rounds = min(MOST_ROUNDS, int(plan_s / self.round_s))
+        num_rounds = min(MOST_ROUNDS, int(plan_s / self._round_s))
         for sequence in sequences:
             if not sequence.group.is_patient:
                 return 1

@@ -27,7 +27,7 @@ class Case:
             self.company.first_came()
 
     def left_s(self) -> float:
-        return self.company.left_s(0, is_computing=False)
+        return self.company.left_s()
 
 
 @pytest.fixture
@@ -61,9 +61,10 @@ def test_all_of_them_have_twenty(case):
     assert case.left_s() == pytest.approx(0.002)
 
 
-@pytest.mark.parametrize(("round_s", "gap_s"), [(0.0, 0.002), (0.005, 0.005), (3.0, 0.01)])
-def test_the_next_one_has_as_long_as_a_token_takes(case, round_s, gap_s):
-    assert case.company.left_s(round_s, is_computing=False) == pytest.approx(gap_s)
+@pytest.mark.parametrize(("token_s", "gap_s"), [(0.0, 0.002), (0.005, 0.005), (3.0, 0.01)])
+def test_the_next_one_has_as_long_as_a_token_takes(case, token_s, gap_s):
+    case.company.decoded(token_s)
+    assert case.left_s() == pytest.approx(gap_s)
 
 
 def test_who_is_being_recorded_is_awaited(case):
@@ -90,14 +91,29 @@ def test_who_had_to_wait_for_its_lane_waits_for_nobody(case):
 def test_nobody_is_awaited_where_that_is_switched_off(case):
     company = Company(False, case.arrivals.quiet_s, case.clock)
     company.first_came()
-    assert company.left_s(1, is_computing=False) == 0
+    assert company.left_s() == 0
 
 
 def test_while_the_first_plan_is_computed_there_is_time_as_long_as_somebody_comes(case):
-    for _ in range(100):
+    case.company.sent(7)
+    for step in range(8, 108):
         case.clock.now_s += 0.0015
-        assert case.company.left_s(0, is_computing=True) == pytest.approx(0.0005)
+        assert case.left_s() == pytest.approx(0.0005)
         case.somebody_comes()
-    case.company.first_landed()
-    assert case.company.left_s(0, is_computing=False) == 0
-    assert case.company.left_s(0, is_computing=True) == 0
+        case.company.sent(step)
+    case.company.landed(7)
+    assert case.left_s() == 0
+
+
+def test_plans_of_those_who_were_there_before_are_not_the_first(case):
+    case.company.landed(3)
+    assert case.left_s() == pytest.approx(0.002)
+    case.company.sent(5)
+    case.company.landed(4)
+    assert case.left_s() == pytest.approx(0.002)
+    case.company.landed(5)
+    assert case.left_s() == 0
+    case.company.landed(6)
+    case.somebody_comes(is_first=True)
+    case.company.landed(6)
+    assert case.left_s() == pytest.approx(0.002)

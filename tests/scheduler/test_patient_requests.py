@@ -112,7 +112,7 @@ async def test_who_is_aborted_meanwhile_is_not_computed(redis_url, sockets, monk
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
         left = await gateway.submit(prompt(9), max_tokens=4, seed=1, patient=True)
-        await until(lambda: stack.only_lane.assigned, "its place")
+        await until(lambda: stack.engine.lanes and stack.only_lane.assigned, "its place")
         await gateway.cancel(left)
         await gateway.over(left)
         await gateway.submit(prompt(9, 1), max_tokens=4, seed=2)
@@ -124,23 +124,48 @@ async def test_a_lane_that_takes_no_more_waits_for_nobody(redis_url, sockets, mo
     monkeypatch.setattr(company, "_LEAST_GAP_S", 60)
     monkeypatch.setattr(company, "_MOST_S", 60)
     worker = roomy()
+    worker.gate.clear()
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        for tag in range(stack.only_lane.limits.max_num_seqs):
+        for tag in range(8):
             await gateway.submit(prompt(9, tag), max_tokens=4, seed=tag, patient=True)
+        # They fill two steps, and are there before the first one ends.
+        await until(lambda: len(stack.engine.live) == 8, "all of them")
+        worker.gate.set()
         assert all(heard.is_whole for heard in await gateway.over())
+
+
+async def test_who_leaves_while_others_are_awaited_is_let_go_at_once(
+    redis_url, sockets, monkeypatch
+):
+    """The first plan is computed, and the second one is put off."""
+    monkeypatch.setattr(company, "_LEAST_GAP_S", 60)
+    monkeypatch.setattr(company, "_MOST_S", 0.01)
+    worker = roomy()
+    worker.gate.clear()
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        left = await gateway.submit(prompt(9), max_tokens=LONG, seed=1, patient=True)
+        await until(lambda: worker.plans, "the first plan")
+        await gateway.cancel(left)
+        await gateway.over(left)
+        worker.gate.set()
 
 
 async def test_a_worker_that_leaves_gives_back_who_waits_there(redis_url, sockets, monkeypatch):
     monkeypatch.setattr(company, "_LEAST_GAP_S", 60)
     monkeypatch.setattr(company, "_MOST_S", 60)
-    async with running_stack(redis_url, sockets, {"a": roomy(1), "b": roomy(2)}) as stack:
+    workers = {1: roomy(1), 2: roomy(2)}
+    async with running_stack(redis_url, sockets, {"a": workers[1], "b": workers[2]}) as stack:
         gateway = await stack.gateway()
+        lanes = stack.engine.lanes
+        await until(lambda: len(lanes) == 2, "both lanes")
         waiting = await gateway.submit(prompt(9), max_tokens=4, seed=1, patient=True)
-        lanes = list(stack.engine.lanes.values())
-        await until(lambda: any(lane.assigned for lane in lanes), "its place")
-        next(lane for lane in lanes if lane.assigned).drain()
-        await until(lambda: sum(lane.draining for lane in lanes) == 1, "a worker leaving")
+        await until(lambda: any(lane.assigned for lane in lanes.values()), "its place")
+        [place] = [key for key, lane in lanes.items() if lane.assigned]
+        workers[place].drain()
+        [other] = workers.keys() - {place}
+        await until(lambda: lanes[other].assigned, "another place")
         await gateway.submit(prompt(9, 1), max_tokens=4, seed=2)
         await gateway.over(waiting)
 

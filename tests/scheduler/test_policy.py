@@ -572,6 +572,14 @@ def test_a_swapped_group_that_can_never_come_back_as_it_is_is_given_up():
     assert [back.group for back in decision.swapped_in] == [later]
 
 
+def test_nobody_is_admitted_in_a_step_that_gives_a_group_up():
+    view = lane(num_free_blocks=2, num_usable=2, swapped=[swapped(0)], candidates=[waiting(1, 5)])
+    decision = schedule(LIMITS, view)
+    assert decision.given_up
+    assert decision.admitted == []
+    assert schedule(LIMITS, replace(view, swapped=[])).admitted
+
+
 # Prefill first
 
 

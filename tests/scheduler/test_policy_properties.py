@@ -296,7 +296,7 @@ def nobody_is_passed_but_by_the_rule_of_long_prompts(
     assert [g for g in view.swapped if g not in decision.given_up][: len(back)] == back
     if len(back) + len(decision.given_up) < len(view.swapped):
         assert not decision.admitted or limits.policy is Policy.PREFILL_FIRST
-    if view.swapped and limits.policy is Policy.PREFILL_FIRST:
+    if decision.given_up or (view.swapped and limits.policy is Policy.PREFILL_FIRST):
         assert not decision.admitted
 
 
