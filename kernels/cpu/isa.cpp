@@ -15,6 +15,8 @@ namespace quire {
 
 namespace {
 
+#ifdef QUIRE_HAS_AMX
+
 bool has_amx() {
   unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned int kBFloat16Products = 1u << 22, kTiles = 1u << 24;
@@ -33,13 +35,23 @@ bool may_use_tiles() {
 #endif
 }
 
+bool may_use_amx() { return has_amx() && may_use_tiles(); }
+
+#else
+
+bool may_use_amx() { return false; }
+
+#endif
+
 Isa find_best_isa() {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::kPortable;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  if (!avx2) return Isa::kPortable;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!avx512) return Isa::kAvx2;
-  return has_amx() && may_use_tiles() ? Isa::kAmx : Isa::kAvx512;
+  return may_use_amx() ? Isa::kAmx : Isa::kAvx512;
 }
 
 }  // namespace

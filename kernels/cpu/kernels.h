@@ -84,6 +84,11 @@ struct Kernels {
   void (*write)(const Write&, int64_t first_token, int64_t end_token);
 };
 
+// Compilers before gcc 11 may come with an assembler that does not know AMX.
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 11)
+#define QUIRE_HAS_AMX
+#endif
+
 // kAmx: AVX-512, and products by the tiles of AMX.
 enum class Isa : int { kPortable, kAvx2, kAvx512, kAmx };
 

@@ -44,7 +44,9 @@ namespace avx512 {
 #include "formats.h"
 #include "activations.h"
 #include "linear_tile.h"
+#ifdef QUIRE_HAS_AMX
 #include "linear_amx.h"
+#endif
 #undef QUIRE_LANES
 }  // namespace avx512
 #pragma GCC pop_options
@@ -53,8 +55,10 @@ namespace avx512 {
 
 const Functions& functions_of(Isa isa) {
   if (isa > best_isa()) throw std::invalid_argument("this process may not use the instructions");
-#ifdef __x86_64__
+#ifdef QUIRE_HAS_AMX
   if (isa == Isa::kAmx) return avx512::amx::kFunctions;
+#endif
+#ifdef __x86_64__
   if (isa == Isa::kAvx512) return avx512::kFunctions;
   if (isa == Isa::kAvx2) return avx2::kFunctions;
 #endif
