@@ -4,12 +4,17 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from tiny_models import llama, save_model
-from worker_driver import worker_settings
+import torch
+from structlog.testing import capture_logs
+from tiny_models import Reference, llama, save_model
+from worker_driver import worker_settings, written_by
 
-from kernels.choice import SETTINGS
+from benchmarks.engines.workload import Work
+from kernels.choice import SETTINGS, Implementation, cpp_implementations
 from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.torch_engine import load_engine
+
+_ON_THIS_PROCESSOR = (Implementation.REFERENCE, Implementation.TORCH, *cpp_implementations())
 
 
 def test_every_kernel_can_be_set() -> None:
@@ -24,3 +29,27 @@ def test_a_kernel_that_cannot_serve_is_refused(
     model = save_model(llama(), tmp_path / "model")
     with pytest.raises(WrongSettingError, match="--kernels: cpp: "):
         load_engine(worker_settings(model, kernels="cpp"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a processor computes with")
+@pytest.mark.parametrize("kernels", _ON_THIS_PROCESSOR)
+def test_what_is_set_serves_and_the_log_names_it(tmp_path: Path, kernels: Implementation) -> None:
+    model = save_model(llama(), tmp_path / "model")
+    with capture_logs() as logs:
+        engine = load_engine(worker_settings(model, kernels=kernels))
+    assert [log["implementation"] for log in logs if log["event"] == "kernels"] == [kernels]
+    identity = engine.identity
+    work = Work([[5, 6, 7], [8, 9, 10, 11, 12, 13]], [4, 3])
+    written = written_by(
+        engine.runner,
+        work,
+        max_num_seqs=identity.max_num_seqs,
+        max_num_batched_tokens=identity.max_num_batched_tokens,
+        block_size=identity.block_size,
+        num_blocks=identity.num_blocks,
+    )
+    reference = Reference(model)
+    assert written == [
+        reference.generate(prompt, count)
+        for prompt, count in zip(work.prompts, work.num_outputs, strict=True)
+    ]

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 from host_device import AsksDevice, HostCapturer, pipelined
 from tiny_models import Reference, llama, save_model
-from worker_driver import worker_settings
+from worker_driver import worker_settings, written_by
 
-from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
-from worker_svc.plans import plan_from_proto
 from worker_svc.torch_engine import load_engine
 
 pytest.importorskip("kernels.gpu", reason="there are no Triton kernels")
@@ -36,18 +34,15 @@ def test_tokens_are_those_of_transformers_and_nothing_is_asked_of_the_device(
     runner = pipelined(load_engine(settings), capturer)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [3], [4, 4]]
     work = Work(prompts, [4, 3, 4, 2])
-    written: list[list[int]] = [[] for _ in prompts]
     with AsksDevice() as asked:
-        for step in steps(
+        written = written_by(
+            runner,
             work,
             max_num_seqs=_ROWS,
             max_num_batched_tokens=_BUDGET,
             block_size=_BLOCK_SIZE,
             num_blocks=_NUM_BLOCKS,
-        ):
-            output = runner.run(plan_from_proto(step.plan))
-            for row, token in zip(output.sampled_rows, output.sampled_token_ids, strict=True):
-                written[step.sampling[row]].append(token)
+        )
     reference = Reference(model)
     assert written == [
         reference.generate(prompt, count)

@@ -11,15 +11,19 @@ from typing import Any
 import grpc
 from host_device import HostCapturer, pipelined
 
+from benchmarks.engines.batcher import steps
+from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, server_options
 from quire.service.protocol import PROTOCOL_VERSION
 from worker_svc.device_thread import DeviceThread
 from worker_svc.engine import Engine
+from worker_svc.plans import plan_from_proto
 from worker_svc.rounds import RoundsRunner
 from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings
+from worker_svc.step_runner import StepRunner
 from worker_svc.torch_engine import load_engine
 
 BLOCK_SIZE = 4
@@ -174,6 +178,16 @@ class Sequence:
         new = [free.pop() for _ in range(missing)]
         self.block_ids += new
         return new
+
+
+def written_by(runner: StepRunner, work: Work, **limits: int) -> list[list[int]]:
+    """The tokens of each prompt, by a minimal scheduler with these limits."""
+    written: list[list[int]] = [[] for _ in work.prompts]
+    for step in steps(work, **limits):
+        output = runner.run(plan_from_proto(step.plan))
+        for row, token in zip(output.sampled_rows, output.sampled_token_ids, strict=True):
+            written[step.sampling[row]].append(token)
+    return written
 
 
 def admit(plan: worker_pb2.BatchPlan, sequence: Sequence) -> None:
