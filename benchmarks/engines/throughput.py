@@ -97,6 +97,8 @@ def _round(hosts: Mapping[System, Host], number: int) -> dict[System, Mapping[st
 
 
 def throughput(model: BenchModel, work: Work, rounds: Rounds) -> Part:
+    """EngineError if a system has not done the work in some round."""
+    _require_the_work(work, rounds)
     return Part(
         name=f"throughput-{model.name}",
         title=f"Throughput, {model.size}",
@@ -105,6 +107,17 @@ def throughput(model: BenchModel, work: Work, rounds: Rounds) -> Part:
         rows=[_row(system, work, rounds) for system in SYSTEMS if system in rounds.answers],
         targets=[*_ratio_targets(rounds), *_product_targets(rounds)],
     )
+
+
+def _require_the_work(work: Work, rounds: Rounds) -> None:
+    for system, answers in rounds.answers.items():
+        for answer in answers:
+            written = [len(tokens) for tokens in answer.get("outputs") or ()]
+            if written and written != list(work.num_outputs):
+                raise EngineError(
+                    f"{system.title} wrote {sum(written):,} tokens, "
+                    f"{work.num_output_tokens:,} in other lengths were asked for"
+                )
 
 
 _COLUMNS = [

@@ -86,6 +86,14 @@ def test_throughput_has_a_row_per_system_and_judges_the_targets():
     assert "| 2.00" in markdown(part)
 
 
+def test_a_system_that_wrote_less_is_no_comparison():
+    found = rounds()
+    [*_, last] = found.answers[VLLM]
+    last["outputs"] = [tokens[:-1] for tokens in last["outputs"]]
+    with pytest.raises(EngineError, match="wrote 3 tokens, 5 in other lengths"):
+        throughput(SMALL, WORK, found)
+
+
 def test_the_runner_is_judged_by_both_readings_of_the_products():
     part = throughput(SMALL, WORK, rounds())
     at_rate, in_steps = part.targets[-2:]
