@@ -11,7 +11,9 @@ from benchmarks.report import Cell, Column, Part, Target
 
 _SEQ_LEN = 1024
 _ROUNDS, _FEW_ROUNDS = 20, 5
-_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+# Torch's attention knows no 8-bit numbers: these have no peer.
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES = (torch.bfloat16, torch.float16, *_FP8)
 
 Row = dict[str, Cell]
 
@@ -21,7 +23,7 @@ def decode(limits: Limits) -> Part:
 
     def enough(seq_len: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
         """Sequences that fill the working set."""
-        return limits.working_set // (2 * seq_len * num_kv_heads * head_dim * itemsize) + 1
+        return limits.enough(2 * seq_len * num_kv_heads * head_dim * itemsize)
 
     first = Shape(enough(_SEQ_LEN, 4, 64, 4), _SEQ_LEN, 1)
     others = [
@@ -34,12 +36,20 @@ def decode(limits: Limits) -> Part:
         name="decode",
         title="Attention of decoded tokens",
         notes=[
-            "Sequences x length. *Of limit* is the rate at which keys and values are read, of that "
-            "at which a sum of numbers is read by the same threads. *Gather* is torch's attention "
-            "after the blocks have been put together, *contiguous* the same where keys and values "
-            "lie in order before, both in float32; times as long as ours they take."
+            "Sequences x length. *MB* are keys and values, read once. *Of limit* is the rate of "
+            "that, of the one at which a sum of numbers is read by the same threads. *Gather* is "
+            "torch's attention after the blocks have been put together, *contiguous* the same "
+            "where keys and values lie in order before, both in the dtype of the cache; times as "
+            "long as ours they take. Torch has no attention over 8-bit numbers."
         ],
-        columns=[*_COLUMNS, Column("gbs", "GB/s", ".1f"), *_LIMIT, *_GATHER, *_CONTIGUOUS],
+        columns=[
+            *_COLUMNS,
+            Column("mb", "MB", ".0f"),
+            Column("gbs", "GB/s", ".1f"),
+            *_LIMIT,
+            *_GATHER,
+            *_CONTIGUOUS,
+        ],
         rows=rows,
         targets=[
             _target("against gather", 3.0, rows[0]["of_gather"]),
@@ -52,13 +62,14 @@ def decode(limits: Limits) -> Part:
 def _decode_row(limits: Limits, shape: Shape) -> Row:
     paged = PagedTensors(shape)
     functions: dict[str, Callable[[], object]] = {"ours": paged.attend, "limit": limits.read}
-    if shape.dtype == torch.float32:
+    if shape.dtype not in _FP8:
         functions["contiguous"] = DenseTensors(shape).attend
         functions["gather"] = paged.gather_and_attend
     seconds = best_seconds(functions, _ROUNDS)
     rate = shape.read_bytes / seconds["ours"] / 1e9
     return {
         **_row(shape, seconds),
+        "mb": shape.read_bytes / 1e6,
         "gbs": rate,
         "of_limit": rate / limits.gigabytes_per_s(seconds["limit"]),
     }
@@ -69,19 +80,25 @@ def prefill(limits: Limits) -> Part:
     sizes = [_SEQ_LEN, 160]
     # Of queries and outputs, of keys and values.
     token_bytes = 2 * (8 + 4) * 64 * 4
-    shapes = [
-        Shape(limits.working_set // (length * token_bytes) + 1, length, length) for length in sizes
-    ]
-    shapes.append(Shape(shapes[0].num_seqs // 4, _SEQ_LEN, _SEQ_LEN, 32, 8, 128))
+    shapes = [Shape(limits.enough(length * token_bytes), length, length) for length in sizes]
+    # More than six times as large, per token.
+    shapes.append(Shape(-(-shapes[0].num_seqs // 4), _SEQ_LEN, _SEQ_LEN, 32, 8, 128))
     rows = [_prefill_row(limits, shape) for shape in shapes]
     return Part(
         name="prefill",
         title="Attention of whole prompts",
         notes=[
-            "Prompts x length. *Of limit* is the rate of operations, those on keys that are not "
-            "seen left out, of that of a product of large matrices. *Contiguous* as above."
+            "Prompts x length. *GFLOP* leave out operations on keys that are not seen. *Of limit* "
+            "is their rate, of that of torch's product of large matrices in float32. *Contiguous* "
+            "as above."
         ],
-        columns=[*_COLUMNS, Column("gflops", "GFLOP/s", ".0f"), *_LIMIT, *_CONTIGUOUS],
+        columns=[
+            *_COLUMNS,
+            Column("gflop", "GFLOP", ".1f"),
+            Column("gflops", "GFLOP/s", ".0f"),
+            *_LIMIT,
+            *_CONTIGUOUS,
+        ],
         rows=rows,
         targets=[_target("against contiguous", 0.9, rows[0]["of_contiguous"])],
     )
@@ -91,7 +108,12 @@ def _prefill_row(limits: Limits, shape: Shape) -> Row:
     functions = {"ours": PagedTensors(shape).attend, "contiguous": DenseTensors(shape).attend}
     seconds = best_seconds(functions, _FEW_ROUNDS)
     rate = shape.flops / seconds["ours"] / 1e9
-    return {**_row(shape, seconds), "gflops": rate, "of_limit": rate / limits.gigaflops}
+    return {
+        **_row(shape, seconds),
+        "gflop": shape.flops / 1e9,
+        "gflops": rate,
+        "of_limit": rate / limits.gigaflops(shape.dtype),
+    }
 
 
 def _row(shape: Shape, seconds: dict[str, float]) -> Row:

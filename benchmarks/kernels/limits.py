@@ -1,6 +1,6 @@
 """What this machine can do at most: bytes read and products computed per second."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -28,10 +28,16 @@ class Limits:
     """Of the machine, with the threads that torch has."""
 
     working_set: int  # bytes; more than four times the last-level cache
+    # Of torch's products, by their dtype, once they were measured.
+    _gigaflops: dict[torch.dtype, float] = field(default_factory=dict, compare=False)
 
     @cached_property
     def _numbers(self) -> Tensor:
         return torch.ones(-(-self.working_set // 4))
+
+    def enough(self, unit_bytes: int) -> int:
+        """The fewest units of so many bytes that are more than the working set."""
+        return self.working_set // unit_bytes + 1
 
     def read(self) -> None:
         """Reads a working set, in the order of addresses, and writes nothing."""
@@ -41,12 +47,17 @@ class Limits:
         """What `read` reads in `seconds`."""
         return self._numbers.nbytes / seconds / 1e9
 
-    @cached_property
-    def gigaflops(self) -> float:
-        """Of a large product of matrices in float32."""
-        left, right = torch.randn(2, _MATRIX_SIZE, _MATRIX_SIZE)
-        seconds = best_seconds({"product": lambda: left @ right}, rounds=10)["product"]
-        return float(2 * _MATRIX_SIZE**3 / seconds / 1e9)
+    def gigaflops(self, dtype: torch.dtype) -> float:
+        """Per second, of torch's product of large matrices of `dtype`."""
+        if dtype not in self._gigaflops:
+            self._gigaflops[dtype] = _product_gigaflops(dtype)
+        return self._gigaflops[dtype]
+
+
+def _product_gigaflops(dtype: torch.dtype) -> float:
+    left, right = torch.randn(2, _MATRIX_SIZE, _MATRIX_SIZE).to(dtype)
+    seconds = best_seconds({"product": lambda: left @ right}, rounds=10)["product"]
+    return float(2 * _MATRIX_SIZE**3 / seconds / 1e9)
 
 
 def limits() -> Limits:

@@ -70,29 +70,31 @@ class PagedTensors:
         )
 
     def gather_and_attend(self) -> Tensor:
-        """What a paged cache costs without a kernel for it."""
+        """What a paged cache costs without a kernel for it, in the cache's dtype."""
         return _attend(
             self._dense_query(), self._gathered(self.k_cache), self._gathered(self.v_cache)
         )
 
     def _dense_query(self) -> Tensor:
+        """`[num_seqs, num_heads, query_len, head_dim]`"""
         shape = self.shape
         query = self.query.view(shape.num_seqs, shape.query_len, *self.query.shape[1:])
-        return query.transpose(1, 2)
+        return query.transpose(1, 2).to(shape.dtype)
 
     def _gathered(self, cache: Tensor) -> Tensor:
         """`[num_seqs, num_kv_heads, seq_len, head_dim]` as a view of the gathered blocks."""
         sequences = cache[self.block_table.long()].flatten(1, 2)[:, : self.shape.seq_len]
-        return sequences.transpose(1, 2).float()
+        return sequences.transpose(1, 2)
 
 
 class DenseTensors:
-    """A batch of that shape in float32, keys and values contiguous per head."""
+    """A batch of that shape and dtype, keys and values contiguous per head."""
 
     def __init__(self, shape: Shape) -> None:
         size = (shape.num_seqs, shape.num_kv_heads, shape.seq_len, shape.head_dim)
-        self.keys, self.values = torch.randn(size), torch.randn(size)
-        self.query = torch.randn(shape.num_seqs, shape.num_heads, shape.query_len, shape.head_dim)
+        self.keys, self.values = (torch.randn(size).to(shape.dtype) for _ in range(2))
+        query_size = (shape.num_seqs, shape.num_heads, shape.query_len, shape.head_dim)
+        self.query = torch.randn(query_size).to(shape.dtype)
 
     def attend(self) -> Tensor:
         return _attend(self.query, self.keys, self.values)

@@ -74,18 +74,21 @@ def products(limits: Limits) -> Part:
         title="Products with weights",
         notes=[
             "Inputs to outputs, for so many rows; every product takes another weight, until they "
-            "have exceeded four times the last-level cache. *Of limit* is, up to "
-            f"{_FEW_ROWS} rows, the rate at which weights, rows and results are moved, of that at "
-            "which a sum of numbers is read by the same threads; beyond, the rate of operations, "
-            "of that of torch's product of large matrices in float32. *Torch* is its linear layer, "
-            "*oneDNN* the same on weights that oneDNN laid out before; times as long as ours they "
-            "take. Gates are SiLU, and the peers' activation and multiplication are torch's."
+            "have exceeded four times the last-level cache. *MB* are weights, rows and results, "
+            f"each moved once. *Of limit* is, up to {_FEW_ROWS} rows, the rate of that, of the one "
+            "at which a sum of numbers is read by the same threads; beyond, the rate of "
+            "operations, of that of torch's product of large matrices of the same dtype. *Torch* "
+            "is its linear layer, *oneDNN* the same on weights that oneDNN laid out before; times "
+            "as long as ours they take. Gates are SiLU, and the peers' activation and "
+            "multiplication are torch's."
         ],
         columns=[
             Column("shape", "product"),
             Column("rows", "rows", "d"),
             Column("ms", "ms", ".3f"),
+            Column("mflop", "MFLOP", ".1f"),
             Column("gflops", "GFLOP/s", ".0f"),
+            Column("mb", "MB", ".1f"),
             Column("gbs", "GB/s", ".1f"),
             Column("of_limit", "of limit", ".2f"),
             Column("of_torch", "torch", ".2f"),
@@ -99,7 +102,7 @@ def products(limits: Limits) -> Part:
 def _rows(limits: Limits, product: Product) -> list[Row]:
     """All of them on the same weights: as many as fill the working set."""
     size = (1 + product.gated, product.num_outputs, product.num_inputs)
-    count = limits.working_set // product.weight_bytes + 1
+    count = limits.enough(product.weight_bytes)
     weights = [torch.randn(size).to(product.dtype) for _ in range(count)]
     implementation = choose("cpu", (product.dtype,))
     systems = {
@@ -121,14 +124,17 @@ def _row(
     taken = best_seconds({**passes, "limit": limits.read} if few else passes, _ROUNDS)
     seconds = taken["ours"] / num_calls
     gflops = flops / seconds / 1e9
-    gbs = product.moved_bytes(num_rows) / seconds / 1e9 if few else None
+    moved_bytes = product.moved_bytes(num_rows)
+    gbs = moved_bytes / seconds / 1e9 if few else None
     return {
         "shape": product.title,
         "rows": num_rows,
         "ms": 1000 * seconds,
+        "mflop": flops / 1e6,
         "gflops": gflops,
+        "mb": moved_bytes / 1e6,
         "gbs": gbs,
-        "of_limit": gflops / limits.gigaflops
+        "of_limit": gflops / limits.gigaflops(product.dtype)
         if gbs is None
         else gbs / limits.gigabytes_per_s(taken["limit"]),
         **{f"of_{name}": taken[name] / taken["ours"] for name in systems if name != "ours"},

@@ -53,7 +53,7 @@ _HOWS = {
 
 def sampling(limits: Limits) -> Part:
     batch_bytes = _NUM_ROWS * _VOCAB_SIZE * 4
-    num_batches = limits.working_set // batch_bytes + 1
+    num_batches = limits.enough(batch_bytes)
     # As peaked as those of models: the most likely of some ten thousand has a few percent.
     batches = [2.5 * torch.randn(_NUM_ROWS, _VOCAB_SIZE) for _ in range(num_batches)]
     ways = {name: (_ours(how), _torchs(how)) for name, how in _HOWS.items()}
@@ -62,14 +62,16 @@ def sampling(limits: Limits) -> Part:
         name="sampling",
         title="Tokens from logits",
         notes=[
-            f"{_NUM_ROWS} rows of {_VOCAB_SIZE:,} logits, others every time. *Of limit* is the "
-            "rate at which logits are read, each once, of that at which a sum of numbers is read "
-            "by the same threads. *Torch*: times as long as ours its own operations take, with "
-            "noise from its own generator, which knows one seed for all rows."
+            f"{_NUM_ROWS} rows of {_VOCAB_SIZE:,} logits, others every time. *MB* are logits, read "
+            "once. *Of limit* is the rate of that, of the one at which a sum of numbers is read by "
+            "the same threads. *Torch*: times as long as ours its own operations take, with noise "
+            "from its own generator, which knows one seed for all rows."
         ],
         columns=[
             Column("what", "operation"),
             Column("ms", "ms", ".2f"),
+            Column("mb", "MB", ".1f"),
+            Column("gbs", "GB/s", ".1f"),
             Column("of_limit", "of limit", ".2f"),
             Column("of_torch", "torch", ".2f"),
         ],
@@ -92,6 +94,8 @@ def _row(limits: Limits, what: str, batches: list[Tensor], ours: OfLogits, torch
     return {
         "what": what,
         "ms": 1000 * seconds["ours"],
+        "mb": batches[0].nbytes / 1e6,
+        "gbs": rate,
         "of_limit": rate / limits.gigabytes_per_s(seconds["limit"]),
         "of_torch": seconds["torch"] / seconds["ours"],
     }
