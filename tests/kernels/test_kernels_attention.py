@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from paged_cases import FP8, PagedCase, implementations, paged_case, relative_rms
+from paged_cases import FP8, PagedCase, implementations, paged_case, relative_rms, threads
+from pairwise import pairwise
 
 from kernels.attention import paged_attention, paged_attention_reference
+from kernels.choice import cpp_implementations
 
 _SCALE = 0.2
 # Whole prompts, chunks, prefix-cached prompts and decoded tokens; a row without a query, and exact
@@ -15,26 +18,45 @@ _SCALE = 0.2
 _QUERY_LENS = [1, 63, 1, 100, 0, 7, 1, 129, 1, 16]
 _SEQ_LENS = [1, 63, 129, 100, 5, 128, 100, 129, 63, 64]
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+# Of queries, and of the numbers that are in the caches.
+_SINGLE = (torch.float32, torch.float32)
+_HALVES = [(dtype, dtype) for dtype in (torch.float16, torch.bfloat16)]
+_EIGHT_BITS = list(product((torch.float32, torch.float16, torch.bfloat16), FP8))
+_FACTORS = {
+    "heads": [(4, 4), (8, 2), (5, 1), (32, 8)],
+    "head_dim": [64, 80, 96, 128, 256],
+    "block_size": [8, 16, 64, 256],
+    "window": [None, 4, 64],
+    "softcap": [None, 50.0],
+    "sinks": [False, True],
+    "alibi": [False, True],
+    "partition_keys": [None, 64, 128],
+}
 
 
 def assert_all_equal_the_twin(
-    case: PagedCase, options: dict[str, object], partition_keys: tuple[int | None, ...] = (None,)
+    case: PagedCase, options: dict[str, Any], partition_keys: tuple[int | None, ...] = (None,)
 ) -> None:
+    """Torch's own small operations have one thread: several would mostly wait for each other, for
+    long where other processes have the cores."""
     arguments = (case.query, case.k_cache, case.v_cache, case.batch)
-    expected = paged_attention_reference(*arguments, scale=_SCALE, **options)  # type: ignore[arg-type]
-    assert expected.isfinite().all()
-    for implementation, keys in product(implementations(), partition_keys):
-        out = torch.full_like(expected, torch.nan)
-        paged_attention(
-            *arguments,
-            scale=_SCALE,
-            partition_keys=keys,
-            implementation=implementation,
-            out=out,
-            **options,  # type: ignore[arg-type]
-        )
-        error = relative_rms(out, expected)
-        assert error < _TOLERANCES[case.query.dtype], (implementation, keys, options, error)
+    num_threads = torch.get_num_threads()
+    with threads(1):
+        expected = paged_attention_reference(*arguments, scale=_SCALE, **options)
+        assert expected.isfinite().all()
+        for implementation, keys in product(implementations(), partition_keys):
+            out = torch.full_like(expected, torch.nan)
+            with threads(num_threads if implementation.is_cpp else 1):
+                paged_attention(
+                    *arguments,
+                    scale=_SCALE,
+                    partition_keys=keys,
+                    implementation=implementation,
+                    out=out,
+                    **options,
+                )
+            error = relative_rms(out, expected)
+            assert error < _TOLERANCES[case.query.dtype], (implementation, keys, options, error)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
@@ -51,12 +73,54 @@ def test_every_feature_with_every_other(heads: tuple[int, int], head_dim: int) -
         assert_all_equal_the_twin(case, options)
 
 
+def assert_all_equal_the_twin_with(
+    factors: dict[str, Any], dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    heads = factors["heads"]
+    case = paged_case(_QUERY_LENS, _SEQ_LENS, factors["block_size"], heads, factors["head_dim"])
+    eight_bits = cache_dtype.itemsize == 1
+    options = {
+        "sliding_window": factors["window"],
+        "softcap": factors["softcap"],
+        "sinks": torch.linspace(-2, 3, heads[0]) if factors["sinks"] else None,
+        "alibi_slopes": 2.0 ** -torch.linspace(1, 8, heads[0]) if factors["alibi"] else None,
+        "k_scale": 0.7 if eight_bits else 1.0,
+        "v_scale": 2.5 if eight_bits else 1.0,
+    }
+    assert_all_equal_the_twin(case.to(dtype, cache_dtype), options, (factors["partition_keys"],))
+
+
+@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
+@pytest.mark.parametrize("dtypes", [_SINGLE, *_HALVES, *_EIGHT_BITS], ids=str)
+def test_every_two_features_together_in_every_format(
+    dtypes: tuple[torch.dtype, torch.dtype], factors: dict[str, Any]
+) -> None:
+    assert_all_equal_the_twin_with(factors, *dtypes)
+
+
+@pytest.mark.parametrize("factors", pairwise(_FACTORS | {"partition_keys": [64, 128]}), ids=str)
+@pytest.mark.parametrize("dtypes", [_SINGLE, _HALVES[1]], ids=str)
+def test_every_two_features_together_in_parts(
+    dtypes: tuple[torch.dtype, torch.dtype], factors: dict[str, Any]
+) -> None:
+    assert_all_equal_the_twin_with(factors, *dtypes)
+
+
 @pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32, 64, 128, 256])
 def test_blocks_of_every_size(block_size: int) -> None:
     assert_all_equal_the_twin(paged_case(_QUERY_LENS, _SEQ_LENS, block_size), {})
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("dtypes", [_SINGLE, *_HALVES, *_EIGHT_BITS[:2]], ids=str)
+@pytest.mark.parametrize("window", [None, 64])
+def test_lengths_at_the_edges_of_the_largest_blocks(
+    window: int | None, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    case = paged_case([1, 256, 1, 40, 130], [255, 256, 257, 512, 600], 256, (8, 2), 64)
+    assert_all_equal_the_twin(case.to(*dtypes), {"sliding_window": window}, (None, 64))
+
+
+@pytest.mark.parametrize("window", [None, 4, 64])
 def test_alibi(window: int | None) -> None:
     case = paged_case(_QUERY_LENS, _SEQ_LENS, 16, (8, 2), 64)
     slopes = 2.0 ** -torch.arange(1.0, 9.0)
@@ -127,9 +191,13 @@ def test_a_few_long_sequences_are_partitioned_by_itself() -> None:
     assert_all_equal_the_twin(paged_case([1, 1], [3000, 40], 16, (8, 4), 64), {})
 
 
-def test_blocks_outside_the_window_are_not_read() -> None:
-    window = 20
-    case = paged_case([1, 30, 1, 5], [200, 200, 64, 21], 8, (4, 2), 64)
+@pytest.mark.parametrize("dtypes", [_SINGLE, _HALVES[1], _EIGHT_BITS[0]], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [4, 20, 64])
+def test_blocks_outside_the_window_are_not_read(
+    window: int, head_dim: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    case = paged_case([1, 30, 1, 5], [200, 200, 64, 21], 8, (4, 2), head_dim)
     query_lens = case.batch.query_lens.tolist()
     for seq, seq_len in enumerate(case.batch.seq_lens.tolist()):
         first_seen = max(seq_len - query_lens[seq] + 1 - window, 0)
@@ -137,13 +205,54 @@ def test_blocks_outside_the_window_are_not_read() -> None:
             block = case.batch.block_table[seq, position // 8]
             case.k_cache[block, position % 8] = torch.nan
             case.v_cache[block, position % 8] = torch.nan
-    assert_all_equal_the_twin(case, {"sliding_window": window}, (None, 16))
+    assert_all_equal_the_twin(case.to(*dtypes), {"sliding_window": window}, (None, 16))
 
 
-def test_sequences_share_the_blocks_of_a_prefix() -> None:
+@pytest.mark.parametrize("dtypes", [_SINGLE, *_HALVES, *_EIGHT_BITS], ids=str)
+@pytest.mark.parametrize("window", [None, 4, 64])
+def test_sequences_share_the_blocks_of_a_prefix(
+    window: int | None, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
     case = paged_case([4, 1, 60], [100, 90, 124], 16, (4, 2), 64)
     case.batch.block_table[1:, :4] = case.batch.block_table[0, :4]
-    assert_all_equal_the_twin(case, {}, (None, 64))
+    assert_all_equal_the_twin(case.to(*dtypes), {"sliding_window": window}, (None, 64))
+
+
+@pytest.mark.parametrize("dtypes", [_SINGLE, _HALVES[1], _EIGHT_BITS[0]], ids=str)
+@pytest.mark.parametrize("window", [4, 64])
+def test_rows_that_see_nothing_of_the_first_tile(
+    window: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """The last queries of an item begin to see keys after its first tile, which is of 128. Whole,
+    so that a running softmax begins with nothing; and in parts, of which some have nothing."""
+    query_lens, seq_lens, heads, head_dim = [1000, 1], [1100, 9], (4, 4), 64
+    if cpp_implementations():
+        numbers = torch.ops.quire.attention_items(
+            torch.tensor([0, *query_lens]).cumsum(0),
+            torch.tensor(seq_lens),
+            *heads,
+            head_dim,
+            window,
+            0,
+            torch.get_num_threads(),
+        )
+        # Tokens of items that are not partitioned.
+        wholes = [numbers[i + 4] for i in range(0, len(numbers), 8) if numbers[i + 7] == -1]
+        assert max(wholes) > 128 + window
+    case = paged_case(query_lens, seq_lens, 16, heads, head_dim).to(*dtypes)
+    for sinks in (None, torch.linspace(-2, 3, 4)):
+        options = {"sliding_window": window, "sinks": sinks}
+        assert_all_equal_the_twin(case, options, (None, 64, 128))
+
+
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 8)], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 4, 64])
+def test_empty_sequences_beside_partitioned_ones(
+    window: int | None, sinks: torch.Tensor | None
+) -> None:
+    case = paged_case([1, 1, 0, 200, 3], [300, 0, 0, 200, 0], 16, (8, 2), 64)
+    options = {"sliding_window": window, "sinks": sinks}
+    assert_all_equal_the_twin(case, options, (None, 64, 128))
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:

@@ -4,18 +4,28 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from paged_cases import implementations
+from paged_cases import FP8, implementations
 
 from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
 from kernels.choice import Implementation
 
-_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16, *FP8]
 
 
 def caches(num_blocks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Keys and values of two layers, with heads of different dimensions."""
     draw = torch.Generator().manual_seed(num_blocks)
     return [torch.randn(num_blocks, 3, 2, dim, generator=draw).to(dtype) for dim in (5, 8, 16, 1)]
+
+
+def caches_of_any_bits(num_blocks: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Keys and values of a model's size. Among the bits is whatever can be no number."""
+    draw = torch.Generator().manual_seed(num_blocks)
+    size = num_blocks * 16 * 8 * 128 * dtype.itemsize // 8
+    words = torch.empty(2, size, dtype=torch.int64).random_(generator=draw)
+    # Of random words, none is negative.
+    words[1] = ~words[1]
+    return list(words.view(dtype).view(2, num_blocks, 16, 8, 128))
 
 
 def assert_same_bytes(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -62,6 +72,30 @@ def test_copies_within_all_layers(
     ids = (torch.tensor(source_ids).long(), torch.tensor(destination_ids).long())
     copy_blocks(layers, *ids, implementation=implementation)
     assert_same_bytes(layers, expected)
+
+
+@pytest.mark.parametrize("num_moves", [63, 129])
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_blocks_of_models_are_moved_bit_for_bit(
+    implementation: Implementation, dtype: torch.dtype, num_moves: int
+) -> None:
+    """Within a cache, most of them are sources and destinations at once."""
+    layers, others = (caches_of_any_bits(num_blocks, dtype) for num_blocks in (135, 140))
+    draw = torch.Generator().manual_seed(num_moves)
+    source_ids, destination_ids = (
+        torch.randperm(135, generator=draw)[:num_moves] for _ in range(2)
+    )
+    for sources, destinations in ((layers, others), (layers, layers)):
+        expected = [cache.view(torch.uint8).clone() for cache in destinations]
+        for cache, source in zip(expected, sources, strict=True):
+            cache[destination_ids] = source.view(torch.uint8)[source_ids]
+        if destinations is sources:
+            copy_blocks(layers, source_ids, destination_ids, implementation=implementation)
+        else:
+            swap_blocks(
+                sources, destinations, source_ids, destination_ids, implementation=implementation
+            )
+        assert_same_bytes(destinations, expected)
 
 
 @pytest.mark.parametrize("move", [copy_blocks, lambda c, s, d, **k: swap_blocks(c, c, s, d, **k)])

@@ -1,12 +1,14 @@
 """Which implementation serves, and what happens without a compiler."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import get_cxx_compiler
 
 from kernels import choice
 from kernels.choice import Implementation, NoSuchKernel, choose, cpp_implementations
@@ -101,3 +103,9 @@ def test_without_a_compiler_one_warning_says_so(tmp_path: Path) -> None:
 def test_this_machine_runs_what_its_processor_has() -> None:
     found = cpp_implementations()
     assert found == _ALL_CPP[: len(found)]
+
+
+@pytest.mark.skipif(shutil.which(get_cxx_compiler()) is None, reason="there is no compiler")
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """Other tests compare what there is: without kernels, they would compare nothing."""
+    assert cpp_implementations()

@@ -1,14 +1,29 @@
 """Writing cache entries: every implementation against the twin."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from kv_write_cases import SIZES, bits, kv_write_case
 from paged_cases import FP8, implementations
+from pairwise import pairwise
 
 from kernels.choice import Implementation
 from kernels.kv_write import kv_write, kv_write_reference
+
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+_CACHE_DTYPES = [*_DTYPES, *FP8]
+_SCALES = [(1.0, 1.0), (0.01, 3.0)]
+_FACTORS = {
+    "dtype": _DTYPES,
+    "cache_dtype": _CACHE_DTYPES,
+    "num_tokens": [1, 63, 100, 129],
+    "num_heads": [4, 8],
+    "head_dim": [64, 80, 96, 128, 256],
+    "block_size": [8, 16, 256],
+    "scales": _SCALES,
+}
 
 
 @pytest.mark.parametrize("implementation", implementations())
@@ -26,29 +41,34 @@ def test_writes_each_token_into_its_slot_and_nothing_else(
         assert torch.equal(cache.nan_to_num(99), expected.nan_to_num(99))
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16, *FP8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", _CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", _DTYPES)
 def test_any_format_into_any(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    for size, scales in product(SIZES, [(1.0, 1.0), (0.01, 3.0)]):
-        key, value, k_expected, v_expected, slots = kv_write_case(*size, dtype, cache_dtype)
-        k_scale, v_scale = scales
-        kv_write_reference(
-            key, value, k_expected, v_expected, slots, k_scale=k_scale, v_scale=v_scale
-        )
-        for implementation in implementations():
-            _, _, k_cache, v_cache, _ = kv_write_case(*size, dtype, cache_dtype)
-            kv_write(
-                key,
-                value,
-                k_cache,
-                v_cache,
-                slots,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                implementation=implementation,
-            )
-            assert torch.equal(bits(k_cache), bits(k_expected))
-            assert torch.equal(bits(v_cache), bits(v_expected))
+    for size, scales in product(SIZES, _SCALES):
+        assert_all_write_what_the_twin_writes((*size, dtype, cache_dtype), scales)
+
+
+@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
+def test_sizes_of_models(factors: dict[str, Any]) -> None:
+    size = (factors["num_tokens"], factors["num_heads"], factors["head_dim"], factors["head_dim"])
+    formats = (factors["dtype"], factors["cache_dtype"])
+    assert_all_write_what_the_twin_writes(
+        (*size, *formats, factors["block_size"]), factors["scales"]
+    )
+
+
+def assert_all_write_what_the_twin_writes(
+    arguments: tuple[Any, ...], scales: tuple[float, float]
+) -> None:
+    """Bit for bit. `arguments` are those of `kv_write_case`."""
+    options = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    key, value, k_expected, v_expected, slots = kv_write_case(*arguments)
+    kv_write_reference(key, value, k_expected, v_expected, slots, **options)
+    for implementation in implementations():
+        _, _, k_cache, v_cache, _ = kv_write_case(*arguments)
+        kv_write(key, value, k_cache, v_cache, slots, implementation=implementation, **options)
+        assert torch.equal(bits(k_cache), bits(k_expected))
+        assert torch.equal(bits(v_cache), bits(v_expected))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16, *FP8])

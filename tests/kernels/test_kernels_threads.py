@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import run
 
@@ -20,13 +20,6 @@ pytestmark = pytest.mark.skipif(not cpp_implementations(), reason="no compiled k
 
 _HIDDEN, _DIM, _NUM_HEADS, _NUM_LAYERS = 96, 16, 6, 12
 _BLOCK_SIZE, _NUM_BLOCKS = 8, 300
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def _layer() -> LayerWeights:

@@ -1,6 +1,5 @@
 """Paged attention in Triton, against the twin, with everything unseen poisoned."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,15 +39,6 @@ _FACTORS = {
     "alibi": [False, True],
     "partition_keys": [None, 64],
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products are small: threads would mostly wait for each other, at full speed."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def assert_equals_the_twin(case: PagedCase, device: str, options: dict[str, Any]) -> None:

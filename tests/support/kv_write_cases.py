@@ -14,12 +14,13 @@ def kv_write_case(
     value_dim: int,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.float32,
+    block_size: int = 5,
 ) -> Case:
     """Keys as models give them: heads before tokens in memory. Every third slot is -1."""
     draw = torch.Generator().manual_seed(num_tokens)
     key = torch.randn(num_heads, num_tokens, key_dim, generator=draw).transpose(0, 1)
     value = torch.randn(num_tokens, num_heads, value_dim, generator=draw)
-    block_size, num_blocks = 5, num_tokens // 5 + 2
+    num_blocks = num_tokens // block_size + 2
     slots = torch.randperm(num_blocks * block_size, generator=draw)[:num_tokens]
     slots[1::3] = -1
     caches = [

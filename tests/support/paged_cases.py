@@ -1,5 +1,7 @@
 """Random queries over paged caches in which everything that must not be read is poisoned."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,6 +80,17 @@ def paged_case(
 def implementations() -> list[Implementation]:
     """All that can serve on this processor, the twin left out."""
     return [Implementation.TORCH, *cpp_implementations()]
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """As many are torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,0 +1,17 @@
+"""How many threads the tests of kernels have, whatever other tests have set for the process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two: alone, a thread shares no work and cuts no long sequence. But one where Triton is
+    interpreted: its products are small, and threads would mostly wait for each other, at full
+    speed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if request.path.name.startswith(("test_triton", "test_flash")) else 2)
+    yield
+    torch.set_num_threads(before)
