@@ -5,10 +5,11 @@ Needs g++ and ninja. Any number of processes may do so at once: one compiles, th
 
 import fcntl
 import os
+import shutil
 import sys
 from pathlib import Path
 
-from torch.utils.cpp_extension import load
+from torch.utils.cpp_extension import get_cxx_compiler, load
 
 from kernels.cpu.library import (
     COMPILER_FLAGS,
@@ -39,6 +40,9 @@ def build() -> Path:
 
 
 def _compile(folder: Path) -> None:
+    compiler = get_cxx_compiler()  # type: ignore[no-untyped-call]
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"there is no C++ compiler: {compiler} is not on the path")
     # A ninja that came with this environment is not on the path of those who call it by its name.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     load(
@@ -55,4 +59,7 @@ def _compile(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(build())
+    try:
+        print(build())
+    except RuntimeError as error:
+        sys.exit(str(error))

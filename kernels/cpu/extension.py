@@ -36,7 +36,7 @@ def load_extension() -> bool:
         )
         if built.returncode:
             output = "\n".join(built.stdout.splitlines()[-_LINES_OF_OUTPUT:])
-            warnings.warn(f"no C++ kernels, so models run slowly:\n{output}", stacklevel=2)
+            warnings.warn(f"no C++ kernels, so models run slowly: {output}", stacklevel=2)
             return False
     torch.ops.load_library(str(library_file(build_folder())))  # type: ignore[no-untyped-call]
     return True

@@ -1,10 +1,10 @@
 """Streams of an OpenAI-compatible server under load, by its completions endpoint."""
 
-import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2
+from pydantic import BaseModel, ValidationError
 
 from quire.bench.server import Message, RequestFailed
 from quire.bench.workload import BenchRequest
@@ -47,7 +47,7 @@ class OpenAIServer:
                 async for event in events:
                     if event.data == _DONE:
                         return
-                    yield message_of(json.loads(event.data))
+                    yield message_of(event.data)
         except (httpx2.HTTPError, ValueError) as error:
             raise RequestFailed(f"{type(error).__name__}: {error}") from error
         raise RequestFailed(f"the stream ended without {_DONE}")
@@ -67,19 +67,40 @@ def served_model(url: str, api_key: str | None) -> str:
         raise ValueError(f"no OpenAI-compatible server at {url}: {error}") from error
 
 
-def message_of(chunk: dict[str, Any]) -> Message:
-    """A message from a chunk of a stream. RequestFailed if that is an error."""
-    if "error" in chunk:
-        raise RequestFailed(str(chunk["error"].get("message", chunk["error"])))
-    counted = (chunk.get("usage") or {}).get("completion_tokens")
-    choices = chunk.get("choices") or []
-    if not choices:
+class _Choice(BaseModel):
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Usage(BaseModel):
+    completion_tokens: int | None = None
+
+
+class _Chunk(BaseModel):
+    """Of a stream; what else it has is of no concern."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: object = None
+
+
+def message_of(data: str) -> Message:
+    """A message from a chunk of a stream. RequestFailed if that is an error, or no chunk."""
+    try:
+        chunk = _Chunk.model_validate_json(data)
+    except ValidationError as error:
+        raise RequestFailed(f"no chunk of completions: {data:.80}") from error
+    if chunk.error is not None:
+        said = chunk.error
+        raise RequestFailed(str(said.get("message", said) if isinstance(said, dict) else said))
+    counted = None if chunk.usage is None else chunk.usage.completion_tokens
+    if not chunk.choices:
         return Message(0, num_counted_tokens=counted)
-    token_ids = choices[0].get("token_ids")
-    if token_ids is None:
+    choice = chunk.choices[0]
+    if choice.token_ids is None:
         # Servers send a chunk per token; the count at the end says the rest.
-        return Message(int(bool(choices[0].get("text"))), num_counted_tokens=counted)
-    return Message(len(token_ids), token_ids, counted)
+        return Message(int(bool(choice.text)), num_counted_tokens=counted)
+    return Message(len(choice.token_ids), choice.token_ids, counted)
 
 
 def _client(url: str, api_key: str | None) -> httpx2.AsyncClient:

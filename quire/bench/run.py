@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quire.arguments import UINT32_MAX, check_integer
 from quire.bench.arrivals import Arrival, arrival_times
 from quire.bench.equality import Equality, equality
 from quire.bench.load import Listener, run_load
@@ -28,6 +29,10 @@ class Load:
     max_concurrency: int | None
     num_warmups: int
     objectives: Objectives
+
+    def __post_init__(self) -> None:
+        check_integer("max_concurrency", self.max_concurrency, UINT32_MAX, minimum=1)
+        check_integer("warmups", self.num_warmups, UINT32_MAX)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+from quire.arguments import UINT32_MAX, check_integer
 from quire.bench.lengths import Lengths
 
 
@@ -34,6 +35,7 @@ class Workload:
             raise ValueError(f"num_requests: must be at least 1 (got {self.num_requests})")
         if len(self.token_ids) < 1 or self.token_ids.start < 0:
             raise ValueError(f"token_ids: there are none (got {self.token_ids})")
+        check_integer("shared_prefix", self.shared_prefix, UINT32_MAX)
 
     def requests(self) -> list[BenchRequest]:
         """All prompts are drawn first, then all lengths of outputs."""

@@ -101,6 +101,8 @@ def bench(
     Prompts are random tokens. Requests arrive whether or not earlier ones have ended, and
     latencies count from then. Exits with 1 if a request failed.
     """
+    if as_json is not None and as_json != _STDOUT and not as_json.parent.is_dir():
+        raise ValueError(f"--json: there is no folder {as_json.parent}")
     if target is None and openai is None:
         target = DEFAULT_TARGET
     served = None if target is None else _served_model(target, model)
@@ -179,8 +181,6 @@ def _tell(outcome: Outcome, as_json: Path | None) -> None:
     if as_json == _STDOUT:
         typer.echo(document, nl=False)
         return
-    if as_json is not None:
-        as_json.write_text(document)
     typer.echo("\n".join(report_lines(outcome.reports)))
     for report in outcome.reports:
         for error, count in report.errors.items():
@@ -188,3 +188,5 @@ def _tell(outcome: Outcome, as_json: Path | None) -> None:
     if outcome.equality is not None:
         same = outcome.equality
         typer.echo(f"equal: {same.tokens:.1%} of the tokens, {same.requests:.1%} of the requests")
+    if as_json is not None:
+        as_json.write_text(document)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from contextlib import suppress
 from typing import Literal
 
@@ -11,7 +12,7 @@ import structlog
 def configure_logging(
     service: str, level: str = "info", log_format: Literal["auto", "human", "json"] = "auto"
 ) -> None:
-    """Sends structlog's and the standard library's records to stderr in one form."""
+    """Sends structlog's and the standard library's records, and warnings, to stderr in one form."""
     human = log_format == "human" or (log_format == "auto" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -42,6 +43,19 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
+    warnings.showwarning = _log_warning
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: object = None,
+) -> None:
+    """Python's warnings are records like all others; without the line that warns."""
+    structlog.get_logger().warning(str(message), category=category.__name__)
 
 
 class _Lines(structlog.WriteLogger):

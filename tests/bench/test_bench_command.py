@@ -122,6 +122,10 @@ def test_a_server_that_answers_no_request_is_told(target):
         (("--request-rate", "0"), "request rate: must be above 0"),
         (("--num-prompts", "0"), "num_requests: must be at least 1"),
         (("--model", "other"), "serves tiny (got 'other')"),
+        (("--max-concurrency", "0"), "max_concurrency: must be at least 1 (got 0)"),
+        (("--warmups", "-1"), "warmups: must not be negative (got -1)"),
+        (("--shared-prefix", "-5"), "shared_prefix: must not be negative (got -5)"),
+        (("--json", "nowhere/bench.json"), "--json: there is no folder nowhere"),
     ],
 )
 def test_what_makes_no_sense_is_shown(target, arguments, words):

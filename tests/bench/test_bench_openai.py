@@ -70,6 +70,31 @@ def test_a_server_of_another_kind_is_named():
         served_model("http://127.0.0.1:1", None)
 
 
-def test_an_error_in_a_stream_is_one():
-    with pytest.raises(RequestFailed, match="too long"):
-        message_of({"error": {"message": "too long"}})
+@pytest.mark.parametrize("error", ['{"message": "too long"}', '"too long"'])
+def test_an_error_in_a_stream_is_one(error):
+    with pytest.raises(RequestFailed, match=r"^too long$"):
+        message_of(f'{{"error": {error}}}')
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        "[1]",
+        "null",
+        '"x"',
+        "{",
+        '{"choices": [3]}',
+        '{"choices": {"a": 1}}',
+        '{"choices": [{"text": "a", "token_ids": 5}]}',
+        '{"choices": [], "usage": 5}',
+        '{"choices": [], "usage": {"completion_tokens": "x"}}',
+    ],
+)
+def test_what_is_no_chunk_fails_its_request(chunk):
+    with pytest.raises(RequestFailed, match="no chunk of completions: "):
+        message_of(chunk)
+
+
+def test_fields_may_be_null_and_others_may_be_there():
+    assert message_of('{"choices": null, "usage": null, "error": null}').count == 0
+    assert message_of('{"choices": [{"text": "a", "token_ids": null, "more": 1}]}').count == 1

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -23,8 +24,9 @@ class Gone(io.StringIO):
 def unchanged() -> Iterator[None]:
     """Leaves the logging of others as it was."""
     root = logging.getLogger()
-    handlers, level = root.handlers, root.level
+    handlers, level, showwarning = root.handlers, root.level, warnings.showwarning
     yield
+    warnings.showwarning = showwarning
     root.handlers = handlers
     root.setLevel(level)
     structlog.reset_defaults()
@@ -41,6 +43,18 @@ def test_records_of_both_kinds_are_lines_of_one_form(monkeypatch: pytest.MonkeyP
     assert (theirs["event"], theirs["level"]) == ("odd thing", "warning")
     assert ours["service"] == theirs["service"] == "gateway"
     assert ours["timestamp"].endswith("Z")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    configure_logging("worker", "info", "json")
+    for _ in range(2):
+        warnings.warn("no C++ kernels", stacklevel=1)
+    [line] = sys.stderr.getvalue().splitlines()  # type: ignore[attr-defined]
+    record = json.loads(line)
+    assert (record["event"], record["level"]) == ("no C++ kernels", "warning")
+    assert (record["service"], record["category"]) == ("worker", "UserWarning")
 
 
 def test_a_failure_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
