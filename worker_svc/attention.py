@@ -162,7 +162,7 @@ class PagedAttention:
 
     def __call__(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -128,6 +128,11 @@ class WorkerSettings(ServiceSettings):
     enforce_eager: bool = Field(
         False, description="On a GPU: launches every step anew, without CUDA graphs."
     )
+    enable_torch_compile: bool = Field(
+        False,
+        description="Has torch compile the model, which takes a compiler, and a minute or so; not with "
+        "kernels in C++, which leave nothing to compile.",
+    )
     sim_vocab_size: int | None = Field(
         None, ge=1, description="sim: tokens of the vocabulary; the model's, or 32000, if absent."
     )

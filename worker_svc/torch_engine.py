@@ -13,6 +13,7 @@ from kernels.cpu.extension import is_compiled
 from kernels.flash import FlashAttention
 from worker_svc.attention import PagedAttention, choose_attention
 from worker_svc.cache_setup import set_up_cache
+from worker_svc.compiling import compile_model
 from worker_svc.decoder_layers import join_layers, layer_examples
 from worker_svc.device_memory import CudaMeter
 from worker_svc.engine import Engine, Identity
@@ -50,6 +51,11 @@ def load_engine(settings: WorkerSettings) -> Engine:
         settings.model, settings.revision, settings.dtype, device, settings.max_model_len
     )
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels)
+    if settings.enable_torch_compile and implementation.is_cpp:
+        raise WrongSettingError(
+            f"--enable-torch-compile: with the kernels {implementation} there is nothing left to "
+            "compile; set --kernels=torch, or do without it"
+        )
     flash = _flash(model, settings)
     examples = layer_examples(model.network, implementation)
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
@@ -61,7 +67,10 @@ def load_engine(settings: WorkerSettings) -> Engine:
         cache = set_up_cache(model, settings, implementation, flash, meter)
         pool = KvPool(cache.layers, cache.size, settings.block_size, device)
     attention = PagedAttention(pool.layers, implementation, cache.scales, flash)
-    model.attend_with(attention)
+    if settings.enable_torch_compile:
+        compile_model(model, attention, settings.block_size)
+    else:
+        model.attend_with(attention)
     keep_freed_memory()
     tables = Tables(
         max_num_seqs=settings.max_num_seqs,

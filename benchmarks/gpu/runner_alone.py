@@ -131,7 +131,7 @@ def _on_device(records: Any) -> Iterator[tuple[float, float]]:
 def main() -> None:
     prepare_memory()
     given = job()
-    settings = WorkerSettings.load([f"--{key}={value}" for key, value in given["flags"].items()])
+    settings = WorkerSettings.load([])
     alone = Alone(load_engine(settings))
     warmup, work = Work.of_json(given["warmup"]), Work.of_json(given["work"])
     answer(

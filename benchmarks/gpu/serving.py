@@ -11,6 +11,11 @@ from benchmarks.gpu.workload import workload
 from benchmarks.report import Cell, Column, Part, Target
 
 _BLOCK_SIZES = (16, 256)
+_WAYS: Mapping[str, Mapping[str, object]] = {
+    "": {},
+    ", without graphs": {"enforce_eager": True},
+    ", compiled by torch": {"enable_torch_compile": True},
+}
 # What the stack is to be of its runner's speed, as on a processor.
 _OF_RUNNER = 0.93
 _MOST_IDLE = 0.05
@@ -20,15 +25,15 @@ Answer = Mapping[str, Any]
 
 
 def throughput(folder: Path, num_rounds: int = 3) -> Part:
-    """The work through the runner alone, with graphs and without, and through the stack."""
+    """The work through the runner alone, in all its ways, and through the stack."""
     work = workload()
     rows: list[Row] = []
     for block_size in _BLOCK_SIZES:
-        for eager in (False, True):
-            with start_runner(folder, block_size, enforce_eager=eager) as host:
+        for way, settings in _WAYS.items():
+            with start_runner(folder, block_size, **settings) as host:
                 answers = _rounds(host, num_rounds)
-            name = "the runner alone" + ", without graphs" * eager
-            rows.append(runner_row(f"{name}, blocks of {block_size}", work, answers))
+            what = f"the runner alone{way}, blocks of {block_size}"
+            rows.append(runner_row(what, work, answers))
     with start_stack(folder, _BLOCK_SIZES[0]) as host:
         answers = _rounds(host, num_rounds)
     rows.append(stack_row(f"the stack over gRPC, blocks of {_BLOCK_SIZES[0]}", work, answers))

@@ -29,37 +29,41 @@ def model_folder(folder: Path) -> Path:
     return model
 
 
-def worker_flags(model: Path, block_size: int, **changes: object) -> dict[str, object]:
-    flags: dict[str, object] = {
+def worker_settings(model: Path, block_size: int, **changes: object) -> dict[str, str]:
+    """Environment variables of a worker."""
+    settings: dict[str, object] = {
         "model": model,
         "dtype": "bfloat16",
         "device": "cuda",
-        "block-size": block_size,
-        "max-model-len": MAX_MODEL_LEN,
-        "max-num-seqs": MAX_NUM_SEQS,
-        "max-num-batched-tokens": _MAX_NUM_BATCHED_TOKENS,
-        "kv-cache-memory": f"{_KV_CACHE_GIB}GiB",
+        "block_size": block_size,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS,
+        "kv_cache_memory": f"{_KV_CACHE_GIB}GiB",
+        **changes,
     }
-    named = {key.replace("_", "-"): value for key, value in changes.items()}
-    return {key: str(value) for key, value in {**flags, **named}.items()}
+    return {f"QUIRE_WORKER_{key.upper()}": str(value) for key, value in settings.items()}
 
 
 def start_runner(folder: Path, block_size: int, **changes: object) -> Host:
-    flags = worker_flags(model_folder(folder), block_size, **changes)
-    return _start("runner_alone", folder, {"flags": flags, "decode_rows": _DECODE_ROWS})
+    settings = worker_settings(model_folder(folder), block_size, **changes)
+    return _start("runner_alone", folder, {"decode_rows": _DECODE_ROWS}, settings)
 
 
 def start_stack(folder: Path, block_size: int) -> Host:
-    flags = worker_flags(model_folder(folder), block_size)
-    model = flags.pop("model")
+    model = model_folder(folder)
     settings = {
-        **{f"QUIRE_WORKER_{key.upper().replace('-', '_')}": value for key, value in flags.items()},
+        **worker_settings(model, block_size),
         "QUIRE_SCHEDULER_MAX_NUM_BATCHED_TOKENS": str(_MAX_NUM_BATCHED_TOKENS),
     }
-    return _start("stack", folder, {"model": model, "settings": settings})
+    # Who starts the worker tells it the model.
+    del settings["QUIRE_WORKER_MODEL"]
+    return _start("stack", folder, {"model": str(model), "settings": settings}, {})
 
 
-def _start(module: str, folder: Path, job: Mapping[str, Any]) -> Host:
+def _start(
+    module: str, folder: Path, job: Mapping[str, Any], environment: Mapping[str, str]
+) -> Host:
     work = workload()
     # Other tokens: no prefix cache shall know the work itself.
     warmup = Work([prompt[::-1] for prompt in work.prompts[:32]], [32] * 32, work.temperature)
@@ -68,5 +72,5 @@ def _start(module: str, folder: Path, job: Mapping[str, Any]) -> Host:
         [sys.executable, "-m", f"benchmarks.gpu.{module}"],
         {**job, "work": vars(work), "warmup": vars(warmup)},
         folder,
-        {},
+        environment,
     )

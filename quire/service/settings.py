@@ -28,7 +28,9 @@ class ServiceSettings(BaseSettings):
     Flags win over environment variables, those win over defaults.
     """
 
-    model_config = SettingsConfigDict(frozen=True, cli_kebab_case=True, cli_hide_none_type=True)
+    model_config = SettingsConfigDict(
+        frozen=True, cli_kebab_case=True, cli_hide_none_type=True, cli_implicit_flags=True
+    )
 
     log_level: _LogLevel = Field("info", description="Least severe level that is logged.")
     log_format: Literal["auto", "human", "json"] = Field(

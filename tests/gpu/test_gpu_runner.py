@@ -101,6 +101,13 @@ def test_tokens_are_those_of_transformers_with_graphs_and_without(model: Path) -
         assert tokens == expected[0, len(prompt) :].tolist()
 
 
+def test_tokens_of_a_compiled_model_are_the_model_s(model: Path) -> None:
+    with capture_logs() as logs:
+        compiled = outputs(loaded(model, enable_torch_compile=True))
+    assert not [entry for entry in logs if entry["log_level"] == "warning"]
+    assert compiled == outputs(loaded(model))
+
+
 @pytest.mark.parametrize("dtype", list(_TOLERANCES))
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
 def test_logits_of_a_graph_are_those_of_the_pass(model: Path, dtype: str, num_rows: int) -> None:

@@ -17,6 +17,13 @@ def test_sizes_have_units() -> None:
     assert (settings.kv_cache_memory, settings.swap_space) == (3 * 2**29, 4 * 10**9)
 
 
+def test_switches_take_no_value_and_variables_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert WorkerSettings.load(["--enforce-eager"]).enforce_eager
+    monkeypatch.setenv("QUIRE_WORKER_ENFORCE_EAGER", "true")
+    assert WorkerSettings.load([]).enforce_eager
+    assert not WorkerSettings.load(["--no-enforce-eager"]).enforce_eager
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [

@@ -1,0 +1,134 @@
+"""A model compiled by torch: what it writes, that nothing is compiled while it serves, and what is
+said where it cannot be."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_device import HostCapturer, pipelined
+from tiny_models import FAMILIES, llama, save_model
+from worker_driver import BLOCK_SIZE, worker_settings, written_by
+
+from benchmarks.engines.workload import Work
+from kernels.attention import PagedBatch
+from worker_svc import torch_engine
+from worker_svc.attention import PagedAttention
+from worker_svc.compiling import attention_operation, compile_model
+from worker_svc.engine import Engine
+from worker_svc.model import LoadedModel
+from worker_svc.settings import WrongSettingError
+from worker_svc.step_runner import StepRunner
+from worker_svc.torch_engine import load_engine
+
+_LIMITS = {"block_size": BLOCK_SIZE, "num_blocks": 100, "max_num_seqs": 5}
+_BUDGET = 20
+# Whole steps of prompts, prompts beside decoding rows, a row alone.
+_WORK = Work([[5, 6, 7], [*range(8, 17)], [3], [4, 4], [1] * 15], [4, 3, 4, 2, 9])
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What is compiled stays with the process otherwise."""
+    yield
+    torch.compiler.reset()
+
+
+def load(model: Path, **changes: Any) -> Engine:
+    values = {"kernels": "torch", "max_num_batched_tokens": _BUDGET, **_LIMITS, **changes}
+    return load_engine(worker_settings(model, device="cpu", **values))
+
+
+def written(runner: StepRunner) -> list[list[int]]:
+    return written_by(runner, _WORK, max_num_batched_tokens=_BUDGET, **_LIMITS)
+
+
+def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_engine, "compile_model", partial(compile_model, backend=backend))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("capturer", [None, HostCapturer], ids=["at once", "queued"])
+def test_tokens_are_the_model_s_and_nothing_is_compiled_after_loading(
+    family: str,
+    capturer: Callable[[], HostCapturer] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traced, and run as it was traced."""
+    model = save_model(FAMILIES[family](), tmp_path)
+    expected = written(load(model).runner)
+    compiled_by("eager", monkeypatch)
+    engine = load(model, enable_torch_compile=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        runner = engine.runner if capturer is None else pipelined(engine, capturer())
+        assert written(runner) == expected
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+
+
+@pytest.mark.slow
+def test_tokens_of_compiled_code(tmp_path: Path) -> None:
+    model = save_model(llama(), tmp_path)
+    expected = written(load(model).runner)
+    engine = load(model, enable_torch_compile=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert written(pipelined(engine, HostCapturer())) == expected
+
+
+def test_the_operation_attends_with_all_that_it_is_given() -> None:
+    torch.manual_seed(0)
+    caches = [torch.randn(3, 4, 2, 8) for _ in range(4)]
+    own, other = (
+        PagedAttention(
+            [(cache.clone(), caches[2 + i].clone()) for i, cache in enumerate(caches[:2])]
+        )
+        for _ in range(2)
+    )
+    batch = PagedBatch(
+        block_table=torch.tensor([[1, 2]], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 5]),
+        seq_lens=torch.tensor([6]),
+        block_size=4,
+        max_query_len=5,
+        max_seq_len=6,
+    )
+    operation = attention_operation(other)
+    for attention in (own, other):
+        attention.begin(batch, torch.arange(5, 10))
+    named = {"scaling": 0.3, "sliding_window": 3, "softcap": 2.0, "s_aux": torch.randn(4)}
+    for _ in range(2):
+        query, (key, value) = torch.randn(1, 4, 5, 8), torch.randn(2, 1, 2, 5, 8)
+        expected, _ = own(None, query, key, value, None, **named)
+        attended, _ = operation(torch.nn.Module(), query, key, value, None, **named)
+        assert attended.equal(expected)
+    for mine, its in zip(own._caches, other._caches, strict=True):
+        assert mine.equal(its)
+
+
+def test_a_model_that_torch_cannot_compile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_broken(model: LoadedModel, *args: Any) -> None:
+        layer = model.network.base_model.layers[1]
+        original = layer.mlp.forward
+
+        def asks(states: torch.Tensor) -> torch.Tensor:
+            return original(states) if states.sum().item() else states
+
+        layer.mlp.forward = asks
+        compile_model(model, *args, backend="eager")
+
+    monkeypatch.setattr(torch_engine, "compile_model", compile_broken)
+    model = save_model(llama(), tmp_path)
+    with pytest.raises(
+        WrongSettingError, match=r"LlamaForCausalLM: .*data-dependent.*; do without it"
+    ):
+        load(model, enable_torch_compile=True)
+
+
+def test_kernels_in_c_plus_plus_leave_nothing_to_compile(tmp_path: Path) -> None:
+    model = save_model(llama(), tmp_path)
+    with pytest.raises(WrongSettingError, match=r"cpp-portable.*set --kernels=torch"):
+        load(model, kernels="cpp-portable", enable_torch_compile=True)
