@@ -130,8 +130,8 @@ class WorkerSettings(ServiceSettings):
     )
     enable_torch_compile: bool = Field(
         False,
-        description="Has torch compile the model, which takes a compiler, and a minute or so; not with "
-        "kernels in C++, which leave nothing to compile.",
+        description="Has torch compile the model, which takes a compiler, and a minute or so; not "
+        "with kernels in C++, which leave nothing to compile.",
     )
     sim_vocab_size: int | None = Field(
         None, ge=1, description="sim: tokens of the vocabulary; the model's, or 32000, if absent."
