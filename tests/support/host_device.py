@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker_svc.engine import Engine
 from worker_svc.graphs import Capturer, Replay
@@ -82,20 +81,6 @@ class HostCapturer:
             function()
 
         return replay
-
-
-class AsksDevice(TorchDispatchMode):
-    """Notes operations whose result a host waits for: none may be in what is recorded, or between
-    a launch and its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
-            self.found.append(function.name())
-        return function(*args, **(kwargs or {}))
 
 
 def pipelined(engine: Engine, capturer: Capturer | None = None) -> PipelinedRunner:

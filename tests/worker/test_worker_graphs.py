@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_device import AsksDevice, HostCapturer, pipelined
+from host_device import HostCapturer, pipelined
 from structlog.testing import capture_logs
 from tiny_models import FAMILIES, llama, save_model
 from worker_driver import Sequence, admit, schedule, worker_settings
@@ -180,27 +180,3 @@ def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
     runner = pipelined(engine, HostCapturer())
     for plan in (prompts(3), decodes(3)):
         assert not run(runner, plan).failures
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_pass_waits_for_nothing(family: str, tmp_path: Path) -> None:
-    """But for attention, whose kernels are another matter. All of the model's own code runs, as it
-    does on a GPU."""
-    folder = save_model(FAMILIES[family](), tmp_path)
-    engine = load_engine(worker_settings(folder, device="cpu", kernels="torch"))
-    runner = pipelined(engine)
-    probe = LayerProbe()
-    runner._model.attend_with(probe)
-    asked: list[str] = []
-
-    class Capturer(HostCapturer):
-        def capture(self, function: Callable[[], object]) -> Replay:
-            with AsksDevice() as mode:
-                function()
-            asked.extend(mode.found)
-            return function
-
-    with torch.inference_mode():
-        runner._pass.record((4,), runner._staging, Capturer())
-    assert probe.layers
-    assert asked == []

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from host_device import AsksDevice, HostCapturer, pipelined
+from host_device import HostCapturer, pipelined
 from tiny_models import VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
@@ -185,22 +185,6 @@ def test_a_step_is_finished_when_its_output_is_there(runner: PipelinedRunner, pl
     assert runner.last_finished_step == 2
     assert min(times.preparing_ns, times.forward_ns, times.sampling_ns) > 0
     assert 0 <= times.starting_ns <= times.waiting_ns
-
-
-def test_a_launch_asks_the_device_for_nothing(
-    runner: PipelinedRunner, plans: Plans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for attention and the sampler, whose kernels are another matter."""
-    runner._model.attend_with(LayerProbe())
-    monkeypatch.setattr(pipelined_runner, "sample", lambda logits, *_, **__: logits.argmax(-1))
-    with AsksDevice() as asked:
-        launched = [
-            plans.launch(runner, plan)
-            for plan in (two_sequences(num_logprobs=3), decode(0, 1), worker_pb2.BatchPlan())
-        ]
-    assert asked.found == []
-    for step in launched:
-        step.output()
 
 
 def test_a_plan_that_cannot_be_run_leaves_those_before_it_alone(

@@ -1,0 +1,96 @@
+"""A device without data, torch's "meta", in a GPU's place: whoever asks it for a number fails, and
+so does whoever mixes its tensors with a processor's.
+
+All that the host does to launch a step runs as on a GPU; Triton's kernels alone do nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from host_device import HostStreams
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kernels.choice import Implementation
+from worker_svc.attention import PagedAttention
+from worker_svc.engine import Engine
+from worker_svc.graphs import Capturer
+from worker_svc.kv_pool import KvPool
+from worker_svc.pipelined_runner import PipelinedRunner
+from worker_svc.rounds import RoundsRunner
+from worker_svc.runner import Runner
+from worker_svc.runners import start_pipelined
+
+_DEVICE = torch.device("meta")
+# All that are launched, by module.
+_KERNELS = {
+    "attention": ("paged_attention_kernel", "merge_partitions_kernel"),
+    "kv_write": ("_kv_write_kernel",),
+    "logprobs": ("_tiles_kernel", "_row_kernel"),
+    "sampling": (
+        "_peaks_kernel",
+        "_draw_kernel",
+        "_collect_kernel",
+        "_judge_kernel",
+        "_pick_kernel",
+    ),
+}
+
+
+class Crossings(TorchFunctionMode):
+    """Notes what brings a processor's numbers to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.device == _DEVICE:
+            is_copy = any(isinstance(each, Tensor) and each.is_cpu for each in args)
+            if is_copy or function in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+                self.found.append(function.__name__)
+        return result
+
+
+class IdleKernel:
+    """Takes any launch and does nothing; counts them."""
+
+    def __init__(self) -> None:
+        self.num_launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(isinstance(size, int) and size > 0 for size in grid)
+        return self._launch
+
+    def _launch(self, *args: object, **named: object) -> None:
+        self.num_launches += 1
+        tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+        assert {tensor.device for tensor in tensors} == {_DEVICE}
+
+
+def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, IdleKernel]:
+    """Puts one in the place of each kernel."""
+    kernels = {name: IdleKernel() for names in _KERNELS.values() for name in names}
+    for module, names in _KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(f"kernels.gpu.{module}.{name}", kernels[name])
+    return kernels
+
+
+def dataless(engine: Engine, capturer: Capturer | None = None) -> PipelinedRunner:
+    """The engine's model without its data, as a GPU serves it. Warmed up."""
+    assert isinstance(engine.runner, RoundsRunner)
+    runner = engine.runner.runner
+    assert isinstance(runner, Runner)
+    network: Any = runner._model.network
+    model = replace(runner._model, network=network.to(_DEVICE), device=_DEVICE)
+    pool = KvPool(model.layers, runner._pool.size, runner._pool.block_size, _DEVICE)
+    attention = PagedAttention(pool.layers, Implementation.TRITON)
+    model.attend_with(attention)
+    return start_pipelined(
+        model, pool, attention, runner._tables, Implementation.TRITON, HostStreams(), capturer
+    )

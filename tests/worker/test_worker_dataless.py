@@ -1,0 +1,114 @@
+"""What a GPU's host does for a step, on a device that has no data: it may ask it for nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from dataless_device import Crossings, dataless, idle_kernels
+from host_device import HostCapturer
+from tiny_models import FAMILIES, llama, save_model
+from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.device_pass import DevicePass
+from worker_svc.engine import Engine
+from worker_svc.plans import Plan, plan_from_proto
+from worker_svc.torch_engine import load_engine
+
+pytest.importorskip("kernels.gpu.attention", reason="there are no Triton kernels")
+
+
+def load(folder: Path) -> Engine:
+    return load_engine(worker_settings(folder, device="cpu", kernels="torch", max_num_seqs=20))
+
+
+def plans() -> list[Plan]:
+    """Prompts, decoding rows, both at once, nothing; log-probabilities; blocks that are added and
+    copied."""
+    prompts, decoding, mixed, nothing = (worker_pb2.BatchPlan(step=i) for i in range(1, 5))
+    for row in range(3):
+        sampling = Sampling(num_logprobs=2 * row, top_k=row, temperature=0.5 * row)
+        admit(prompts, Sequence(row, [5, 6, 7], 3, 0, [1 + 3 * row], sampling))
+        schedule(prompts, row, 3)
+        append(decoding, row, [2 + 3 * row])
+        schedule(decoding, row, 1)
+        schedule(mixed, row, 1)
+    admit(mixed, Sequence(3, [1, 2, 3, 4, 5], 5, 0, [30, 31]))
+    schedule(mixed, 3, 4)
+    return [plan_from_proto(each) for each in (prompts, decoding, mixed, nothing)]
+
+
+@pytest.mark.parametrize("capturer", [None, HostCapturer], ids=["eager", "graphs"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_launch_asks_the_device_for_nothing(
+    family: str,
+    capturer: Callable[[], HostCapturer] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = idle_kernels(monkeypatch)
+    engine = load(save_model(FAMILIES[family](), tmp_path))
+    runner = dataless(engine, capturer and capturer())
+    before = {name: kernel.num_launches for name, kernel in kernels.items()}
+    with Crossings() as crossings:
+        launched = [runner.launch(plan) for plan in plans()]
+    assert [len(step.sampling) for step in launched] == [3, 3, 3, 0]
+    idle = {name for name, kernel in kernels.items() if kernel.num_launches == before[name]}
+    # All of a step's inputs at once.
+    assert crossings.found == ["copy_"] * len(launched)
+    # No sequence is long enough to be cut.
+    assert idle == {"merge_partitions_kernel"}
+
+
+def _number(tensor: torch.Tensor) -> object:
+    return tensor.sum().item()
+
+
+def _truth(tensor: torch.Tensor) -> object:
+    return bool(tensor.sum())
+
+
+def _list(tensor: torch.Tensor) -> object:
+    return tensor.tolist()
+
+
+def _some(tensor: torch.Tensor) -> object:
+    return tensor[tensor > 0]
+
+
+def _mixed(tensor: torch.Tensor) -> object:
+    return tensor + torch.ones(len(tensor))
+
+
+@pytest.mark.parametrize(
+    "bring",
+    [
+        lambda there: there.new_tensor([1, 2]),
+        lambda there: torch.tensor([1, 2], device=there.device),
+        lambda there: torch.ones(2).to(there.device),
+        lambda there: there.copy_(torch.ones(2)),
+    ],
+)
+def test_what_is_brought_is_seen(bring: Callable[[torch.Tensor], object]) -> None:
+    with torch.inference_mode(), Crossings() as crossings:
+        bring(torch.empty(2, device="meta"))
+    assert len(crossings.found) == 1
+
+
+@pytest.mark.parametrize("ask", [_number, _truth, _list, _some, _mixed])
+def test_whoever_asks_fails(
+    ask: Callable[[torch.Tensor], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test above can fail."""
+    idle_kernels(monkeypatch)
+    runner = dataless(load(save_model(llama(), tmp_path)))
+    original = DevicePass.write_newest
+
+    def asking(self: DevicePass, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        ask(token_ids)
+        original(self, rows, token_ids)
+
+    monkeypatch.setattr(DevicePass, "write_newest", asking)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        runner.launch(plans()[0])
