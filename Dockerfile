@@ -105,8 +105,12 @@ ENTRYPOINT ["python", "-m", "worker_svc"]
 # nor gigabytes to fetch; it comes last, so that no other target builds it.
 FROM build AS worker-cuda-dependencies
 ARG TORCH=torch
+# The address of PyTorch's index for an older version of CUDA; empty takes the ordinary index.
+ARG TORCH_INDEX=
 COPY --from=requirements /requirements/worker.txt .
-RUN /opt/quire/bin/pip install --quiet --no-compile "$TORCH" -r worker.txt \
+RUN /opt/quire/bin/pip install --quiet --no-compile \
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
+  && /opt/quire/bin/pip install --quiet --no-compile -r worker.txt \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
@@ -114,7 +118,9 @@ FROM base AS worker-cuda
 # The one image with a compiler: Triton needs it when a kernel is first launched.
 RUN apt-get update \
   && apt-get install --yes --no-install-recommends gcc libc6-dev \
-  && rm -rf /var/lib/apt/lists/*
+  && rm -rf /var/lib/apt/lists/* \
+  # For volumes, which take their owner.
+  && install --directory --owner=quire --group=quire /home/quire/.gpu-locks /home/quire/.triton
 COPY --from=worker-cuda-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire

@@ -1,6 +1,6 @@
 """What the cache is made with: its dtype, its size, its scales."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -9,13 +9,21 @@ import torch
 from kernels.choice import Implementation
 from kernels.flash import FlashAttention
 from worker_svc.device_memory import MemoryMeter
+from worker_svc.graphs import graph_sizes
 from worker_svc.kv_pool import LayerShape, block_bytes_of, cached_as, dtype_name, size_pool
 from worker_svc.kv_scales import KvMaxima, KvScales, read_scales, scales_of_maxima
 from worker_svc.memory import host_memory
 from worker_svc.model import LoadedModel
-from worker_svc.pool_size import DeviceMemory, PoolSize, cache_memory, require_host_memory
+from worker_svc.pool_size import (
+    DeviceMemory,
+    PoolSize,
+    cache_memory,
+    later_bytes,
+    require_host_memory,
+)
 from worker_svc.profiling import ProfileBatch, ProfileRun, largest_batch, measure, run_batch
 from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.staging import largest_step_bytes
 
 log = structlog.get_logger()
 
@@ -52,6 +60,7 @@ def set_up_cache(
     if meter is not None:
         largest = _batch(model, settings, settings.max_num_batched_tokens, settings.max_num_seqs)
         run, memory = _measured(model, largest, implementation, flash, meter)
+        memory = replace(memory, later=_later_bytes(model, settings, memory.peak_activations))
         scales = scales or _profiled_scales(run.maxima, dtype)
     elif scales is None:
         num_tokens = min(settings.max_num_batched_tokens, _SCALE_TOKENS)
@@ -91,8 +100,26 @@ def _log_scales(scales: tuple[KvScales, ...], dtype: torch.dtype, source: str) -
 def _batch(
     model: LoadedModel, settings: WorkerSettings, num_tokens: int, num_rows: int
 ) -> ProfileBatch:
-    vocab_size = model.network.config.get_text_config().vocab_size
-    return largest_batch(num_tokens, num_rows, model.max_model_len, settings.block_size, vocab_size)
+    return largest_batch(
+        num_tokens, num_rows, model.max_model_len, settings.block_size, _vocab_size(model)
+    )
+
+
+def _vocab_size(model: LoadedModel) -> int:
+    return int(model.network.config.get_text_config().vocab_size)
+
+
+def _later_bytes(model: LoadedModel, settings: WorkerSettings, peak_activations: int) -> int:
+    num_rows, num_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    width = -(-model.max_model_len // settings.block_size)
+    return later_bytes(
+        peak_activations,
+        num_tokens,
+        0 if settings.enforce_eager else graph_sizes(num_rows)[-1],
+        _vocab_size(model),
+        (num_rows + 1) * width * 4 + largest_step_bytes(num_rows, num_tokens, width),
+        2 * len(model.layers),
+    )
 
 
 def _measured(

@@ -2,7 +2,8 @@
 than a host takes to launch its kernels one by one."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import structlog
@@ -39,6 +40,10 @@ class CudaCapturer:
         with torch.cuda.stream(self._stream):
             # Kernels are compiled and libraries take their memory outside of a graph.
             function()
+            # What waits for the device cannot be recorded, and some of torch's releases do not
+            # recover from a recording that broke off: so it is tried before.
+            with _nobody_waits():
+                function()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # The outer one because a recording that fails leaves its stream the current one.
@@ -49,6 +54,17 @@ class CudaCapturer:
             function()
         replay: Replay = graph.replay
         return replay
+
+
+@contextmanager
+def _nobody_waits() -> Iterator[None]:
+    """RuntimeError for operations that wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class DecodeGraphs:

@@ -125,6 +125,15 @@ class KvPool:
         if self._host.is_leaving:
             self._host.wait_for(np.unique(slot_mapping // self.block_size).tolist())
 
+    def warm_up(self) -> None:
+        """Has what moves blocks compiled. Touches the null block, and a host block that nobody has
+        yet."""
+        first = torch.zeros(1, dtype=torch.int64)
+        copy_blocks(self._caches, first, first)
+        if self.size.num_host_blocks:
+            self._host.swap_out(first, first)
+            self._host.wait_for([0])
+
     def _check(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         """Here, because an index out of range takes a GPU's context down."""
         if len(swap_outs.sources) and len(swap_ins.sources):

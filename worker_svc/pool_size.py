@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from worker_svc.settings import WrongSettingError, size_text
 
 _CPU_CACHE_BYTES = 2**30
+# What a GPU's driver hands out at once: a tensor may have so many bytes more than it needs.
+_GRANULE = 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class DeviceMemory:
     weights: int
     peak_activations: int  # of the largest batch, its sampling included
     non_torch: int  # what libraries took beside torch while it ran
+    # What comes after the cache (`later_bytes`). Where the utilization decides, there is room for
+    # it in what that leaves.
+    later: int = 0
 
     def left_of(self, num_bytes: int) -> int:
         """What remains of so many bytes that this process may take; negative if it needs more."""
@@ -32,7 +37,25 @@ class DeviceMemory:
     @property
     def left(self) -> int:
         """What remains of all there is."""
-        return self.left_of(self.total - self.others)
+        return self.left_of(self.total - self.others - self.later)
+
+
+def later_bytes(
+    peak_activations: int,
+    max_num_batched_tokens: int,
+    graph_rows: int,
+    vocab_size: int,
+    table_bytes: int,
+    num_caches: int,
+) -> int:
+    """What a GPU still has to give when the cache is there: graphs of up to `graph_rows` rows, 0
+    for none, with the logits that they leave; tables and buffers of `table_bytes`; what rounding
+    adds to each cache tensor.
+
+    Graphs have memory of their own, in which they all lie: a part of what the largest batch took.
+    """
+    of_graphs = peak_activations * min(graph_rows, max_num_batched_tokens) // max_num_batched_tokens
+    return of_graphs + graph_rows * vocab_size * 4 + table_bytes + num_caches * _GRANULE
 
 
 def cache_block_bytes(block_size: int, token_bytes: int) -> int:
@@ -73,8 +96,8 @@ def cache_memory(
 def _taken(memory: DeviceMemory) -> str:
     return (
         f"weights take {size_text(memory.weights)}, the largest batch "
-        f"{size_text(memory.peak_activations)}, libraries {size_text(memory.non_torch)}, others "
-        f"{size_text(memory.others)}"
+        f"{size_text(memory.peak_activations)}, libraries {size_text(memory.non_torch)}, graphs "
+        f"and tables {size_text(memory.later)}, others {size_text(memory.others)}"
     )
 
 

@@ -187,5 +187,6 @@ def measure(meter: MemoryMeter, run: Callable[[], ProfileRun]) -> tuple[ProfileR
         others=before.beside_torch,
         weights=before.allocated,
         peak_activations=after.peak - before.allocated - result.cache_bytes,
-        non_torch=after.beside_torch - before.beside_torch,
+        # Other processes may have given back more than libraries took.
+        non_torch=max(0, after.beside_torch - before.beside_torch),
     )

@@ -52,6 +52,5 @@ def start_pipelined(
         limits.max_num_seqs, limits.max_num_batched_tokens, tables.block_table.shape[1]
     )
     staging = Staging(num_bytes, model.device, streams)
-    warm_up(device_pass, staging, limits, implementation, capturer)
-    streams.synchronize()
+    warm_up(device_pass, pool, staging, streams, limits, implementation, capturer)
     return PipelinedRunner(device_pass, pool, tables, staging, streams, implementation)

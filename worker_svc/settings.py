@@ -112,6 +112,11 @@ class WorkerSettings(ServiceSettings):
         allow_inf_nan=False,
         description="Share of a GPU's memory for this worker's weights, steps and cache.",
     )
+    gpu_locks: Path | None = Field(
+        None,
+        description="Folder of the files by which workers of one GPU take turns at loading, which "
+        "containers have to share; the system's for temporary files if absent.",
+    )
     num_blocks: int | None = Field(
         None,
         ge=2,

@@ -1,7 +1,10 @@
 """A loaded model with its pool and tables, ready to run plans."""
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import gettempdir
 
 import structlog
 import torch
@@ -47,6 +50,33 @@ def load_engine(settings: WorkerSettings) -> Engine:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = find_device(settings.device)
+    if device.type != "cuda":
+        return _load(settings, device)
+    with one_at_a_time(_lock_file(settings.gpu_locks, device)), enough_memory():
+        return _load(settings, device)
+
+
+def _lock_file(folder: Path | None, device: torch.device) -> Path:
+    """One per GPU, whatever its number is in this process."""
+    gpu = torch.cuda.get_device_properties(device).uuid
+    return (folder or Path(gettempdir())) / f"quire-gpu-{gpu}.lock"
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """WrongSettingError where a GPU's is not enough."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise WrongSettingError(
+            "the GPU does not hold the model, its cache and a step; lower "
+            "--gpu-memory-utilization, --kv-cache-memory, --max-num-batched-tokens or "
+            f"--max-num-seqs: {error}"
+        ) from error
+
+
+def _load(settings: WorkerSettings, device: torch.device) -> Engine:
+    assert settings.model is not None
     model = load_model(
         settings.model, settings.revision, settings.dtype, device, settings.max_model_len
     )
@@ -61,11 +91,9 @@ def load_engine(settings: WorkerSettings) -> Engine:
     exchanged = fuse(model.network, implementation) + pack(model.network, implementation)
     exchanged += join_layers(examples) + shorten(model.network, model.max_model_len)
     log.info("kernels", implementation=implementation, **exchanged)
-    on_gpu = device.type == "cuda"
-    with one_at_a_time() if on_gpu else nullcontext():
-        meter = CudaMeter(device) if on_gpu else None
-        cache = set_up_cache(model, settings, implementation, flash, meter)
-        pool = KvPool(cache.layers, cache.size, settings.block_size, device)
+    meter = CudaMeter(device) if device.type == "cuda" else None
+    cache = set_up_cache(model, settings, implementation, flash, meter)
+    pool = KvPool(cache.layers, cache.size, settings.block_size, device)
     attention = PagedAttention(pool.layers, implementation, cache.scales, flash)
     if settings.enable_torch_compile:
         compile_model(model, attention, settings.block_size)

@@ -4,20 +4,23 @@ passes over decoding rows are recorded.
 Nothing of it can be told from later: no slot is written, and what is read is the null block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.choice import Implementation
 from kernels.sampling import RowParams, sample, token_logprobs
 from worker_svc.device_inputs import Arrays, PassInputs
 from worker_svc.device_pass import DevicePass
 from worker_svc.graphs import Capturer, graph_sizes
+from worker_svc.kv_pool import KvPool
 from worker_svc.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.staging import Staging
+from worker_svc.streams import Streams
 
 # Of many sequences at once, whose keys take several parts each.
 _LONG: Final = 1024
@@ -37,24 +40,40 @@ class Limits:
 @torch.inference_mode()
 def warm_up(
     device_pass: DevicePass,
+    pool: KvPool,
     staging: Staging,
+    streams: Streams,
     limits: Limits,
     implementation: Implementation | None,
     capturer: Capturer | None,
 ) -> None:
     """Returns when steps may come. Without a capturer every step is launched anew."""
-    logits = None
+    _run(device_pass, staging, streams, limits, implementation)
+    pool.warm_up()
+    if capturer is not None:
+        device_pass.record(graph_sizes(limits.max_num_seqs), staging, capturer)
+        # Recording gives the driver back what was free. It is taken again here, where it shows if
+        # there is too little for the largest batch beside what was recorded.
+        _run(device_pass, staging, streams, limits, implementation)
+    streams.synchronize()
+
+
+def _run(
+    device_pass: DevicePass,
+    staging: Staging,
+    streams: Streams,
+    limits: Limits,
+    implementation: Implementation | None,
+) -> None:
+    """Steps of all kinds, to their results on the host."""
     for query_lens, seq_lens in _batches(limits):
         tensors = staging.send(unwritten_batch(query_lens, seq_lens, device_pass.spare_row))
         inputs = PassInputs(**tensors)
         logits = device_pass.launch(
             inputs, inputs.query_start_loc[1:] - 1, max(query_lens), max(seq_lens)
         )
-    if logits is not None:
-        # The null block may hold anything, logits that are no numbers among them.
-        _sample(torch.randn_like(logits), implementation)
-    if capturer is not None:
-        device_pass.record(graph_sizes(limits.max_num_seqs), staging, capturer)
+    # The null block may hold anything, logits that are no numbers among them.
+    streams.fetch(_sample(torch.randn_like(logits), implementation))
 
 
 def unwritten_batch(query_lens: list[int], seq_lens: list[int], spare_row: int) -> Arrays:
@@ -82,7 +101,7 @@ def _batches(limits: Limits) -> Iterator[tuple[list[int], list[int]]]:
         yield [1] * len(seq_lens), seq_lens
 
 
-def _sample(logits: torch.Tensor, implementation: Implementation | None) -> None:
+def _sample(logits: Tensor, implementation: Implementation | None) -> Sequence[Tensor]:
     """By every way, one after the other, with log-probabilities and without."""
     num_rows, device = len(logits), logits.device
     for temperature, top_k, top_p in _WAYS:
@@ -96,4 +115,5 @@ def _sample(logits: torch.Tensor, implementation: Implementation | None) -> None
         )
         tokens = sample(logits, params, implementation=implementation)
     num_top = min(MAX_NUM_LOGPROBS - 1, logits.shape[1])
-    token_logprobs(logits, tokens, num_top, implementation=implementation)
+    entries = token_logprobs(logits, tokens, num_top, implementation=implementation)
+    return [tokens, entries.token_ids, entries.logprobs, entries.ranks]

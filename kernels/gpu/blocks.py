@@ -113,13 +113,19 @@ def _grid(num_moves: int, words: int, is_within: bool) -> tuple[int, int]:
 @lru_cache(maxsize=16)
 def _on_device(table: Table, device: torch.device) -> Tensor:
     """int64 `[num_caches, 3]`, copied once: caches live as long as their worker."""
-    return torch.tensor(table, dtype=torch.int64).to(device)
+    return _sent(torch.tensor(table, dtype=torch.int64), device)
 
 
 def _moved(source_ids: Tensor, destination_ids: Tensor, device: torch.device) -> Tensor:
     """Both ids, int64 `[2, num_moves]`, on their way to the device."""
-    ids = torch.stack([source_ids, destination_ids])
-    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+    return _sent(torch.stack([source_ids, destination_ids]), device)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Nobody waits until they are there."""
+    if device.type != "cuda":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_moves"])  # type: ignore[untyped-decorator]

@@ -1,6 +1,7 @@
 """The runner on a GPU: graphs against steps launched anew, and both against transformers there."""
 
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -8,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model
+from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, llama, save_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
+from worker_svc.device_inputs import PassInputs
+from worker_svc.device_pass import DevicePass
 from worker_svc.engine import Engine
+from worker_svc.graphs import DecodeGraphs
 from worker_svc.pipelined_runner import PipelinedRunner
 from worker_svc.plans import plan_from_proto
+from worker_svc.rounds import RoundsRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.torch_engine import load_engine
 
@@ -28,6 +33,11 @@ _TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
 @pytest.fixture(params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_model(FAMILIES[request.param](), tmp_path / "model")
+
+
+@pytest.fixture
+def llama_model(tmp_path: Path) -> Path:
+    return save_model(llama(), tmp_path / "model")
 
 
 def loaded(model: Path, **changes: Any) -> Engine:
@@ -52,9 +62,12 @@ def work() -> Work:
     return Work(prompts, [draw.randrange(4, 20) for _ in prompts])
 
 
-def outputs(engine: Engine) -> list[list[int]]:
-    """The work's tokens, each step launched before the one before has ended."""
-    written: list[list[int]] = [[] for _ in work().prompts]
+def outputs(engine: Engine, given: Work | None = None) -> list[list[int]]:
+    """The work's tokens, each step launched before the one before has ended; no launch waits for
+    the device."""
+    given = given or work()
+    identity = engine.identity
+    written: list[list[int]] = [[] for _ in given.prompts]
     waiting: deque[Any] = deque()
 
     def settle() -> None:
@@ -65,13 +78,18 @@ def outputs(engine: Engine) -> list[list[int]]:
             written[sampling[row]].append(token)
 
     for step in steps(
-        work(),
-        max_num_seqs=_ROWS,
-        max_num_batched_tokens=_BUDGET,
-        block_size=engine.identity.block_size,
-        num_blocks=engine.identity.num_blocks,
+        given,
+        max_num_seqs=identity.max_num_seqs,
+        max_num_batched_tokens=identity.max_num_batched_tokens,
+        block_size=identity.block_size,
+        num_blocks=identity.num_blocks,
     ):
-        waiting.append((step.sampling, engine.runner.launch(plan_from_proto(step.plan))))
+        plan = plan_from_proto(step.plan)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            waiting.append((step.sampling, engine.runner.launch(plan)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         if len(waiting) == _DEPTH:
             settle()
     while waiting:
@@ -101,44 +119,115 @@ def test_tokens_are_those_of_transformers_with_graphs_and_without(model: Path) -
         assert tokens == expected[0, len(prompt) :].tolist()
 
 
-def test_tokens_of_a_compiled_model_are_the_model_s(model: Path) -> None:
+def test_more_rows_than_the_largest_graph_has(llama_model: Path) -> None:
+    """600 rows, which become fewer: those of the largest graph, and of smaller ones."""
+    limits = {"max_num_seqs": 600, "max_num_batched_tokens": 2048, "num_blocks": 6000}
+    many = Work(
+        [[row % 200, row // 200] for row in range(600)], [3 + row % 5 for row in range(600)]
+    )
+    expected = outputs(loaded(llama_model, enforce_eager=True, **limits), many)
+    assert outputs(loaded(llama_model, **limits), many) == expected
+
+
+def test_a_model_that_cannot_be_recorded_has_its_steps_launched_anew(
+    llama_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = outputs(loaded(llama_model))
+    decode = DevicePass._decode
+
+    def waiting(self: DevicePass, inputs: PassInputs, size: int) -> None:
+        decode(self, inputs, size)
+        inputs.seq_lens.sum().item()
+
+    monkeypatch.setattr(DevicePass, "_decode", waiting)
     with capture_logs() as logs:
-        compiled = outputs(loaded(model, enable_torch_compile=True))
-    assert not [entry for entry in logs if entry["log_level"] == "warning"]
-    assert compiled == outputs(loaded(model))
+        engine = loaded(llama_model)
+    [warning] = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert "synchronizing" in warning["reason"]
+    assert outputs(engine) == expected
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Of a step's sampling rows, in the order of steps."""
+
+    runner: PipelinedRunner
+    found: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Logits":
+        assert isinstance(engine.runner, RoundsRunner)
+        runner = engine.runner.runner
+        assert isinstance(runner, PipelinedRunner)
+        logits = cls(runner, [])
+        original = runner._sample
+
+        def noted(found: torch.Tensor | None, *rest: Any) -> Any:
+            assert found is not None
+            logits.found.append(found.clone())
+            return original(found, *rest)
+
+        runner._sample = noted  # type: ignore[method-assign]
+        return logits
+
+    def steps(self, num_rows: int) -> list[torch.Tensor]:
+        """Of the prompts, and of the first tokens behind them: later ones follow what was
+        sampled."""
+        self.found.clear()
+        for step in steps(
+            Work([[row + 1, 5, 7] for row in range(num_rows)], [3] * num_rows),
+            max_num_seqs=_ROWS,
+            max_num_batched_tokens=_BUDGET,
+            block_size=_BLOCK_SIZE,
+            num_blocks=_NUM_BLOCKS,
+        ):
+            if step.num_scheduled_tokens:
+                self.runner.run(plan_from_proto(step.plan))
+        self.runner.clear()
+        return self.found[:2]
+
+
+def assert_near(found: list[torch.Tensor], others: list[torch.Tensor], tolerance: float) -> None:
+    for one, other in zip(found, others, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
 
 
 @pytest.mark.parametrize("dtype", list(_TOLERANCES))
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
 def test_logits_of_a_graph_are_those_of_the_pass(model: Path, dtype: str, num_rows: int) -> None:
     """What the graph gives for padded rows, against the same rows launched anew."""
-    runner = loaded(model, dtype=dtype).runner.runner
-    assert isinstance(runner, PipelinedRunner)
-    found: list[torch.Tensor] = []
-    original = runner._sample
+    check_graphs(loaded(model, dtype=dtype), num_rows, _TOLERANCES[dtype])
 
-    def noted(logits: torch.Tensor | None, *rest: Any) -> Any:
-        assert logits is not None
-        found.append(logits.clone())
-        return original(logits, *rest)
 
-    runner._sample = noted  # type: ignore[method-assign]
-    for enforce_eager in (False, True):
-        if enforce_eager:
-            runner._pass._graphs = type(runner._pass._graphs)({})
-        plans = steps(
-            Work([[row + 1, 5, 7] for row in range(num_rows)], [3] * num_rows),
-            max_num_seqs=_ROWS,
-            max_num_batched_tokens=_BUDGET,
-            block_size=_BLOCK_SIZE,
-            num_blocks=_NUM_BLOCKS,
-        )
-        for step in plans:
-            if step.num_scheduled_tokens:
-                runner.run(plan_from_proto(step.plan))
-        runner.clear()
-    half = len(found) // 2
-    # The prompts, and the first tokens behind them: later ones follow what was sampled.
-    for graph, eager in zip(found[:2], found[half : half + 2], strict=True):
-        scale = eager.abs().max()
-        assert (graph - eager).abs().max() <= _TOLERANCES[dtype] * scale
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_logits_of_a_graph_on_a_cache_of_8_bits(llama_model: Path, kv_cache_dtype: str) -> None:
+    engine = loaded(llama_model, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    check_graphs(engine, 3, _TOLERANCES["bfloat16"])
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_logits_of_a_graph_of_experts(family: str, tmp_path: Path) -> None:
+    """In the type in which torch need not ask how many tokens each of them has."""
+    config = MIXTURES[family]()
+    # Rows of a multiple of 16 bytes.
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 64, 16
+    with capture_logs() as logs:
+        engine = loaded(save_model(config, tmp_path / "experts"), dtype="bfloat16")
+    assert not [entry for entry in logs if entry["log_level"] == "warning"]
+    check_graphs(engine, 3, _TOLERANCES["bfloat16"])
+
+
+def check_graphs(engine: Engine, num_rows: int, tolerance: float) -> None:
+    logits = Logits.of(engine)
+    with_graphs = logits.steps(num_rows)
+    logits.runner._pass._graphs = DecodeGraphs({})
+    assert_near(with_graphs, logits.steps(num_rows), tolerance)
+
+
+def test_logits_of_a_compiled_model_are_the_model_s(model: Path) -> None:
+    with capture_logs() as logs:
+        compiled = loaded(model, enable_torch_compile=True)
+    assert not [entry for entry in logs if entry["log_level"] == "warning"]
+    for num_rows in (1, 17):
+        own = Logits.of(loaded(model)).steps(num_rows)
+        assert_near(Logits.of(compiled).steps(num_rows), own, _TOLERANCES["float32"])

@@ -9,7 +9,9 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen3Config,
 )
@@ -82,7 +84,26 @@ def gpt2() -> PretrainedConfig:
     )
 
 
+def mixtral() -> PretrainedConfig:
+    return MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2)
+
+
+def gpt_oss() -> PretrainedConfig:
+    """Sinks in every layer, windows in every other one."""
+    return GptOssConfig(
+        **_COMMON,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+
+
 FAMILIES = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2, "gpt2": gpt2}
+# Of experts, of which a router chooses for each token.
+MIXTURES = {"mixtral": mixtral, "gpt_oss": gpt_oss}
 
 
 def random_network(config: PretrainedConfig) -> Any:

@@ -5,6 +5,10 @@ import torch
 
 from kernels.choice import HAS_TRITON, interprets_triton
 
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 DEVICES = [
     pytest.param(
         "cpu",
@@ -14,12 +18,7 @@ DEVICES = [
     ),
     pytest.param(
         "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(
-                not (HAS_TRITON and torch.cuda.is_available()), reason="there is no CUDA device"
-            ),
-        ],
+        marks=[*NEEDS_GPU, pytest.mark.skipif(not HAS_TRITON, reason="there is no Triton")],
     ),
 ]
 

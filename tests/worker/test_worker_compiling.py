@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from host_device import HostCapturer, pipelined
-from tiny_models import FAMILIES, llama, save_model
+from tiny_models import FAMILIES, MIXTURES, llama, save_model
 from worker_driver import BLOCK_SIZE, worker_settings, written_by
 
 from benchmarks.engines.workload import Work
@@ -49,8 +49,17 @@ def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_engine, "compile_model", partial(compile_model, backend=backend))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("capturer", [None, HostCapturer], ids=["at once", "queued"])
+@pytest.mark.parametrize(
+    ("family", "capturer"),
+    [
+        ("llama", HostCapturer),
+        ("gpt_oss", None),
+        *(
+            pytest.param(family, None, marks=pytest.mark.slow)
+            for family in sorted(FAMILIES | MIXTURES)
+        ),
+    ],
+)
 def test_tokens_are_the_model_s_and_nothing_is_compiled_after_loading(
     family: str,
     capturer: Callable[[], HostCapturer] | None,
@@ -58,7 +67,7 @@ def test_tokens_are_the_model_s_and_nothing_is_compiled_after_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Traced, and run as it was traced."""
-    model = save_model(FAMILIES[family](), tmp_path)
+    model = save_model((FAMILIES | MIXTURES)[family](), tmp_path)
     expected = written(load(model).runner)
     compiled_by("eager", monkeypatch)
     engine = load(model, enable_torch_compile=True)

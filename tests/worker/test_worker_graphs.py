@@ -7,11 +7,10 @@ import pytest
 import torch
 from host_device import HostCapturer, pipelined
 from structlog.testing import capture_logs
-from tiny_models import FAMILIES, llama, save_model
+from tiny_models import llama, save_model
 from worker_driver import Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.attention import LayerProbe
 from worker_svc.device_inputs import padding_arrays, pass_arrays
 from worker_svc.engine import Engine
 from worker_svc.graphs import DecodeGraphs, Replay, capture_decode, graph_sizes

@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_kernels_available
 from worker_svc.kv_pool import LayerShape, PoolSize, size_pool
 from worker_svc.model import LoadedModel, ModelError, load_model
 from worker_svc.settings import WrongSettingError, parse_size
+from worker_svc.torch_engine import enough_memory
 
 _CPU = torch.device("cpu")
 
@@ -105,3 +106,9 @@ def test_sizes() -> None:
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
     assert not is_kernels_available()
+
+
+def test_a_gpu_that_is_too_small_says_what_to_do() -> None:
+    wrong = pytest.raises(WrongSettingError, match=r"does not hold.*--max-num-seqs: out of it")
+    with wrong, enough_memory():
+        raise torch.OutOfMemoryError("out of it")

@@ -4,17 +4,18 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_models import FAMILIES, VOCAB_SIZE, Reference, save_model
+from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, Reference, save_model
 from worker_driver import BLOCK_SIZE, Driver, LaneClient, Sequence, served_model
 
+_MODELS = FAMILIES | MIXTURES
 _NUM_TOKENS = 24
 # Around the block size's multiples, and longer than a chunk and Gemma's window.
 _PROMPT_LENS = (1, 3, 4, 5, 8, 13, 16, 30)
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+@pytest.fixture(params=sorted(_MODELS))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return save_model(FAMILIES[request.param](), tmp_path / "model")
+    return save_model(_MODELS[request.param](), tmp_path / "model")
 
 
 def prompts(lengths: tuple[int, ...]) -> list[list[int]]:

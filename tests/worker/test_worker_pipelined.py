@@ -14,8 +14,6 @@ from worker_driver import Sampling, Sequence, admit, append, schedule, worker_se
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2
-from worker_svc import pipelined_runner
-from worker_svc.attention import LayerProbe
 from worker_svc.engine import Engine
 from worker_svc.pipelined_runner import PipelinedRunner
 from worker_svc.plans import PlanError, StepOutput, plan_from_proto

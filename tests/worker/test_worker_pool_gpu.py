@@ -44,3 +44,28 @@ def test_the_cache_fills_its_share_and_no_more(tmp_path: Path, kv_cache_dtype: s
     assert engine.identity.num_blocks == left // sizing["block_bytes"]
     # Tables and graphs come on top, out of what the share leaves.
     assert sizing["cache_bytes"] <= torch.cuda.memory_allocated() < share + 2**28
+
+
+@pytest.mark.parametrize("free_gib", [2, 6])
+def test_a_gpu_that_others_fill_has_room_for_the_largest_batch(
+    tmp_path: Path, free_gib: int
+) -> None:
+    """What is left is less than the utilization's share: graphs and the largest batch fit beside
+    the cache, or loading says that there is too little."""
+    num_bytes = torch.cuda.mem_get_info()[0] - free_gib * 2**30
+    others = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    settings = worker_settings(
+        save_model(llama(), tmp_path),
+        device="cuda",
+        dtype="bfloat16",
+        num_blocks=None,
+        gpu_memory_utilization=1.0,
+        max_num_seqs=512,
+        max_num_batched_tokens=8192,
+    )
+    with capture_logs() as logs:
+        load_engine(settings)
+    [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
+    assert gpu["later"] > 0
+    assert not [log for log in logs if log["log_level"] == "warning"]
+    del others

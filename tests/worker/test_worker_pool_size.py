@@ -1,5 +1,6 @@
 """How many blocks there are: every term, recomputed."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from worker_svc.pool_size import (
     cache_block_bytes,
     cache_memory,
     host_blocks,
+    later_bytes,
     require_host_memory,
     require_room,
 )
@@ -40,6 +42,9 @@ def test_a_block_s_bytes() -> None:
         (None, 0.5, _GPU, 20 * _GIB),
         # No more than others leave.
         (None, 0.95, _GPU, 55 * _GIB),
+        # Nor than what comes later needs, which the utilization has room for.
+        (None, 0.95, replace(_GPU, later=2 * _GIB), 53 * _GIB),
+        (None, 0.5, replace(_GPU, later=2 * _GIB), 20 * _GIB),
         # What is asked for goes before the utilization, up to the last byte.
         (55 * _GIB, 0.5, _GPU, 55 * _GIB),
     ],
@@ -67,6 +72,14 @@ def test_what_does_not_fit_on_the_gpu(
     with pytest.raises(WrongSettingError) as wrong:
         cache_memory(asked, utilization, _GPU)
     assert all(word in str(wrong.value) for word in words)
+
+
+def test_what_comes_after_the_cache() -> None:
+    # A quarter of the batch's tokens in graphs, and logits of 512 rows for 1,000 tokens.
+    assert later_bytes(80_000, 2048, 512, 1000, 77, 6) == 20_000 + 2_048_000 + 77 + 6 * 2**21
+    # A batch is no larger than the largest one; without graphs there are no logits.
+    assert later_bytes(80_000, 100, 512, 0, 0, 0) == 80_000
+    assert later_bytes(80_000, 100, 0, 1000, 5, 0) == 5
 
 
 def test_blocks_of_the_swap_space() -> None:

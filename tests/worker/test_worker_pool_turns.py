@@ -1,23 +1,25 @@
-"""Workers that size their caches on one GPU wait for each other."""
+"""Workers that load on one GPU wait for each other."""
 
 import asyncio
 import sys
 from pathlib import Path
 
+from structlog.testing import capture_logs
+
 from worker_svc.turns import one_at_a_time
 
 _OTHER = """
 import sys
+from pathlib import Path
 from worker_svc.turns import one_at_a_time
-with one_at_a_time(sys.argv[1]):
+with one_at_a_time(Path(sys.argv[1])):
     print("its turn", flush=True)
 """
 
 
 async def test_one_waits_until_the_other_has_left(tmp_path: Path) -> None:
     path = tmp_path / "any"
-    path.touch()
-    with one_at_a_time(str(path)):
+    with one_at_a_time(path):
         other = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _OTHER, str(path), stdout=asyncio.subprocess.PIPE
         )
@@ -26,3 +28,17 @@ async def test_one_waits_until_the_other_has_left(tmp_path: Path) -> None:
         assert b"waiting for another worker" in await other.stdout.readline()
     assert await other.stdout.readline() == b"its turn\n"
     assert await other.wait() == 0
+
+
+def test_everybody_may_lock_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "any"
+    for _ in range(2):
+        with one_at_a_time(path), capture_logs() as logs:
+            assert path.stat().st_mode & 0o777 == 0o666
+        assert not logs
+
+
+def test_without_a_place_for_the_file_a_worker_goes_on(tmp_path: Path) -> None:
+    with capture_logs() as logs, one_at_a_time(tmp_path / "none" / "any"):
+        pass
+    assert [log["log_level"] for log in logs] == ["warning"]

@@ -1,5 +1,6 @@
 """The largest batch, its memory on a GPU that is made up, and the size that comes of it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from worker_svc.model import load_model
 from worker_svc.pool_size import DeviceMemory, PoolSize
 from worker_svc.profiling import ProfileRun, largest_batch, measure
 from worker_svc.settings import WrongSettingError
+from worker_svc.staging import largest_step_bytes
 
 _CPU = torch.device("cpu")
-_WEIGHTS, _ACTIVATIONS, _OTHERS, _LIBRARIES, _TOTAL = 400_000, 70_000, 50_000, 30_000, 1_000_000
+_MB = 1_000_000
+_WEIGHTS, _ACTIVATIONS, _OTHERS, _LIBRARIES, _TOTAL = (
+    size * _MB for size in (400, 70, 50, 30, 1000)
+)
 
 
 class MadeUpGpu:
@@ -37,7 +42,7 @@ class MadeUpGpu:
         self.num_readings += 1
         has_run = self.num_readings > 1
         peak = self._peak if has_run else _WEIGHTS
-        reserved = peak + 5000
+        reserved = peak + 5 * _MB
         return MemoryReading(
             total=_TOTAL,
             free=_TOTAL - reserved - _OTHERS - _LIBRARIES * has_run,
@@ -82,6 +87,15 @@ def test_what_a_run_takes() -> None:
     )
     # Before, so that the peak is the run's; after, so that nothing of it stays.
     assert gpu.num_restarts == 2
+
+
+def test_what_others_give_back_meanwhile_is_not_what_libraries_took() -> None:
+    class Freed(MadeUpGpu):
+        def read(self) -> MemoryReading:
+            reading = super().read()
+            return replace(reading, free=reading.free + 3 * _LIBRARIES * (self.num_readings > 1))
+
+    assert measure(Freed(0), lambda: ProfileRun((), 0))[1].non_torch == 0
 
 
 def test_a_reading_is_what_torch_and_the_driver_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +145,7 @@ def test_every_term_of_the_size_is_in_the_log(
     # 3 layers, 2 heads, 8 numbers for keys and 8 for values.
     cache_block_bytes = BLOCK_SIZE * 3 * 2 * (8 + 8) * dtype_bytes
     assert sizing["block_bytes"] == cache_block_bytes
-    assert sizing["kv_cache_memory"] == left == 400_000
+    assert sizing["kv_cache_memory"] == left == 400 * _MB
     assert cache.size == PoolSize(left // cache_block_bytes, 50_000 // cache_block_bytes)
     assert (sizing["num_blocks"], sizing["num_host_blocks"]) == tuple(vars(cache.size).values())
 
@@ -139,12 +153,17 @@ def test_every_term_of_the_size_is_in_the_log(
 def test_what_is_asked_for_is_compared_with_what_is_there(tmp_path: Path) -> None:
     folder = save_model(llama(), tmp_path)
     block_bytes = BLOCK_SIZE * 3 * 2 * 16 * 4
-    left = _TOTAL - _WEIGHTS - _ACTIVATIONS - _OTHERS - _LIBRARIES
+    with capture_logs() as logs:
+        assert set_up(folder, num_blocks=100).size.num_blocks == 100
+    [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
+    # Graphs of four rows and their logits; tables and buffers; a granule for each of six tensors.
+    tables = 5 * 24 * 4 + largest_step_bytes(4, 64, 24)
+    assert gpu["later"] == _ACTIVATIONS // 16 + 4 * VOCAB_SIZE * 4 + tables + 6 * 2**21
+    left = _TOTAL - _WEIGHTS - _ACTIVATIONS - _OTHERS - _LIBRARIES - gpu["later"]
     assert set_up(folder, kv_cache_memory=left).size.num_blocks == left // block_bytes
-    assert set_up(folder, num_blocks=100).size.num_blocks == 100
-    with pytest.raises(WrongSettingError, match=r"439\.5 KiB of the GPU's 976\.6 KiB are left"):
+    with pytest.raises(WrongSettingError, match=r"MiB of the GPU's 953\.7 MiB are left"):
         set_up(folder, kv_cache_memory=left + 1)
-    with pytest.raises(WrongSettingError, match=r"of the GPU's 976\.6 KiB are left"):
+    with pytest.raises(WrongSettingError, match=r"of the GPU's 953\.7 MiB are left"):
         set_up(folder, num_blocks=left // block_bytes + 1)
     with pytest.raises(WrongSettingError, match="--gpu-memory-utilization"):
         set_up(folder, gpu_memory_utilization=0.5)

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from host_device import HostCapturer, pipelined
 from sim_driver import SMALL
 from tiny_models import llama, save_model
+from triton_devices import NEEDS_GPU
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
@@ -73,18 +75,22 @@ def gathered(outputs: list[StepOutput]) -> tuple[list[int], list[int], dict[int,
     return rows, token_ids, failures, found.to_proto()
 
 
-@pytest.fixture(params=["simulated", "processor", "device"])
+_WITH_MODELS = ["processor", "device", pytest.param("gpu", marks=NEEDS_GPU)]
+
+
+def runner_with_model(kind: str, folder: Path) -> StepRunner:
+    """One that knows no rounds."""
+    device = "cuda" if kind == "gpu" else "cpu"
+    engine = load_engine(worker_settings(save_model(llama(), folder), device=device, num_blocks=50))
+    assert isinstance(engine.runner, RoundsRunner)
+    return pipelined(engine, HostCapturer()) if kind == "device" else engine.runner.runner
+
+
+@pytest.fixture(params=["simulated", *_WITH_MODELS])
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> StepRunner:
-    """One whose rounds are those of a plain runner."""
     if request.param == "simulated":
         return SimRunner(SMALL)
-    engine = load_engine(
-        worker_settings(save_model(llama(), tmp_path), device="cpu", num_blocks=50)
-    )
-    assert isinstance(engine.runner, RoundsRunner)
-    if request.param == "processor":
-        return engine.runner.runner
-    return pipelined(engine, HostCapturer())
+    return runner_with_model(request.param, tmp_path)
 
 
 def test_what_they_give_is_what_single_rounds_give(runner: StepRunner) -> None:
@@ -121,6 +127,31 @@ def test_a_row_that_fails_in_a_later_round_has_given_tokens_before() -> None:
     [_, output] = run(RoundsRunner(failing), prompts(), in_rounds())
     assert list(output.failures) == [0]
     assert output.sampled_rows == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("kind", _WITH_MODELS)
+def test_a_model_that_fails_in_a_later_round_has_given_tokens_before(
+    kind: str, tmp_path: Path
+) -> None:
+    runner = runner_with_model(kind, tmp_path)
+    rounds = RoundsRunner(runner)
+    [_, whole] = run(rounds, prompts(), in_rounds())
+    first_of_row_0 = whole.sampled_token_ids[0]
+    assert whole.sampled_token_ids.count(first_of_row_0) == 1
+    run(rounds, worker_pb2.BatchPlan(epoch=1, step=3, released_rows=[0, 1, 2]))
+    # Whoever reads that token gets no numbers: row 0 does, in its second round.
+    model = getattr(runner, "_model").network  # noqa: B009
+    model.get_input_embeddings().weight.data[first_of_row_0] = torch.nan
+    [_, failed] = run(rounds, prompts(6), in_rounds(7))
+    assert list(failed.failures) == [0]
+    kept = [0, 1, 2, 4]
+    assert failed.sampled_rows == [whole.sampled_rows[i] for i in kept]
+    assert failed.sampled_token_ids == [whole.sampled_token_ids[i] for i in kept]
+    assert failed.logprobs is not None
+    assert failed.logprobs.num_entries.tolist() == [0, 2, 4, 4]
+    [after] = run(rounds, decodes(8, (0, 1, 1)))
+    assert after.sampled_rows == [1, 2]
+    assert not after.failures
 
 
 class _Failing:
