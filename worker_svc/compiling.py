@@ -21,8 +21,9 @@ from worker_svc.settings import WrongSettingError
 
 log = structlog.get_logger()
 
-# A size of 1 is compiled for itself, all others together.
-_NUM_TOKENS: Final = (2, 1)
+# Of tokens: one is compiled for itself, and all other numbers together, for which this one is the
+# example.
+_EXAMPLE: Final = 256
 
 
 def compile_model(
@@ -40,7 +41,7 @@ def compile_model(
         torch.compile(base.forward, fullgraph=True, dynamic=True, backend=backend)
     )
     try:
-        for num_tokens in _NUM_TOKENS:
+        for num_tokens in (min(_EXAMPLE, model.max_model_len), 1):
             _run(model, attention, block_size, num_tokens)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].rstrip(". ")
