@@ -22,6 +22,10 @@ GPU_PACKAGES := .cache/gpu-packages
 GPU_SITE := .cache/gpu-site
 # Also served by a GPU.
 TESTS_ON_GPU := $(addprefix tests/worker/test_worker_,lane.py models.py logprobs.py) tests/e2e/test_e2e_equality.py
+# Takes all of its memory, so it is alone there.
+TEST_FILLING_GPU := tests/worker/test_worker_pool_gpu.py
+# Of `make test-gpu`, side by side: most of their time is Triton's compiler.
+GPU_TEST_PROCESSES ?= 8
 GPU_SITE_INSTALLED := $(GPU_SITE)/.installed
 UP_ARGS ?=
 UP_TIMEOUT_S ?= 600
@@ -44,6 +48,7 @@ ON_BARE_GPU := $(if $(wildcard $(INSTALLED)),,$(wildcard $(GPU_PACKAGES)/*.whl))
 WITH_SITE := PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PATH="$(CURDIR)/$(GPU_SITE)/bin:$$PATH"
 GPU_PYTHON := $(if $(ON_BARE_GPU),$(WITH_SITE) $(PYTHON),$(BIN)/python)
 GPU_READY := $(if $(ON_BARE_GPU),$(GPU_SITE_INSTALLED),$(STUBS))
+TEST_ON_GPU := $(GPU_PYTHON) -m pytest -n $(GPU_TEST_PROCESSES) $(PYTEST_ARGS)
 HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
@@ -69,11 +74,13 @@ test: kernels ## Runs the tests (minutes).
 test-slow: kernels ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-test-gpu: $(GPU_READY) ## Runs the tests on a GPU, those of the worker on it, too.
-	@$(HAS_GPU) || { echo 'No GPU here: what needs one is not tested.'; exit 0; } \
-	  && set -ex \
-	  && $(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) \
-	  && QUIRE_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(PYTEST_ARGS) $(TESTS_ON_GPU)
+test-gpu: $(GPU_READY) ## Runs the tests on a GPU, those of the worker on it, too (minutes).
+	@$(HAS_GPU) || { echo 'No GPU here: what needs one is not tested.'; exit 0; }; \
+	failed=0; set -x; \
+	QUIRE_TEST_DEVICE=cuda $(TEST_ON_GPU) --dist loadfile $(TESTS_ON_GPU) || failed=1; \
+	$(TEST_ON_GPU) -m gpu --ignore $(TEST_FILLING_GPU) || failed=1; \
+	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) -m gpu $(TEST_FILLING_GPU) || failed=1; \
+	exit $$failed
 
 bench: kernels ## Measures Quire beside other engines on the same work (tens of minutes).
 	@$(MAKE) --no-print-directory $(VLLM_INSTALLED) \
@@ -97,6 +104,7 @@ gpu-packages: $(INSTALLED) ## Gathers packages for a machine with a GPU and no n
 	rm -rf $(GPU_PACKAGES)
 	@mkdir -p .cache
 	{ $(BIN)/python scripts/requirements.py scheduler; \
+	  $(BIN)/python scripts/requirements.py bench; \
 	  $(BIN)/python scripts/requirements.py dev | grep -E '^(grpcio-tools|mypy-protobuf|pytest)'; \
 	} | sort -u >.cache/gpu-requirements.txt
 	$(BIN)/python -m pip download --quiet $(PIP_ARGS) --dest $(GPU_PACKAGES) --only-binary=:all: \

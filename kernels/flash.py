@@ -103,7 +103,9 @@ class PackageFlash:
                 v_cache,
                 batch.query_start_loc,
                 batch.key_start_loc,
-                batch.max_query_len,
+                # Where it is 1, heads that share a key are laid out anew for one token per row,
+                # which a row without a query does not have.
+                max(batch.max_query_len, 2),
                 batch.max_seq_len,
                 **scores,
             )
@@ -169,7 +171,8 @@ def find_flash() -> tuple[dict[FlashKind, FlashAttention], dict[FlashKind, str]]
     for kind, load in loaders.items():
         try:
             found[kind] = load()
-        except (ImportError, OSError) as error:
+        except Exception as error:
+            # What is built for another torch may fail in any way; the worker can do without.
             missing[kind] = str(error)
     return found, missing
 
@@ -178,6 +181,8 @@ def _load_package() -> FlashAttention:
     try:
         package = import_module("flash_attn")
     except ModuleNotFoundError as error:
+        if error.name != "flash_attn":
+            raise
         raise NoFlash("not installed") from error
     what = f"flash-attn {getattr(package, '__version__', '')}"
     return PackageFlash(

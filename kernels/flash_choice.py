@@ -40,11 +40,12 @@ class AttentionNeeds:
     has_softcap: bool = False
     has_sinks: bool = False
     has_alibi: bool = False
+    kernels: str = "auto"  # whoever names some wants to see them, where nothing else is set
 
 
 @dataclass(frozen=True)
 class FlashChoice:
-    """Which one serves, if any, and why those before it do not."""
+    """Which one serves, if any, and why the others do not."""
 
     kind: FlashKind | None
     reasons: Mapping[FlashKind, str]
@@ -58,17 +59,23 @@ def choose_flash(
     if setting == "paged":
         return FlashChoice(None, dict.fromkeys(FlashKind, "the setting is paged"))
     if setting != "auto":
-        kind = FlashKind(setting)
-        if reason := _refusal(kind, needs) or missing.get(kind):
-            raise NoSuchKernel(f"{kind}: {reason}")
-        return FlashChoice(kind, {})
+        named = FlashKind(setting)
+        if reason := _refusal(named, needs) or missing.get(named):
+            raise NoSuchKernel(f"{named}: {reason}")
+        others = [kind for kind in FlashKind if kind != named]
+        return FlashChoice(named, dict.fromkeys(others, f"the setting is {named}"))
+    if needs.kernels != "auto":
+        return FlashChoice(None, dict.fromkeys(FlashKind, f"the kernels are set: {needs.kernels}"))
+    chosen: FlashKind | None = None
     reasons: dict[FlashKind, str] = {}
     for kind in FlashKind:
-        reason = _refusal(kind, needs) or missing.get(kind)
-        if reason is None:
-            return FlashChoice(kind, reasons)
-        reasons[kind] = reason
-    return FlashChoice(None, reasons)
+        if chosen is not None:
+            reasons[kind] = f"{chosen} goes first"
+        elif reason := _refusal(kind, needs) or missing.get(kind):
+            reasons[kind] = reason
+        else:
+            chosen = kind
+    return FlashChoice(chosen, reasons)
 
 
 def _refusal(kind: FlashKind, needs: AttentionNeeds) -> str | None:

@@ -5,12 +5,15 @@ are told apart by the order of these calls, which is the same in every pass.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import structlog
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.attention import PagedBatch, paged_attention
 from kernels.choice import Implementation
@@ -22,6 +25,8 @@ from worker_svc.kv_pool import LayerShape
 from worker_svc.kv_scales import KvScales
 
 log = structlog.get_logger()
+
+_NAMES: Final = "quire_"  # so those of our functions begin
 
 # transformers calls it with a module, then query, key and value as `[1, heads, num_tokens, dim]`.
 AttentionFunction = Callable[..., tuple[Tensor, None]]
@@ -37,9 +42,36 @@ def register_attention(function: AttentionFunction) -> str:
     No mask is registered for the name, so transformers builds none: causality and windows are the
     function's own business.
     """
-    name = f"quire_{secrets.token_hex(8)}"
-    AttentionInterface.register(name, function)
+    name = f"{_NAMES}{secrets.token_hex(8)}"
+    ALL_ATTENTION_FUNCTIONS[name] = function
     return name
+
+
+def attend_with(network: Any, function: AttentionFunction) -> None:
+    """Replaces the attention function of every layer. It is forgotten with the network, or when it
+    is replaced in its turn: it may have hold of a cache."""
+    former = network.config._attn_implementation
+    name = register_attention(function)
+    network.set_attn_implementation(name)
+    weakref.finalize(network, _forget, name).atexit = False
+    _forget(former)
+
+
+@contextmanager
+def attending_with(network: Any, function: AttentionFunction) -> Iterator[None]:
+    """As `attend_with`, for a while."""
+    former, name = network.config._attn_implementation, register_attention(function)
+    network.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(former)
+        _forget(name)
+
+
+def _forget(name: str) -> None:
+    if name.startswith(_NAMES):
+        ALL_ATTENTION_FUNCTIONS.pop(name, None)
 
 
 class LayerProbe:
@@ -75,9 +107,11 @@ def choose_attention(
     block_size: int,
     device: torch.device,
     setting: str,
+    kernels: str = "auto",
 ) -> FlashAttention | None:
     """FlashAttention if it can serve these layers; says so, and why not. `setting` is one of
-    `kernels.flash_choice.FLASH_SETTINGS`. NoSuchKernel if it names what cannot serve."""
+    `kernels.flash_choice.FLASH_SETTINGS`, `kernels` that of the other kernels. NoSuchKernel if
+    the setting names what cannot serve."""
     on_gpu = device.type == "cuda"
     needs = AttentionNeeds(
         device_type=device.type,
@@ -88,6 +122,7 @@ def choose_attention(
         head_dims=frozenset((layer.key_dim, layer.value_dim) for layer in layers),
         has_softcap=any(layer.softcap is not None for layer in layers),
         has_sinks=any(layer.has_sinks for layer in layers),
+        kernels=kernels,
     )
     # Elsewhere none is needed, and to import one takes time.
     found, missing = find_flash() if on_gpu else ({}, {})

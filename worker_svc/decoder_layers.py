@@ -23,7 +23,7 @@ from kernels.choice import Implementation
 from kernels.decoder import DecoderWeights, LayerWeights
 from kernels.fused import Activation, rms_norm, turn_heads
 from kernels.linear import Product
-from worker_svc.attention import PagedAttention, register_attention
+from worker_svc.attention import PagedAttention, attend_with
 from worker_svc.fusing import RmsNorm
 from worker_svc.packing import GatedProducts, products_of
 
@@ -163,13 +163,13 @@ def layer_examples(network: Any, implementation: Implementation) -> Mapping[Any,
         example = layers[layer]
         example.args, example.kwargs, example.output = args, kwargs, output
 
-    network.set_attn_implementation(register_attention(attend))
+    attend_with(network, attend)
     hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     tokens, positions = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 3, 6]])
     network(input_ids=tokens, position_ids=positions, use_cache=False)
     for hook in hooks:
         hook.remove()
-    # transformers keeps the function.
+    # The network keeps the function until it is given another one.
     by_attention.clear()
     return layers
 

@@ -17,6 +17,7 @@ from worker_svc.attention import (
     AttentionFunction,
     LayerProbe,
     UnsupportedModelError,
+    attend_with,
     register_attention,
 )
 from worker_svc.fingerprint import model_fingerprint
@@ -45,7 +46,7 @@ class LoadedModel:
 
     def attend_with(self, function: AttentionFunction) -> None:
         """Replaces the attention function of every layer."""
-        self.network.set_attn_implementation(register_attention(function))
+        attend_with(self.network, function)
 
     def logits(
         self,

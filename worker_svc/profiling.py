@@ -88,8 +88,8 @@ class MaximaRecorder:
         return self._attention(module, query, key, value, *args, **kw)
 
     def end(self) -> tuple[KvMaxima, ...]:
-        """What was noted, per layer. transformers keeps every function that it was ever given, so
-        this lets go of the caches."""
+        """What was noted, per layer. The model keeps the function until it is given another one,
+        so this lets go of the caches."""
         del self._attention
         return tuple(KvMaxima(*layer.tolist()) for layer in self._maxima)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.attention import PagedBatch
 from kernels.decoder import Ends
 from kernels.linear import PackedWeight, Product
-from worker_svc.attention import PagedAttention, register_attention
+from worker_svc.attention import PagedAttention, attending_with
 from worker_svc.decoder_layers import LayerStack
 from worker_svc.fusing import RmsNorm
 
@@ -186,8 +186,6 @@ def _is_the_same_in_one_call(short: ShortPass, network: Any) -> bool:
     """As its parts are, on a cache of one block."""
     num_tokens = _TOKENS.numel()
     attention = _throwaway_attention(short.layers, num_tokens)
-    before = network.config._attn_implementation
-    network.set_attn_implementation(register_attention(attention))
     call = _call(torch.arange(num_tokens).unsqueeze(0))
     batch = PagedBatch(
         block_table=torch.zeros(1, 1, dtype=torch.int32),
@@ -197,14 +195,13 @@ def _is_the_same_in_one_call(short: ShortPass, network: Any) -> bool:
     )
     outputs = []
     try:
-        for one in (short, replace(short, ends=None)):
-            attention.begin(batch, torch.arange(num_tokens))
-            outputs.append(one(**call).logits)
+        with attending_with(network, attention):
+            for one in (short, replace(short, ends=None)):
+                attention.begin(batch, torch.arange(num_tokens))
+                outputs.append(one(**call).logits)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         log.warning("the model's pass is not one call", error=str(error))
         return False
-    finally:
-        network.set_attn_implementation(before)
     return torch.equal(*outputs)
 
 

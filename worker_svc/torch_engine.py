@@ -141,6 +141,8 @@ def _implementation(model: LoadedModel, kv_cache_dtype: str, setting: str) -> Im
     if wants_cpp and model.device.type == "cpu" and not is_compiled():
         log.info("compiling kernels, which takes about a minute")
     cached = cached_as(model.layers, kv_cache_dtype)
+    if cached[0].dtype == torch.float8_e4m3fn and model.device.type == "cuda":
+        require_e4m3(torch.cuda.get_device_capability(model.device))
     dtypes = {model.dtype, *(layer.dtype for layer in (*model.layers, *cached))}
     try:
         return choose(model.device.type, dtypes, setting)
@@ -148,16 +150,25 @@ def _implementation(model: LoadedModel, kv_cache_dtype: str, setting: str) -> Im
         raise WrongSettingError(f"--kernels: {error}") from error
 
 
+def require_e4m3(capability: tuple[int, int]) -> None:
+    if capability < (8, 9):
+        raise WrongSettingError(
+            "--kv-cache-dtype: fp8_e4m3 needs a GPU of compute capability 8.9, this one has "
+            f"{'.'.join(map(str, capability))}; fp8_e5m2 does not"
+        )
+
+
 def _flash(model: LoadedModel, settings: WorkerSettings) -> FlashAttention | None:
     """WrongSettingError if the setting names what cannot serve."""
-    setting = settings.attention
-    if setting == "auto" and settings.kernels != "auto":
-        # Who names kernels wants to see them.
-        setting = "paged"
     cache_dtype = cached_as(model.layers, settings.kv_cache_dtype)[0].dtype
     try:
         return choose_attention(
-            model.layers, cache_dtype, settings.block_size, model.device, setting
+            model.layers,
+            cache_dtype,
+            settings.block_size,
+            model.device,
+            settings.attention,
+            settings.kernels,
         )
     except NoSuchKernel as error:
         raise WrongSettingError(f"--attention: {error}") from error

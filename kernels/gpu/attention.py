@@ -19,6 +19,7 @@ from kernels.gpu.launch import (
     gpu_of,
     num_partitions,
     padded_dim,
+    stride_unit,
 )
 from kernels.paged_batch import PagedBatch
 
@@ -61,7 +62,11 @@ class _Call:
     @property
     def decode_rows(self) -> int:
         """Of a tile for short queries."""
-        return decode_tile_rows(self.group_size, self.compute_dtype)
+        return decode_tile_rows(self.group_size, self.compute_dtype, max(self.padded_dims))
+
+    @property
+    def padded_dims(self) -> tuple[int, int]:
+        return padded_dim(self.query.shape[2]), padded_dim(self.v_cache.shape[3])
 
     @property
     def heads_per_tile(self) -> int:
@@ -79,7 +84,7 @@ class _Call:
     def launch(self, is_decode: bool) -> AttentionLaunch:
         return attention_launch(
             gpu_of(self.query.device),
-            (padded_dim(self.query.shape[2]), padded_dim(self.v_cache.shape[3])),
+            self.padded_dims,
             self.compute_dtype,
             self.k_cache.dtype,
             self.batch.block_size,
@@ -205,6 +210,12 @@ def _attend(
     queries: _Queries,
     partials: _Partials | None,
 ) -> None:
+    strides = (
+        *call.out.stride()[:2],
+        *call.query.stride()[:2],
+        *call.k_cache.stride()[:3],
+        *call.v_cache.stride()[:3],
+    )
     paged_attention_kernel[grid](
         call.out,
         call.query,
@@ -226,10 +237,7 @@ def _attend(
         call.softcap,
         call.window,
         call.v_scale,
-        *call.out.stride()[:2],
-        *call.query.stride()[:2],
-        *call.k_cache.stride()[:3],
-        *call.v_cache.stride()[:3],
+        *strides,
         call.batch.block_table.stride(0),
         GROUP_SIZE=call.group_size,
         HEADS_PER_TILE=call.heads_per_tile,
@@ -240,6 +248,7 @@ def _attend(
         BLOCK_SIZE=call.batch.block_size,
         TILE_ROWS=launch.tile_rows,
         TILE_KEYS=launch.tile_keys,
+        STRIDE_UNIT=stride_unit(strides),
         COMPUTE_DTYPE=_TRITON_DTYPES[call.compute_dtype],
         PRECISION=launch.precision,
         ONE_TILE=queries.one_tile,

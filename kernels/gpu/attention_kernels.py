@@ -66,6 +66,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     TILE_ROWS: tl.constexpr,  # noqa: N803
     TILE_KEYS: tl.constexpr,  # noqa: N803
+    STRIDE_UNIT: tl.constexpr,  # noqa: N803
     COMPUTE_DTYPE: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
     ONE_TILE: tl.constexpr,  # noqa: N803
@@ -77,8 +78,22 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     queries, and its number is the sequence's.
 
     `partial_sums` is `[num_seqs, head tiles, partitions, TILE_ROWS, V_HEAD_DIM]`; `partial_stats`
-    `[num_seqs, head tiles, partitions, 2, TILE_ROWS]` has maxima and totals.
+    `[num_seqs, head tiles, partitions, 2, TILE_ROWS]` has maxima and totals. STRIDE_UNIT divides
+    the strides of queries, keys, values and results.
     """
+    if STRIDE_UNIT > 1:
+        # The compiler learns by itself whether a stride is a multiple of 16, and of nothing else.
+        # Without it, it would read heads of 72 or 120 numbers one by one.
+        out_token_stride = out_token_stride // STRIDE_UNIT * STRIDE_UNIT
+        out_head_stride = out_head_stride // STRIDE_UNIT * STRIDE_UNIT
+        query_token_stride = query_token_stride // STRIDE_UNIT * STRIDE_UNIT
+        query_head_stride = query_head_stride // STRIDE_UNIT * STRIDE_UNIT
+        k_block_stride = k_block_stride // STRIDE_UNIT * STRIDE_UNIT
+        k_slot_stride = k_slot_stride // STRIDE_UNIT * STRIDE_UNIT
+        k_head_stride = k_head_stride // STRIDE_UNIT * STRIDE_UNIT
+        v_block_stride = v_block_stride // STRIDE_UNIT * STRIDE_UNIT
+        v_slot_stride = v_slot_stride // STRIDE_UNIT * STRIDE_UNIT
+        v_head_stride = v_head_stride // STRIDE_UNIT * STRIDE_UNIT
     TILE_TOKENS: tl.constexpr = TILE_ROWS // HEADS_PER_TILE  # noqa: N806
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + HEADS_PER_TILE - 1) // HEADS_PER_TILE  # noqa: N806
     if ONE_TILE:

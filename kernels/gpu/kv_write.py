@@ -115,9 +115,8 @@ def _kv_write_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _quantised(states, scale, DTYPE: tl.constexpr, MANTISSA_BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     scaled = tl.div_rn(states.to(tl.float32), scale)
-    if MANTISSA_BITS == 0:
-        return scaled.to(DTYPE)
-    return _to_8_bits(scaled, MANTISSA_BITS)
+    # With two `return`s the compiler would want both to give the same type.
+    return scaled.to(DTYPE) if MANTISSA_BITS == 0 else _to_8_bits(scaled, MANTISSA_BITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -4,6 +4,7 @@ Nothing here is measured while serving: a search would stall the first request o
 could not run while a graph is captured.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
@@ -65,9 +66,12 @@ class AttentionLaunch:
     precision: str = "tf32x3"
 
 
-def decode_tile_rows(group_size: int, compute_dtype: torch.dtype) -> int:
-    """Rows of a tile for short queries: a token's heads, where one tile can hold them all."""
-    most = _MOST_SINGLE_ROWS if compute_dtype == torch.float32 else _MOST_ROWS
+def decode_tile_rows(group_size: int, compute_dtype: torch.dtype, widest: int) -> int:
+    """Rows of a tile for short queries: a token's heads, where one tile can hold them all.
+    `widest` is the larger one of the heads' padded sizes."""
+    most = _MOST_ROWS
+    if compute_dtype == torch.float32:
+        most = _FEWEST_ROWS if widest > 128 else _MOST_SINGLE_ROWS
     return min(max(_next_power_of_2(group_size), _FEWEST_ROWS), most)
 
 
@@ -142,6 +146,14 @@ def num_partitions(gpu: Gpu, num_programs: int, max_keys: int) -> int:
 def fewest_partition_keys(partition_keys: int | None, tile_keys: int) -> int:
     """Of a part; a multiple of the tile. `partition_keys` is a caller's wish."""
     return -(-(partition_keys or _FEWEST_PARTITION_KEYS) // tile_keys) * tile_keys
+
+
+def stride_unit(strides: Sequence[int]) -> int:
+    """What a kernel is to know that it divides all strides, beyond what the compiler finds out for
+    itself, which is multiples of 16."""
+    if all(stride % 16 == 0 for stride in strides):
+        return 1
+    return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 
 def kv_write_rows(padded_dim: int, itemsize: int) -> int:

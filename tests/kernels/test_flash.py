@@ -87,7 +87,8 @@ def varlen_of_torch_2_11(
 
 
 def test_the_package_goes_first() -> None:
-    assert choose_flash(_NEEDS, {}) == FlashChoice(_PACKAGE, {})
+    first = {_TORCH: "flash-attn goes first"}
+    assert choose_flash(_NEEDS, {}) == FlashChoice(_PACKAGE, first)
     missing = {_PACKAGE: "not installed"}
     assert choose_flash(_NEEDS, missing) == FlashChoice(_TORCH, missing)
     both = {**missing, _TORCH: "torch 2.11 takes no block_table"}
@@ -137,7 +138,13 @@ def test_a_soft_cap_needs_the_package() -> None:
 
 def test_a_setting_names_one_or_none() -> None:
     assert choose_flash(_NEEDS, {}, "paged").kind is None
-    assert choose_flash(_NEEDS, {}, "torch-varlen") == FlashChoice(_TORCH, {})
+    named = {_PACKAGE: "the setting is torch-varlen"}
+    assert choose_flash(_NEEDS, {}, "torch-varlen") == FlashChoice(_TORCH, named)
+    # Also before what is said of the other kernels.
+    needs = replace(_NEEDS, kernels="triton")
+    assert choose_flash(needs, {}, "torch-varlen") == FlashChoice(_TORCH, named)
+    why = dict.fromkeys(FlashKind, "the kernels are set: triton")
+    assert choose_flash(needs, {}) == FlashChoice(None, why)
     with pytest.raises(NoSuchKernel, match="flash-attn: not installed"):
         choose_flash(_NEEDS, {_PACKAGE: "not installed"}, "flash-attn")
     with pytest.raises(NoSuchKernel, match=r"torch-varlen: .*256.*16"):
@@ -251,7 +258,9 @@ def test_a_row_without_a_query_is_no_decode() -> None:
     case = paged_case([1, 0, 1], [5, 9, 300], 256, (4, 2), 16)
     varlen = Recorder(published_varlen, case.query)
     call(PackageFlash(varlen, Recorder(published_with_kvcache, case.query)), case)
-    assert len(varlen.calls) == 1
+    [given] = varlen.calls
+    # With 1 the package takes the number of rows for that of tokens.
+    assert given["max_seqlen_q"] == 2
 
 
 def test_what_the_host_knows_is_not_asked_of_the_device() -> None:
@@ -365,3 +374,19 @@ def test_what_is_not_installed_or_cannot_be_loaded_is_missing(
             _TORCH: "libcudart.so.13: cannot open shared object file",
         },
     )
+
+
+def test_a_package_that_is_broken_is_not_said_not_to_be_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = [
+        ModuleNotFoundError("No module named 'flash_attn_2_cuda'", name="flash_attn_2_cuda"),
+        RuntimeError("built for another torch"),
+    ]
+    for error in errors:
+
+        def load(name: str, error: Exception = error) -> ModuleType:
+            raise error
+
+        monkeypatch.setattr(flash, "import_module", load)
+        assert find_flash()[1][_PACKAGE] == str(error)

@@ -14,6 +14,7 @@ from kernels.gpu.launch import (
     kv_write_rows,
     num_partitions,
     padded_dim,
+    stride_unit,
 )
 
 H200 = Gpu((9, 0), 132)
@@ -27,7 +28,7 @@ def test_tiles_fit_into_shared_memory(gpu: Gpu) -> None:
     for dtype, dim, block_size, group_size, is_decode in product(
         formats, (16, 64, 128, 256), (1, 16, 256), (1, 40, 200), (False, True)
     ):
-        rows = decode_tile_rows(group_size, dtype)
+        rows = decode_tile_rows(group_size, dtype, dim)
         launch = attention_launch(gpu, (dim, dim), dtype, dtype, block_size, rows, is_decode)
         stages = max(launch.num_stages - 1, 1)
         numbers = launch.tile_rows * dim + launch.tile_keys * 2 * dim * stages
@@ -46,8 +47,16 @@ def test_interpreted_launches_are_those_of_the_target() -> None:
     ("group_size", "rows"), [(1, 16), (5, 16), (16, 16), (17, 32), (128, 128), (200, 128)]
 )
 def test_a_token_s_heads_fill_a_tile(group_size: int, rows: int) -> None:
-    assert decode_tile_rows(group_size, torch.bfloat16) == rows
-    assert decode_tile_rows(group_size, torch.float32) == min(rows, 32)
+    assert decode_tile_rows(group_size, torch.bfloat16, 256) == rows
+    assert decode_tile_rows(group_size, torch.float32, 128) == min(rows, 32)
+    # Wide heads in single precision leave registers for no more.
+    assert decode_tile_rows(group_size, torch.float32, 256) == 16
+
+
+def test_kernels_are_told_what_the_compiler_does_not_find_out() -> None:
+    assert stride_unit([2048, 128, 16]) == 1
+    assert stride_unit([960, 120, 16]) == 8
+    assert stride_unit([960, 120, 4]) == 1
 
 
 def test_a_few_sequences_are_cut_into_enough_parts() -> None:

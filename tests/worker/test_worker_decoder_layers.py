@@ -20,7 +20,7 @@ from transformers import (
 
 from kernels.choice import Implementation, cpp_implementations
 from kernels.paged_batch import PagedBatch
-from worker_svc.attention import PagedAttention, register_attention
+from worker_svc.attention import PagedAttention, attend_with
 from worker_svc.decoder_layers import DecoderLayer, LayerStack, join_layers, layer_examples
 from worker_svc.fusing import fuse
 from worker_svc.kv_scales import KvScales
@@ -215,7 +215,7 @@ def test_all_layers_in_one_call_give_the_same_bits(
         assert attention.runs(stack.weights)
         function = attention if in_one_call else attention.__call__
         attention.begin(PagedBatch(blocks, starts, lens, 4), slots)
-        model.set_attn_implementation(register_attention(function))
+        attend_with(model, function)
         with torch.inference_mode():
             given = model(
                 input_ids=tokens, position_ids=positions.unsqueeze(0), use_cache=False

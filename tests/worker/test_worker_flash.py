@@ -7,14 +7,13 @@ import pytest
 import torch
 from paged_cases import relative_rms
 from structlog.testing import capture_logs
-from tiny_models import VOCAB_SIZE, gemma2, gpt2, llama, save_model
+from tiny_models import VOCAB_SIZE, gemma2, gpt2, gpt_oss, llama, save_model
 from torch import Tensor
-from transformers import GptOssConfig, PretrainedConfig
 from worker_driver import worker_settings
 
 from kernels.attention import PagedBatch, paged_attention_reference
 from kernels.choice import Implementation, NoSuchKernel
-from kernels.flash import FlashBatch, TorchFlash
+from kernels.flash import FlashAttention, FlashBatch, PackageFlash, TorchFlash
 from kernels.flash_choice import FLASH_SETTINGS, FlashKind
 from worker_svc import attention
 from worker_svc.attention import PagedAttention, choose_attention
@@ -22,7 +21,7 @@ from worker_svc.kv_pool import KvPool, LayerShape
 from worker_svc.model import load_model
 from worker_svc.pool_size import PoolSize
 from worker_svc.settings import WorkerSettings, WrongSettingError
-from worker_svc.torch_engine import load_engine
+from worker_svc.torch_engine import load_engine, require_e4m3
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda")
 _BLOCK_SIZE = 8
@@ -93,29 +92,9 @@ def test_all_layers_of_a_step_attend_through_it(config: Any, tmp_path: Path) -> 
         ]
 
 
-def with_sinks() -> PretrainedConfig:
-    """Which FlashAttention does not have."""
-    return GptOssConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        max_position_embeddings=96,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-
-
 @pytest.mark.parametrize(
     ("config", "softcap", "has_sinks"),
-    [(llama, None, False), (gemma2, 2.0, False), (with_sinks, None, True)],
+    [(llama, None, False), (gemma2, 2.0, False), (gpt_oss, None, True)],
 )
 def test_the_probe_sees_what_scores_go_through(
     config: Any, softcap: float | None, has_sinks: bool, tmp_path: Path
@@ -133,29 +112,55 @@ def test_every_kind_can_be_set() -> None:
 def test_the_log_says_who_attends_and_why_the_others_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch_s = TorchFlash(lambda: None)
-    found = {FlashKind.TORCH: torch_s}
-    monkeypatch.setattr(
-        attention, "find_flash", lambda: (found, {FlashKind.PACKAGE: "not installed"})
-    )
+    torch_s, package_s = TorchFlash(lambda: None), PackageFlash(lambda: None, lambda: None)
+    found: dict[FlashKind, FlashAttention] = {FlashKind.TORCH: torch_s}
+    missing = {FlashKind.PACKAGE: "not installed"}
+    monkeypatch.setattr(attention, "find_flash", lambda: (found, missing))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     with capture_logs() as logs:
         assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "auto") is torch_s
         assert choose_attention(_LAYERS, torch.float8_e5m2, 256, _GPU, "auto") is None
         assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "paged") is None
+        found[FlashKind.PACKAGE] = package_s
+        del missing[FlashKind.PACKAGE]
+        assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "auto") is package_s
+        assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "torch-varlen") is torch_s
+        assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "auto", "triton") is None
+    missing[FlashKind.PACKAGE] = "not installed"
     reason = "reads no cache of float8_e5m2 with queries of bfloat16"
+    assert {(log["event"], log["log_level"]) for log in logs} == {("attention", "info")}
     said = [{key: log[key] for key in log if key not in ("event", "log_level")} for log in logs]
-    why = "the setting is paged"
+    why, named = "the setting is paged", "the kernels are set: triton"
     assert said == [
         {"by": "torch-varlen", "not_flash_attn": "not installed"},
         {"by": "paged", "not_flash_attn": reason, "not_torch_varlen": reason},
         {"by": "paged", "not_flash_attn": why, "not_torch_varlen": why},
+        {"by": "flash-attn", "not_torch_varlen": "flash-attn goes first"},
+        {"by": "torch-varlen", "not_flash_attn": "the setting is torch-varlen"},
+        {"by": "paged", "not_flash_attn": named, "not_torch_varlen": named},
     ]
     with pytest.raises(NoSuchKernel, match="flash-attn: not installed"):
         choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "flash-attn")
+
+
+def test_the_log_says_so_when_a_model_is_loaded(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        load_engine(worker_settings(save_model(llama(), tmp_path), device="cpu"))
+    [said] = [log for log in logs if log["event"] == "attention"]
+    reason = "does not run on cpu"
+    assert said["by"] == "paged"
+    assert (said["not_flash_attn"], said["not_torch_varlen"]) == (reason, reason)
 
 
 def test_a_setting_that_cannot_serve_is_refused(tmp_path: Path) -> None:
     folder = save_model(llama(), tmp_path)
     with pytest.raises(WrongSettingError, match="--attention: torch-varlen: does not run on cpu"):
         load_engine(worker_settings(folder, device="cpu", attention="torch-varlen"))
+
+
+def test_what_a_gpu_has_no_instructions_for_is_refused() -> None:
+    require_e4m3((8, 9))
+    with pytest.raises(
+        WrongSettingError, match=r"fp8_e4m3 needs .*8\.9, .* has 8\.6; fp8_e5"
+    ):
+        require_e4m3((8, 6))

@@ -1,6 +1,8 @@
 """Which models are taken, how the pool is sized, what tells two models apart."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ import torch
 from tiny_models import MAX_MODEL_LEN, gemma2, gpt2, llama, save_model
 from transformers import BloomConfig, FalconMambaConfig, PretrainedConfig, RecurrentGemmaConfig
 from transformers.utils.import_utils import is_kernels_available
+from worker_driver import worker_settings
 
 from worker_svc.kv_pool import LayerShape, PoolSize, size_pool
 from worker_svc.model import LoadedModel, ModelError, load_model
+from worker_svc.rounds import RoundsRunner
+from worker_svc.runner import Runner
 from worker_svc.settings import WrongSettingError, parse_size
-from worker_svc.torch_engine import enough_memory
+from worker_svc.torch_engine import enough_memory, load_engine
 
 _CPU = torch.device("cpu")
 
@@ -112,3 +117,16 @@ def test_a_gpu_that_is_too_small_says_what_to_do() -> None:
     wrong = pytest.raises(WrongSettingError, match=r"does not hold.*--max-num-seqs: out of it")
     with wrong, enough_memory():
         raise torch.OutOfMemoryError("out of it")
+
+
+def test_a_cache_goes_with_its_model(tmp_path: Path) -> None:
+    """transformers knows attention functions for as long as the process lives."""
+    engine = load_engine(worker_settings(save_model(llama(), tmp_path), device="cpu"))
+    assert isinstance(engine.runner, RoundsRunner)
+    runner = engine.runner.runner
+    assert isinstance(runner, Runner)
+    caches = [weakref.ref(cache) for layer in runner._pool.layers for cache in layer]
+    assert len(caches) == 6
+    del engine, runner
+    gc.collect()
+    assert [cache() for cache in caches] == [None] * 6

@@ -27,6 +27,11 @@ from worker_svc.step_runner import StepRunner
 from worker_svc.torch_engine import load_engine
 
 BLOCK_SIZE = 4
+_DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
+# For `served_model`: on a GPU there is one way.
+STEPS_QUEUE_UP = [False, True] if _DEVICE == "cpu" else [True]
+# Of log-probabilities: a GPU's products round otherwise than a processor's.
+LOGPROBS_TOLERANCE = 5e-5 if _DEVICE == "cpu" else 3e-4
 
 
 def worker_settings(model: Path, **changes: Any) -> WorkerSettings:
@@ -36,7 +41,7 @@ def worker_settings(model: Path, **changes: Any) -> WorkerSettings:
         "block_size": BLOCK_SIZE,
         "num_blocks": 200,
         "max_num_seqs": 40,
-        "device": os.environ.get("QUIRE_TEST_DEVICE", "cpu"),
+        "device": _DEVICE,
         "threads": 1,
         **changes,
     }
