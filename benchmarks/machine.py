@@ -26,9 +26,13 @@ def description() -> dict[str, object]:
         **{name: _version(name) for name in _PACKAGES},
         "redis_server": _redis_server(),
         "commit": _commit(),
-        "load_average": os.getloadavg()[0],
-        "spin_ms": _spin_ms(),
+        **moment(),
     }
+
+
+def moment() -> dict[str, object]:
+    """What tells a slow moment of the machine."""
+    return {"load_average": os.getloadavg()[0], "spin_ms": _spin_ms()}
 
 
 def _spin_ms() -> float:

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 from benchmarks.engines.answers import answer, job
 from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS, Work
@@ -34,11 +35,15 @@ class Stack:
             for count in work.num_outputs
         ]
         prompts: list[Prompt] = list(work.prompts)
+        over = Event()
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(self._first_step_over, self._status().busy_ns)
-            began_s = time.perf_counter()
-            written = self._client.generate_all(prompts, params)
-            seconds = time.perf_counter() - began_s
+            first = pool.submit(self._first_step_over, self._status().busy_ns, over)
+            try:
+                began_s = time.perf_counter()
+                written = self._client.generate_all(prompts, params)
+                seconds = time.perf_counter() - began_s
+            finally:
+                over.set()
             before, after = first.result(), self._status()
         return {
             "seconds": seconds,
@@ -52,11 +57,11 @@ class Stack:
         """The worker's largest resident memory so far, in units of 10^6 bytes."""
         return peak_rss_mb(self._worker.pid)
 
-    def _first_step_over(self, busy_ns: int) -> WorkerStatus:
-        """What the worker has counted when its first step has landed: the pause before the work,
-        which nobody caused, is part of that step's waiting."""
-        while (status := self._status()).busy_ns == busy_ns:
-            time.sleep(_POLL_S)
+    def _first_step_over(self, busy_ns: int, over: Event) -> WorkerStatus:
+        """What the worker has counted when its first step has landed, or all is over: the pause
+        before the work, which nobody caused, is part of that step's waiting."""
+        while (status := self._status()).busy_ns == busy_ns and not over.wait(_POLL_S):
+            pass
         return status
 
     def _status(self) -> WorkerStatus:

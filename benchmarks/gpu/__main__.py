@@ -3,8 +3,10 @@
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,22 +16,26 @@ from benchmarks.gpu.device import CudaDevice, device_description
 from benchmarks.gpu.kernels import decode, prefill, writes
 from benchmarks.gpu.serving import idle, throughput
 from benchmarks.gpu.systems import ROOT
-from benchmarks.machine import description
+from benchmarks.machine import description, moment
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
 
 _NAME = "gpu"
+# Most of the tests' time is Triton's compiler.
+_TEST_PROCESSES = "8"
+_SHOWN_CHARS = 5000
 _KERNEL_TESTS = ROOT / "tests/gpu/test_gpu_kernels.py"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    measure: Callable[[Path], Part]
+    # What is known so far, again and again: a part that takes minutes may be cut off.
+    measure: Callable[[Path], Iterable[Part]]
     tests: str | None = None  # of the kernels, that must pass before
 
 
 def _of_kernel(measure: Callable[[CudaDevice], Part], tests: str) -> Benchmark:
-    return Benchmark(lambda _: measure(CudaDevice()), tests)
+    return Benchmark(lambda _: [measure(CudaDevice())], tests)
 
 
 PARTS: Mapping[str, Benchmark] = {
@@ -47,26 +53,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("No GPU here: nothing is measured.")
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
+    machine = {**description(), **device_description()}
+    machine["commit"] = options.commit or machine["commit"]
+    if options.write and machine["commit"] is None:
+        print("there is no repository to ask what is measured: say --commit, or --no-write")
+        return 2
+    passes = cache(_pass)
     failures = 0
     for name in options.parts:
         benchmark = PARTS[name]
-        if options.tests and benchmark.tests and not _pass(benchmark.tests):
+        if options.tests and benchmark.tests and not passes(benchmark.tests):
             print(f"{name} is not measured: its tests fail", flush=True)
             failures += 1
             continue
-        commit = {"commit": options.commit} if options.commit else {}
-        machine = {**description(), **device_description(), **commit}
-        part = benchmark.measure(options.folder)
-        failures += sum(not target.met for target in part.targets)
-        print(f"{markdown(part)}\n", flush=True)
-        if options.write:
-            results.write(_NAME, Measured(machine, part), tuple(PARTS))
+        failures += _measure(benchmark, options, {**machine, **moment()})
     return 1 if failures else 0
 
 
+def _measure(
+    benchmark: Benchmark, options: argparse.Namespace, machine: Mapping[str, object]
+) -> int:
+    """How many targets are missed; 1 if the part cannot be measured, which the others can."""
+    part: Part | None = None
+    try:
+        for part in benchmark.measure(options.folder):
+            if options.write:
+                results.write(_NAME, Measured(machine, part), tuple(PARTS))
+    except Exception:
+        traceback.print_exc()
+    if part is None:
+        return 1
+    print(f"{markdown(part)}\n", flush=True)
+    return sum(not target.met for target in part.targets)
+
+
 def _pass(name: str) -> bool:
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", str(_KERNEL_TESTS), "-k", name]
-    return subprocess.run(pytest, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    pytest = [sys.executable, "-m", "pytest", "-q", "-n", _TEST_PROCESSES, str(_KERNEL_TESTS)]
+    done = subprocess.run([*pytest, "-k", name], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-_SHOWN_CHARS:])
+    return not done.returncode
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -42,7 +42,8 @@ def _write_row(device: Device, num_tokens: int, block_size: int) -> Row:
     )  # fmt: skip
     blocks = torch.randperm(num_tokens // block_size, device=where).unsqueeze(1)
     slots = (blocks * block_size + torch.arange(block_size, device=where)).flatten()
-    _check_write(states[0], caches[0], slots)
+    for states_of_turn, caches_of_turn in zip(states, caches, strict=True):
+        _check_write(states_of_turn, caches_of_turn, slots)
     functions: dict[str, Turns] = {
         "ours": [
             partial(kv_write, keys, values, k_cache, v_cache, slots)
@@ -81,14 +82,15 @@ def decode(device: Device, scale: int = 1) -> Part:
         ],
         columns=[*_WHAT, Column("gbs", "GB/s", ",.0f"), *_SHARE, Column("torch", "torch", ".2f")],
         rows=rows,
-        targets=[_target(f"decode, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows[:4]],
+        targets=[_target(f"decode, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows],
     )
 
 
 def _decode_row(device: Device, shape: Shape) -> Row:
     num_turns = _num_turns(device, shape.read_bytes)
     batches = [PagedTensors(shape, device.torch_device) for _ in range(num_turns)]
-    batches[0].check()
+    for batch in batches:
+        batch.check()
     functions: dict[str, Turns] = {
         "ours": [batch.attend for batch in batches],
         "torch": [partial(batch.attend_in_order, flash=False) for batch in batches],
@@ -135,7 +137,8 @@ def prefill(device: Device, scale: int = 1) -> Part:
 def _prefill_row(device: Device, shape: Shape) -> Row:
     num_turns = _num_turns(device, shape.read_bytes)
     batches = [PagedTensors(shape, device.torch_device) for _ in range(num_turns)]
-    batches[0].check()
+    for batch in batches:
+        batch.check()
     functions: dict[str, Turns] = {
         "ours": [batch.attend for batch in batches],
         "flash": [batch.attend_in_order for batch in batches],

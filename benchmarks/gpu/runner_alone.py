@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 import torch
+from structlog.testing import capture_logs
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -104,6 +105,15 @@ class Alone:
             yield first, result.output()
 
 
+def load(settings: WorkerSettings) -> tuple[Alone, str]:
+    """With who attends, as its log says."""
+    with capture_logs() as logs:
+        alone = Alone(load_engine(settings))
+    for entry in logs:
+        print(entry)
+    return alone, next(entry["by"] for entry in logs if entry["event"] == "attention")
+
+
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """The time in which at least one of them is under way."""
     total, covered_until = 0.0, -inf
@@ -131,13 +141,12 @@ def _on_device(records: Any) -> Iterator[tuple[float, float]]:
 def main() -> None:
     prepare_memory()
     given = job()
-    settings = WorkerSettings.load([])
-    alone = Alone(load_engine(settings))
+    alone, attention = load(WorkerSettings.load([]))
     warmup, work = Work.of_json(given["warmup"]), Work.of_json(given["work"])
     answer(
         {
             "warm": lambda: alone.run(warmup),
-            "run": lambda: alone.run(work),
+            "run": lambda: {**alone.run(work), "attention": attention},
             "decode": lambda: [
                 {"num_rows": rows, "seq_len": 1024, **alone.decode(rows, 1024)}
                 for rows in given["decode_rows"]

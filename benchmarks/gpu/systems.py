@@ -66,7 +66,8 @@ def _start(
 ) -> Host:
     work = workload()
     # Other tokens: no prefix cache shall know the work itself.
-    warmup = Work([prompt[::-1] for prompt in work.prompts[:32]], [32] * 32, work.temperature)
+    prompts = [prompt[::-1] for prompt in work.prompts[:32]]
+    warmup = Work(prompts, [32] * len(prompts), work.temperature)
     return Host(
         f"gpu-{module}",
         [sys.executable, "-m", f"benchmarks.gpu.{module}"],

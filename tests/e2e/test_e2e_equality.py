@@ -30,8 +30,8 @@ NUM_REQUESTS = 32
 # Seeds of weights whose outputs vary on all the prompts.
 WEIGHTS = {"llama": 0, "qwen3": 0, "gemma2": 4, "gpt2": 3}
 
-# Of log-probabilities: batches round each in its own way.
-TOLERANCE = 1e-4
+# Of log-probabilities: batches round each in its own way, and GPUs a little more.
+TOLERANCE = 3e-4 if torch.cuda.is_available() else 1e-4
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SETTINGS = {

@@ -1,24 +1,31 @@
 """What measures a GPU, with a processor in its place: the work, the tables, that it all runs."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import llama, save_model
 
+from benchmarks.engines.host import EngineError
 from benchmarks.engines.workload import Work
 from benchmarks.gpu import __main__ as main
+from benchmarks.gpu import serving
 from benchmarks.gpu.device import Turns
 from benchmarks.gpu.kernels import decode, prefill, writes
 from benchmarks.gpu.paged import PagedTensors, Shape
-from benchmarks.gpu.runner_alone import Alone, covered
-from benchmarks.gpu.serving import idle_part, runner_row, stack_row, throughput_part
+from benchmarks.gpu.runner_alone import covered, load
+from benchmarks.gpu.serving import (
+    idle_part,
+    runner_row,
+    stack_row,
+    throughput,
+    throughput_part,
+)
 from benchmarks.gpu.workload import MAX_MODEL_LEN, workload
-from benchmarks.report import markdown
+from benchmarks.report import Part, markdown
 from worker_svc.settings import WorkerSettings
-from worker_svc.torch_engine import load_engine
 
 
 class HostDevice:
@@ -73,7 +80,8 @@ def test_the_runner_alone_runs_the_work(tmp_path: Path) -> None:
         max_num_seqs=4,
         max_num_batched_tokens=16,
     )
-    alone = Alone(load_engine(settings))
+    alone, attention = load(settings)
+    assert attention == "paged"
     work = Work([[1, 2, 3]] * 6, [5] * 6, 0.6)
     for _ in range(2):
         found = alone.run(work)
@@ -82,22 +90,100 @@ def test_the_runner_alone_runs_the_work(tmp_path: Path) -> None:
     decoded = alone.decode(2, 20, num_steps=4)
     assert decoded["step_ms"] > decoded["between_ms"] >= 0
     assert decoded["busy_ms"] is None
-    row = runner_row("alone", work, [found])
+    answer = {**found, "attention": attention}
+    row = runner_row("alone", work, [answer])
     assert row["decode_ms"] > 0
-    assert 0 <= row["idle_share"] < 1
+    assert 0 <= row["between_share"] < 1
+    assert runner_row("alone", work, [answer], has_graphs=False)["between_share"] is None
 
 
 def test_the_stack_is_held_against_its_runner() -> None:
     sums = {"waiting_ns": 1e6, "preparing_ns": 1e6, "forward_ns": 7e6, "sampling_ns": 1e6}
-    answer = {"seconds": 10.0, "times": {"decode": {**sums, "steps": 5}}}
+    times = {"decode": {**sums, "steps": 5}}
+    answer = {"seconds": 10.0, "times": times, "attention": "paged"}
     work = Work([[1]], [100])
     alone = runner_row("the runner", work, [answer])
     assert alone["decode_ms"] == pytest.approx(2.0)
-    assert alone["idle_share"] == pytest.approx(0.1)
-    stack = stack_row("the stack", work, [{"seconds": 10.5, "idle_s": 1.0, "busy_s": 9.0}])
-    part = throughput_part(work, [alone, stack])
+    assert alone["between_share"] == pytest.approx(0.2)
+    stack = stack_row("the stack", work, [{"seconds": 10.5}])
+    other = {**alone, "tokens_per_s": 1000.0}
+    part = throughput_part(work, [alone, stack, other])
     assert [target.met for target in part.targets] == [True]
     assert part.targets[0].measured == "0.95"
+    assert throughput_part(work, [alone]).targets == throughput_part(work, [stack]).targets == []
+
+
+class Answering:
+    """A system in a process of its own; "broken" has ended when it is asked."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> "Answering":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ask(self, command: str) -> object:
+        if self._kind == "broken":
+            raise EngineError("it has ended")
+        sums = {"waiting_ns": 1, "preparing_ns": 1, "forward_ns": 7, "sampling_ns": 1, "steps": 5}
+        return {"seconds": 10.0, "times": {"decode": sums}, "attention": self._kind}
+
+
+def test_a_system_that_fails_costs_no_figures_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_runner(folder: Path, block_size: int, **settings: object) -> Answering:
+        return Answering("broken" if settings.get("enable_torch_compile") else "paged")
+
+    monkeypatch.setattr(serving, "start_runner", start_runner)
+    monkeypatch.setattr(serving, "start_stack", lambda folder, block_size: Answering("stack"))
+    parts = list(throughput(tmp_path))
+    assert [len(part.rows) for part in parts] == [1, 2, 3, 3, 3, 4, 5]
+    assert [len(part.targets) for part in parts] == [0, *[1] * 6]
+    missing = [note for note in parts[-1].notes if note.startswith("Not measured")]
+    assert [("compiled" in note) for note in missing] == [True, True]
+
+
+def test_a_part_that_fails_costs_no_figures_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part(name: str) -> Part:
+        return Part(name, name.upper(), [], [], [], [])
+
+    def breaks_off(folder: Path) -> Iterator[Part]:
+        yield part("half")
+        raise RuntimeError("cut off")
+
+    def fails(folder: Path) -> Iterator[Part]:
+        raise RuntimeError("not at all")
+
+    parts = {
+        "half": main.Benchmark(breaks_off),
+        "none": main.Benchmark(fails),
+        "untested": main.Benchmark(lambda folder: [part("untested")], "no such test"),
+        "whole": main.Benchmark(lambda folder: [part("whole")]),
+    }
+    written: list[str] = []
+    monkeypatch.setattr(main, "PARTS", parts)
+    monkeypatch.setattr(main, "_pass", lambda name: False)
+    monkeypatch.setattr(main, "device_description", dict)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        main.results, "write", lambda name, measured, order: written.append(measured.part.name)
+    )
+    folder = ["--folder", str(tmp_path)]
+    assert main.main([*folder, "--commit", "abc"]) == 1
+    assert written == ["half", "whole"]
+    said = capsys.readouterr()
+    assert "untested is not measured" in said.out
+    assert "not at all" in said.err
+    # Without a repository somebody has to say what was measured.
+    monkeypatch.setattr(main, "description", lambda: {"commit": None})
+    assert main.main(folder) == 2
+    assert main.main([*folder, "--no-write", "whole"]) == 0
 
 
 def test_idle_time_is_what_no_record_covers() -> None:

@@ -160,7 +160,5 @@ def test_a_setting_that_cannot_serve_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_gpu_has_no_instructions_for_is_refused() -> None:
     require_e4m3((8, 9))
-    with pytest.raises(
-        WrongSettingError, match=r"fp8_e4m3 needs .*8\.9, .* has 8\.6; fp8_e5"
-    ):
+    with pytest.raises(WrongSettingError, match=r"fp8_e4m3 needs .*8\.9, .* has 8\.6; fp8_e5"):
         require_e4m3((8, 6))

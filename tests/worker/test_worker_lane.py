@@ -10,6 +10,7 @@ import grpc
 import pytest
 from tiny_models import Reference, llama, save_model
 from worker_driver import (
+    STEPS_QUEUE_UP,
     Driver,
     LaneClient,
     Sampling,
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama(), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(params=[False, True], ids=["steps at once", "steps queue up"])
+@pytest.fixture(params=STEPS_QUEUE_UP)
 async def worker(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[ServedWorker]:
     sizes = {"swap_space": 2**16, "num_blocks": 300}
     async with served_model(model, steps_queue_up=request.param, **sizes) as worker:

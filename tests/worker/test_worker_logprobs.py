@@ -9,6 +9,8 @@ import torch
 from tiny_models import FAMILIES, save_model
 from transformers import AutoModelForCausalLM
 from worker_driver import (
+    LOGPROBS_TOLERANCE,
+    STEPS_QUEUE_UP,
     LaneClient,
     Sampling,
     Sequence,
@@ -22,8 +24,6 @@ from worker_driver import (
 from quire.internal.v1 import worker_pb2
 
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
-# float32 and logits of some tens; the shape of a batch changes the order of sums.
-_TOLERANCE = 5e-5
 _Entries = list[tuple[int, int, float]]  # token id, rank, log-probability
 
 
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_model(FAMILIES[request.param](), tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(params=[False, True], ids=["steps at once", "steps queue up"])
+@pytest.fixture(params=STEPS_QUEUE_UP)
 async def worker(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[ServedWorker]:
     async with served_model(model, steps_queue_up=request.param) as worker:
         yield worker
@@ -98,7 +98,7 @@ async def test_they_are_those_of_transformers(worker: ServedWorker, model: Path)
             zip(best.indices.tolist(), range(1, 6), strict=True)
         )
         for token, _, logprob in (chosen, *top):
-            assert logprob == pytest.approx(expected[token].item(), abs=_TOLERANCE)
+            assert logprob == pytest.approx(expected[token].item(), abs=LOGPROBS_TOLERANCE)
         tokens.append(chosen[0])
 
 
@@ -112,7 +112,7 @@ async def test_they_are_the_same_alone_and_in_a_batch(worker: ServedWorker) -> N
         expected, found = entries_by_row(one)[0], entries_by_row(together)[2]
         assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
         for a, b in zip(found, expected, strict=True):
-            assert a[2] == pytest.approx(b[2], abs=_TOLERANCE)
+            assert a[2] == pytest.approx(b[2], abs=LOGPROBS_TOLERANCE)
 
 
 async def test_nothing_is_said_where_nobody_asks(worker: ServedWorker) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, Reference, save_model
-from worker_driver import BLOCK_SIZE, Driver, LaneClient, Sequence, served_model
+from worker_driver import BLOCK_SIZE, STEPS_QUEUE_UP, Driver, LaneClient, Sequence, served_model
 
 _MODELS = FAMILIES | MIXTURES
 _NUM_TOKENS = 24
@@ -23,7 +23,7 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("steps_queue_up", [False, True])
+@pytest.mark.parametrize("steps_queue_up", STEPS_QUEUE_UP)
 async def test_equals_generate(model: Path, steps_queue_up: bool) -> None:
     reference = Reference(model)
     async with served_model(model, steps_queue_up=steps_queue_up) as worker:

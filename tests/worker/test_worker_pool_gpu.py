@@ -1,5 +1,6 @@
 """What a GPU's memory is really filled with."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def empty_gpu() -> None:
+    """What the test before has left would be taken for others'."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])

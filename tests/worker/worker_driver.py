@@ -30,7 +30,8 @@ BLOCK_SIZE = 4
 _DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 # For `served_model`: on a GPU there is one way.
 STEPS_QUEUE_UP = [False, True] if _DEVICE == "cpu" else [True]
-# Of log-probabilities: a GPU's products round otherwise than a processor's.
+# Of log-probabilities, in float32 and of logits of some tens: the shape of a batch changes the
+# order of sums, and a GPU's products of queries and keys round a little more.
 LOGPROBS_TOLERANCE = 5e-5 if _DEVICE == "cpu" else 3e-4
 
 

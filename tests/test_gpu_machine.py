@@ -1,0 +1,79 @@
+"""`make test-gpu` and `make bench-gpu` on a machine with torch and no network: what they import is
+there, or among what `make gpu-packages` gathers."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from scripts.requirements import requirements
+
+_ROOT = Path(__file__).resolve().parent.parent
+_OURS = {
+    "benchmarks",
+    "demo",
+    "gateway_svc",
+    "kernels",
+    "quire",
+    "scheduler_svc",
+    "scripts",
+    "worker_svc",
+}
+# Of the machine that the CUDA part is built for; the second line is what packages of it bring.
+_THERE = {
+    *("torch", "triton", "transformers", "grpc", "google", "numpy", "safetensors", "tokenizers"),
+    *("jinja2", "huggingface_hub", "click", "packaging", "typing_extensions"),
+    *("pytest", "hypothesis", "rich", "typer"),
+}
+# Where a package is not imported by its own name, or brings another one.
+_MODULES = {
+    "grpcio-health-checking": ("grpc_health",),
+    "grpcio-reflection": ("grpc_reflection",),
+    "grpcio-status": ("grpc_status",),
+    "grpcio-tools": ("grpc_tools",),
+    "pydantic-settings": ("pydantic_settings", "pydantic", "pydantic_core"),
+    "pytest-xdist": ("xdist",),
+}
+# Imported where it is tried whether they are there.
+_OPTIONAL = {"flash_attn", "vllm"}
+
+
+def imported(folder: str) -> dict[str, str]:
+    """Top-level names of modules that are neither Python's nor ours, each with a file that imports
+    it; stubs are not looked at."""
+    found: dict[str, str] = {}
+    for path in (_ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            found.update((name.partition(".")[0], str(path)) for name in names)
+    helpers = {path.stem for path in (_ROOT / "tests").rglob("*.py")}
+    known = sys.stdlib_module_names | _OURS | helpers
+    return {name: path for name, path in found.items() if name not in known}
+
+
+def gathered() -> set[str]:
+    """Modules of what the target downloads."""
+    recipe = (_ROOT / "Makefile").read_text().partition("\ngpu-packages:")[2].partition("\n\n")[0]
+    names: list[str] = []
+    for extra, chosen in re.findall(r"requirements\.py (\w+)(?: \| grep -E '(.*)')?", recipe):
+        required = requirements(tomllib.loads((_ROOT / "pyproject.toml").read_text()), extra)
+        names += [line for line in required if re.search(chosen, line)]
+    assert names
+    packages = [re.split(r"[^\w-]", name)[0] for name in names]
+    return {
+        module
+        for package in packages
+        for module in _MODULES.get(package, (package.replace("-", "_"),))
+    }
+
+
+def test_what_tests_and_benchmarks_import_is_there() -> None:
+    there = _THERE | _OPTIONAL | gathered()
+    for folder in ("tests", *sorted(_OURS - {"demo", "scripts"})):
+        missing = {name: path for name, path in imported(folder).items() if name not in there}
+        assert not missing
