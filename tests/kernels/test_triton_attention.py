@@ -1,20 +1,31 @@
 """Paged attention in Triton, against the twin, with everything unseen poisoned."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from paged_cases import FP8, PagedCase, paged_case, relative_rms
+from paged_cases import FP8, PagedCase, apart, paged_case, relative_rms
 from pairwise import pairwise
 from triton_devices import DEVICES, skip_what_is_not_interpreted
 
 from kernels.attention import PagedBatch, paged_attention, paged_attention_reference
-from kernels.choice import Implementation
+from kernels.choice import HAS_TRITON, Implementation, interprets_triton
 
 _SCALE = 0.2
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 E4M3, E5M2 = FP8
+# Of queries, and of the numbers that are in the caches.
+Formats = tuple[torch.dtype, torch.dtype]
+_SINGLE: Formats = (torch.float32, torch.float32)
+_HALF: Formats = (torch.float16, torch.float16)
+_EIGHT_BITS: Formats = (torch.float16, E4M3)
+_FORMATS = [_SINGLE, _HALF, *product((torch.float32, torch.float16), FP8)]
+_MIXED_FORMATS: list[Formats] = [(torch.float32, torch.float16), (torch.float16, torch.float32)]
+_ALL_FORMATS = [*_FORMATS, *_MIXED_FORMATS]
 
 # Queries and lengths of sequences: decoded tokens, whole prompts, chunks, prompts with cached
 # prefixes, rows without queries, exact multiples of a block.
@@ -22,23 +33,54 @@ _DECODE = ((1, 1, 1, 1), (1, 63, 100, 129))
 _PROMPTS = ((63, 0), (63, 5))
 _CHUNKS = ((20, 7), (129, 100))
 _MIXED = ((1, 16, 1, 9), (64, 64, 129, 100))
-_FACTORS = {
-    "heads": [(4, 4), (8, 2), (5, 1), (32, 8)],
-    "head_dim": [64, 80, 96, 128, 256],
+_FACTORS: dict[str, Sequence[Any]] = {
+    # The dearest first, which are in the fewest combinations then.
+    "heads": [(32, 8), (4, 4), (8, 2), (5, 1), (14, 2), (16, 2)],
+    "head_dim": [64, 80, 96, 128, 256, 120],
     "lengths": [_DECODE, _PROMPTS, _CHUNKS, _MIXED],
     "block_size": [8, 16, 32, 64, 128, 256],
-    "dtypes": [
-        (torch.float32, torch.float32),
-        (torch.float16, torch.float16),
-        (torch.float32, E4M3),
-        (torch.float16, E5M2),
-    ],
+    "dtypes": _FORMATS,
     "window": [None, 4, 64],
     "softcap": [None, 50.0],
-    "sinks": [False, True],
+    "sinks": [None, torch.float32, torch.float16],
     "alibi": [False, True],
-    "partition_keys": [None, 64],
+    "partition_keys": [None, 64, 128],
 }
+_IN_BFLOAT16: dict[str, Sequence[Any]] = {
+    "dtypes": [(torch.bfloat16, cache_dtype) for cache_dtype in (torch.bfloat16, E4M3, E5M2)],
+    "sinks": [None, torch.float32, torch.bfloat16],
+}
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU reads them. The interpreter takes NaN and infinity for large numbers, which a weight
+    of 0 would hide, and in half precision the smallest numbers of e5m2 for 0."""
+    if not (HAS_TRITON and interprets_triton()):
+        return
+    interpreter = import_module("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+    codes = torch.arange(256, dtype=torch.uint8)
+    tables = {
+        (source, target): codes.view(cache_dtype).to(dtype).numpy()
+        for source, cache_dtype in (("fp8e4nv", E4M3), ("fp8e5", E5M2))
+        for target, dtype in (("fp32", torch.float32), ("fp16", torch.float16))
+    }
+
+    def converted(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
+        table = tables.get((str(source), str(target)))
+        return convert(numbers, source, target, rounding) if table is None else table[numbers]
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def slow(*values: Any) -> Any:
+    """A parameter whose tests are left to `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def mostly_slow(values: Sequence[Any], *fast: Any) -> list[Any]:
+    return [value if value in fast else slow(value) for value in values]
 
 
 def assert_equals_the_twin(case: PagedCase, device: str, options: dict[str, Any]) -> None:
@@ -61,7 +103,7 @@ def attend(case: PagedCase, device: str, options: dict[str, Any]) -> torch.Tenso
         query_start_loc=case.batch.query_start_loc.to(device),
         seq_lens=case.batch.seq_lens.to(device),
     )
-    moved = {
+    on_device = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in options.items()
     }
@@ -69,32 +111,42 @@ def attend(case: PagedCase, device: str, options: dict[str, Any]) -> torch.Tenso
     out = torch.full(shape, torch.nan, dtype=case.query.dtype, device=device)
     given = paged_attention(
         case.query.to(device),
-        case.k_cache.to(device),
-        case.v_cache.to(device),
+        moved(case.k_cache, device),
+        moved(case.v_cache, device),
         batch,
         scale=_SCALE,
         implementation=Implementation.TRITON,
         out=out,
-        **moved,
+        **on_device,
     )
     assert given is out
     return out.cpu()
 
 
+def moved(cache: torch.Tensor, device: str) -> torch.Tensor:
+    """With its strides, which `to` does not keep of what lies apart."""
+    if device == "cpu":
+        return cache
+    strides = cache.stride()
+    return torch.empty_strided(cache.shape, strides, dtype=cache.dtype, device=device).copy_(cache)
+
+
 def case_of(factors: dict[str, Any]) -> PagedCase:
     query_lens, seq_lens = map(list, factors["lengths"])
-    return paged_case(
+    case = paged_case(
         query_lens, seq_lens, factors["block_size"], factors["heads"], factors["head_dim"]
     )
+    return case.to(*factors["dtypes"])
 
 
 def options_of(factors: dict[str, Any]) -> dict[str, Any]:
     num_heads = factors["heads"][0]
     eight_bits = factors["dtypes"][1].itemsize == 1
+    sinks = factors["sinks"]
     return {
         "sliding_window": factors["window"],
         "softcap": factors["softcap"],
-        "sinks": torch.linspace(-2, 3, num_heads) if factors["sinks"] else None,
+        "sinks": None if sinks is None else torch.linspace(-2, 3, num_heads).to(sinks),
         "alibi_slopes": 2.0 ** -torch.linspace(1, 8, num_heads) if factors["alibi"] else None,
         "k_scale": 0.7 if eight_bits else 1.0,
         "v_scale": 2.5 if eight_bits else 1.0,
@@ -105,16 +157,28 @@ def options_of(factors: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
 def test_every_two_features_together(factors: dict[str, Any], device: str) -> None:
-    case = case_of(factors)
-    dtype, cache_dtype = factors["dtypes"]
-    assert_equals_the_twin(case.to(dtype, cache_dtype), device, options_of(factors))
+    assert_equals_the_twin(case_of(factors), device, options_of(factors))
+
+
+# Not on a GPU, where all this would have to be compiled.
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES[:1])
+@pytest.mark.parametrize(
+    "factors", pairwise({k: v for k, v in _FACTORS.items() if k != "dtypes"}), ids=str
+)
+@pytest.mark.parametrize("dtypes", [f for f in _ALL_FORMATS if f[0] != f[1]], ids=str)
+def test_every_two_features_together_in_every_format(
+    dtypes: Formats, factors: dict[str, Any], device: str
+) -> None:
+    factors = {**factors, "dtypes": dtypes}
+    assert_equals_the_twin(case_of(factors), device, options_of(factors))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", _FACTORS["head_dim"])
-@pytest.mark.parametrize("heads", _FACTORS["heads"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1), (32, 8)])
 def test_every_feature_with_every_other(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -123,19 +187,16 @@ def test_every_feature_with_every_other(
     }
     query_lens, seq_lens = [1, 63, 1, 0, 7, 1, 16], [1, 63, 129, 5, 128, 63, 64]
     case = paged_case(query_lens, seq_lens, 16, heads, head_dim).to(dtype)
-    for chosen in pairwise(factors):
+    for chosen in pairwise(factors | {"sinks": [None, torch.float32]}):
         options = options_of(chosen | {"heads": heads, "dtypes": (dtype, dtype)})
         assert_equals_the_twin(case, device, options)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
+@pytest.mark.parametrize("factors", pairwise(_FACTORS | _IN_BFLOAT16), ids=str)
 def test_every_two_features_together_in_bfloat16(factors: dict[str, Any]) -> None:
-    case = case_of(factors)
-    cache_dtype = factors["dtypes"][1]
-    cache_dtype = cache_dtype if cache_dtype.itemsize == 1 else torch.bfloat16
-    assert_equals_the_twin(case.to(torch.bfloat16, cache_dtype), "cuda", options_of(factors))
+    assert_equals_the_twin(case_of(factors), "cuda", options_of(factors))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,14 +206,17 @@ def test_blocks_of_odd_sizes(block_size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(1, 1), (12, 7), (7, 33), (192, 128)])
-def test_heads_of_odd_sizes(head_dim: int, v_head_dim: int, device: str) -> None:
-    case = paged_case([1, 20], [70, 50], 8, (6, 2), head_dim, v_head_dim)
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"), [(1, 1), (12, 7), (7, 33), (72, 88), (88, 120), (192, 128)]
+)
+@pytest.mark.parametrize("dtypes", mostly_slow(_ALL_FORMATS, _SINGLE, _EIGHT_BITS), ids=str)
+def test_heads_of_odd_sizes(dtypes: Formats, head_dim: int, v_head_dim: int, device: str) -> None:
+    case = paged_case([1, 20], [70, 50], 8, (6, 2), head_dim, v_head_dim).to(*dtypes)
     assert_equals_the_twin(case, device, {"partition_keys": 32})
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group_size", [3, 16, 71, 150])
+@pytest.mark.parametrize("group_size", [2, 7, 8, 9, 71, *map(slow, (3, 16, 128, 150))])
 def test_one_key_head_for_many(group_size: int, device: str) -> None:
     case = paged_case([1, 2, 5], [77, 90, 50], 16, (group_size, 1), 64)
     assert_equals_the_twin(case, device, {"partition_keys": 64})
@@ -160,7 +224,7 @@ def test_one_key_head_for_many(group_size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("partition_keys", [None, 64, 1000])
+@pytest.mark.parametrize("partition_keys", [63, *map(slow, (None, 17, 64, 128, 1000))])
 def test_lengths_at_the_edges_of_partitions(partition_keys: int | None, device: str) -> None:
     lengths = [length for edge in (64, 128) for length in (edge - 1, edge, edge + 1)]
     case = paged_case([1, 2, 1, 1, 1, 2], lengths, 16, (4, 2), 64)
@@ -169,8 +233,67 @@ def test_lengths_at_the_edges_of_partitions(partition_keys: int | None, device: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [64, slow(None)])
+@pytest.mark.parametrize("dtypes", mostly_slow(_ALL_FORMATS, _EIGHT_BITS), ids=str)
+def test_lengths_at_the_edges_of_the_largest_blocks(
+    dtypes: Formats, window: int | None, device: str
+) -> None:
+    case = paged_case([1, 256, 1, 40, 130], [255, 256, 257, 512, 600], 256, (8, 2), 64)
+    for partition_keys in (None, 64):
+        options = {"sliding_window": window, "partition_keys": partition_keys}
+        assert_equals_the_twin(case.to(*dtypes), device, options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_few_long_sequences_are_partitioned_by_itself(device: str) -> None:
     assert_equals_the_twin(paged_case([1, 1], [1300, 40], 16, (4, 2), 64), device, {})
+
+
+_OF_MANY_PARTS = {
+    "window": [None, 800],
+    "softcap": [None, 50.0],
+    "sinks": [None, torch.float32],
+    "alibi": [False, True],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "factors",
+    [
+        factors if index < 2 else slow(factors)
+        for index, factors in enumerate(pairwise(_OF_MANY_PARTS))
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtypes", mostly_slow([_SINGLE, _HALF], _SINGLE), ids=str)
+def test_more_parts_than_are_merged_at_once(
+    dtypes: Formats, factors: dict[str, Any], device: str
+) -> None:
+    # Of tiles of 32 or 64 keys: more than the 16 that are merged in one pass.
+    case = paged_case([1, 3], [700, 1100], 16, (2, 1), 64).to(*dtypes)
+    of_parts = {"heads": (2, 1), "dtypes": dtypes, "partition_keys": 32}
+    assert_equals_the_twin(case, device, options_of(factors | of_parts))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cache_dtype", [*FP8, slow(torch.float16)])
+def test_every_number_of_a_format_is_read_right(cache_dtype: torch.dtype, device: str) -> None:
+    # Attention to one key is its value.
+    size = cache_dtype.itemsize
+    bits = torch.arange(256**size).to(torch.uint8 if size == 1 else torch.uint16)
+    values = bits.view(cache_dtype).float()
+    values = values.where(values.isfinite(), 0.0).to(cache_dtype).view(-1, 1, 1, 256)
+    num_seqs = len(values)
+    batch = PagedBatch(
+        torch.arange(num_seqs, dtype=torch.int32).unsqueeze(1),
+        torch.arange(num_seqs + 1),
+        torch.ones(num_seqs, dtype=torch.int64),
+        block_size=1,
+    )
+    keys = torch.ones(num_seqs, 1, 1, 1).to(cache_dtype)
+    out = attend(PagedCase(torch.ones(num_seqs, 1, 1), keys, values, batch), device, {})
+    assert torch.equal(out, values.float().view_as(out))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,8 +305,11 @@ def test_whole_prompts(window: int | None, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("partition_keys", [None, 16])
-def test_blocks_outside_the_window_are_not_read(partition_keys: int | None, device: str) -> None:
-    window = 20
+@pytest.mark.parametrize("window", [20, *map(slow, (4, 64))])
+@pytest.mark.parametrize("dtypes", mostly_slow(_ALL_FORMATS, _SINGLE, _EIGHT_BITS), ids=str)
+def test_blocks_outside_the_window_are_not_read(
+    dtypes: Formats, window: int, partition_keys: int | None, device: str
+) -> None:
     case = paged_case([1, 30, 1, 5], [200, 200, 64, 21], 8, (4, 2), 64)
     query_lens = case.batch.query_lens.tolist()
     for seq, seq_len in enumerate(case.batch.seq_lens.tolist()):
@@ -193,15 +319,43 @@ def test_blocks_outside_the_window_are_not_read(partition_keys: int | None, devi
             case.k_cache[block, position % 8] = torch.nan
             case.v_cache[block, position % 8] = torch.nan
     options = {"sliding_window": window, "partition_keys": partition_keys}
-    assert_equals_the_twin(case, device, options)
+    assert_equals_the_twin(case.to(*dtypes), device, options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_sequences_share_the_blocks_of_a_prefix(device: str) -> None:
+@pytest.mark.parametrize("window", [64, *map(slow, (None, 4))])
+@pytest.mark.parametrize("dtypes", mostly_slow(_ALL_FORMATS, *_MIXED_FORMATS), ids=str)
+def test_sequences_share_the_blocks_of_a_prefix(
+    dtypes: Formats, window: int | None, device: str
+) -> None:
     case = paged_case([4, 1, 60], [100, 90, 124], 16, (4, 2), 64)
     case.batch.block_table[1:, :4] = case.batch.block_table[0, :4]
-    assert_equals_the_twin(case, device, {})
-    assert_equals_the_twin(case, device, {"partition_keys": 64})
+    for partition_keys in (None, 64):
+        options = {"sliding_window": window, "partition_keys": partition_keys}
+        assert_equals_the_twin(case.to(*dtypes), device, options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [4, slow(64)])
+@pytest.mark.parametrize("dtypes", mostly_slow(_ALL_FORMATS, _HALF), ids=str)
+def test_rows_that_see_nothing_of_the_first_tile(dtypes: Formats, window: int, device: str) -> None:
+    """The last queries of a tile begin to see keys after its first ones: of many tokens, and of a
+    few, whole and in parts, of which some have nothing."""
+    case = paged_case([200, 16, 1], [300, 76, 9], 16, (2, 2), 64).to(*dtypes)
+    for sinks, partition_keys in product((None, torch.linspace(-2, 3, 2)), (None, 16)):
+        options = {"sliding_window": window, "sinks": sinks, "partition_keys": partition_keys}
+        assert_equals_the_twin(case, device, options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 4)], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [64, *map(slow, (None, 4))])
+def test_empty_sequences_beside_partitioned_ones(
+    window: int | None, sinks: torch.Tensor | None, device: str
+) -> None:
+    case = paged_case([1, 1, 0, 100, 3], [300, 0, 0, 100, 0], 16, (4, 2), 64)
+    options = {"sliding_window": window, "sinks": sinks, "partition_keys": 64}
+    assert_equals_the_twin(case, device, options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -245,6 +399,17 @@ def test_tensors_as_models_give_them(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("partition_keys", [None, 64])
+@pytest.mark.parametrize("dtypes", mostly_slow(_ALL_FORMATS, _SINGLE, _EIGHT_BITS), ids=str)
+def test_caches_are_views_of_larger_ones(
+    dtypes: Formats, partition_keys: int | None, device: str
+) -> None:
+    case = paged_case([1, 20], [100, 50], 16, (4, 2), 64).to(*dtypes)
+    views = replace(case, k_cache=apart(case.k_cache), v_cache=apart(case.v_cache))
+    assert_equals_the_twin(views, device, {"partition_keys": partition_keys})
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", [1e-3, 100.0])
 def test_scores_of_any_size(scale: float, device: str) -> None:
     case = paged_case([1, 40], [100, 40], 8, (4, 2), 64)
@@ -256,16 +421,21 @@ def with_bounds(batch: PagedBatch, max_query_len: int, max_seq_len: int) -> Page
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bounds_need_not_be_reached(device: str) -> None:
+@pytest.mark.parametrize(
+    ("max_query_len", "max_seq_len", "partition_keys"),
+    [(1, 200, 32), slow(1, 100, 32), slow(1, 3000, None), slow(99, 5000, None)],
+)
+def test_bounds_need_not_be_reached(
+    max_query_len: int, max_seq_len: int, partition_keys: int | None, device: str
+) -> None:
     """As in a graph that was captured for longer sequences and more rows: padding rows have a
     token and length 0."""
     case = paged_case([1, 1, 1, 1], [77, 100, 0, 0], 16, (4, 2), 64)
     expected = attend(case, device, {})
-    for *bounds, partition_keys in ((1, 100, 32), (1, 200, 32), (1, 3000, None), (99, 5000, None)):
-        bounded = replace(case, batch=with_bounds(case.batch, *bounds))
-        out = attend(bounded, device, {"partition_keys": partition_keys})
-        assert relative_rms(out[:2], expected[:2]) < 1e-5
-        assert not out[2:].any()
+    bounded = replace(case, batch=with_bounds(case.batch, max_query_len, max_seq_len))
+    out = attend(bounded, device, {"partition_keys": partition_keys})
+    assert relative_rms(out[:2], expected[:2]) < 1e-5
+    assert not out[2:].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -27,6 +27,16 @@ def caches(
     ]
 
 
+def caches_of_any_bits(num_blocks: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Keys and values of a model's size. Among the bits is whatever can be no number."""
+    draw = torch.Generator().manual_seed(num_blocks)
+    size = num_blocks * 16 * 8 * 128 * dtype.itemsize // 8
+    words = torch.empty(2, size, dtype=torch.int64).random_(generator=draw)
+    # Of random words, none is negative.
+    words[1] = ~words[1]
+    return list(words.to(device).view(dtype).view(2, num_blocks, 16, 8, 128))
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -65,15 +75,52 @@ def test_swaps_all_layers(device: str, dims: str, dtype: torch.dtype) -> None:
         ([1, 2, 3], [2, 3, 1]),
     ],
 )
+@pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("dims", _DIMS)
 def test_copies_within_all_layers(
-    device: str, dims: str, source_ids: list[int], destination_ids: list[int]
+    device: str,
+    dims: str,
+    dtype: torch.dtype,
+    source_ids: list[int],
+    destination_ids: list[int],
 ) -> None:
-    layers, expected = caches(dims, 5, device), on_host(caches(dims, 5, device))
+    layers = caches(dims, 5, device, dtype)
+    expected = on_host(layers)
     ids = (torch.tensor(source_ids).long(), torch.tensor(destination_ids).long())
     swap_blocks_reference(expected, expected, *ids)
     copy_blocks(layers, *ids, implementation=Implementation.TRITON)
     assert_same_bytes(layers, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_moves"),
+    [
+        (torch.float8_e4m3fn, 63),
+        *(
+            pytest.param(dtype, num_moves, marks=pytest.mark.slow)
+            for dtype, num_moves in (
+                *((torch.float32, 63), (torch.float16, 129), (torch.bfloat16, 63)),
+                *((torch.float8_e4m3fn, 129), (torch.float8_e5m2, 129)),
+            )
+        ),
+    ],
+)
+def test_blocks_of_models_are_moved_bit_for_bit(
+    device: str, dtype: torch.dtype, num_moves: int
+) -> None:
+    """Within a cache, most of them are sources and destinations at once."""
+    layers, others = (caches_of_any_bits(number, device, dtype) for number in (135, 140))
+    draw = torch.Generator().manual_seed(num_moves)
+    ids = [torch.randperm(135, generator=draw)[:num_moves] for _ in range(2)]
+    for sources, destinations in ((layers, others), (layers, layers)):
+        # Bytes: not all of torch's operations know 8-bit numbers.
+        expected = [cache.view(torch.uint8) for cache in on_host(destinations)]
+        swap_blocks_reference([c.view(torch.uint8) for c in on_host(sources)], expected, *ids)
+        if destinations is sources:
+            copy_blocks(layers, *ids, implementation=Implementation.TRITON)
+        else:
+            swap_blocks(sources, destinations, *ids, implementation=Implementation.TRITON)
+        assert_same_bytes(destinations, expected)
 
 
 def test_more_blocks_than_programs_and_blocks_of_many_splits(

@@ -1,74 +1,114 @@
 """Writing cache entries in Triton, against the twin."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from kv_write_cases import SIZES, bits, kv_write_case
 from paged_cases import FP8
-from triton_devices import DEVICES, skip_what_is_not_interpreted
+from pairwise import pairwise
+from triton_devices import DEVICES, NEEDS_GPU, skip_what_is_not_interpreted
 
 from kernels.choice import Implementation
 from kernels.kv_write import kv_write, kv_write_reference
 
 TRITON = Implementation.TRITON
+_SCALES = [(1.0, 1.0), (0.01, 3.0)]
+_FACTORS: dict[str, Sequence[Any]] = {
+    "dtype": [torch.float32, torch.float16],
+    "cache_dtype": [torch.float32, torch.float16, *FP8],
+    "num_tokens": [1, 63, 100, 129],
+    "num_heads": [4, 8],
+    "head_dim": [64, 80, 96, 128, 256],
+    "block_size": [8, 16, 256],
+    "scales": _SCALES,
+}
+_WITH_BFLOAT16 = {name: [*_FACTORS[name], torch.bfloat16] for name in ("dtype", "cache_dtype")}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.01, 3.0)])
+@pytest.mark.parametrize("scales", _SCALES)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16, *FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_any_format_into_any(
     dtype: torch.dtype, cache_dtype: torch.dtype, scales: tuple[float, float], device: str
 ) -> None:
     skip_what_is_not_interpreted(device, dtype, cache_dtype)
-    k_scale, v_scale = scales
     for size in SIZES:
-        key, value, k_expected, v_expected, slots = kv_write_case(*size, dtype, cache_dtype)
-        k_cache, v_cache = k_expected.to(device), v_expected.to(device)
-        kv_write_reference(
-            key, value, k_expected, v_expected, slots, k_scale=k_scale, v_scale=v_scale
-        )
-        kv_write(
-            key.to(device),
-            value.to(device),
-            k_cache,
-            v_cache,
-            slots.to(device),
-            k_scale=k_scale,
-            v_scale=v_scale,
-            implementation=TRITON,
-        )
-        for written, expected in ((k_cache, k_expected), (v_cache, v_expected)):
-            assert torch.equal(bits(written.cpu()), bits(expected))
+        assert_writes_what_the_twin_writes((*size, dtype, cache_dtype), scales, device)
+
+
+@pytest.mark.parametrize(
+    ("factors", "device"),
+    [
+        *(
+            pytest.param(factors, *DEVICES[0].values, marks=DEVICES[0].marks)
+            for factors in pairwise(_FACTORS)
+        ),
+        *(
+            pytest.param(factors, "cuda", marks=NEEDS_GPU)
+            for factors in pairwise(_FACTORS | _WITH_BFLOAT16)
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_of_models(factors: dict[str, Any], device: str) -> None:
+    size = (factors["num_tokens"], factors["num_heads"], factors["head_dim"], factors["head_dim"])
+    formats = (factors["dtype"], factors["cache_dtype"])
+    arguments = (*size, *formats, factors["block_size"])
+    assert_writes_what_the_twin_writes(arguments, factors["scales"], device)
+
+
+def assert_writes_what_the_twin_writes(
+    arguments: tuple[Any, ...], scales: tuple[float, float], device: str
+) -> None:
+    """Bit for bit. `arguments` are those of `kv_write_case`."""
+    options = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    key, value, k_expected, v_expected, slots = kv_write_case(*arguments)
+    k_cache, v_cache = k_expected.to(device, copy=True), v_expected.to(device, copy=True)
+    kv_write_reference(key, value, k_expected, v_expected, slots, **options)
+    kv_write(
+        key.to(device),
+        value.to(device),
+        k_cache,
+        v_cache,
+        slots.to(device),
+        implementation=TRITON,
+        **options,
+    )
+    for written, expected in ((k_cache, k_expected), (v_cache, v_expected)):
+        assert torch.equal(bits(written.cpu()), bits(expected))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache_dtype", FP8)
 def test_eight_bits_are_copied(cache_dtype: torch.dtype, device: str) -> None:
-    key, value, k_expected, v_expected, slots = kv_write_case(
-        13, 2, 16, 9, cache_dtype, cache_dtype
-    )
-    k_cache, v_cache = k_expected.to(device), v_expected.to(device)
-    kv_write_reference(key, value, k_expected, v_expected, slots)
-    moved = (tensor.to(device) for tensor in (key, value))
-    kv_write(*moved, k_cache, v_cache, slots.to(device), implementation=TRITON)
-    assert torch.equal(bits(k_cache.cpu()), bits(k_expected))
-    assert torch.equal(bits(v_cache.cpu()), bits(v_expected))
+    arguments = (13, 2, 16, 9, cache_dtype, cache_dtype)
+    assert_writes_what_the_twin_writes(arguments, (1.0, 1.0), device)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16, *FP8])
 def test_every_number_is_rounded_as_torch_does(cache_dtype: torch.dtype, device: str) -> None:
-    """All numbers of half precision, and the ties between those of 8 bits with their neighbours."""
+    """All numbers of half precision, many of single, and the ties between the former, or between
+    those of 8 bits, with their neighbours; infinity and NaN among them."""
+    skip_what_is_not_interpreted(device, cache_dtype)
     halves = torch.arange(2**16).to(torch.uint16).view(torch.float16).float()
-    eights = torch.arange(2**8).to(torch.uint8).view(cache_dtype).float()
-    eights = eights[eights.isfinite()].sort().values
-    ties = (eights[1:] + eights[:-1]) / 2
+    stored = halves
+    if cache_dtype.itemsize == 1:
+        stored = torch.arange(2**8).to(torch.uint8).view(cache_dtype).float()
+    stored = stored[stored.isfinite()].sort().values
+    ties = (stored[1:] + stored[:-1]) / 2
     ties = torch.cat([ties, ties.nextafter(ties * 2), ties.nextafter(ties / 2)])
-    numbers = torch.cat([halves, eights, ties])
+    draw = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (2**17,), generator=draw).to(torch.int32)
+    numbers = torch.cat([halves, stored, ties, words.view(torch.float32)])
     numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 256)).view(-1, 1, 256)
     slots = torch.arange(len(numbers))
     expected = torch.zeros(len(numbers), 1, 1, 256).to(cache_dtype)
-    written = expected.to(device)
+    written = expected.to(device, copy=True)
     kv_write_reference(numbers, numbers, expected, expected.clone(), slots)
     numbers = numbers.to(device)
     kv_write(numbers, numbers, written, written.clone(), slots.to(device), implementation=TRITON)

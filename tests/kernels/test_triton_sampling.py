@@ -32,6 +32,7 @@ _INF = float("inf")
 TRITON = Implementation.TRITON
 
 
+slow = pytest.mark.slow
 # Runs that a GPU alone can do.
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
 Draw = Callable[[Tensor, RowParams], Tensor]
@@ -101,9 +102,16 @@ def test_random_bits_are_the_same(device: str) -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "num_rows"),
     [
-        *((1, 1.0, 12), (2, 1.0, 12), (63, 0.1, 15), (100, 8.0, 15), (129, 1.0, 15)),
-        *((1000, 1.0, 15), (1000, 8.0, 15), (2049, 0.1, 6)),
-        pytest.param(32_000, 3.0, 24, marks=pytest.mark.slow),
+        *((1, 1.0, 12), (2, 1.0, 12), (63, 0.1, 15), (129, 1.0, 15), (1000, 8.0, 15)),
+        # Two tiles, of which likely logits are collected; some rows have too many of them.
+        (8192, 3.0, 6),
+        *(
+            pytest.param(*sizes, marks=slow)
+            for sizes in (
+                *((100, 8.0, 15), (1000, 1.0, 15), (2049, 0.1, 6), (8192, 0.1, 6)),
+                *((32_000, 3.0, 24), (50_257, 3.0, 12)),
+            )
+        ),
     ],
 )
 def test_every_token_is_the_twin_s(
@@ -122,7 +130,9 @@ def test_every_token_is_the_twin_s_with_masked_and_equal_logits(draw: Draw) -> N
     assert_tokens_are_the_twin_s(draw, logits, mixed_params(24))
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 0.7, 50.0])
+@pytest.mark.parametrize(
+    "temperature", [0.7, *(pytest.param(extreme, marks=slow) for extreme in (1e-30, 50.0))]
+)
 def test_filters_at_their_edges(draw: Draw, temperature: float) -> None:
     torch.manual_seed(2)
     vocab_size = 100
@@ -149,16 +159,16 @@ def test_filters_at_their_edges(draw: Draw, temperature: float) -> None:
 
 # The interpreter's: the largest float minus the smallest.
 @pytest.mark.filterwarnings("ignore:overflow encountered in subtract")
-def test_top_k_is_exact_wherever_logits_lie(draw: Draw) -> None:
+@pytest.mark.parametrize("top_p", [0.9, pytest.param(1.0, marks=slow)])
+def test_top_k_is_exact_wherever_logits_lie(draw: Draw, top_p: float) -> None:
     """Logits that no step of equal width tells apart: near each other, and far."""
     powers = -(2.0 ** torch.arange(-60, 60, dtype=torch.float32))
     neighbours = (torch.tensor(1.0).view(torch.int32) + torch.arange(120)).int().view(torch.float32)
     extremes = torch.cat([torch.tensor([3e38, -3e38, -3.3e38, 1e-45, -1e-45]), powers[:115]])
     logits = torch.stack([powers, neighbours, extremes, -neighbours * 1e30]).repeat(4, 1)
     top_ks = torch.tensor([1, 3, 50, 119]).repeat_interleave(4)
-    for top_p in (1.0, 0.9):
-        drawing = params(16, top_ks=top_ks, top_ps=top_p, seeds=torch.arange(16))
-        assert_tokens_are_the_twin_s(draw, logits, drawing, fewest_clear=8)
+    drawing = params(16, top_ks=top_ks, top_ps=top_p, seeds=torch.arange(16))
+    assert_tokens_are_the_twin_s(draw, logits, drawing, fewest_clear=8)
 
 
 def test_rows_that_allow_no_token_have_none(draw: Draw) -> None:
@@ -184,7 +194,7 @@ def test_greedy_and_tiny_temperatures_take_the_largest(draw: Draw) -> None:
     assert draw(logits[:1], params(1, temperatures=0.0)).tolist() == [77]
 
 
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("splits", [2, pytest.param(1, marks=slow)])
 def test_a_row_depends_neither_on_its_batch_nor_on_how_it_is_cut(
     draw: Draw, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,16 +235,33 @@ def assert_same_logprobs(found: TokenLogprobs, expected: TokenLogprobs) -> None:
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 63, 1000, 4097, 9000])
-def test_logprobs_and_ranks_are_the_twin_s(logprobs: Logprobs, vocab_size: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        *((1, torch.float32), (63, torch.float16), (1000, torch.float32)),
+        *((4097, torch.float16), (9000, torch.float32)),
+        *(
+            pytest.param(*other, marks=slow)
+            for other in (
+                *((1, torch.float16), (63, torch.float32), (1000, torch.float16)),
+                *((4097, torch.float32), (9000, torch.float16)),
+            )
+        ),
+    ],
+)
+def test_logprobs_and_ranks_are_the_twin_s(
+    logprobs: Logprobs, vocab_size: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     # Halves, so that most logits have equals.
     logits = (torch.randn(4, vocab_size) * 6).round() / 2
     logits[:2, 40:] = -_INF
     chosen = torch.randint(min(40, vocab_size), (4,))
-    for num_top in (0, 1, 20, MAX_TOP, MAX_TOP + 1):
+    # More than MAX_TOP the twin gives, which takes 32 bits.
+    more = (MAX_TOP + 1, 300) if dtype == torch.float32 else ()
+    for num_top in (0, 1, 20, MAX_TOP, *more):
         if num_top <= vocab_size:
-            found = logprobs(logits, chosen, num_top)
+            found = logprobs(logits.to(dtype), chosen, num_top)
             assert_same_logprobs(found, token_logprobs_reference(logits, chosen, num_top))
 
 

@@ -77,6 +77,13 @@ def paged_case(
     )
 
 
+def apart(cache: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a view of a larger cache of NaN: blocks, slots and heads lie apart."""
+    larger = torch.full([2 * size for size in cache.shape], torch.nan).to(cache.dtype)
+    view = larger[1::2, 1::2, 1::2, : cache.shape[3]]
+    return view.copy_(cache)
+
+
 def implementations() -> list[Implementation]:
     """All that can serve on this processor, the twin left out."""
     return [Implementation.TORCH, *cpp_implementations()]
