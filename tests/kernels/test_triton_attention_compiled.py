@@ -57,8 +57,12 @@ def test_nothing_is_spilled(launches: list[Launch]) -> None:
     for launch in launches:
         # Single precision and the widest heads are at the limit, which compilers draw differently.
         strict = launch.get("head_dim") != "256" and launch.get("cache_dtype") != "torch.float32"
+        allowed = 0 if strict else 512
+        if "sinks" in launch:
+            # Four registers, stored before the loop and loaded behind it.
+            allowed = 32
         described = {name: value for name, value in launch.items() if name != "ptx"}
-        assert launch["spilled_bytes"] <= (0 if strict else 512), described
+        assert launch["spilled_bytes"] <= allowed, described
 
 
 def test_half_precision_prefill_runs_on_groups_of_warps(launches: list[Launch]) -> None:
@@ -78,18 +82,30 @@ def test_keys_and_values_are_fetched_ahead_by_16_bytes(
     launches: list[Launch], query_len: str
 ) -> None:
     for launch in of(launches, "paged_attention_kernel", query_len=query_len):
-        assert instructions(launch, r"cp\.async\.cg\.shared\.global[^;]*, 0x10,") > 0
+        eight_bits = launch["cache_dtype"] == "torch.float8_e4m3fn"
+        # Where heads have 72 or 120 bytes, they begin at multiples of 8.
+        if not (eight_bits and launch["head_dim"] in ("72", "120")):
+            assert instructions(launch, r"cp\.async\.cg\.shared\.global[^;]*, 0x10,") > 0
         # Numbers of 8 bits are converted on their way to the tensor cores, by 8 at a time.
         narrow = instructions(launch, r"cp\.async\.ca[^;]*, 0x[124],")
         assert narrow == 0
-        if launch["cache_dtype"] != "torch.float8_e4m3fn":
+        assert instructions(launch, r"cp\.async\.c[ag]\.") > 0
+        if not eight_bits:
             assert instructions(launch, r"cp\.async\.ca") == 0
+        # Single numbers are read of sinks alone.
+        assert instructions(launch, r"ld\.global\.b(8|16)") <= 2 * ("sinks" in launch)
 
 
 def test_decoding_leaves_room_for_a_second_program(launches: list[Launch]) -> None:
     for launch in of(launches, "paged_attention_kernel", query_len="1", head_dim="128"):
         assert launch["shared_bytes"] <= _SHARED_BYTES // 2
         assert launch["registers"] * 128 <= 65536 // 2
+
+
+def test_every_format_is_written_into_every_cache(launches: list[Launch]) -> None:
+    found = of(launches, "_kv_write_kernel", head_dim="128")
+    formats = {(launch["dtype"], launch["cache_dtype"], launch["scale"]) for launch in found}
+    assert len(formats) == 3 * 5 * 2
 
 
 def test_cache_entries_are_written_by_16_bytes(launches: list[Launch]) -> None:

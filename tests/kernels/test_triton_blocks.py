@@ -75,7 +75,7 @@ def test_swaps_all_layers(device: str, dims: str, dtype: torch.dtype) -> None:
         ([1, 2, 3], [2, 3, 1]),
     ],
 )
-@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
 @pytest.mark.parametrize("dims", _DIMS)
 def test_copies_within_all_layers(
     device: str,

@@ -18,9 +18,9 @@ _SCALES = [(1.0, 1.0), (0.01, 3.0)]
 _FACTORS: dict[str, Sequence[Any]] = {
     "dtype": [torch.float32, torch.float16],
     "cache_dtype": [torch.float32, torch.float16, *FP8],
-    "num_tokens": [1, 63, 100, 129],
-    "num_heads": [4, 8],
-    "head_dim": [64, 80, 96, 128, 256],
+    "num_tokens": [129, 100, 63, 1],
+    "num_heads": [8, 4],
+    "head_dim": [256, 64, 80, 96, 128],
     "block_size": [8, 16, 256],
     "scales": _SCALES,
 }
@@ -28,7 +28,7 @@ _WITH_BFLOAT16 = {name: [*_FACTORS[name], torch.bfloat16] for name in ("dtype", 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scales", _SCALES)
+@pytest.mark.parametrize("scales", [_SCALES[1], pytest.param(_SCALES[0], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16, *FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_any_format_into_any(
@@ -103,7 +103,7 @@ def test_every_number_is_rounded_as_torch_does(cache_dtype: torch.dtype, device:
     ties = (stored[1:] + stored[:-1]) / 2
     ties = torch.cat([ties, ties.nextafter(ties * 2), ties.nextafter(ties / 2)])
     draw = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31, (2**17,), generator=draw).to(torch.int32)
+    words = torch.randint(-(2**31), 2**31, (2**16,), generator=draw).to(torch.int32)
     numbers = torch.cat([halves, stored, ties, words.view(torch.float32)])
     numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 256)).view(-1, 1, 256)
     slots = torch.arange(len(numbers))

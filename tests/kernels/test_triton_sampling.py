@@ -102,14 +102,14 @@ def test_random_bits_are_the_same(device: str) -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "num_rows"),
     [
-        *((1, 1.0, 12), (2, 1.0, 12), (63, 0.1, 15), (129, 1.0, 15), (1000, 8.0, 15)),
+        *((1, 1.0, 12), (2, 1.0, 12), (63, 0.1, 15), (1000, 8.0, 15)),
         # Two tiles, of which likely logits are collected; some rows have too many of them.
         (8192, 3.0, 6),
         *(
             pytest.param(*sizes, marks=slow)
             for sizes in (
-                *((100, 8.0, 15), (1000, 1.0, 15), (2049, 0.1, 6), (8192, 0.1, 6)),
-                *((32_000, 3.0, 24), (50_257, 3.0, 12)),
+                *((100, 8.0, 15), (129, 1.0, 15), (1000, 1.0, 15), (2049, 0.1, 6)),
+                *((8192, 0.1, 6), (32_000, 3.0, 24), (50_257, 3.0, 9)),
             )
         ),
     ],
@@ -125,9 +125,9 @@ def test_every_token_is_the_twin_s(
 def test_every_token_is_the_twin_s_with_masked_and_equal_logits(draw: Draw) -> None:
     torch.manual_seed(1)
     # Halves, so that most logits have equals; nine of ten tokens are masked.
-    logits = (torch.randn(24, 777) * 4).round() / 2
-    logits[torch.rand(24, 777) < 0.9] = -_INF
-    assert_tokens_are_the_twin_s(draw, logits, mixed_params(24))
+    logits = (torch.randn(15, 777) * 4).round() / 2
+    logits[torch.rand(15, 777) < 0.9] = -_INF
+    assert_tokens_are_the_twin_s(draw, logits, mixed_params(15))
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,13 @@ def assert_same_logprobs(found: TokenLogprobs, expected: TokenLogprobs) -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [
-        *((1, torch.float32), (63, torch.float16), (1000, torch.float32)),
+        *((1, torch.float32), (1000, torch.float32)),
         *((4097, torch.float16), (9000, torch.float32)),
         *(
             pytest.param(*other, marks=slow)
             for other in (
-                *((1, torch.float16), (63, torch.float32), (1000, torch.float16)),
-                *((4097, torch.float32), (9000, torch.float16)),
+                *((1, torch.float16), (63, torch.float32), (63, torch.float16)),
+                *((1000, torch.float16), (4097, torch.float32), (9000, torch.float16)),
             )
         ),
     ],

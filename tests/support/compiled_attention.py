@@ -15,6 +15,8 @@ from kernels.gpu import attention, kv_write
 from kernels.paged_batch import PagedBatch
 
 _NUM_HEADS, _NUM_KV_HEADS, _NUM_SEQS, _SEQ_LEN = 32, 8, 16, 4096
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 _ALL_FEATURES: dict[str, Any] = {
     "sliding_window": 512,
     "softcap": 50.0,
@@ -32,9 +34,16 @@ def attend(
     options: dict[str, Any],
     num_seqs: int = _NUM_SEQS,
     seq_len: int = _SEQ_LEN,
+    v_head_dim: int | None = None,
+    num_heads: int = _NUM_HEADS,
 ) -> None:
-    query = torch.empty(num_seqs * query_len, _NUM_HEADS, head_dim, dtype=dtype)
-    cache = torch.empty(2, block_size, _NUM_KV_HEADS, head_dim, dtype=cache_dtype)
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    query = torch.empty(num_seqs * query_len, num_heads, head_dim, dtype=dtype)
+    out = torch.empty(num_seqs * query_len, num_heads, v_head_dim, dtype=dtype)
+    k_cache, v_cache = (
+        torch.empty(2, block_size, _NUM_KV_HEADS, dim, dtype=cache_dtype)
+        for dim in (head_dim, v_head_dim)
+    )
     batch = PagedBatch(
         block_table=torch.empty(num_seqs, -(-seq_len // block_size), dtype=torch.int32),
         query_start_loc=torch.empty(num_seqs + 1, dtype=torch.int64),
@@ -43,9 +52,7 @@ def attend(
         max_query_len=query_len,
         max_seq_len=seq_len,
     )
-    attention.paged_attention_triton(
-        query, cache, cache, batch, scale=0.1, out=torch.empty_like(query), **options
-    )
+    attention.paged_attention_triton(query, k_cache, v_cache, batch, scale=0.1, out=out, **options)
 
 
 def write(
@@ -54,12 +61,14 @@ def write(
     num_heads: int,
     head_dim: int,
     num_tokens: int = 512,
+    scale: float = 1.0,
 ) -> None:
     # As models give keys and values: heads before tokens.
     states = torch.empty(num_heads, num_tokens, head_dim, dtype=dtype).transpose(0, 1)
     cache = torch.empty(40, 16, num_heads, head_dim, dtype=cache_dtype)
     slots = torch.empty(num_tokens, dtype=torch.int64)
-    kv_write.kv_write_triton(states, states, cache, cache, slots)
+    scales = {"k_scale": scale, "v_scale": scale}
+    kv_write.kv_write_triton(states, states, cache, cache, slots, **scales)
 
 
 def serve_steps_of_many_sizes() -> None:
@@ -104,15 +113,33 @@ def main() -> None:
             )
             for each in compiled
         ]
-    for dtype, cache_dtype, num_heads, head_dim in (
-        (half, half, 8, 128),
-        (half, eight, 8, 128),
-        (half, torch.float8_e5m2, 5, 64),
-        (torch.float16, torch.float16, 5, 80),
+    # Heads that are multiples of 8 and not of 16, and keys that are wider than values.
+    for cache_dtype, (head_dim, v_head_dim), query_len in product(
+        (half, eight), ((72, 72), (120, 120), (192, 128)), (1, 512)
     ):
         compiled.clear()
-        write(dtype, cache_dtype, num_heads, head_dim)
-        found += [described(each, cache_dtype=cache_dtype, head_dim=head_dim) for each in compiled]
+        attend(query_len, half, cache_dtype, head_dim, 16, {}, v_head_dim=v_head_dim)
+        what = {"cache_dtype": cache_dtype, "head_dim": head_dim, "query_len": query_len}
+        found += [described(each, **what) for each in compiled]
+    # Like gpt-oss.
+    for query_len in (1, 512):
+        compiled.clear()
+        options = {"sliding_window": 128, "sinks": torch.empty(64, dtype=half)}
+        attend(query_len, half, half, 64, 16, options, num_heads=64)
+        what = {"cache_dtype": half, "head_dim": 64, "query_len": query_len, "sinks": half}
+        found += [described(each, **what) for each in compiled]
+    for dtype, cache_dtype, num_heads, head_dim, scale in (
+        *(
+            (*formats, 8, 128, scale)
+            for *formats, scale in product(_DTYPES, _CACHE_DTYPES, (1.0, 0.5))
+        ),
+        (half, torch.float8_e5m2, 5, 64, 1.0),
+        (torch.float16, torch.float16, 5, 80, 1.0),
+    ):
+        compiled.clear()
+        write(dtype, cache_dtype, num_heads, head_dim, scale=scale)
+        what = {"dtype": dtype, "cache_dtype": cache_dtype, "head_dim": head_dim, "scale": scale}
+        found += [described(each, **what) for each in compiled]
     compiled.clear()
     serve_steps_of_many_sizes()
     found += [described(each, steps="many") for each in compiled]
