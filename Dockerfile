@@ -115,16 +115,19 @@ RUN /opt/quire/bin/pip install --quiet --no-compile \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
 FROM base AS worker-cuda
-# The one image with a compiler: Triton needs it when a kernel is first launched.
+# The one image with a compiler: Triton needs it when a kernel is first launched, and torch to
+# compile a model.
 RUN apt-get update \
-  && apt-get install --yes --no-install-recommends gcc libc6-dev \
+  && apt-get install --yes --no-install-recommends g++ libc6-dev \
   && rm -rf /var/lib/apt/lists/* \
   # For volumes, which take their owner.
-  && install --directory --owner=quire --group=quire /home/quire/.gpu-locks /home/quire/.triton
+  && install --directory --owner=quire --group=quire /home/quire/.gpu-locks /home/quire/.compiled
 COPY --from=worker-cuda-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
 ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_DEVICE=cuda \
+  TRITON_CACHE_DIR=/home/quire/.compiled/triton \
+  TORCHINDUCTOR_CACHE_DIR=/home/quire/.compiled/torch \
   NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \

@@ -49,7 +49,8 @@ WITH_SITE := PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PATH="$(CURDIR)/$(GPU_
 GPU_PYTHON := $(if $(ON_BARE_GPU),$(WITH_SITE) $(PYTHON),$(BIN)/python)
 GPU_READY := $(if $(ON_BARE_GPU),$(GPU_SITE_INSTALLED),$(STUBS))
 TEST_ON_GPU := $(GPU_PYTHON) -m pytest -n $(GPU_TEST_PROCESSES) $(PYTEST_ARGS)
-HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+# Ends with 3 where there is none; a torch that is broken ends otherwise.
+HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
@@ -75,7 +76,8 @@ test-slow: kernels ## Runs the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: $(GPU_READY) ## Runs the tests on a GPU, those of the worker on it, too (minutes).
-	@$(HAS_GPU) || { echo 'No GPU here: what needs one is not tested.'; exit 0; }; \
+	@$(HAS_GPU) || { has=$$?; [ $$has = 3 ] || exit $$has; \
+	  echo 'No GPU here: what needs one is not tested.'; exit 0; }; \
 	failed=0; set -x; \
 	QUIRE_TEST_DEVICE=cuda $(TEST_ON_GPU) --dist loadfile $(TESTS_ON_GPU) || failed=1; \
 	$(TEST_ON_GPU) -m gpu --ignore $(TEST_FILLING_GPU) || failed=1; \
@@ -88,8 +90,9 @@ bench: kernels ## Measures Quire beside other engines on the same work (tens of 
 	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) $(BENCH_ARGS)
 
 bench-gpu: $(GPU_READY) ## Measures kernels, runner and stack on a GPU (minutes).
-	@$(HAS_GPU) || { echo 'No GPU here: nothing is measured.'; exit 0; } \
-	  && $(GPU_PYTHON) -m benchmarks.gpu $(BENCH_ARGS)
+	@$(HAS_GPU) || { has=$$?; [ $$has = 3 ] || exit $$has; \
+	  echo 'No GPU here: nothing is measured.'; exit 0; }; \
+	$(GPU_PYTHON) -m benchmarks.gpu $(BENCH_ARGS)
 
 bench-kernels: kernels ## Measures the kernels beside torch's operations and the machine's limits (minutes).
 	$(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)

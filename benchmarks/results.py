@@ -65,6 +65,11 @@ def write(name: str, measured: Measured, order: Sequence[str], plot: Plot = lamb
     render()
 
 
+def num_rows(name: str, part: str) -> int:
+    """Of a part's newest table; 0 if there is none."""
+    return sum(len(entry.part["rows"]) for entry in _newest(name) if entry.part["name"] == part)
+
+
 def render() -> None:
     """Writes the page."""
     sections = [_section(name, title) for name, title in _TITLES.items()]

@@ -13,6 +13,7 @@ from typing import Any, Final
 import structlog
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from kernels.attention import PagedBatch
 from worker_svc.attention import AttentionFunction, PagedAttention
@@ -32,7 +33,8 @@ def compile_model(
     """Compiles the model, which attends with `attention` from now on, for every number of tokens;
     takes a minute or so. `backend` is torch's name of a compiler.
 
-    WrongSettingError, with the reason, if torch cannot compile it as one piece.
+    WrongSettingError, with the reason, if torch cannot compile it as one piece;
+    torch.OutOfMemoryError.
     """
     began = time.monotonic()
     model.attend_with(attention_operation(attention))
@@ -43,7 +45,9 @@ def compile_model(
     try:
         for num_tokens in (min(_EXAMPLE, model.max_model_len), 1):
             _run(model, attention, block_size, num_tokens)
-    except RuntimeError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, FailOnRecompileLimitHit) as error:
         reason = str(error).partition("\n")[0].rstrip(". ")
         raise WrongSettingError(
             f"--enable-torch-compile: torch cannot compile {type(model.network).__name__}: "
@@ -59,7 +63,7 @@ class CompiledForward:
     compiled: Callable[..., Any]
 
     def __call__(self, *args: Any, position_ids: Tensor, **named: Any) -> Any:
-        # Where in a buffer a tensor begins would be part of what is compiled for.
+        # Where in a buffer a tensor begins may become part of what is compiled for.
         return self.compiled(*args, position_ids=position_ids.clone(), **named)
 
 

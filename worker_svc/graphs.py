@@ -110,6 +110,6 @@ def capture_decode(
 
 def _first_cause(error: BaseException) -> str:
     """What broke a recording; that it was broken is said behind it, when it ends."""
-    while error.__context__ is not None:
+    while isinstance(error.__context__, RuntimeError) and not error.__suppress_context__:
         error = error.__context__
     return str(error).partition("\n")[0]

@@ -120,9 +120,16 @@ def load_model(
 
 
 def find_device(device: str) -> torch.device:
-    """The device that a setting means; `auto` takes a GPU if there is one."""
+    """The device that a setting means; `auto` takes a GPU if there is one. WrongSettingError if
+    there is none that it names."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise WrongSettingError(
+            f"--device: cuda, but torch {torch.__version__} finds no GPU that it can use; set "
+            "auto or cpu, or see to the driver, and to what a container is given"
+        )
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if has_gpu else "cpu"
     return torch.device(device)
 
 

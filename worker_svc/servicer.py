@@ -82,13 +82,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """Writes to the context: a cancelled call then unwinds here, at once."""
         lane = None
+        first = await anext(request_iterator, None)
         try:
-            opening = _opening(await anext(request_iterator, None))
+            opening = _opening(first)
             self._check(opening)
             lane = await self._open_lane(opening)
             await self._serve_lane(lane, request_iterator, context)
         except RequestError as error:
-            log.warning("stream ended", reason=error.message)
+            # A scheduler that asks who is here gives up its stream without a word.
+            if first is not None:
+                log.warning("stream ended", reason=error.message)
             # Before the lane is closed: the scheduler need not wait for the step on the device.
             await abort(context, error)
         finally:

@@ -73,18 +73,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(
     benchmark: Benchmark, options: argparse.Namespace, machine: Mapping[str, object]
 ) -> int:
-    """How many targets are missed; 1 if the part cannot be measured, which the others can."""
+    """How many targets are missed, and one more if the part fails, which the others do not."""
     part: Part | None = None
+    written: Part | None = None
+    failures = 0
+
+    def write(part: Part) -> Part:
+        if options.write:
+            results.write(_NAME, Measured(machine, part), tuple(PARTS))
+        return part
+
     try:
         for part in benchmark.measure(options.folder):
-            if options.write:
-                results.write(_NAME, Measured(machine, part), tuple(PARTS))
+            # Half a table does not take the place of a whole one.
+            if len(part.rows) >= results.num_rows(_NAME, part.name):
+                written = write(part)
+        if part is not None and part is not written:
+            write(part)
     except Exception:
         traceback.print_exc()
-    if part is None:
-        return 1
-    print(f"{markdown(part)}\n", flush=True)
-    return sum(not target.met for target in part.targets)
+        failures = 1
+    if part is not None:
+        print(f"{markdown(part)}\n", flush=True)
+        failures += sum(not target.met for target in part.targets)
+    return failures
 
 
 def _pass(name: str) -> bool:

@@ -16,7 +16,7 @@ _BLOCK_SIZES = (16, 256)
 # What the stack is to be of its runner's speed, as on a processor.
 _OF_RUNNER = 0.93
 _MOST_IDLE = 0.05
-_KINDS = ("runner", "stack")
+_KINDS = (_RUNNER, _STACK) = ("runner", "stack")
 
 Row = dict[str, Cell]
 Answer = Mapping[str, Any]
@@ -30,16 +30,17 @@ class System:
     start: Callable[[Path], Host]
     num_rounds: int = 3
     has_graphs: bool = True
-    is_stack: bool = False
+    kind: str = ""  # one of _KINDS if it is compared
 
     def row(self, folder: Path, work: Work) -> Row:
         """EngineError if it does not start, or ends."""
         with self.start(folder) as host:
             host.ask("warm")
             answers = [host.ask("run") for _ in range(self.num_rounds)]
-        if self.is_stack:
-            return stack_row(self.name, work, answers)
-        return runner_row(self.name, work, answers, has_graphs=self.has_graphs)
+        if self.kind == _STACK:
+            return {**stack_row(self.name, work, answers), "kind": self.kind}
+        row = runner_row(self.name, work, answers, has_graphs=self.has_graphs)
+        return {**row, "kind": self.kind}
 
 
 def systems() -> Iterator[System]:
@@ -53,11 +54,11 @@ def systems() -> Iterator[System]:
     def name(block_size: int, way: str = "") -> str:
         return f"the runner alone{way}, blocks of {block_size}"
 
-    yield System(name(small), runner(small))
+    yield System(name(small), runner(small), kind=_RUNNER)
     yield System(
         f"the stack over gRPC, blocks of {small}",
         lambda folder: start_stack(folder, small),
-        is_stack=True,
+        kind=_STACK,
     )
     yield System(name(large), runner(large))
     for size in _BLOCK_SIZES:
@@ -69,7 +70,8 @@ def systems() -> Iterator[System]:
 
 
 def throughput(folder: Path) -> Iterator[Part]:
-    """The work through all systems; one that fails is left out, and the part says why."""
+    """The work through all systems; one that fails is left out, and the part says so. RuntimeError
+    at the end if there was one."""
     work = workload()
     rows: list[Row] = []
     failed: list[str] = []
@@ -79,7 +81,10 @@ def throughput(folder: Path) -> Iterator[Part]:
         except EngineError as error:
             print(error, flush=True)
             failed.append(f"Not measured: {system.name}, as it failed.")
-        yield throughput_part(work, tuple(rows), tuple(failed))
+        if rows:
+            yield throughput_part(work, tuple(rows), tuple(failed))
+    if failed:
+        raise RuntimeError(" ".join(failed))
 
 
 def idle(folder: Path) -> Iterator[Part]:
@@ -95,7 +100,6 @@ def runner_row(what: str, work: Work, answers: Sequence[Answer], *, has_graphs: 
     times = [answer["times"]["decode"] for answer in answers]
     return {
         **_speed(what, work, answers),
-        "kind": "runner",
         "attention": answers[0]["attention"],
         "between_share": median(map(_between_share, times)) if has_graphs else None,
         "decode_ms": median(_total_ns(sums) / sums["steps"] / 1e6 for sums in times),
@@ -103,7 +107,7 @@ def runner_row(what: str, work: Work, answers: Sequence[Answer], *, has_graphs: 
 
 
 def stack_row(what: str, work: Work, answers: Sequence[Answer]) -> Row:
-    return {**_speed(what, work, answers), "kind": "stack"}
+    return _speed(what, work, answers)
 
 
 def throughput_part(work: Work, rows: Sequence[Row], failed: Sequence[str] = ()) -> Part:
@@ -134,11 +138,11 @@ def throughput_part(work: Work, rows: Sequence[Row], failed: Sequence[str] = ())
 
 
 def _stack_targets(rows: Sequence[Row]) -> Iterator[Target]:
-    """Against the first runner, if both were measured."""
-    speeds = {kind: [row["tokens_per_s"] for row in rows if row["kind"] == kind] for kind in _KINDS}
-    if not all(speeds.values()):
+    """Against the runner with the same settings, if both were measured."""
+    speeds = {row.get("kind"): row["tokens_per_s"] for row in rows}
+    if not speeds.keys() >= set(_KINDS):
         return
-    runner, stack = (speeds[kind][0] for kind in _KINDS)
+    runner, stack = (speeds[kind] for kind in _KINDS)
     assert isinstance(runner, float)
     assert isinstance(stack, float)
     share = stack / runner

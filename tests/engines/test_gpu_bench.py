@@ -107,10 +107,13 @@ def test_the_stack_is_held_against_its_runner() -> None:
     assert alone["between_share"] == pytest.approx(0.2)
     stack = stack_row("the stack", work, [{"seconds": 10.5}])
     other = {**alone, "tokens_per_s": 1000.0}
+    alone["kind"], stack["kind"] = "runner", "stack"
     part = throughput_part(work, [alone, stack, other])
     assert [target.met for target in part.targets] == [True]
     assert part.targets[0].measured == "0.95"
-    assert throughput_part(work, [alone]).targets == throughput_part(work, [stack]).targets == []
+    # Not against one with other blocks, either.
+    for rows in ([alone], [stack], [stack, other]):
+        assert not throughput_part(work, rows).targets
 
 
 class Answering:
@@ -140,7 +143,9 @@ def test_a_system_that_fails_costs_no_figures_of_the_others(
 
     monkeypatch.setattr(serving, "start_runner", start_runner)
     monkeypatch.setattr(serving, "start_stack", lambda folder, block_size: Answering("stack"))
-    parts = list(throughput(tmp_path))
+    parts: list[Part] = []
+    with pytest.raises(RuntimeError, match=r"Not measured: .*compiled"):
+        parts.extend(throughput(tmp_path))
     assert [len(part.rows) for part in parts] == [1, 2, 3, 3, 3, 4, 5]
     assert [len(part.targets) for part in parts] == [0, *[1] * 6]
     missing = [note for note in parts[-1].notes if note.startswith("Not measured")]
@@ -174,7 +179,19 @@ def test_a_part_that_fails_costs_no_figures_of_the_others(
     monkeypatch.setattr(
         main.results, "write", lambda name, measured, order: written.append(measured.part.name)
     )
+    known = {"whole": 1}
+    monkeypatch.setattr(main.results, "num_rows", lambda name, part: known.get(part, 0))
     folder = ["--folder", str(tmp_path)]
+    for one, status in (("half", 1), ("none", 1), ("untested", 1), ("whole", 0)):
+        assert main.main([*folder, "--commit", "abc", one]) == status
+    assert written == ["half", "whole"]
+    # Less than there is already is not entered.
+    known["half"] = 1
+    written.clear()
+    assert main.main([*folder, "--commit", "abc", "half"]) == 1
+    assert written == []
+    known.clear()
+    written.clear()
     assert main.main([*folder, "--commit", "abc"]) == 1
     assert written == ["half", "whole"]
     said = capsys.readouterr()

@@ -4,10 +4,11 @@ so does whoever mixes its tensors with a processor's.
 All that the host does to launch a step runs as on a GPU; Triton's kernels alone do nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from host_device import HostStreams
@@ -25,7 +26,7 @@ from worker_svc.runner import Runner
 from worker_svc.runners import start_pipelined
 
 _DEVICE = torch.device("meta")
-# All that are launched, by module.
+# All that a step launches, by module; blocks are moved by torch here.
 _KERNELS = {
     "attention": ("paged_attention_kernel", "merge_partitions_kernel"),
     "kv_write": ("_kv_write_kernel",),
@@ -49,11 +50,26 @@ class Crossings(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.device == _DEVICE:
-            is_copy = any(isinstance(each, Tensor) and each.is_cpu for each in args)
-            if is_copy or function in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
-                self.found.append(function.__name__)
+        if not isinstance(result, Tensor) or result.device != _DEVICE:
+            return result
+        made = function in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+        # Lists are numbers where they are indices, and tensors where they are joined.
+        is_index = function is Tensor.__getitem__ and isinstance(args[1], list)
+        if made or is_index or any(map(_is_of_the_host, _leaves(args))):
+            self.found.append(function.__name__)
         return result
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+def _is_of_the_host(value: object) -> bool:
+    return isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.is_cpu)
 
 
 class IdleKernel:

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dataless_device import Crossings, dataless, idle_kernels
-from host_device import HostCapturer
+from host_device import HostCapturer, HostStreams
 from tiny_models import FAMILIES, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
@@ -24,8 +25,7 @@ def load(folder: Path) -> Engine:
 
 
 def plans() -> list[Plan]:
-    """Prompts, decoding rows, both at once, nothing; log-probabilities; blocks that are added and
-    copied."""
+    """Prompts, decoding rows, both at once, nothing; log-probabilities; blocks that are added."""
     prompts, decoding, mixed, nothing = (worker_pb2.BatchPlan(step=i) for i in range(1, 5))
     for row in range(3):
         sampling = Sampling(num_logprobs=2 * row, top_k=row, temperature=0.5 * row)
@@ -51,10 +51,14 @@ def test_a_launch_asks_the_device_for_nothing(
     engine = load(save_model(FAMILIES[family](), tmp_path))
     runner = dataless(engine, capturer and capturer())
     before = {name: kernel.num_launches for name, kernel in kernels.items()}
+    streams = runner._streams
+    assert isinstance(streams, HostStreams)
+    num_synchronized = streams.num_synchronized
     with Crossings() as crossings:
         launched = [runner.launch(plan) for plan in plans()]
     assert [len(step.sampling) for step in launched] == [3, 3, 3, 0]
     idle = {name for name, kernel in kernels.items() if kernel.num_launches == before[name]}
+    assert streams.num_synchronized == num_synchronized
     # All of a step's inputs at once.
     assert crossings.found == ["copy_"] * len(launched)
     # No sequence is long enough to be cut.
@@ -86,6 +90,10 @@ def _mixed(tensor: torch.Tensor) -> object:
     [
         lambda there: there.new_tensor([1, 2]),
         lambda there: torch.tensor([1, 2], device=there.device),
+        lambda there: torch.asarray([1, 2], device=there.device),
+        lambda there: there[[0, 1]],
+        lambda there: there[np.array([0, 1])],
+        lambda there: there.view(1, 2)[:, torch.tensor([0, 1])],
         lambda there: torch.ones(2).to(there.device),
         lambda there: there.copy_(torch.ones(2)),
     ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from tiny_models import llama, save_model
 from worker_driver import Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.device_inputs import padding_arrays, pass_arrays
+from worker_svc.device_inputs import PassInputs, padding_arrays, pass_arrays
+from worker_svc.device_pass import DevicePass
 from worker_svc.engine import Engine
 from worker_svc.graphs import DecodeGraphs, Replay, capture_decode, graph_sizes
+from worker_svc.kv_pool import KvPool
 from worker_svc.pipelined_runner import PipelinedRunner
 from worker_svc.plans import StepOutput, plan_from_proto
 from worker_svc.torch_engine import load_engine
@@ -179,3 +182,28 @@ def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
     runner = pipelined(engine, HostCapturer())
     for plan in (prompts(3), decodes(3)):
         assert not run(runner, plan).failures
+
+
+def test_all_kinds_of_steps_run_again_behind_the_recording(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What recording has left of the memory shows then; and what moves blocks is compiled."""
+    events: list[object] = []
+    launch, record = DevicePass.launch, DevicePass.record
+
+    def noted_launch(self: DevicePass, inputs: PassInputs, *rest: Any) -> torch.Tensor:
+        events.append((len(inputs.input_ids), len(inputs.seq_lens)))
+        return launch(self, inputs, *rest)
+
+    def noted_record(self: DevicePass, *rest: Any) -> None:
+        record(self, *rest)
+        events.append("recorded")
+
+    monkeypatch.setattr(DevicePass, "launch", noted_launch)
+    monkeypatch.setattr(DevicePass, "record", noted_record)
+    monkeypatch.setattr(KvPool, "warm_up", lambda self: events.append("moved"))
+    pipelined(engine, HostCapturer())
+    # A prompt as long as the model takes beside the rest of a step, one row, all rows.
+    kinds = [(100, 2), (1, 1), (1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS)]
+    assert events[:6] == [*kinds, "moved"]
+    assert events[events.index("recorded") + 1 :] == kinds

@@ -10,11 +10,13 @@ import pytest
 import torch
 from tiny_models import MAX_MODEL_LEN, gemma2, gpt2, llama, save_model
 from transformers import BloomConfig, FalconMambaConfig, PretrainedConfig, RecurrentGemmaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_kernels_available
 from worker_driver import worker_settings
 
+from worker_svc.attention import LayerProbe, attending_with
 from worker_svc.kv_pool import LayerShape, PoolSize, size_pool
-from worker_svc.model import LoadedModel, ModelError, load_model
+from worker_svc.model import LoadedModel, ModelError, find_device, load_model
 from worker_svc.rounds import RoundsRunner
 from worker_svc.runner import Runner
 from worker_svc.settings import WrongSettingError, parse_size
@@ -130,3 +132,25 @@ def test_a_cache_goes_with_its_model(tmp_path: Path) -> None:
     del engine, runner
     gc.collect()
     assert [cache() for cache in caches] == [None] * 6
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto") == find_device("cpu") == _CPU
+    with pytest.raises(WrongSettingError, match=r"--device: cuda, but torch .* finds no GPU"):
+        find_device("cuda")
+
+
+def test_a_model_has_one_attention_function_at_a_time(tmp_path: Path) -> None:
+    """transformers keeps all that it is not told to forget."""
+
+    def ours() -> int:
+        return sum(name.startswith("quire_") for name in ALL_ATTENTION_FUNCTIONS.valid_keys())
+
+    model = load(save_model(llama(), tmp_path))
+    before = ours()
+    for _ in range(3):
+        model.attend_with(LayerProbe())
+        with attending_with(model.network, LayerProbe()):
+            pass
+    assert ours() == before

@@ -1,11 +1,18 @@
 """Workers that load on one GPU wait for each other."""
 
 import asyncio
+import fcntl
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
 from structlog.testing import capture_logs
+from worker_driver import worker_settings
 
+from worker_svc import torch_engine
+from worker_svc.settings import WorkerSettings
 from worker_svc.turns import one_at_a_time
 
 _OTHER = """
@@ -42,3 +49,27 @@ def test_without_a_place_for_the_file_a_worker_goes_on(tmp_path: Path) -> None:
     with capture_logs() as logs, one_at_a_time(tmp_path / "none" / "any"):
         pass
     assert [log["log_level"] for log in logs] == ["warning"]
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_worker_has_its_gpu_for_itself_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_set: bool
+) -> None:
+    held: list[str] = []
+
+    def load(settings: WorkerSettings, device: torch.device) -> None:
+        for path in tmp_path.iterdir():
+            with path.open() as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.append(path.name)
+
+    monkeypatch.setattr(torch_engine, "find_device", lambda setting: torch.device("cuda"))
+    monkeypatch.setattr(torch_engine, "_load", load)
+    monkeypatch.setattr(torch_engine, "gettempdir", lambda: str(tmp_path))
+    gpu = SimpleNamespace(uuid="9f0c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    folder = tmp_path if is_set else None
+    if is_set:
+        monkeypatch.setattr(torch_engine, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+    torch_engine.load_engine(worker_settings(tmp_path, gpu_locks=folder))
+    assert held == ["quire-gpu-9f0c.lock"]
