@@ -107,7 +107,7 @@ def attend(case: PagedCase, device: str, options: dict[str, Any]) -> torch.Tenso
         query_start_loc=case.batch.query_start_loc.to(device),
         seq_lens=case.batch.seq_lens.to(device),
     )
-    on_device = {
+    on_device: dict[str, Any] = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in options.items()
     }

@@ -58,8 +58,8 @@ def test_nothing_is_spilled(launches: list[Launch]) -> None:
         # Single precision and the widest heads are at the limit, which compilers draw differently.
         strict = launch.get("head_dim") != "256" and launch.get("cache_dtype") != "torch.float32"
         allowed = 0 if strict else 512
-        if "sinks" in launch:
-            # Four registers, stored before the loop and loaded behind it.
+        if launch.get("window") == "128":
+            # Four words, stored before the loop and loaded behind it.
             allowed = 32
         described = {name: value for name, value in launch.items() if name != "ptx"}
         assert launch["spilled_bytes"] <= allowed, described

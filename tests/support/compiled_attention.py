@@ -5,6 +5,8 @@ All tensors are without data: a launch that asked the device for a number would 
 """
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -85,6 +87,42 @@ def described(compiled: Compiled, **what: Any) -> dict[str, Any]:
     return {**vars(compiled), **{name: str(value) for name, value in what.items()}}
 
 
+def launches() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """Each with what tests know it by."""
+    half, eight = torch.bfloat16, torch.float8_e4m3fn
+    formats = [(half, half), (half, eight), (torch.float32, torch.float32)]
+    for (dtype, cache_dtype), head_dim, block_size, query_len, options in product(
+        formats, (64, 128, 256), (16, 256), (1, 512), ({}, _ALL_FEATURES)
+    ):
+        if options and (head_dim != 128 or dtype == torch.float32):
+            continue
+        what = {"cache_dtype": cache_dtype, "head_dim": head_dim, "query_len": query_len}
+        yield (
+            what | {"block_size": block_size},
+            partial(attend, query_len, dtype, cache_dtype, head_dim, block_size, options),
+        )
+    # Heads that are multiples of 8 and not of 16, and keys that are wider than values.
+    for cache_dtype, (head_dim, v_head_dim), query_len in product(
+        (half, eight), ((72, 72), (120, 120), (192, 128)), (1, 512)
+    ):
+        what = {"cache_dtype": cache_dtype, "head_dim": head_dim, "query_len": query_len}
+        call = partial(attend, query_len, half, cache_dtype, head_dim, 16, {})
+        yield what, partial(call, v_head_dim=v_head_dim)
+    # As in gpt-oss.
+    for window, query_len in product((None, 128), (1, 512)):
+        what = {"cache_dtype": half, "head_dim": 64, "query_len": query_len}
+        options = {"sliding_window": window, "sinks": torch.empty(64, dtype=half)}
+        call = partial(attend, query_len, half, half, 64, 16, options)
+        yield what | {"sinks": half, "window": window}, partial(call, num_heads=64)
+    for dtype, cache_dtype, scale in product(_DTYPES, _CACHE_DTYPES, (1.0, 0.5)):
+        what = {"dtype": dtype, "cache_dtype": cache_dtype, "head_dim": 128, "scale": scale}
+        yield what, partial(write, dtype, cache_dtype, 8, 128, scale=scale)
+    for cache_dtype, head_dim in ((torch.float8_e5m2, 64), (half, 80)):
+        what = {"cache_dtype": cache_dtype, "head_dim": head_dim}
+        yield what, partial(write, half, cache_dtype, 5, head_dim)
+    yield {"steps": "many"}, serve_steps_of_many_sizes
+
+
 def main() -> None:
     compiled: list[Compiled] = []
     for module, name in (
@@ -94,55 +132,10 @@ def main() -> None:
     ):
         setattr(module, name, Recorder(getattr(module, name), compiled))
     found = []
-    half, eight = torch.bfloat16, torch.float8_e4m3fn
-    formats = [(half, half), (half, eight), (torch.float32, torch.float32)]
-    for (dtype, cache_dtype), head_dim, block_size, query_len, options in product(
-        formats, (64, 128, 256), (16, 256), (1, 512), ({}, _ALL_FEATURES)
-    ):
-        if options and (head_dim != 128 or dtype == torch.float32):
-            continue
+    for what, launch in launches():
         compiled.clear()
-        attend(query_len, dtype, cache_dtype, head_dim, block_size, options)
-        found += [
-            described(
-                each,
-                cache_dtype=cache_dtype,
-                head_dim=head_dim,
-                block_size=block_size,
-                query_len=query_len,
-            )
-            for each in compiled
-        ]
-    # Heads that are multiples of 8 and not of 16, and keys that are wider than values.
-    for cache_dtype, (head_dim, v_head_dim), query_len in product(
-        (half, eight), ((72, 72), (120, 120), (192, 128)), (1, 512)
-    ):
-        compiled.clear()
-        attend(query_len, half, cache_dtype, head_dim, 16, {}, v_head_dim=v_head_dim)
-        what = {"cache_dtype": cache_dtype, "head_dim": head_dim, "query_len": query_len}
+        launch()
         found += [described(each, **what) for each in compiled]
-    # Like gpt-oss.
-    for query_len in (1, 512):
-        compiled.clear()
-        options = {"sliding_window": 128, "sinks": torch.empty(64, dtype=half)}
-        attend(query_len, half, half, 64, 16, options, num_heads=64)
-        what = {"cache_dtype": half, "head_dim": 64, "query_len": query_len, "sinks": half}
-        found += [described(each, **what) for each in compiled]
-    for dtype, cache_dtype, num_heads, head_dim, scale in (
-        *(
-            (*formats, 8, 128, scale)
-            for *formats, scale in product(_DTYPES, _CACHE_DTYPES, (1.0, 0.5))
-        ),
-        (half, torch.float8_e5m2, 5, 64, 1.0),
-        (torch.float16, torch.float16, 5, 80, 1.0),
-    ):
-        compiled.clear()
-        write(dtype, cache_dtype, num_heads, head_dim, scale=scale)
-        what = {"dtype": dtype, "cache_dtype": cache_dtype, "head_dim": head_dim, "scale": scale}
-        found += [described(each, **what) for each in compiled]
-    compiled.clear()
-    serve_steps_of_many_sizes()
-    found += [described(each, steps="many") for each in compiled]
     print(json.dumps(found))
 
 
