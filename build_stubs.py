@@ -1,4 +1,4 @@
-"""Generates the protobuf and gRPC stubs from `protos/` into a folder: `python build_stubs.py .`."""
+"""`python build_stubs.py FOLDER` generates the protobuf and gRPC stubs from `protos/`."""
 
 import os
 import sys
@@ -9,13 +9,13 @@ ROOT = Path(__file__).resolve().parent
 
 
 def build_stubs(out: Path) -> None:
-    """Writes `quire/v1` and `quire/internal/v1` below `out`, with types for checkers."""
+    """Write `quire/v1` and `quire/internal/v1` to `out`, with type stubs."""
     from grpc_tools import protoc
 
     protos = ROOT / "protos"
     sources = sorted(str(path.relative_to(protos)) for path in protos.rglob("*.proto"))
     out.mkdir(parents=True, exist_ok=True)
-    # protoc looks up its plug-ins (mypy-protobuf) on PATH.
+    # protoc finds its plug-ins (mypy-protobuf) on PATH.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     kinds = ["python", "grpc_python", "mypy", "mypy_grpc"]
     flags = [f"--{kind}_out={'quiet:' if 'mypy' in kind else ''}{out}" for kind in kinds]

@@ -1,4 +1,4 @@
-"""Builds the stubs as part of the package: into the wheel, or into the tree when editable."""
+"""Generates the stubs during a build: into the wheel, or into the tree of an editable install."""
 
 import sys
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Benchmarks: real processes, which they may look inside; the product does not know of them."""
+"""Benchmarks of the product. They may import any package; no product code imports them."""

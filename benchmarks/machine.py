@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran."""
+"""Description of the machine and the software versions of a benchmark."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ _PACKAGES = ("grpcio", "protobuf", "redis", "numpy")
 
 
 def description() -> dict[str, object]:
-    """Machine, cores, versions and commit, for a result's file."""
+    """Return machine, cores, versions and commit, for the results file."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -31,12 +31,12 @@ def description() -> dict[str, object]:
 
 
 def moment() -> dict[str, object]:
-    """What tells a slow moment of the machine."""
+    """Return indicators of the machine's present load."""
     return {"load_average": os.getloadavg()[0], "spin_ms": _spin_ms()}
 
 
 def _spin_ms() -> float:
-    """Milliseconds of a fixed piece of Python, at best: tells a slow moment from slow code."""
+    """Return the least milliseconds of a fixed loop: shows whether the machine is slow now."""
     return min(_timed_ms(_spin) for _ in range(_NUM_SPINS))
 
 
@@ -71,13 +71,13 @@ def _version(package: str) -> str | None:
 
 def _redis_server() -> str | None:
     binary = find_redis_server()
-    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"v=(\S+)", said)
+    shown = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v=(\S+)", shown)
     return found and found[1]
 
 
 def _commit() -> str | None:
-    """The commit, with a plus sign if tracked files differ from it."""
+    """Return the commit, followed by a plus sign if tracked files differ from it."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         return commit + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))

@@ -1,4 +1,4 @@
-"""Bars, as SVG: small enough to be read in a diff, and without a library."""
+"""Bar charts as SVG, small enough to be read in a diff. Needs no plotting library."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ _COLORS = {True: "#2f6f9f", False: "#b9c4cc"}
 
 @dataclass(frozen=True)
 class Bar:
-    """One value, with the words beside it."""
+    """One value and its label."""
 
     label: str
     value: float
-    # Ours, in another colour.
+    # Whether it is Quire's, drawn in another colour.
     is_ours: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """Bars of one scale."""
+    """Bars on one scale."""
 
     title: str
     bars: Sequence[Bar]
 
 
 def svg(groups: Sequence[Group], form: str = ",.0f") -> str:
-    """One group below the other; each has its own scale, whose longest bar fills the width."""
+    """Draw the groups one below the other; the longest bar of each fills the width."""
     parts, top = [], 0
     for group in groups:
         parts.append(_text(0, top + _HEAD - 12, group.title, "start", "bold"))

@@ -1,4 +1,4 @@
-"""Tables of measurements and targets, as values, as JSON, and as Markdown."""
+"""Tables of measurements and targets, and their rendering as Markdown."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ Cell = float | int | str | None
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a table's rows."""
+    """A column of a table."""
 
     key: str
     heading: str
-    # Of `format`; `s` is text.
+    # Format specification; `s` is text.
     form: str = "s"
 
 
 @dataclass(frozen=True)
 class Target:
-    """What was aimed at, and what came out."""
+    """An aim, and whether the measurement meets it."""
 
     what: str
     aim: str
@@ -29,7 +29,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a benchmark: a table, its targets, and what a reader has to know."""
+    """One part of a benchmark: a table, its targets, and notes on how to read it."""
 
     name: str
     title: str
@@ -40,7 +40,7 @@ class Part:
 
 
 def part_of(value: Mapping[str, Any]) -> Part:
-    """A part from what `asdict` made of it."""
+    """Build a part from its `asdict` form."""
     return Part(
         name=value["name"],
         title=value["title"],
@@ -52,7 +52,7 @@ def part_of(value: Mapping[str, Any]) -> Part:
 
 
 def markdown(part: Part) -> str:
-    """The part as a section of level 3."""
+    """Render the part as a section of level 3."""
     headings = [column.heading for column in part.columns]
     rows = [[_shown(row.get(c.key), c.form) for c in part.columns] for row in part.rows]
     sections = [f"### {part.title}", *part.notes, table(headings, rows)]
@@ -63,7 +63,7 @@ def markdown(part: Part) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table that is also readable on a terminal."""
+    """Render a Markdown table that is also readable on a terminal."""
     lines = [headings, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
     ruled = [lines[0], ["-" * width for width in widths], *lines[1:]]

@@ -1,4 +1,4 @@
-"""Results: one JSON file per benchmark and day, and the page that shows each part's newest ones."""
+"""Results: one JSON file per benchmark and day, and a page with the newest result of each part."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,26 +12,25 @@ from benchmarks.report import Part, markdown, part_of
 _HERE = Path(__file__).parent
 RESULTS = _HERE / "results"
 PAGE = _HERE / "RESULTS.md"
-# Of the page's sections, by benchmark, in their order.
+# Section titles of the page by benchmark, in order.
 _TITLES = {
-    "engines": "Beside other engines",
+    "engines": "Comparison with other engines",
     "kernels": "Kernels",
-    "gpu": "On a GPU",
-    "chaos": "Nothing is lost",
+    "gpu": "GPU",
+    "chaos": "Fault tolerance",
     "scheduler": "Scheduler",
 }
-# What the page says of a benchmark that has given nothing; others are left out.
+# Text of a section without results; other empty sections are omitted.
 _UNMEASURED = {
-    "gpu": "Unmeasured: no figure of the CUDA part has been taken yet. `make bench-gpu`, on a "
-    "machine with a GPU, enters them here."
+    "gpu": "Not measured yet. Run `make bench-gpu` on a machine with a GPU to add results."
 }
-# Of a machine's description, as far as a part has them.
+# Keys of the machine's description that are shown, if present.
 _VERSIONS = ("python", "torch", "triton", "cuda", "transformers", "grpcio", "protobuf", "redis")
 _INTRODUCTION = """# Results
 
-Rendered from the files in `benchmarks/results`, of each part the newest figures; do not edit. What
-is measured, and how, stands in [docs/benchmarks.md](../docs/benchmarks.md), and in
-[docs/chaos.md](../docs/chaos.md).
+Generated from `benchmarks/results`, with the newest figures of each part; do not edit.
+[docs/benchmarks.md](../docs/benchmarks.md) and [docs/chaos.md](../docs/chaos.md) describe what is
+measured, and how.
 """
 
 
@@ -41,21 +40,23 @@ Plot = Callable[[Sequence[Part]], str | None]
 
 @dataclass(frozen=True)
 class Measured:
-    """A part, and the machine as it was before it."""
+    """A part, and the description of the machine before it was measured."""
 
     machine: Mapping[str, object]
     part: Part
 
 
 def write(name: str, measured: Measured, order: Sequence[str], plot: Plot = lambda _: None) -> None:
-    """Enters a part into today's file of a benchmark, and renders the page. The day's other parts
-    stay; `order` is that of all parts there are, and the page leaves out what is not among them. A
-    plot of all parts, each as it was measured last, is written beside the file."""
+    """Write a part into today's file of a benchmark, and render the page.
+
+    Other parts of the day are kept. `order` lists all parts of the benchmark; the page omits parts
+    that are not in it. A plot of the newest results of all parts is written next to the file.
+    """
     today = datetime.now(UTC).date().isoformat()
     path = RESULTS / f"{name}-{today}.json"
-    former = json.loads(path.read_text())["parts"] if path.exists() else {}
+    existing = json.loads(path.read_text())["parts"] if path.exists() else {}
     latest = {"machine": dict(measured.machine), **asdict(measured.part)}
-    parts = {**former, measured.part.name: latest}
+    parts = {**existing, measured.part.name: latest}
     ordered = {key: parts[key] for key in order if key in parts}
     document = {"benchmark": name, "date": today, "order": list(order), "parts": ordered}
     RESULTS.mkdir(exist_ok=True)
@@ -66,33 +67,33 @@ def write(name: str, measured: Measured, order: Sequence[str], plot: Plot = lamb
 
 
 def num_rows(name: str, part: str) -> int:
-    """Of a part's newest table; 0 if there is none."""
+    """Return the number of rows of a part's newest table; 0 if there is none."""
     return sum(len(entry.part["rows"]) for entry in _newest(name) if entry.part["name"] == part)
 
 
 def render() -> None:
-    """Writes the page."""
+    """Write the page."""
     sections = [_section(name, title) for name, title in _TITLES.items()]
     PAGE.write_text("\n".join([_INTRODUCTION, *filter(None, sections)]))
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A part as a file has it."""
+    """A part as stored in a file."""
 
     date: str
     part: Mapping[str, Any]
 
 
 def _newest(name: str) -> list[_Entry]:
-    """Each part of a benchmark as it was measured last, in the order that the newest file knows."""
+    """Return the newest result of each part of a benchmark, in the order of the newest file."""
     documents = [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
     entries = {
         key: _Entry(document["date"], part)
         for document in documents
         for key, part in document["parts"].items()
     }
-    # Files of earlier days may lack the order.
+    # Older files may lack the order.
     order = documents[-1].get("order", entries) if documents else ()
     return [entries[key] for key in order if key in entries]
 
@@ -114,6 +115,7 @@ def _origin(entry: _Entry) -> str:
     return (
         f"<sub>{entry.date}: {device}{machine['cores']} cores of {machine['processor']}, "
         f"{machine['system']}; {versions} (server {machine['redis_server']}); commit "
-        f"{machine['commit']}; before it the load average was {machine['load_average']:.1f} and "
-        f"100,000 turns of a Python loop took {machine['spin_ms']:.1f} ms</sub>"
+        f"{machine['commit']}; before the run, the load average was "
+        f"{machine['load_average']:.1f} and 100,000 iterations of a Python loop took "
+        f"{machine['spin_ms']:.1f} ms</sub>"
     )

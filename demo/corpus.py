@@ -13,19 +13,11 @@ import inspect
 import re
 import sys
 import sysconfig
+import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
-from types import (
-    BuiltinFunctionType,
-    ClassMethodDescriptorType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    ModuleType,
-    WrapperDescriptorType,
-)
 
 MAX_DOCUMENT_CHARS = 600
 
@@ -33,15 +25,15 @@ _SKIPPED_FOLDERS = frozenset(
     {"dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# Only what a compiled module defines itself: a program may hang other things into `sys`.
+# Types of members that a compiled module defines itself; programs may add others to `sys`.
 _COMPILED = (
     type,
-    BuiltinFunctionType,
-    ClassMethodDescriptorType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    WrapperDescriptorType,
+    types.BuiltinFunctionType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
 )
 _COLUMNS = re.compile(r"\S {3,}\S")
 # Interactive examples, rulers, literal blocks, signatures and grammar rules.
@@ -63,7 +55,7 @@ def digest(documents: list[str]) -> str:
 
 
 def split_documents(text: str) -> Iterator[str]:
-    """Cut one documentation string into documents, dropping what is not prose."""
+    """Split a documentation string into documents and drop all but prose."""
     document = ""
     for paragraph in filter(_is_prose, map(_unwrap, _paragraphs(text))):
         if document and len(document) + len(paragraph) + 2 > MAX_DOCUMENT_CHARS:
@@ -90,16 +82,16 @@ def _python_docstrings(root: Path) -> Iterator[str]:
             yield from filter(None, map(ast.get_docstring, documented))
 
 
-def _compiled_modules() -> Iterator[ModuleType]:
+def _compiled_modules() -> Iterator[types.ModuleType]:
     for name in sorted(sys.stdlib_module_names):
         spec = find_spec(name)
         if spec and (spec.origin or "").endswith(("built-in", ".so", ".pyd")):
-            # An extension may lack the shared library that it wraps, as Tk's on a server.
+            # The shared library that an extension wraps may be absent, such as Tk's.
             with contextlib.suppress(ImportError):
                 yield importlib.import_module(name)
 
 
-def _compiled_docstrings(module: ModuleType) -> Iterator[str]:
+def _compiled_docstrings(module: types.ModuleType) -> Iterator[str]:
     yield inspect.cleandoc(module.__doc__ or "")
     for _, member in sorted(vars(module).items()):
         yield from _docstring(member)
@@ -118,7 +110,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _unwrap(paragraph: str) -> str:
-    """One line from a paragraph; nothing from one of uneven indents (a list) or with columns."""
+    """Join a paragraph into one line; empty for lists (uneven indents) and columns."""
     indents = {len(line) - len(line.lstrip()) for line in paragraph.splitlines()}
     uneven = len(indents) > 1 or _COLUMNS.search(paragraph)
     return "" if uneven else " ".join(paragraph.split())

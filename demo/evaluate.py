@@ -1,7 +1,7 @@
-"""Measure what the demo model writes after fifty fixed prompts: `python -m demo.evaluate`.
+"""Evaluates the demo model's texts for fifty fixed prompts: `python -m demo.evaluate`.
 
-Three figures: how many of its words exist in the corpus, how many of its texts end by themselves,
-and how much it recites. Exits with 1 if one misses its bound.
+Measures the share of words that occur in the corpus, the share of texts that end by EOS, and the
+longest copy of the corpus. Exits with 1 if a value is out of its bound.
 """
 
 import argparse
@@ -21,59 +21,20 @@ TEMPERATURE = 0.8
 MAX_NEW_TOKENS = 256
 MIN_KNOWN_WORDS = 0.9
 MIN_ENDED = 0.8
-STRETCH = 50
+MAX_COPY = 50
 
 PROMPTS = (
-    "Return the",
-    "Return a list of",
-    "Return True if",
-    "Return a new",
-    "Return the name of",
-    "Return a string",
-    "Returns a tuple",
-    "Returns the number of",
-    "Raise an exception if",
-    "Raised when",
-    "If the file",
-    "If the value is",
-    "If the argument",
-    "If no",
-    "Create a new",
-    "Create a socket",
-    "Open the file",
-    "Read at most",
-    "Write the",
-    "Close the connection",
-    "Send a message to",
-    "Wait until",
-    "Get the current",
-    "Set the",
-    "Add a",
-    "Remove all",
-    "Find the first",
-    "Parse the",
-    "Convert a",
-    "Compare two",
-    "Compute the",
-    "Check whether",
-    "Call the function",
-    "Initialize the",
-    "Delete the",
-    "Copy the",
-    "Print the",
-    "Split the string",
-    "Format the",
-    "Load the module",
-    "This method",
-    "This function",
-    "This class",
-    "This is",
-    "A subclass of",
-    "An object that",
-    "The default",
-    "The optional argument",
-    "When the",
-    "Note that",
+    *("Return the", "Return a list of", "Return True if", "Return a new", "Return the name of"),
+    *("Return a string", "Returns a tuple", "Returns the number of", "Raise an exception if"),
+    *("Raised when", "If the file", "If the value is", "If the argument", "If no"),
+    *("Create a new", "Create a socket", "Open the file", "Read at most", "Write the"),
+    *("Close the connection", "Send a message to", "Wait until", "Get the current", "Set the"),
+    *("Add a", "Remove all", "Find the first", "Parse the", "Convert a"),
+    *("Compare two", "Compute the", "Check whether", "Call the function", "Initialize the"),
+    *("Delete the", "Copy the", "Print the", "Split the string", "Format the"),
+    *("Load the module", "This method", "This function", "This class", "This is"),
+    *("A subclass of", "An object that", "The default", "The optional argument", "When the"),
+    *("Note that",),
 )
 
 
@@ -81,7 +42,7 @@ PROMPTS = (
 class Evaluation:
     known_words: float  # share of the written words that occur in the corpus
     ended: float  # share of the texts that end by EOS within MAX_NEW_TOKENS
-    longest_copy: int  # tokens in the longest stretch that also stands in the corpus
+    longest_copy: int  # tokens of the longest run that also occurs in the corpus
     words: int
     tokens: int
 
@@ -89,25 +50,25 @@ class Evaluation:
         return (
             self.known_words >= MIN_KNOWN_WORDS
             and self.ended >= MIN_ENDED
-            and self.longest_copy < STRETCH
+            and self.longest_copy < MAX_COPY
         )
 
 
 @dataclass(frozen=True)
 class Continuation:
     prompt: str
-    text: str  # what the model wrote, without the prompt
+    text: str  # without the prompt
     ended: bool  # by EOS
 
 
 def evaluate(folder: Path, documents: list[str]) -> Evaluation:
-    """Let the model in `folder` continue every prompt and hold the texts against the corpus."""
+    """Continue all prompts with the model in `folder` and compare the texts with the corpus."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return measure(generate(folder), documents, tokenizer)
 
 
 def generate(folder: Path, seed: int = 0) -> list[Continuation]:
-    """One text for each prompt, sampled at TEMPERATURE from the whole vocabulary."""
+    """Sample one text per prompt at TEMPERATURE from the whole vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(seed)
@@ -122,18 +83,15 @@ def generate(folder: Path, seed: int = 0) -> list[Continuation]:
         max_new_tokens=MAX_NEW_TOKENS,
     )
     written = outputs[:, inputs["input_ids"].shape[1] :]
-    return [
-        Continuation(prompt, tokenizer.decode(ids, skip_special_tokens=True), ended)
-        for prompt, ids, ended in zip(
-            PROMPTS, written, (written == tokenizer.eos_token_id).any(dim=1).tolist(), strict=True
-        )
-    ]
+    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+    ended = (written == tokenizer.eos_token_id).any(dim=1).tolist()
+    return [Continuation(*each) for each in zip(PROMPTS, texts, ended, strict=True)]
 
 
 def measure(
     continuations: list[Continuation], documents: list[str], tokenizer: Tokenizer
 ) -> Evaluation:
-    """The figures of these texts; copies are looked for in prompt and text together."""
+    """Evaluate texts. Copies are searched in prompt and text together."""
     known = {word for document in documents for word in words_of(document)}
     written = [word for each in continuations for word in words_of(each.text)]
     texts = [each.prompt + each.text for each in continuations]
@@ -147,7 +105,7 @@ def measure(
 
 
 def words_of(text: str) -> list[str]:
-    """Runs of letters, as they are spelt: `readLine` and `readline` are two words."""
+    """Runs of letters, case-sensitive: `readLine` and `readline` are two words."""
     return re.findall("[A-Za-z]+", text)
 
 
@@ -156,28 +114,26 @@ def token_lists(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def longest_copy(texts: list[list[int]], corpus: list[list[int]]) -> int:
-    """The length of the longest run of tokens that stands in a text and in a corpus document."""
-    shortest_miss = 1
-    while True:
-        copied = set(stretches(corpus, shortest_miss))
-        if copied.isdisjoint(stretches(texts, shortest_miss)):
-            return shortest_miss - 1
-        shortest_miss += 1
+    """Length of the longest run of tokens that occurs in a text and in a document."""
+    length = 1
+    while not set(ngrams(corpus, length)).isdisjoint(ngrams(texts, length)):
+        length += 1
+    return length - 1
 
 
-def stretches(token_lists: list[list[int]], length: int) -> Iterator[tuple[int, ...]]:
+def ngrams(token_lists: list[list[int]], length: int) -> Iterator[tuple[int, ...]]:
     for tokens in token_lists:
         for start in range(len(tokens) - length + 1):
             yield tuple(tokens[start : start + length])
 
 
 def report(evaluation: Evaluation) -> str:
-    """The figures as a table."""
+    """The evaluation as a table."""
     rows = (
         ("", "measured", "bound"),
         ("words in the corpus", f"{evaluation.known_words:.1%}", f">= {MIN_KNOWN_WORDS:.0%}"),
         ("texts ended by EOS", f"{evaluation.ended:.0%}", f">= {MIN_ENDED:.0%}"),
-        ("longest copy, tokens", str(evaluation.longest_copy), f"< {STRETCH}"),
+        ("longest copy, tokens", str(evaluation.longest_copy), f"< {MAX_COPY}"),
     )
     return "\n".join(f"{name:<24}{figure:>10}{bound:>10}" for name, figure, bound in rows)
 

@@ -1,8 +1,7 @@
-"""Train the demo model from scratch on the corpus: `python -m demo.train`.
+"""Trains the demo model and its tokenizer on the corpus: `python -m demo.train`.
 
-A Llama of 3.5 million parameters and its byte-level BPE tokenizer, in minutes on two cores. The
-weights are trained in float32 and stored in float16, half the size; the config says float32, which
-is what they are loaded as.
+A Llama of 3.5 million parameters with a byte-level BPE vocabulary, in minutes on two cores. Weights
+are trained in float32 and stored in float16; the config has float32, so that they load as such.
 """
 
 import argparse
@@ -31,7 +30,7 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that shapes the model, besides the corpus."""
+    """All parameters of the model and its training, apart from the corpus."""
 
     seed: int = 20
     vocab_size: int = 3072
@@ -51,7 +50,7 @@ class Recipe:
 
 
 def train(recipe: Recipe, folder: Path) -> None:
-    """Write the whole model folder, `TRAINING.json` with the evaluation included."""
+    """Write the model folder, including the evaluation in `TRAINING.json`."""
     started = time.monotonic()
     torch.manual_seed(recipe.seed)
     documents = collect_documents()
@@ -107,7 +106,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: list[str]) -> list[list[int]]:
-    """The token ids of each document, EOS at its end."""
+    """The token ids of each document, with EOS at the end."""
     return [[*encoding.ids, EOS_ID] for encoding in tokenizer.encode_batch_fast(documents)]
 
 
@@ -131,9 +130,12 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
 def fit(model: LlamaForCausalLM, encoded: list[list[int]], recipe: Recipe) -> tuple[int, float]:
     """AdamW under a cosine schedule; the steps taken and the mean loss of the last epoch."""
     batches = list(make_batches(encoded, recipe))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, recipe.weight_decay),
+        [{"params": matrices}, {"params": norms, "weight_decay": 0.0}],
         lr=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
         betas=(0.9, 0.95),
         fused=True,
     )
@@ -169,7 +171,7 @@ def make_batches(encoded: list[list[int]], recipe: Recipe) -> Iterator[torch.Ten
 
 
 def pack(encoded: list[list[int]], tokens_per_row: int) -> Iterator[list[int]]:
-    """Full rows of whole documents: each begins with a document, the last one is cut."""
+    """Full rows of whole documents: each begins with a document; the last one is truncated."""
     row: list[int] = []
     for document in encoded:
         row += document
@@ -178,17 +180,8 @@ def pack(encoded: list[list[int]], tokens_per_row: int) -> Iterator[list[int]]:
             row = []
 
 
-def parameter_groups(model: LlamaForCausalLM, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay, norms do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-
-
 def schedule(step: int, warmup_steps: int, num_steps: int) -> float:
-    """The factor on the learning rate: a linear warm-up, then half a cosine down to nothing."""
+    """Factor of the learning rate: a linear warm-up, then half a cosine to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (num_steps - warmup_steps)))
@@ -196,7 +189,7 @@ def schedule(step: int, warmup_steps: int, num_steps: int) -> float:
 
 @torch.inference_mode()
 def mean_loss(model: LlamaForCausalLM, encoded: list[list[int]]) -> float:
-    """Nats per predicted token over documents that each stand alone."""
+    """Nats per predicted token, each document evaluated alone."""
     model.eval()
     total = 0.0
     for document in encoded:
@@ -206,7 +199,7 @@ def mean_loss(model: LlamaForCausalLM, encoded: list[list[int]]) -> float:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the weights in float16, the configs, the tokenizer and its chat template."""
+    """Write the weights in float16, the configs, the tokenizer and the chat template."""
     model.half().save_pretrained(folder)
     config = LlamaConfig.from_pretrained(folder)
     config.dtype = torch.float32

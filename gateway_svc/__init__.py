@@ -1,1 +1,5 @@
-"""The gateway: text, tokens and limits. It knows no blocks, no workers, no tensors."""
+"""The gateway service: public API, validation, tokenization, streamed text. Loads no torch.
+
+Its process is `python -m gateway_svc`, which containers and `quire.launcher` start. No other
+package imports it.
+"""

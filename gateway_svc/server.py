@@ -1,4 +1,4 @@
-"""A gateway's life: start up, serve, drain, stop."""
+"""Lifecycle of a gateway: start, serve, drain, stop."""
 
 import asyncio
 import contextlib
@@ -7,18 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import structlog
 
-from gateway_svc import model_files
-from gateway_svc.inference_servicer import InferenceServicer
-from gateway_svc.malformed_requests import MalformedRequests
-from gateway_svc.metrics import GatewayMetrics
-from gateway_svc.model_files import ModelFilesError
-from gateway_svc.model_servicer import ModelServicer
-from gateway_svc.multiplexer import Multiplexer
-from gateway_svc.rpc import Calls
-from gateway_svc.scheduler_link import SchedulerLink
-from gateway_svc.served_model import Model, ServedModel
+from gateway_svc.metrics.request_metrics import GatewayMetrics
+from gateway_svc.rpc.call_interceptor import CallInterceptor
+from gateway_svc.rpc.inference_servicer import InferenceServicer
+from gateway_svc.rpc.model_servicers import ModelServicer, TokenizerServicer
+from gateway_svc.scheduler.connection import SchedulerConnection
+from gateway_svc.scheduler.multiplexer import Multiplexer
 from gateway_svc.settings import GatewaySettings
-from gateway_svc.tokenizer_servicer import TokenizerServicer
+from gateway_svc.text import model_files
+from gateway_svc.text.model_files import ModelFilesError
+from gateway_svc.text.served_model import Model, ServedModel
 from quire.service.channels import server_options
 from quire.service.errors import unavailable
 from quire.service.health import Health
@@ -34,18 +32,18 @@ _SCHEDULER = "scheduler"
 
 
 class Gateway:
-    """The parts of one gateway, wired."""
+    """The components of one gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.health = Health((_TOKENIZER, _SCHEDULER), SERVICES)
-        self.calls = Calls()
-        # None where nobody asked for metrics, and before the start.
+        self.calls = CallInterceptor(SERVICES)
+        # None before the start, and if metrics are not configured.
         self.metrics_server: MetricsServer | None = None
         self._metrics = GatewayMetrics()
-        # Why the scheduler cannot be used, or None. Published by a task of its own: telling the
-        # watchers of health may wait for them, and the link must not.
+        # Why the scheduler cannot be used, or None. Published by a separate task, as the health
+        # servicer may block on its watchers, and the connection must not.
         self._scheduler_states = asyncio.Queue[str | None]()
-        self.link = SchedulerLink(
+        self.scheduler = SchedulerConnection(
             settings.scheduler_addresses,
             Multiplexer(
                 settings.max_queued_tokens, settings.scheduler_wait_s, self._metrics.reattached.inc
@@ -54,14 +52,14 @@ class Gateway:
             self._scheduler_states.put_nowait,
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
-        self.server = grpc.aio.server(interceptors=[MalformedRequests()], options=server_options())
+        self.server = grpc.aio.server(interceptors=[self.calls], options=server_options())
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
         self._tasks: list[asyncio.Task[None]] = []
         self._add_servicers()
 
     async def start(self) -> str:
-        """Binds, then loads the model and connects; returns the bound address."""
+        """Bind, start to load the model and to connect; return the bound address."""
         settings = self._settings
         if settings.metrics_listen is not None:
             self.metrics_server = await start_metrics(
@@ -72,34 +70,34 @@ class Gateway:
         )
         self._tasks = [
             asyncio.create_task(self._load_model()),
-            asyncio.create_task(self._publish_scheduler()),
+            asyncio.create_task(self._publish_scheduler_state()),
         ]
-        self.link.start()
+        self.scheduler.start()
         return address
 
     async def drain(self) -> None:
-        """Takes no new calls and waits for those that run, as long as it is let."""
+        """Reject new calls and wait until the live ones have ended."""
         await self.health.stopping()
-        # Refuses calls from here on. Health watches hold it up, so it is not waited for.
+        # Rejects calls from here on. Not awaited: health watches keep it from returning.
         closing = asyncio.create_task(self.server.stop(self._settings.drain_grace_s))
         try:
-            await self.calls.none_live()
+            await self.calls.wait_until_idle()
         finally:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Ends the calls that still run with UNAVAILABLE, then everything else. Their requests run
-        on for a while: they can be resumed, or repeated, at another gateway.
+        """End live calls with UNAVAILABLE, then all components. The requests of these calls
+        continue for a grace period, in which they can be resumed at another gateway.
         """
-        self.link.requests.detach_all(
+        self.scheduler.requests.detach_all(
             unavailable("STOPPING", "the gateway is stopping", metadata={"resumable": "true"})
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
-                await self.calls.none_live()
+                await self.calls.wait_until_idle()
         await self.server.stop(None)
-        await self.link.close(within_s=1)
+        await self.scheduler.close(timeout_s=1)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,14 +106,15 @@ class Gateway:
             await self.metrics_server.stop()
 
     def _add_servicers(self) -> None:
-        parts = (self.served, self.link, self.calls)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(*parts, self._metrics), self.server
+            InferenceServicer(self.served, self.scheduler, self._metrics), self.server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
-            TokenizerServicer(*parts), self.server
+            TokenizerServicer(self.served, self.scheduler), self.server
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(*parts), self.server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelServicer(self.served, self.scheduler), self.server
+        )
 
     async def _load_model(self) -> None:
         settings = self._settings
@@ -128,24 +127,24 @@ class Gateway:
             log.error("the model cannot be served", reason=str(error))
             await self.health.failed(_TOKENIZER, str(error))
             return
-        self.served.loaded(model)
+        self.served.set(model)
         log.info("model loaded", model=model.name, vocab_size=model.files.vocab_size)
         await self.health.passed(_TOKENIZER)
 
     def _read_model(self, model: str, revision: str | None) -> Model:
-        return Model.of(self.served.name, model_files.load(model, revision), self._threads)
+        return Model.from_files(self.served.name, model_files.load(model, revision), self._threads)
 
-    async def _publish_scheduler(self) -> None:
+    async def _publish_scheduler_state(self) -> None:
         while True:
-            why_not = await self._scheduler_states.get()
-            if why_not is None:
+            reason = await self._scheduler_states.get()
+            if reason is None:
                 await self.health.passed(_SCHEDULER)
             else:
-                await self.health.failed(_SCHEDULER, why_not)
+                await self.health.failed(_SCHEDULER, reason)
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Until a signal says otherwise. OSError if the address cannot be bound."""
+    """Run a gateway until a signal. OSError if the address cannot be bound."""
     signals = Signals()
     signals.install()
     gateway = Gateway(settings)

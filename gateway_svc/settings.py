@@ -13,7 +13,7 @@ _Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 def _check_addresses(value: str) -> str:
-    """ValueError unless all of them are addresses."""
+    """ValueError unless every part is an address."""
     return ",".join(check_address(part.strip()) for part in value.split(","))
 
 
@@ -28,37 +28,37 @@ class GatewaySettings(ServiceSettings):
     )
 
     listen: Address = Field(
-        "127.0.0.1:50051", description="Where the API is served: host:port or unix:/path."
+        "127.0.0.1:50051", description="Address to serve the API on: host:port or unix:/path."
     )
     scheduler: Addresses = Field(
         "127.0.0.1:50052",
-        description="Schedulers, separated by commas: host:port or unix:/path. A host name stands "
-        "for every address it resolves to. The one that leads is found among them.",
+        description="Addresses of schedulers, separated by commas: host:port or unix:/path. A host "
+        "name stands for every address it resolves to. The gateway finds the leader among them.",
     )
     scheduler_wait_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds that requests wait for a scheduler while none leads.",
+        description="Seconds that requests wait for a scheduler while none is available.",
     )
     model: _Text = Field(
-        description="Folder in Hugging Face format, or a hub id, whose tokenizer is served."
+        description="Folder in Hugging Face format, or hub id, of the model to tokenize for."
     )
     revision: str | None = Field(
-        None, description="Branch, tag or commit of the hub id; the default branch if absent."
+        None, description="Branch, tag or commit of the hub id; the default branch if not set."
     )
     served_model_name: _Text | None = Field(
-        None, description="What requests call the model; as --model if absent."
+        None, description="Model name in the API; the value of --model if not set."
     )
     tokenizer_threads: int = Field(
-        2, ge=1, le=64, description="Threads that tokenize prompts and render conversations."
+        2, ge=1, le=64, description="Threads that tokenize prompts and render chat templates."
     )
     max_queued_tokens: int = Field(
         8192,
         ge=1,
-        description="Tokens that wait for a client that reads slowly before its stream is ended.",
+        description="Maximum tokens queued for a slow client; its stream fails beyond them.",
     )
     metrics_listen: MetricsAddress | None = Field(
-        None, description="Where metrics are served over HTTP: host:port; nowhere if absent."
+        None, description="Address to serve metrics on over HTTP, host:port; not served if not set."
     )
 
     @property

@@ -1,4 +1,4 @@
-"""What runs on the device: tensors in, tensors out.
+"""Operations on the device, called by worker_svc: tensors in, tensors out.
 
-Knows slots, block tables and numbers. Knows no requests, no rows of a worker's tables, no messages.
+Their vocabulary is slots, block tables and numbers, not requests, rows or messages.
 """

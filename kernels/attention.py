@@ -1,15 +1,16 @@
 """Attention over a paged cache, for a ragged batch of queries.
 
-A cache is `[num_blocks, block_size, num_kv_heads, head_dim]`; `PagedBatch` says where in it the
-keys of each query lie. They are there already: a step's own are written before.
+A cache is `[num_blocks, block_size, num_kv_heads, head_dim]`; `PagedBatch` locates the keys
+of each query. A step's own keys and values are written before its attention.
 """
 
 import torch
 from torch import Tensor
 
 from kernels.attention_torch import paged_attention_torch
-from kernels.choice import HAS_TRITON, Implementation, choose
-from kernels.paged_batch import PagedBatch, attention_mask
+from kernels.dispatch import HAS_TRITON, Implementation, choose
+from kernels.inputs.attention_options import AttentionOptions
+from kernels.inputs.paged_batch import PagedBatch, attention_mask
 
 if HAS_TRITON:
     from kernels.gpu.attention import paged_attention_triton
@@ -36,74 +37,62 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of `query [num_tokens, num_heads, head_dim]` over the cache.
 
-    Heads are grouped: query head h reads key head `h // (num_heads // num_kv_heads)`. A key's
+    Query head h reads key head `h // (num_heads // num_kv_heads)`. A key's
     score is its product with the query times `scale`, then `softcap * tanh(score / softcap)`, then
-    plus `alibi_slopes[h] * (key position - query position)`; a query sees its `sliding_window` last
-    keys. `sinks [num_heads]` are scores of a key that takes weight and gives nothing. Caches of
-    8-bit numbers hold keys divided by `k_scale` and values divided by `v_scale`.
+    plus `alibi_slopes[h] * (key position - query position)`; a query sees the last
+    `sliding_window` keys. `sinks [num_heads]` are scores of a key without a value. Caches of 8-bit
+    numbers hold keys divided by `k_scale` and values divided by `v_scale`.
 
-    Computes in float32. Returns `out`, `[num_tokens, num_heads, v_head_dim]`, which is made in the
-    query's dtype if absent. A query that sees no key gets zeros. What no query of a sequence sees,
-    NaN included, has no effect on it. `partition_keys` cuts the keys of long sequences into parts
-    of that size instead of a size of the implementation's choice.
+    Computes in float32. Returns `out`, `[num_tokens, num_heads, v_head_dim]`, allocated in the
+    query's dtype if absent. A query that sees no key gets zeros. Unseen keys and values have no
+    effect, even if they are NaN. `partition_keys` sets the size of the partitions of long
+    sequences' keys, which the implementation chooses otherwise.
     """
     if implementation is None:
         implementation = choose(query.device.type, (query.dtype, k_cache.dtype))
     if out is None:
         out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
+    options = AttentionOptions(
+        scale, sliding_window, softcap, sinks, alibi_slopes, k_scale, v_scale, partition_keys
+    )
+    if implementation == Implementation.REFERENCE:
+        return paged_attention_reference(query, k_cache, v_cache, batch, **vars(options), out=out)
+    if implementation == Implementation.TORCH:
+        return paged_attention_torch(query, k_cache, v_cache, batch, options, out)
     if implementation == Implementation.TRITON:
-        return paged_attention_triton(
-            query,
-            k_cache,
-            v_cache,
-            batch,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            partition_keys=partition_keys,
-            out=out,
-        )
-    if not implementation.is_cpp:
-        reference = implementation == Implementation.REFERENCE
-        function = paged_attention_reference if reference else paged_attention_torch
-        function(
-            query,
-            k_cache,
-            v_cache,
-            batch,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-        )
-    else:
-        torch.ops.quire.paged_attention(
-            out,
-            query,
-            k_cache,
-            v_cache,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
-            scale,
-            sliding_window or 0,
-            softcap or 0.0,
-            None if sinks is None else sinks.float().contiguous(),
-            None if alibi_slopes is None else alibi_slopes.float().contiguous(),
-            k_scale,
-            v_scale,
-            partition_keys or 0,
-            implementation.isa,
-        )
+        return paged_attention_triton(query, k_cache, v_cache, batch, options, out)
+    _paged_attention_cpp(query, k_cache, v_cache, batch, options, implementation.isa, out)
     return out
+
+
+def _paged_attention_cpp(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    isa: int,
+    out: Tensor,
+) -> None:
+    sinks, slopes = options.sinks, options.alibi_slopes
+    torch.ops.quire.paged_attention(
+        out,
+        query,
+        k_cache,
+        v_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        options.scale,
+        options.sliding_window or 0,
+        options.softcap or 0.0,
+        None if sinks is None else sinks.float().contiguous(),
+        None if slopes is None else slopes.float().contiguous(),
+        options.k_scale,
+        options.v_scale,
+        options.partition_keys or 0,
+        isa,
+    )
 
 
 def paged_attention_reference(
@@ -119,9 +108,11 @@ def paged_attention_reference(
     alibi_slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    partition_keys: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The obvious twin of `paged_attention`: one sequence and one head at a time."""
+    """The reference of `paged_attention`: one sequence and one head at a time, its keys in one
+    partition."""
     num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
     if out is None:
         out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
@@ -133,7 +124,7 @@ def paged_attention_reference(
         values = v_cache[blocks].flatten(0, 1)[:seq_len].float() * v_scale
         positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)
         seen = attention_mask(positions, seq_len, sliding_window)
-        # Weights of 0 do not silence NaN.
+        # NaN times a weight of 0 is NaN.
         values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)
         distances = torch.arange(seq_len, device=query.device) - positions[:, None]
         for head in range(num_heads):

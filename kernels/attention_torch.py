@@ -1,5 +1,5 @@
-"""Paged attention by torch's own operations, on any device: gathers keys and values of sequences
-with equally long queries, padded to one product."""
+"""Paged attention by torch operations, on any device: loads the keys and values of sequences with
+equally long queries, and pads them for one product."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,30 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.paged_batch import PagedBatch, attention_mask
+from kernels.inputs.attention_options import AttentionOptions
+from kernels.inputs.paged_batch import PagedBatch, attention_mask
 
-# Keys gathered at once for a group of sequences: bounds the memory that padding can take.
-_MAX_GATHERED_KEYS = 1 << 16
+# The most keys of a group of sequences, which bounds the memory that padding takes.
+_MAX_GROUP_KEYS = 1 << 16
 
 
 @dataclass(frozen=True)
 class QueryGroup:
-    """Sequences of a batch whose queries are equally long, so that one product serves them."""
+    """Sequences of a batch with equally long queries, for one product."""
 
     token_indices: Tensor  # [num_seqs * query_len] of the flat batch
     positions: Tensor  # [num_seqs, query_len]
-    slots: Tensor  # [num_seqs * num_keys] in the cache; the null block's slot 0 as padding
-    unseen: Tensor  # indices of what no query sees in `slots`
+    slots: Tensor  # [num_seqs * num_keys] in the cache; padding is slot 0, of the null block
+    unseen: Tensor  # indices into `slots` of those that no query sees
     seen: Tensor  # bool [num_seqs, query_len, num_keys]
 
 
 def query_groups(batch: PagedBatch, sliding_window: int | None) -> Iterator[QueryGroup]:
-    """Equal query lengths together, short sequences first, until a group is full."""
+    """Yield groups of equal query length, short sequences first."""
     seq_lens = batch.seq_lens.tolist()
     query_lens = batch.query_lens.tolist()
     members: list[int] = []
     for seq in sorted(range(len(seq_lens)), key=lambda s: (query_lens[s], seq_lens[s])):
-        full = (len(members) + 1) * seq_lens[seq] > _MAX_GATHERED_KEYS
+        full = (len(members) + 1) * seq_lens[seq] > _MAX_GROUP_KEYS
         if members and (full or query_lens[seq] != query_lens[members[0]]):
             yield _group(batch, members, sliding_window)
             members = []
@@ -66,31 +67,23 @@ def paged_attention_torch(
     k_cache: Tensor,
     v_cache: Tensor,
     batch: PagedBatch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    out: Tensor | None = None,
+    options: AttentionOptions,
+    out: Tensor,
 ) -> Tensor:
-    """As `kernels.attention.paged_attention`."""
-    if out is None:
-        out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
-    for group in query_groups(batch, sliding_window):
-        queries = query[group.token_indices].float() * (scale * k_scale)
+    """As `kernels.attention.paged_attention`, without partitions."""
+    for group in query_groups(batch, options.sliding_window):
+        queries = query[group.token_indices].float() * (options.scale * options.k_scale)
         scores = _products(queries, _gather(k_cache, group), group.seen.shape)
-        if softcap is not None:
-            scores = scores.div_(softcap).tanh_().mul_(softcap)
-        if alibi_slopes is not None:
+        if options.softcap is not None:
+            scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
+        if options.alibi_slopes is not None:
             keys = torch.arange(scores.shape[-1], device=query.device)
             distances = keys - group.positions.unsqueeze(-1)
-            slopes = alibi_slopes.float().view(1, *scores.shape[1:3], 1, 1)
+            slopes = options.alibi_slopes.float().view(1, *scores.shape[1:3], 1, 1)
             scores += slopes * distances[:, None, None]
-        weights = _softmax(scores.masked_fill_(~group.seen[:, None, None], -torch.inf), sinks)
-        attended = _weighted_sums(weights, _gather(v_cache, group)).mul_(v_scale)
+        scores.masked_fill_(~group.seen[:, None, None], -torch.inf)
+        weights = _softmax(scores, options.sinks)
+        attended = _weighted_sums(weights, _gather(v_cache, group)).mul_(options.v_scale)
         out[group.token_indices] = attended.to(out.dtype)
     return out
 
@@ -98,29 +91,29 @@ def paged_attention_torch(
 def _gather(cache: Tensor, group: QueryGroup) -> Tensor:
     """The slots' entries as float32 `[num_seqs, num_kv_heads, num_keys, head_dim]`."""
     entries = cache.flatten(0, 1)[group.slots].float()
-    # The null block may hold NaN, which a weight of zero does not silence.
+    # The null block may hold NaN, and NaN times a weight of 0 is NaN.
     entries.index_fill_(0, group.unseen, 0.0)
     num_seqs, _, num_keys = group.seen.shape
     return entries.view(num_seqs, num_keys, *cache.shape[2:]).transpose(1, 2)
 
 
 def _products(queries: Tensor, keys: Tensor, seen_shape: torch.Size) -> Tensor:
-    """Of `queries [num_seqs * query_len, num_heads, head_dim]` with the keys:
+    """The products of `queries [num_seqs * query_len, num_heads, head_dim]` and keys:
     `[num_seqs, num_kv_heads, group_size, query_len, num_keys]`.
 
-    All heads of a group stand as rows of one matrix, so that keys are read once.
+    All heads of a group are rows of one matrix, so that keys are read once.
     """
     num_seqs, query_len, num_keys = seen_shape
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     group_size = queries.shape[1] // num_kv_heads
     grouped = queries.view(num_seqs, query_len, num_kv_heads, group_size, head_dim)
-    folded = grouped.permute(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, head_dim)
-    scores = torch.matmul(folded, keys.transpose(2, 3))
+    rows = grouped.permute(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, head_dim)
+    scores = torch.matmul(rows, keys.transpose(2, 3))
     return scores.view(num_seqs, num_kv_heads, group_size, query_len, num_keys)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension; zeros where no key is seen."""
+    """Softmax over the last dimension; zeros where no key is seen."""
     if sinks is None:
         lowest = torch.tensor(torch.finfo(torch.float32).min, device=scores.device)
         sink = lowest.expand(*scores.shape[:-1], 1)

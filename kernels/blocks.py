@@ -1,11 +1,11 @@
-"""Whole blocks of caches, copied: all layers in one call."""
+"""Copies whole blocks of caches, all layers in one call."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.choice import HAS_TRITON, Implementation, choose
+from kernels.dispatch import HAS_TRITON, Implementation, choose
 
 if HAS_TRITON:
     from kernels.gpu.blocks import copy_blocks_triton
@@ -19,7 +19,7 @@ def empty_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A cache whose contents mean nothing until written."""
+    """A cache with undefined contents."""
     return torch.empty(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
 
 
@@ -30,7 +30,7 @@ def copy_blocks(
     *,
     implementation: Implementation | None = None,
 ) -> None:
-    """Copies blocks within each of the caches. Ids are int64 on the host, no destination twice.
+    """Copy blocks within each cache. Ids are int64 on the host; destinations are distinct.
 
     All sources are read before a destination is written.
     """
@@ -45,10 +45,10 @@ def swap_blocks(
     *,
     implementation: Implementation | None = None,
 ) -> None:
-    """Copies blocks from each of the sources into the destination at its place, which may be on
-    another device. Otherwise as `copy_blocks`.
+    """Copy blocks from each source to the destination of the same index, which may be on another
+    device. Otherwise as `copy_blocks`.
 
-    On a GPU it is enqueued on the current stream. Host memory that is pinned must not be touched
+    On a GPU the copy is enqueued on the current stream. Pinned host memory must not be accessed
     until the copy is done.
     """
     if implementation is None:
@@ -67,7 +67,7 @@ def swap_blocks_reference(
     source_ids: Tensor,
     destination_ids: Tensor,
 ) -> None:
-    """The obvious twin of `swap_blocks`."""
+    """The reference of `swap_blocks`."""
     for source, destination in zip(sources, destinations, strict=True):
         blocks = source[source_ids.to(source.device)]
         destination[destination_ids.to(destination.device)] = blocks.to(destination.device)
@@ -75,8 +75,8 @@ def swap_blocks_reference(
 
 def _choose(caches: Sequence[Tensor]) -> Implementation:
     devices = {cache.device.type for cache in caches}
-    # A GPU reaches host memory that is pinned as it reaches its own.
+    # A GPU accesses pinned host memory directly.
     if devices == {"cuda", "cpu"} and all(cache.is_cuda or cache.is_pinned() for cache in caches):
         devices = {"cuda"}
-    # Bytes are bytes: the dtype does not matter.
+    # Copies are independent of the dtype.
     return choose(devices.pop(), ()) if len(devices) == 1 else Implementation.TORCH

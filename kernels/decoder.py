@@ -1,8 +1,8 @@
-"""Decoder layers, or the whole forward pass of a model made of them, in one call; nothing goes back
-to Python in between.
+"""Decoder layers, or the whole forward pass of a decoder model, in one call without Python between
+operations.
 
-It is what `rms_norm`, `linear`, `turn_heads`, `kv_write`, `paged_attention` and `gated_linear` are,
-one after the other, and gives the same bits.
+Equivalent to `rms_norm`, `linear`, `qk_norm_rope`, `kv_write`, `paged_attention` and `gated_linear`
+in sequence, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -11,44 +11,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.choice import Implementation
+from kernels.dispatch import Implementation
 from kernels.fused import Activation
-from kernels.linear import Product
-from kernels.paged_batch import PagedBatch
+from kernels.inputs.paged_batch import PagedBatch
+from kernels.linear import PackedLinear
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What one layer is made of. `heads` gives queries, keys and values, in this order."""
+    """The weights of one layer. `qkv_proj` gives queries, keys and values, in this order."""
 
     attention_norm: Tensor  # float32
     attention_epsilon: float
-    heads: Product
+    qkv_proj: PackedLinear
     head_norms: Tensor | None  # float32 [num_heads + num_kv_heads, head_dim]
     head_epsilon: float
     scale: float  # of scores
     sliding_window: int | None
-    out: Product
+    o_proj: PackedLinear
     mlp_norm: Tensor  # float32
     mlp_epsilon: float
-    gate: Product
-    up: Product
-    down: Product
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
 
 
 class DecoderWeights:
-    """Layers of one shape, in the lists that the kernel takes."""
+    """The weights of layers of one shape, in the kernel's lists."""
 
     def __init__(
         self, layers: Sequence[LayerWeights], num_heads: int, activation: Activation
     ) -> None:
-        """`num_heads` are those of queries; the activation is that of the gates."""
-        products = [(one.heads, one.out, one.gate, one.up, one.down) for one in layers]
+        """`num_heads` counts query heads; `activation` applies to the gates."""
+        products = [(one.qkv_proj, one.o_proj, one.gate, one.up, one.down) for one in layers]
         self.num_layers = len(layers)
-        self.implementation: Implementation = layers[0].heads.weight.implementation
+        self.implementation: Implementation = layers[0].qkv_proj.weight.implementation
         self.num_heads = num_heads
         self.activation = activation
         self.norms = [norm for one in layers for norm in (one.attention_norm, one.mlp_norm)]
+        # The packed weights, five per layer: see `PackedWeight`.
         self.panels = [product.weight.panels for five in products for product in five]
         self.biases = [product.bias for five in products for product in five]
         self.head_norms = [one.head_norms for one in layers]
@@ -62,21 +63,21 @@ class DecoderWeights:
 
 
 @dataclass(frozen=True)
-class Ends:
-    """What a model has before its layers and behind them."""
+class EmbeddingAndHead:
+    """The weights before and after a model's layers."""
 
-    # Panels of any width, as `PackedWeight` has them, or a matrix `[rows, hidden_size, 1]`.
+    # Panels of any width, as in `PackedWeight`, or a matrix `[rows, hidden_size, 1]`.
     embedding: Tensor
     num_embeddings: int
     cosines: Tensor  # [max_positions, head_dim]
     sines: Tensor
     norm: Tensor  # float32
     epsilon: float
-    head: Product
+    lm_head: PackedLinear
 
 
 def decoder_layers(
-    states: Tensor,
+    hidden_states: Tensor,
     cosines: Tensor,
     sines: Tensor,
     weights: DecoderWeights,
@@ -85,47 +86,47 @@ def decoder_layers(
     slot_mapping: Tensor,
     kv_scales: Sequence[float],
 ) -> Tensor:
-    """What the layers make of `states [num_tokens, hidden_size]`.
+    """The layers' output for `hidden_states [num_tokens, hidden_size]`.
 
-    `cosines` and `sines` are `[1, num_tokens, head_dim]`. `caches` are those of keys and of values
-    of each layer in turn, as `kv_write` has them, with the scales of each; the step's own keys and
+    `cosines` and `sines` are `[1, num_tokens, head_dim]`. `caches` alternates key and value caches,
+    layer by layer, as in `kv_write`, and `kv_scales` has the scale of each. The step's own keys and
     values are written into the slots.
     """
     out: Tensor = torch.ops.quire.decoder_layers(
-        states, cosines, sines, *_arguments(weights, caches, batch, slot_mapping, kv_scales)
+        hidden_states, cosines, sines, *_arguments(weights, caches, batch, slot_mapping, kv_scales)
     )
     return out
 
 
-def decoder_pass(
+def decoder_forward(
     ids: Tensor,
     positions: Tensor,
-    kept: Tensor,
-    ends: Ends,
+    logits_indices: Tensor,
+    embedding_and_head: EmbeddingAndHead,
     weights: DecoderWeights,
     caches: Sequence[Tensor],
     batch: PagedBatch,
     slot_mapping: Tensor,
     kv_scales: Sequence[float],
 ) -> Tensor:
-    """Logits `[len(kept), num_outputs]` of the tokens `kept`, in the model's dtype.
+    """Logits `[len(logits_indices), num_outputs]` of these tokens, in the model's dtype.
 
-    `ids` and `positions` are int64 `[num_tokens]`. IndexError for an id, a position or a token that
-    is not there. The rest is as `decoder_layers` has it.
+    `ids` and `positions` are int64 `[num_tokens]`. IndexError for an id, a position or a token out
+    of range. Otherwise as `decoder_layers`.
     """
-    out: Tensor = torch.ops.quire.decoder_pass(
+    out: Tensor = torch.ops.quire.decoder_forward(
         ids,
         positions,
-        kept,
-        ends.embedding,
-        ends.num_embeddings,
-        ends.cosines,
-        ends.sines,
-        ends.norm,
-        ends.epsilon,
-        ends.head.weight.panels,
-        ends.head.bias,
-        ends.head.weight.num_outputs,
+        logits_indices,
+        embedding_and_head.embedding,
+        embedding_and_head.num_embeddings,
+        embedding_and_head.cosines,
+        embedding_and_head.sines,
+        embedding_and_head.norm,
+        embedding_and_head.epsilon,
+        embedding_and_head.lm_head.weight.panels,
+        embedding_and_head.lm_head.bias,
+        embedding_and_head.lm_head.weight.num_outputs,
         *_arguments(weights, caches, batch, slot_mapping, kv_scales),
     )
     return out
@@ -138,7 +139,7 @@ def _arguments(
     slot_mapping: Tensor,
     kv_scales: Sequence[float],
 ) -> tuple[object, ...]:
-    """Those that both kernels have, in their order."""
+    """The arguments that both kernels take, in order."""
     return (
         weights.norms,
         weights.panels,

@@ -1,7 +1,7 @@
 """FlashAttention over a paged cache.
 
-Two libraries have it: the package flash-attn, and torch with its own copy of version 2, as
-`torch.nn.attention.varlen.varlen_attn`. `kernels.flash_choice` says when they can serve.
+Two libraries provide it: the package flash-attn, and torch with a copy of version 2, as
+`torch.nn.attention.varlen.varlen_attn`. `kernels.flash_dispatch` decides when they can be used.
 """
 
 import inspect
@@ -13,26 +13,26 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from kernels.flash_choice import FlashKind
-from kernels.paged_batch import PagedBatch
+from kernels.flash_dispatch import FlashKind
+from kernels.inputs.paged_batch import PagedBatch
 
 _NO_WINDOW: Final = (-1, -1)
 
 
 @dataclass(frozen=True)
 class FlashBatch:
-    """A batch as FlashAttention wants it; made once for all layers of a step."""
+    """A batch in FlashAttention's form, made once for all layers of a step."""
 
     block_table: Tensor  # int32 [num_seqs, max_blocks]
     query_start_loc: Tensor  # int32 [num_seqs + 1]
-    key_start_loc: Tensor  # int32 [num_seqs + 1], as if keys lay one sequence after the other
+    key_start_loc: Tensor  # int32 [num_seqs + 1], as if sequences' keys were contiguous
     seq_lens: Tensor  # int32 [num_seqs]
     max_query_len: int
     max_seq_len: int
 
     @classmethod
     def of(cls, batch: PagedBatch) -> "FlashBatch":
-        """Does not wait for the device where the batch says its maxima."""
+        """Convert a batch; wait for the device only if the batch has no maxima."""
         seq_lens = batch.seq_lens.to(torch.int32)
         return cls(
             block_table=batch.block_table,
@@ -44,13 +44,13 @@ class FlashBatch:
         )
 
     def is_decode(self, num_tokens: int) -> bool:
-        """Every sequence has one query, which is its last token."""
+        """Whether every sequence has one query, its last token."""
         return self.max_query_len == 1 and num_tokens == len(self.seq_lens)
 
 
 class FlashAttention(Protocol):
-    """Attention as `kernels.attention.paged_attention` promises it, for what `choose_flash` lets
-    through; it returns a new tensor."""
+    """`kernels.attention.paged_attention` for models that `choose_flash` accepts; returns a new
+    tensor."""
 
     def __call__(
         self,
@@ -67,8 +67,8 @@ class FlashAttention(Protocol):
 
 @dataclass(frozen=True)
 class PackageFlash:
-    """flash-attn: `flash_attn_with_kvcache` where all rows decode, which splits long sequences
-    over the GPU and reads a key once for all heads that share it; else `flash_attn_varlen_func`."""
+    """flash-attn: `flash_attn_with_kvcache` if all rows decode, which splits long sequences over
+    the GPU and reads a key once for all heads that share it; else `flash_attn_varlen_func`."""
 
     varlen: Callable[..., Any]
     with_kvcache: Callable[..., Any]
@@ -103,8 +103,8 @@ class PackageFlash:
                 v_cache,
                 batch.query_start_loc,
                 batch.key_start_loc,
-                # Where it is 1, heads that share a key are laid out anew for one token per row,
-                # which a row without a query does not have.
+                # With 1, flash-attn lays out heads that share a key for one token per row, which
+                # fails for a row without a query.
                 max(batch.max_query_len, 2),
                 batch.max_seq_len,
                 **scores,
@@ -131,8 +131,8 @@ class TorchFlash:
     ) -> Tensor:
         if softcap is not None:
             raise ValueError("torch's varlen_attn has no soft-cap")
-        # A last token sees all keys, so nothing needs to be hidden from it. Said so, keys are read
-        # once for all heads that share them, and long sequences are split.
+        # A last token sees all keys and needs no mask. Without one, keys are read once for all
+        # heads that share them, and long sequences are split.
         unmasked = _NO_WINDOW if batch.is_decode(len(query)) else (-1, 0)
         out: Tensor = self.varlen(
             query,
@@ -152,16 +152,16 @@ class TorchFlash:
 
 
 def _window(sliding_window: int | None, without: tuple[int, int]) -> tuple[int, int]:
-    """Keys to the left and right of a query's own, which our windows count and these do not."""
+    """Keys left and right of the query's own key, which `sliding_window` counts, too."""
     return without if sliding_window is None else (sliding_window - 1, 0)
 
 
 class NoFlash(ImportError):
-    """A library is not there, or lacks what is needed; the message says what."""
+    """A library is missing or lacks a feature; the message names it."""
 
 
 def find_flash() -> tuple[dict[FlashKind, FlashAttention], dict[FlashKind, str]]:
-    """The kinds that this environment has, and why it has not the others."""
+    """The kinds that are installed, and the reasons why the others are not."""
     found: dict[FlashKind, FlashAttention] = {}
     missing: dict[FlashKind, str] = {}
     loaders: dict[FlashKind, Callable[[], FlashAttention]] = {
@@ -172,7 +172,7 @@ def find_flash() -> tuple[dict[FlashKind, FlashAttention], dict[FlashKind, str]]
         try:
             found[kind] = load()
         except Exception as error:
-            # What is built for another torch may fail in any way; the worker can do without.
+            # A library that was built for another torch may raise anything.
             missing[kind] = str(error)
     return found, missing
 
@@ -198,7 +198,7 @@ def _load_torch() -> FlashAttention:
 
 
 def _entry(module: Any, what: str, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
-    """A function of the module. NoFlash if it is not there, or does not take what is needed."""
+    """Return a function of the module. NoFlash if it is missing or lacks a parameter."""
     function = getattr(module, name, None)
     if function is None:
         raise NoFlash(f"{what} has no {name}")
@@ -208,7 +208,7 @@ def _entry(module: Any, what: str, name: str, parameters: tuple[str, ...]) -> Ca
 def require_parameters(
     function: Callable[..., Any], what: str, parameters: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """The function. NoFlash if its signature lacks one of these parameters."""
+    """Return the function. NoFlash if its signature lacks one of these parameters."""
     taken = inspect.signature(function).parameters
     if lacking := [name for name in parameters if name not in taken]:
         raise NoFlash(f"{what} takes no {', '.join(lacking)}")

@@ -1,5 +1,5 @@
-"""Chains of elementwise operations in one pass over memory: what stands between the matrix
-products of a transformer's layer.
+"""Fused elementwise operations, those between the matrix products of a transformer layer, each in
+one pass over memory.
 
 Each computes in float32 and rounds once, at its end.
 """
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from kernels.choice import Implementation, choose
+from kernels.dispatch import Implementation, choose
 
 
 class Activation(IntEnum):
-    """As the C++ kernels number them."""
+    """Activations, numbered as in C++."""
 
     SILU = 0
     GELU_TANH = 1
@@ -49,7 +49,7 @@ def gated_activation(
     return out
 
 
-def rotate(
+def rope(
     query: Tensor,
     key: Tensor,
     cosines: Tensor,
@@ -57,21 +57,21 @@ def rotate(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key `[1, heads, num_tokens, dim]` turned by rotary embedding, as Su et al.,
-    "RoFormer" (2021), say it, in the form that pairs number i with number `dim / 2 + i`.
+    """Rotary position embedding (Su et al., 2021) of query and key `[1, heads, num_tokens, dim]`,
+    in the form that pairs number i with number `dim / 2 + i`.
 
     `cosines` and `sines` are `[1, num_tokens, dim]`, of the same dtype.
     """
     implementation = implementation or choose(query.device.type, (query.dtype,))
     if not implementation.is_cpp:
-        return rotate_reference(query, key, cosines, sines)
-    turned: tuple[Tensor, Tensor] = torch.ops.quire.rotate(
+        return rope_reference(query, key, cosines, sines)
+    rotated: tuple[Tensor, Tensor] = torch.ops.quire.rope(
         query, key, cosines, sines, implementation.isa
     )
-    return turned
+    return rotated
 
 
-def turn_heads(
+def qk_norm_rope(
     heads: Tensor,
     cosines: Tensor,
     sines: Tensor,
@@ -80,57 +80,57 @@ def turn_heads(
     *,
     implementation: Implementation | None = None,
 ) -> None:
-    """Turns heads `[num_tokens, num_heads, dim]` as `rotate` does, in their place; before that they
-    go through `rms_norm`, where there are weights for it, float32 `norms [num_heads, dim]`.
+    """Apply `rope` to `heads [num_tokens, num_heads, dim]` in place; with weights, float32
+    `norms [num_heads, dim]`, apply `rms_norm` first.
 
     `cosines` and `sines` are `[1, num_tokens, dim]`, of the same dtype.
     """
     implementation = implementation or choose(heads.device.type, (heads.dtype,))
     if implementation.is_cpp:
-        torch.ops.quire.turn_heads(heads, cosines, sines, norms, epsilon, implementation.isa)
+        torch.ops.quire.qk_norm_rope(heads, cosines, sines, norms, epsilon, implementation.isa)
     else:
-        heads.copy_(turn_heads_reference(heads, cosines, sines, norms, epsilon))
+        heads.copy_(qk_norm_rope_reference(heads, cosines, sines, norms, epsilon))
 
 
 def rms_norm_reference(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The obvious twin of `rms_norm`."""
+    """The reference of `rms_norm`."""
     wide = states.float()
     factor = (wide.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
     return (wide * factor * weight).to(states.dtype)
 
 
 def gated_activation_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """The obvious twin of `gated_activation`."""
+    """The reference of `gated_activation`."""
     wide = gate.float()
     active = silu(wide) if activation == Activation.SILU else gelu(wide, approximate="tanh")
     return (active * up.float()).to(gate.dtype)
 
 
-def rotate_reference(
+def rope_reference(
     query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The obvious twin of `rotate`."""
+    """The reference of `rope`."""
 
-    def turned(states: Tensor) -> Tensor:
+    def rotated(states: Tensor) -> Tensor:
         first, second = states.float().chunk(2, -1)
         across = torch.cat([-second, first], -1)
         cosine, sine = cosines.float().unsqueeze(1), sines.float().unsqueeze(1)
         return (states.float() * cosine + across * sine).to(states.dtype)
 
-    return turned(query), turned(key)
+    return rotated(query), rotated(key)
 
 
-def turn_heads_reference(
+def qk_norm_rope_reference(
     heads: Tensor,
     cosines: Tensor,
     sines: Tensor,
     norms: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """The obvious twin of `turn_heads`, whose result it returns."""
+    """The reference of `qk_norm_rope`; returns the result."""
     wide = heads.float()
     if norms is not None:
         wide = rms_norm_reference(wide, norms, epsilon)
     states = wide.transpose(0, 1).unsqueeze(0)
-    turned, _ = rotate_reference(states, states, cosines, sines)
-    return turned.squeeze(0).transpose(0, 1).to(heads.dtype)
+    rotated, _ = rope_reference(states, states, cosines, sines)
+    return rotated.squeeze(0).transpose(0, 1).to(heads.dtype)

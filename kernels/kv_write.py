@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.choice import HAS_TRITON, Implementation, choose
+from kernels.dispatch import HAS_TRITON, Implementation, choose
 
 if HAS_TRITON:
     from kernels.gpu.kv_write import kv_write_triton
@@ -19,20 +19,19 @@ def kv_write_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """The obvious twin of `kv_write`."""
+    """The reference of `kv_write`."""
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[written]
     for source, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
         entries = _quantised(source[written], cache.dtype, scale)
-        # Bytes: not all of torch's operations know 8-bit numbers.
+        # As bytes: not all torch operations support 8-bit floats.
         if cache.dtype.itemsize == 1:
             cache, entries = cache.view(torch.uint8), entries.view(torch.uint8)
         cache.flatten(0, 1).index_copy_(0, slots, entries)
 
 
 def _quantised(states: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """`states / scale` in the dtype of a cache; what is too large for 8 bits becomes the largest
-    number there is."""
+    """`states / scale` in the dtype of a cache; in 8 bits, numbers that are too large saturate."""
     if states.dtype == dtype and scale == 1.0:
         return states
     scaled = states.float() / scale
@@ -53,12 +52,11 @@ def kv_write(
     v_scale: float = 1.0,
     implementation: Implementation | None = None,
 ) -> None:
-    """Writes `key` and `value [num_tokens, num_kv_heads, head_dim]` into the slots of their tokens.
+    """Write `key` and `value [num_tokens, num_kv_heads, head_dim]` into the slots of their tokens.
 
     The caches are `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of the same
-    dtype; they get `key / k_scale` and `value / v_scale`, rounded to the nearest, and in 8 bits
-    bounded by the largest number there is. `slot_mapping [num_tokens]` is int64, no slot twice; a
-    token of slot -1 is not written.
+    dtype; they get `key / k_scale` and `value / v_scale`, rounded to nearest, saturating in 8 bits.
+    `slot_mapping [num_tokens]` is int64 with distinct slots; a token of slot -1 is not written.
     """
     if implementation is None:
         implementation = choose(key.device.type, (key.dtype, k_cache.dtype))

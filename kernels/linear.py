@@ -1,4 +1,4 @@
-"""Products of activations with weights that were laid out for them once."""
+"""Products of activations with packed weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.choice import Implementation
+from kernels.dispatch import Implementation
 from kernels.fused import Activation, gated_activation_reference
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -16,10 +16,10 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight `[num_outputs, num_inputs]` whose rows stand side by side in panels.
+    """A weight `[num_outputs, num_inputs]`, packed into panels of adjacent rows.
 
-    A kernel reads a panel from its begin to its end: for each input, the weights of the outputs
-    that one step of it computes. The layout is that of one implementation.
+    A kernel reads a panel sequentially: for each input, the weights of the outputs that one step
+    computes. The layout is specific to an implementation.
     """
 
     panels: Tensor  # [ceil(num_outputs / width), num_inputs, width], zeros beyond the last output
@@ -28,7 +28,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: Tensor, implementation: Implementation) -> Self:
-        """`weight` is of one of WEIGHT_DTYPES; it is copied."""
+        """Pack a copy of `weight`, of one of WEIGHT_DTYPES."""
         width = torch.ops.quire.panel_width(implementation.isa)
         num_outputs, num_inputs = weight.shape
         padded = pad(weight, (0, 0, 0, -num_outputs % width))
@@ -36,8 +36,8 @@ class PackedWeight:
         return cls(panels, num_outputs, implementation)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The weight's rows: `[*indices.shape, num_inputs]`. The indices are int64; IndexError for
-        one that is not there."""
+        """The weight's rows at the int64 indices: `[*indices.shape, num_inputs]`. IndexError if one
+        is out of range."""
         rows: Tensor = torch.ops.quire.panel_rows(
             self.panels, self.num_outputs, indices.flatten().contiguous()
         )
@@ -45,15 +45,16 @@ class PackedWeight:
 
 
 @dataclass(frozen=True)
-class Product:
-    """A packed weight and its float32 bias: what a linear layer is."""
+class PackedLinear:
+    """A linear layer: a packed weight and a float32 bias."""
 
     weight: PackedWeight
     bias: Tensor | None
 
     @classmethod
     def joined(cls, products: Sequence[Self]) -> Self:
-        """One that has the outputs of all of these, whose weights are of one kind."""
+        """One product with the outputs of all; their weights are of one dtype and size of
+        inputs."""
         weights = [product.weight for product in products]
         rows = [weight.rows(torch.arange(weight.num_outputs)) for weight in weights]
         joined = PackedWeight.of(torch.cat(rows), weights[0].implementation)
@@ -78,7 +79,7 @@ def linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """`states [..., num_inputs]` times the weight, transposed, plus the float32 `bias`, plus the
-    `residual`, which is dense and like the result.
+    `residual`, which is dense, with the shape and dtype of the result.
 
     Sums are in float32 and rounded once, to the dtype of the states. A row's result does not
     depend on the rows beside it.
@@ -96,7 +97,7 @@ def gated_linear(
 ) -> Tensor:
     """`activation(linear(states, gate)) * linear(states, up)`, rounded once.
 
-    The weights are equally large and of one dtype.
+    The weights have the same shape and dtype.
     """
     if up.num_outputs != gate.num_outputs:
         raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
@@ -129,7 +130,7 @@ def _multiply(
 def linear_reference(
     states: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """The obvious twin of `linear`, of the weight as it was."""
+    """The reference of `linear`, with the unpacked weight."""
     out = _wide(states, weight, bias)
     return (out if residual is None else out + residual.float()).to(states.dtype)
 
@@ -142,7 +143,7 @@ def gated_linear_reference(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> Tensor:
-    """The obvious twin of `gated_linear`, of the weights as they were."""
+    """The reference of `gated_linear`, with the unpacked weights."""
     gates, values = _wide(states, gate, gate_bias), _wide(states, up, up_bias)
     return gated_activation_reference(gates, values, activation).to(states.dtype)
 

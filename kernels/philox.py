@@ -1,8 +1,8 @@
 """Philox4x32-10, the counter-based random generator of Salmon et al., "Parallel Random Numbers: As
 Easy as 1, 2, 3" (SC 2011), on tensors.
 
-A counter and a key give four words; there is no state. 32-bit words are kept in int64: the product
-of two of them wraps, and its 64 bits are exactly the high and the low word.
+A counter and a key give four words; there is no state. 32-bit words are stored as int64: the
+product of two words wraps, and its 64 bits are exactly the high and the low word.
 """
 
 import torch

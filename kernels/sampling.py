@@ -1,4 +1,4 @@
-"""Sampling as a function of (logits, seed, position): nothing depends on the batch or the row.
+"""Sampling as a function of logits, seed and position, independent of the batch and the row.
 
 A token is drawn by the Gumbel-max method: the largest of `logit / temperature + noise`, where the
 noise of token v at position p is word `v % 4` of Philox4x32-10 under the seed's 64 bits as the key
@@ -11,39 +11,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.choice import HAS_TRITON, Implementation, choose
+from kernels.dispatch import HAS_TRITON, Implementation, choose
+from kernels.inputs.sampling_tensors import SamplingTensors as SamplingTensors
 from kernels.philox import random_words
 
 if HAS_TRITON:
     from kernels.gpu.logprobs import MAX_TOP, token_logprobs_triton
     from kernels.gpu.sampling import sample_triton
 
-NO_TOKEN: Final = -1  # of a row whose logits allow none
+NO_TOKEN: Final = -1  # the token of a row whose logits allow none
 # The largest float32 below 1.
 _BELOW_ONE: Final = 1.0 - 2.0**-24
-
-
-@dataclass(frozen=True)
-class RowParams:
-    """How each row samples; all are contiguous `[num_rows]` on the logits' device."""
-
-    temperatures: Tensor  # float32; 0 takes the most likely token
-    top_ks: Tensor  # int64; 0 considers all
-    top_ps: Tensor  # float32; 1 considers all
-    min_ps: Tensor  # float32; 0 considers all
-    seeds: Tensor  # int64, of which the 64 bits count
-    positions: Tensor  # int64; those that the sampled tokens get
-
-    def of(self, rows: Tensor) -> "RowParams":
-        """The parameters of some of the rows."""
-        return RowParams(
-            self.temperatures[rows],
-            self.top_ks[rows],
-            self.top_ps[rows],
-            self.min_ps[rows],
-            self.seeds[rows],
-            self.positions[rows],
-        )
 
 
 @dataclass(frozen=True)
@@ -56,14 +34,14 @@ class TokenLogprobs:
 
 
 def sample(
-    logits: Tensor, params: RowParams, *, implementation: Implementation | None = None
+    logits: Tensor, params: SamplingTensors, *, implementation: Implementation | None = None
 ) -> Tensor:
     """One token id per row of `logits [num_rows, vocab_size]`, float32; int64 `[num_rows]`.
 
-    NO_TOKEN where a logit is NaN or +inf, or all are -inf. What top_k, top_p and min_p all
-    consider can be drawn, and tokens as likely as the last one considered. `top_p` is taken of
-    what `top_k` leaves: the fewest tokens whose probability reaches it. `min_p` considers what is
-    at least so many times as likely as the most likely token.
+    NO_TOKEN if a logit is NaN or +inf, or all are -inf. Draws from the tokens that top_k, top_p and
+    min_p all keep, and those as likely as the last one kept. `top_p` applies to the tokens that
+    `top_k` keeps, and keeps the fewest whose probability reaches it. `min_p` keeps tokens at least
+    so many times as likely as the most likely token.
     """
     if implementation is None:
         implementation = choose(logits.device.type, (logits.dtype,))
@@ -91,9 +69,10 @@ def token_logprobs(
     *,
     implementation: Implementation | None = None,
 ) -> TokenLogprobs:
-    """Of the model's own distribution, before temperature and filters: float32 logits.
+    """Log-probabilities of the model's distribution, before temperature and filters: float32
+    logits.
 
-    Ranked by logit; of equal ones the lower token id comes first.
+    Tokens are ranked by logit, equal ones by token id.
     """
     if implementation is None:
         implementation = choose(logits.device.type, (logits.dtype,))
@@ -106,15 +85,15 @@ def token_logprobs(
     )
 
 
-def sample_reference(logits: Tensor, params: RowParams) -> Tensor:
-    """The obvious twin of `sample`, on any device: noise for every token of every row."""
+def sample_reference(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """The reference of `sample`, on any device: noise for every token of every row."""
     possible = (logits < float("inf")).all(-1) & (logits > float("-inf")).any(-1)
     token_ids = logits.argmax(-1).masked_fill_(~possible, NO_TOKEN)
     drawing = (possible & (params.temperatures > 0)).nonzero().squeeze(1)
     if drawing.numel() == 0:
         return token_ids
     chosen, drawn = logits[drawing], params.of(drawing)
-    # From the largest down, so that a tiny temperature gives -inf and never inf.
+    # Relative to the largest, so that a tiny temperature gives -inf and never inf.
     scaled = (chosen - chosen.amax(-1, keepdim=True)) / drawn.temperatures.unsqueeze(1)
     scores = keep_most_likely(scaled, drawn)
     scores += gumbel_noise(drawn.seeds, drawn.positions, logits.shape[1])
@@ -125,25 +104,25 @@ def sample_reference(logits: Tensor, params: RowParams) -> Tensor:
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, float32 `[num_rows, vocab_size]`."""
     words = random_words(seeds, positions, vocab_size)
-    # v is the chance of a larger noise: small v, which decides draws, keeps all its 32 bits.
+    # v is the probability of larger noise: small v, which decides draws, keeps all its 32 bits.
     v = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-def keep_most_likely(scaled: Tensor, params: RowParams) -> Tensor:
-    """The scaled logits, of which the largest is 0, with -inf where a token is not considered."""
+def keep_most_likely(scaled: Tensor, params: SamplingTensors) -> Tensor:
+    """The scaled logits, the largest of which is 0, with -inf where a token is dropped."""
     floors = params.min_ps.log().unsqueeze(1)
     filtering = (params.top_ks > 0) | (params.top_ps < 1)
-    # Each width by itself, so that rounding in a row does not depend on the other rows.
+    # Each top_k separately, so that rounding in a row does not depend on other rows.
     for top_k in sorted(set(params.top_ks[filtering].tolist())):
         rows = (filtering & (params.top_ks == top_k)).nonzero().squeeze(1)
-        least = _least_considered(scaled[rows], top_k, params.top_ps[rows])
-        floors[rows] = torch.maximum(floors[rows], least)
+        floor = _filter_floor(scaled[rows], top_k, params.top_ps[rows])
+        floors[rows] = torch.maximum(floors[rows], floor)
     return scaled.masked_fill(scaled < floors, float("-inf"))
 
 
-def _least_considered(scaled: Tensor, top_k: int, top_ps: Tensor) -> Tensor:
-    """The smallest value that `top_k` and `top_ps` leave, per row: `[num_rows, 1]`."""
+def _filter_floor(scaled: Tensor, top_k: int, top_ps: Tensor) -> Tensor:
+    """The floor: the smallest value that `top_k` and `top_ps` keep, per row: `[num_rows, 1]`."""
     vocab_size = scaled.shape[1]
     if 0 < top_k < vocab_size:
         ordered = scaled.topk(top_k).values
@@ -151,14 +130,14 @@ def _least_considered(scaled: Tensor, top_k: int, top_ps: Tensor) -> Tensor:
         ordered = scaled.sort(descending=True).values
     probabilities = ordered.double().softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
-    # The first token always stays; with top_p 1 rounding must not drop the last ones.
-    stays = (mass_before < top_ps.unsqueeze(1)) | (top_ps >= 1).unsqueeze(1)
-    num_staying = stays.sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(1, num_staying - 1)
+    # The first token is always kept; with top_p 1 rounding must not drop the last ones.
+    kept = (mass_before < top_ps.unsqueeze(1)) | (top_ps >= 1).unsqueeze(1)
+    num_kept = kept.sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(1, num_kept - 1)
 
 
 def token_logprobs_reference(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
-    """The obvious twin of `token_logprobs`, on any device."""
+    """The reference of `token_logprobs`, on any device."""
     keys = _ranking_keys(logits)
     chosen = token_ids.unsqueeze(1)
     top_ids = keys.topk(num_top).indices
@@ -176,6 +155,6 @@ def _ranking_keys(logits: Tensor) -> Tensor:
     """int64, all different within a row: the larger logit has the larger key, and of equal logits
     the one with the lower token id."""
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    # The bits of a float rise with it if it is positive, and fall if it is negative.
+    # Read as integers, negative floats are in reverse order.
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (rising.long() << 32) - torch.arange(logits.shape[1], device=logits.device)

@@ -1,22 +1,19 @@
-"""Quire: an LLM inference server as three gRPC services, and the library that talks to it.
+"""Quire: an LLM inference server of three gRPC services, and its client library.
 
     from quire import LLM, SamplingParams
 
-`LLM` runs a model in a private local stack or talks to a running one; `Client` and `AsyncClient`
-are the same API call by call.
+`LLM` runs a model in a private local stack or uses a running server. `Client` and `AsyncClient`
+are clients of a running server.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.async_client import AsyncClient
-    from quire.client import Client
-    from quire.errors import QuireError
-    from quire.launcher.errors import LaunchError
-    from quire.launcher.stack import LocalStack
-    from quire.llm import LLM
-    from quire.outputs import (
+    from quire.client.async_client import AsyncClient
+    from quire.client.client import Client
+    from quire.client.errors import QuireError
+    from quire.client.outputs import (
         CompletionDelta,
         CompletionOutput,
         Logprob,
@@ -25,7 +22,10 @@ if TYPE_CHECKING:
         RequestOutput,
         Usage,
     )
-    from quire.sampling import SamplingParams
+    from quire.client.sampling_params import SamplingParams
+    from quire.launcher.errors import LaunchError
+    from quire.launcher.stack import LocalStack
+    from quire.llm import LLM
 
 __all__ = [
     "LLM",
@@ -44,30 +44,28 @@ __all__ = [
     "Usage",
 ]
 
-_HOMES = {
-    "AsyncClient": "quire.async_client",
-    "Client": "quire.client",
-    "CompletionDelta": "quire.outputs",
-    "CompletionOutput": "quire.outputs",
-    "LLM": "quire.llm",
-    "LaunchError": "quire.launcher.errors",
-    "LocalStack": "quire.launcher.stack",
-    "Logprob": "quire.outputs",
-    "Model": "quire.outputs",
-    "QuireError": "quire.errors",
-    "RequestDelta": "quire.outputs",
-    "RequestOutput": "quire.outputs",
-    "SamplingParams": "quire.sampling",
-    "Usage": "quire.outputs",
+_MODULES = {
+    "quire.client.async_client": ("AsyncClient",),
+    "quire.client.client": ("Client",),
+    "quire.client.errors": ("QuireError",),
+    "quire.client.outputs": (
+        *("CompletionDelta", "CompletionOutput", "Logprob", "Model"),
+        *("RequestDelta", "RequestOutput", "Usage"),
+    ),
+    "quire.client.sampling_params": ("SamplingParams",),
+    "quire.launcher.errors": ("LaunchError",),
+    "quire.launcher.stack": ("LocalStack",),
+    "quire.llm": ("LLM",),
 }
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name when it is first asked for: the services import `quire.service`
-    through this file and need none of them."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    """Import public names lazily: services import `quire.service` through this package, and need
+    neither the client library nor the launcher."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,23 +1,23 @@
-"""Offline inference in a few lines: a model in a private local stack, or on a running server."""
+"""Offline inference, with a private local stack or a running server."""
 
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from typing import Self
 
-from quire.arguments import wrong_type
-from quire.client import Client
+from quire.client.arguments import wrong_type
+from quire.client.client import Client
+from quire.client.outputs import RequestDelta, RequestOutput
+from quire.client.prompts import Conversation, Prompt, each_conversation, each_prompt
+from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
-from quire.outputs import RequestDelta, RequestOutput
-from quire.prompts import Conversation, Prompt, each_conversation, each_prompt
-from quire.sampling import SamplingParams
 
 
 class LLM:
-    """A model to ask.
+    """A model for offline inference.
 
-    `LLM("path/or/id")` starts a stack of its own and stops it on `close`, at the end of the
-    context, when the object is collected, or when Python exits. `LLM(target="host:port")` talks to
-    a running server, where `model` may name one of several served models.
+    `LLM("path/or/id")` starts a private stack. It stops on `close`, at the end of a context, when
+    the object is collected, or when Python exits. `LLM(target="host:port")` uses a running server;
+    `model` then selects one of several served models.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class LLM:
         verbose: bool = False,
         **worker_settings: str | int | float | bool | None,
     ) -> None:
-        """`num_workers` is 1 if absent. `worker_settings` are settings of the worker by their
-        names: `block_size=32`, `dtype="bfloat16"`, `max_model_len=4096`; None leaves one alone.
+        """`num_workers` is 1 if absent. `worker_settings` are settings of the worker by name, such
+        as `block_size=32` or `dtype="bfloat16"`; None is the default.
 
-        ValueError unless there is a model or a target, or if a running server is to be set.
-        LaunchError if the stack does not start.
+        ValueError without a model and a target, or for a setting with a target. LaunchError if the
+        stack does not start.
         """
         if model is None and target is None:
             raise ValueError("LLM needs a model to start or the target of a running server")
@@ -52,10 +52,10 @@ class LLM:
                 settings={f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in given.items()},
                 verbose=verbose,
             ).start()
-        # A private stack serves one.
+        # A private stack serves one model, which needs no name in requests.
         self._model = None if stack else model
         self.client = Client(stack.address if stack else str(target))
-        # Runs once: by `close`, when nobody refers to this object any more, or at exit.
+        # Runs once: by `close`, when this object is collected, or at exit.
         self._finalizer = weakref.finalize(self, _close, self.client, stack)
 
     def generate(
@@ -66,13 +66,12 @@ class LLM:
         timeout_s: float | None = None,
         priority: int | None = None,
     ) -> list[RequestOutput]:
-        """Continues all prompts at once; outputs come in the order of the prompts.
+        """Continue all prompts concurrently; outputs are in the order of the prompts.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-        `sampling_params` is one for all or one for each; their `n` is the number of completions
-        that a prompt's output has. `priority` is that of all prompts. The first prompt that fails
-        raises its QuireError and cancels the others. ValueError unless there are as many sampling
-        parameters as prompts.
+        `sampling_params` are for all prompts, or a list with one entry per prompt. `priority` is
+        that of all prompts. The first failure is raised as QuireError and cancels all other
+        requests. ValueError unless there are as many sampling parameters as prompts.
         """
         return self._generate(each_prompt(prompts), sampling_params, timeout_s, priority)
 
@@ -84,7 +83,7 @@ class LLM:
         timeout_s: float | None = None,
         priority: int | None = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation, a list of {"role": ..., "content": ...}, or several."""
+        """Continue one or several conversations: lists of {"role": ..., "content": ...}."""
         return self._generate(each_conversation(messages), sampling_params, timeout_s, priority)
 
     def stream(
@@ -95,13 +94,13 @@ class LLM:
         timeout_s: float | None = None,
         priority: int | None = None,
     ) -> Generator[RequestDelta, None, None]:
-        """One prompt's output as it is written. Closing the generator cancels the request."""
+        """Stream the output of one prompt. Closing the generator cancels the request."""
         return self.client.stream_generate(
             prompt, sampling_params, timeout_s=timeout_s, model=self._model, priority=priority
         )
 
     def close(self) -> None:
-        """Ends the calls in progress and stops the private stack."""
+        """Cancel all calls in progress and stop the private stack."""
         self._finalizer()
 
     def _generate(
@@ -111,7 +110,7 @@ class LLM:
         timeout_s: float | None,
         priority: int | None,
     ) -> list[RequestOutput]:
-        each = _for_each(sampling_params, len(prompts))
+        each = _per_prompt(sampling_params, len(prompts))
         return self.client.generate_all(
             prompts, each, timeout_s=timeout_s, model=self._model, priority=priority
         )
@@ -132,10 +131,10 @@ def _close(client: Client, stack: LocalStack | None) -> None:
 def _refuse_settings(**given: object) -> None:
     names = [name for name, value in given.items() if value is not None]
     if names:
-        raise ValueError(f"a running server has its settings: {', '.join(names)}")
+        raise ValueError(f"settings of a running server cannot be set: {', '.join(names)}")
 
 
-def _for_each(
+def _per_prompt(
     sampling_params: SamplingParams | Sequence[SamplingParams | None] | None, count: int
 ) -> Sequence[SamplingParams | None]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):

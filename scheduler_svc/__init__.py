@@ -1,1 +1,5 @@
-"""The scheduler: decides who runs, on which worker, with which blocks."""
+"""The scheduler service: decides which sequences run, on which worker, with which blocks.
+
+Its process is `python -m scheduler_svc`, which containers and `quire.launcher` start. No other
+package imports it.
+"""

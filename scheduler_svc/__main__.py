@@ -2,13 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
 
 import structlog
 
 from quire.service.lifecycle import Signals
 from quire.service.logs import configure_logging
-from scheduler_svc.server import Scheduler
+from scheduler_svc.server import Scheduler, leaves
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import StoreError
 
@@ -29,22 +28,14 @@ def main() -> None:
     except* OSError as errors:
         _stop("cannot start", errors)
     except* StoreError as errors:
-        # Another scheduler leads, or Redis lost what it had: a new start takes the lead anew.
+        # Another scheduler leads, or Redis lost data: a restart competes for leadership again.
         _stop("stopped by Redis", errors)
 
 
 def _stop(what: str, errors: BaseExceptionGroup[Exception]) -> None:
-    for error in _leaves(errors):
+    for error in leaves(errors):
         log.error(what, reason=f"{type(error).__name__}: {error}")
     sys.exit(1)
-
-
-def _leaves(errors: BaseExceptionGroup[Exception]) -> Iterator[BaseException]:
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The scheduler's life: start up, stand by, lead, hand over, stop."""
+"""The scheduler's lifecycle: start, stand by, lead, hand over, stop."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
 import grpc
@@ -18,17 +18,17 @@ from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, serving_metrics
-from scheduler_svc.gateways.servicer import SchedulerServicer
-from scheduler_svc.lanes.patience import Patience
+from scheduler_svc.gateway.servicer import SchedulerServicer
+from scheduler_svc.leadership.lease import Lease, WritesLost
+from scheduler_svc.leadership.standby import Standby
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.servicer import OperationsServicer
-from scheduler_svc.operations.step_times import StepTimes
-from scheduler_svc.reign import Estate, Reign, found, rewritten
+from scheduler_svc.operations.step_histograms import StepHistograms
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.standby import Standby
-from scheduler_svc.store.errors import LeadLost, RequestFault, StaleEpoch, StoreError
+from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch, StoreError
+from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
-from scheduler_svc.tenure import Tenure, WritesLost
+from scheduler_svc.term import RecoveredState, Term, recover, rewrite
 
 log = structlog.get_logger()
 
@@ -37,28 +37,28 @@ _SERVICES = (
     operations_pb2.DESCRIPTOR.services_by_name["OperationsService"].full_name,
 )
 _REDIS, _LEAD, _WORKER = "redis", "lead", "worker"
-# While something is missing, and while all is well.
-HEALTH_INTERVAL_S = 0.1
-WELL_INTERVAL_S = 0.5
+# Intervals of the health checks while one fails, and while all pass.
+FAILING_INTERVAL_S = 0.1
+PASSING_INTERVAL_S = 0.5
 STOP_GRACE_S = 1.0
 
 _Result = TypeVar("_Result")
 
 
 class Scheduler:
-    """The service. `serve` returns after a drain; an unexpected error ends it."""
+    """The service. `serve` returns after a drain, or raises an unexpected error."""
 
     def __init__(self, settings: SchedulerSettings, signals: Signals) -> None:
         self._settings = settings
         self._signals = signals
-        # None where nobody asked for metrics, and before the start.
+        # None if metrics are off, and before the start.
         self.metrics_server: MetricsServer | None = None
         self._health = Health([_REDIS, _LEAD, _WORKER], _SERVICES)
         self._standby: Standby | None = None
-        self._reign: Reign | None = None
+        self._term: Term | None = None
         self._servicer = SchedulerServicer(self._leader_address)
         self._operations = OperationsServicer(self._leader_address)
-        self._steps = StepTimes()
+        self._steps = StepHistograms()
         self._collector = EngineCollector(self._steps)
         self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
@@ -66,8 +66,8 @@ class Scheduler:
 
     @property
     def leading(self) -> bool:
-        """Gateways are let in."""
-        return self._servicer.desk is not None
+        """Whether gateways are served."""
+        return self._servicer.handler is not None
 
     async def serve(self) -> None:
         registry = CollectorRegistry()
@@ -81,105 +81,105 @@ class Scheduler:
             self._server, settings.listen, _SERVICES, self._health, settings.address_file
         )
         store = Store.at(settings.redis_url)
-        telling = asyncio.create_task(self._tell_health())
+        reporting = asyncio.create_task(self._report_health())
         try:
-            await self._rule(store, settings.advertise or address)
+            await self._run_terms(store, settings.advertise or address)
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
             await self._health.stopping()
             await self._server.stop(grace=STOP_GRACE_S)
             await store.close()
 
-    async def _rule(self, store: Store, address: str) -> None:
-        """Stands by and leads, again and again, until the first signal."""
-        self._standby = standby = Standby(store, address, self._settings.lease_s)
-        estate: Estate | None = None
+    async def _run_terms(self, store: Store, address: str) -> None:
+        """Alternate between standby and terms until the first signal."""
+        self._standby = standby = Standby(store.lease, address, self._settings.lease_s)
+        state: RecoveredState | None = None
         while not self._signals.drain.is_set():
-            if estate is None:
-                leadership = await self._unless_drained(standby.won())
+            if state is None:
+                leadership = await self._unless_drained(standby.acquire())
             else:
-                leadership = await self._unless_drained(standby.won_again())
+                leadership = await self._unless_drained(standby.reacquire())
             if leadership is None:
-                estate = None
+                state = None
                 continue
             log.info("leading", epoch=leadership.epoch)
-            estate = await self._lead(store, estate)
+            state = await self._lead(store, state)
 
-    async def _lead(self, store: Store, known: Estate | None) -> Estate | None:
-        """Leads with what it knows, else with what Redis has. What is to be gone on with when Redis
-        has lost writes; None when somebody else leads, or after a drain."""
-        tenure = Tenure(store, self._settings.lease_s)
-        reign: Reign | None = None
+    async def _lead(self, store: Store, previous: RecoveredState | None) -> RecoveredState | None:
+        """Lead for one term, with the previous state, or else with that of Redis. Returns the state
+        to continue with if Redis lost writes; None if another scheduler leads or after a drain."""
+        lease = Lease(store.lease, self._settings.lease_s)
+        term: Term | None = None
         is_stale = has_lost_writes = False
         try:
             async with asyncio.TaskGroup() as group:
-                renewing = group.create_task(tenure.run())
-                estate = await Patience().ask(
-                    lambda: found(store) if known is None else rewritten(store, known)
+                renewing = group.create_task(lease.run())
+                recovered = await retry_unavailable(
+                    lambda: recover(store) if previous is None else rewrite(store, previous)
                 )
-                reign = Reign(self._settings, store, tenure, estate, self._steps)
-                await self._reign_until_drained(reign)
+                term = Term(self._settings, store, lease, recovered, self._steps)
+                await self._run_term(term)
                 renewing.cancel()
         except* StaleEpoch as errors:
-            log.warning("another scheduler leads", why=_reason(errors))
+            log.warning("another scheduler leads", why=str(next(leaves(errors))))
             is_stale = True
-        except* (LeadLost, WritesLost, RequestFault) as errors:
-            log.warning("Redis has lost writes", why=_reason(errors))
+        except* (LeadershipLost, WritesLost, RecordMismatch) as errors:
+            log.warning("Redis may have lost writes", why=str(next(leaves(errors))))
             has_lost_writes = True
         finally:
-            # What has been said goes out while the lead is still held.
-            self._abdicate(reign)
-        if reign is not None and not (is_stale or has_lost_writes):
-            await self._release(store, reign)
-        tenure.end()
+            # Buffered frames are sent while the lease is still held.
+            self._stop_term(term)
+        if term is not None and not (is_stale or has_lost_writes):
+            await self._release(store, term)
+        lease.end()
         if is_stale or not has_lost_writes:
             return None
-        return known if reign is None else reign.estate()
+        return previous if term is None else term.export_state()
 
-    async def _reign_until_drained(self, reign: Reign) -> None:
-        self._reign = reign
-        self._collector.engine = reign.engine
-        self._operations.leads(reign.engine, reign.epoch)
-        self._servicer.desk = reign.desk
-        work = asyncio.create_task(reign.run())
+    async def _run_term(self, term: Term) -> None:
+        self._term = term
+        self._collector.engine = term.engine
+        self._operations.start_leading(term.engine, term.epoch)
+        self._servicer.handler = term.handler
+        work = asyncio.create_task(term.run())
         try:
             await self._unless_drained(asyncio.shield(work))
             if not work.done():
                 await self._signals.drain_within(
-                    lambda: self._hand_over(reign, work), self._settings.drain_grace_s
+                    lambda: self._hand_over(term, work), self._settings.drain_grace_s
                 )
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _hand_over(self, reign: Reign, work: asyncio.Task[None]) -> None:
-        """Lets what is in flight come back and be delivered."""
-        log.info("draining", requests=len(reign.engine.live))
-        reign.halt()
+    async def _hand_over(self, term: Term, work: asyncio.Task[None]) -> None:
+        """Wait until the steps in flight are complete and delivered."""
+        log.info("draining", requests=len(term.engine.live))
+        term.halt()
         await asyncio.wait({work})
 
-    async def _release(self, store: Store, reign: Reign) -> None:
-        """Leaves everything in Redis, and the lead to whoever wants it."""
+    async def _release(self, store: Store, term: Term) -> None:
+        """Write all state to Redis and release the lease."""
         try:
-            await reign.flush()
-            await store.release_lead()
+            await term.flush()
+            await store.lease.release()
         except StoreError as error:
-            log.warning("the lead is not released", why=str(error))
+            log.warning("the lease is not released", why=str(error))
 
-    def _abdicate(self, reign: Reign | None) -> None:
-        self._reign = None
-        self._servicer.desk = None
-        self._operations.follows()
+    def _stop_term(self, term: Term | None) -> None:
+        self._term = None
+        self._servicer.handler = None
+        self._operations.stop_leading()
         self._collector.engine = None
-        if reign is not None:
-            reign.desk.close()
+        if term is not None:
+            term.handler.close()
 
     def _leader_address(self) -> str:
         return self._standby.leader_address if self._standby else ""
 
     async def _unless_drained(self, work: Awaitable[_Result]) -> _Result | None:
-        """The work's result; None, and the work is cancelled, if the first signal comes before."""
+        """Wait for the work; None, with the work cancelled, if the first signal arrives before."""
         task = asyncio.ensure_future(work)
         drain = asyncio.create_task(self._signals.drain.wait())
         try:
@@ -191,32 +191,37 @@ class Scheduler:
 
     # Health
 
-    async def _tell_health(self) -> None:
-        told: dict[str, str | None] = {}
+    async def _report_health(self) -> None:
+        reported: dict[str, str | None] = {}
         while True:
             checks = self._checks()
-            changed = [check for check in checks.items() if check not in told.items()]
-            told = checks
+            changed = [check for check in checks.items() if check not in reported.items()]
+            reported = checks
             for check, why_not in changed:
                 if why_not is None:
                     await self._health.passed(check)
                 else:
                     await self._health.failed(check, why_not)
-            await asyncio.sleep(HEALTH_INTERVAL_S if any(checks.values()) else WELL_INTERVAL_S)
+            await asyncio.sleep(FAILING_INTERVAL_S if any(checks.values()) else PASSING_INTERVAL_S)
 
     def _checks(self) -> dict[str, str | None]:
-        """Why each fails; None where it holds."""
-        reign, standby = self._reign, self._standby
-        if reign is None:
-            trouble = standby.trouble if standby else "not asked yet"
-            return {_REDIS: trouble, _LEAD: "another scheduler leads", _WORKER: "not led from here"}
-        no_worker = None if reign.engine.lanes else "no worker has joined"
-        return {_REDIS: reign.tenure.trouble, _LEAD: None, _WORKER: no_worker}
+        """The reason why each check fails; None if it passes."""
+        term, standby = self._term, self._standby
+        if term is None:
+            redis = standby.redis_error if standby else "not connected yet"
+            return {
+                _REDIS: redis,
+                _LEAD: "another scheduler leads",
+                _WORKER: "this scheduler does not lead",
+            }
+        no_worker = None if term.engine.lanes else "no worker has joined"
+        return {_REDIS: term.lease.error, _LEAD: None, _WORKER: no_worker}
 
 
-def _reason(errors: BaseExceptionGroup[BaseException]) -> str:
-    """The first leaf's."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return str(error)
+def leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """Iterate over the errors of a group and of the groups within it."""
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error

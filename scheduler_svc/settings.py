@@ -18,7 +18,7 @@ _REDIS_URL = re.compile(r"(redis|rediss)://.+|unix://.+")
 
 
 class SchedulerSettings(ServiceSettings):
-    """The scheduler: decides who runs, on which worker, with which blocks."""
+    """The scheduler: decides which sequences run, on which worker, with which blocks."""
 
     model_config = SettingsConfigDict(
         env_prefix="QUIRE_SCHEDULER_", cli_prog_name="quire-scheduler"
@@ -32,101 +32,102 @@ class SchedulerSettings(ServiceSettings):
     )
     workers: str = Field(
         description="Workers, separated by commas: host:port or unix:/path. A host name stands "
-        "for every address it resolves to, and is looked up every second."
+        "for every address it resolves to, and is resolved every second."
     )
     max_num_batched_tokens: int = Field(
-        2048, ge=1, description="Most tokens in one step of one worker; longer prompts are chunked."
+        2048, ge=1, description="Maximum tokens per step of a worker; longer prompts are chunked."
     )
-    max_num_seqs: int = Field(256, ge=1, description="Most sequences in one step of one worker.")
+    max_num_seqs: int = Field(256, ge=1, description="Maximum sequences per step of a worker.")
     batch_policy: Policy = Field(
         Policy.CHUNKED,
-        description="What goes into one step; chunked: decodes and pieces of prompts together; "
-        "prefill_first: prompts as long as there are any, else decodes.",
+        description="Composition of a step; chunked: decodes and chunks of prompts together; "
+        "prefill_first: prompts while there are any, else decodes.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
-        "fcfs", description="Who is served first: by arrival, or by priority and then arrival."
+        "fcfs",
+        description="Order of service; fcfs: by arrival; priority: by priority, then arrival.",
     )
     max_num_partial_prefills: int | None = Field(
-        None, ge=1, description="Most prompts that a step leaves half computed; any if absent."
+        None,
+        ge=1,
+        description="Maximum prompts that a step leaves partially computed; no limit if absent.",
     )
     max_long_partial_prefills: int | None = Field(
         None,
         ge=1,
-        description="Most long prompts under way at once, which shorter ones then pass; any if "
-        "absent.",
+        description="Maximum long prompts in progress; shorter ones overtake those that wait; no "
+        "limit if absent.",
     )
     long_prefill_token_threshold: int = Field(
         0,
         ge=0,
-        description="A prompt with more tokens to compute is long, and is cut to this many a step "
-        "while there are others; 0: none is.",
+        description="A prompt with more tokens to compute is long, and gets at most this many per "
+        "step while other prompts wait; 0: no prompt is long.",
     )
     preemption_mode: PreemptionMode = Field(
         PreemptionMode.AUTO,
-        description="How running sequences give way when blocks run out; recompute, swap (to the "
-        "worker's swap space), or auto: swap groups of several, recompute others.",
+        description="How running sequences are preempted when blocks run out; recompute, swap (to "
+        "the worker's swap space), or auto: swap groups of several, recompute single sequences.",
     )
     num_lookahead_slots: int = Field(
         0, ge=0, description="Slots kept free for each decoding sequence beyond its next token."
     )
-    pipeline_depth: int = Field(
-        2, ge=1, le=8, description="Plans sent to a worker before the first one's result is there."
-    )
+    pipeline_depth: int = Field(2, ge=1, le=8, description="Maximum plans in flight per worker.")
     multi_step_s: float = Field(
         0.1,
         ge=0,
-        description="Seconds of decoding that one plan may have where nobody reads tokens as they "
-        "come and nobody has come for ten times as long; 0: a token of each sequence per plan, "
-        "and an idle worker begins at once instead of waiting 2 to 20 ms for more such requests.",
+        description="Maximum seconds of decoding in one plan while no client streams; also at most "
+        "a tenth of the time since the last request arrived. 0: one token per sequence and plan, "
+        "and an idle worker starts at once instead of waiting 2 to 20 ms to batch unary requests.",
     )
     placement: Placement = Field(
         Placement.LEAST_WORK,
-        description="Which worker gets a request; least_work: the one with the fewest tokens to "
-        "compute before it, cached ones left out; round_robin: the next one.",
+        description="How a worker with room is chosen; least_work: by the fewest tokens to compute "
+        "before the request's first token, cached ones excluded; round_robin: the next one.",
     )
     max_waiting_requests: int = Field(
-        10_000, ge=1, description="Requests that may wait; more are refused with a time to retry."
+        10_000, ge=1, description="Maximum queued requests; more are refused with a time to retry."
     )
-    max_waiting_tokens: int = Field(20_000_000, ge=1, description="Prompt tokens that may wait.")
+    max_waiting_tokens: int = Field(20_000_000, ge=1, description="Maximum queued tokens.")
     watermark: float = Field(
-        0.01, ge=0, lt=1, description="Share of a pool's blocks that new requests leave free."
+        0.01, ge=0, lt=1, description="Fraction of a pool's blocks that new requests leave free."
     )
     enable_prefix_caching: bool = Field(
         True, description="Reuse the blocks of equal prompt prefixes."
     )
     check_every_step: bool = Field(
         False,
-        description="Compare each pool with its lane after every step, not only when idle; slow.",
+        description="Check each pool against its lane after every step, not only when idle; slow.",
     )
     finished_ttl_s: int = Field(
-        600, ge=1, description="Seconds that the record of a finished request stays in Redis."
+        600, ge=1, description="Seconds for which the record of a finished request stays in Redis."
     )
     finished_max_bytes: int = Field(
         256 * 2**20,
         ge=0,
-        description="Bytes that these records may take; beyond them the oldest go early.",
+        description="Maximum bytes of these records; beyond it the oldest are deleted early.",
     )
     orphan_grace_s: float = Field(
         30,
         ge=0,
-        description="Seconds that a request runs on when its gateway has gone, until another one "
-        "takes it.",
+        description="Seconds that a request runs on after its gateway has disconnected, unless "
+        "another one attaches to it.",
     )
     lease_s: float = Field(
         3,
         gt=0,
-        description="Seconds after which a leading scheduler that is not heard of is replaced.",
+        description="Seconds after its last renewal at which a leading scheduler is replaced.",
     )
     advertise: Address | None = Field(
         None,
-        description="Where standbys say that this scheduler is, when it leads; as --listen if "
-        "absent.",
+        description="Address at which gateways reach this scheduler, as standbys report it; if "
+        "absent, the one of --listen.",
     )
     step_timeout_s: float = Field(
         60, gt=0, description="Seconds that a worker may take for a step before it counts as lost."
     )
     metrics_listen: MetricsAddress | None = Field(
-        None, description="Where metrics are served over HTTP: host:port; nowhere if absent."
+        None, description="Address of the HTTP metrics endpoint: host:port; off if absent."
     )
 
     @field_validator("workers")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the images that the Dockerfile and docker-compose.yml start from, without an image
-# registry: Debian by debootstrap, with Python and Redis, from the Debian mirror of this host.
+# Builds a base image for the Dockerfile and docker-compose.yml without an image registry: Debian
+# with Python and Redis, by debootstrap from the Debian mirror of this host.
 #
 #   scripts/make-base-image.sh [IMAGE [PACKAGES]]     (as root; default quire-base:local)
 #
@@ -9,10 +9,10 @@ set -euo pipefail
 
 image=${1:-quire-base:local}
 suite=bookworm
-# More of them, with commas between, for an image that others are built in: g++.
+# Additional packages, separated by commas, such as g++ for a build image.
 packages=ca-certificates,python3,python3-venv,redis-server${2:+,$2}
 
-# The first Debian mirror that this host uses, from either format of its sources.
+# The first Debian mirror of this host, from either format of apt's sources.
 mirror=$(awk '
   $1 == "URIs:" && $2 ~ /debian\/?$/ { print $2; exit }
   $1 == "deb" { for (i = 2; i <= NF; i++) if ($i ~ /:\/\/.*debian\/?$/) { print $i; exit } }

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes the image that images are built in where a container reaches no package index: BASE with
-# the wheels of all services, fetched by this host's pip, and a pip that looks nowhere else.
-# Does nothing if IMAGE has been made of the same before.
+# Builds a build image for containers that cannot reach a package index: BASE with the wheels of all
+# services, downloaded by this host's pip, and a pip configuration that uses only these wheels.
+# Does nothing if IMAGE was built from the same requirements and BASE.
 #
 #   TORCH=torch==… scripts/make-build-image.sh BASE IMAGE
 #
-# The wheels fit the Python that fetches them, so this host's must be BASE's: Debian's own, where
-# BASE comes from make-base-image.sh on the same release (PYTHON=… names another).
+# The wheels fit the Python that downloads them, so this host's must have the version of BASE's:
+# Debian's own, if BASE is from make-base-image.sh on the same release (PYTHON=… selects another).
 set -euo pipefail
 base=$1
 image=$2
@@ -26,14 +26,14 @@ made_of=$({ requirements; docker image inspect --format '{{.Id}}' "$base"; } | s
 made_of=${made_of%% *}
 has=$(docker image inspect --format '{{index .Config.Labels "quire.made-of"}}' "$image" 2>&1) || true
 if [[ $has == "$made_of" ]]; then
-  echo "$image has these wheels already"
+  echo "$image is up to date"
   exit
 fi
 
 here=$("$python" --version)
 there=$(docker run --rm "$base" python3 --version)
 if [[ $here != "$there" ]]; then
-  echo "$python is $here, but $base has $there" >&2
+  echo "Python versions differ: $python is $here, $base has $there" >&2
   exit 1
 fi
 

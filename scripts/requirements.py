@@ -1,9 +1,10 @@
-"""Prints what pyproject.toml requires, one requirement a line.
+"""Prints requirements of pyproject.toml, one per line.
 
-    python scripts/requirements.py EXTRA         the dependencies with one extra's
-    python scripts/requirements.py build-system  what a build needs
+    python scripts/requirements.py EXTRA         dependencies, including those of an extra
+    python scripts/requirements.py build-system  requirements of a build
 
-Images install these before the code is there, so that a change of code does not install them again.
+Images install these before the code is copied, so that a change of code does not install them
+again.
 """
 
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 
 def requirements(pyproject: dict[str, Any], name: str) -> list[str]:
-    """KeyError if there is no such extra."""
+    """Return the requirements. KeyError if there is no such extra."""
     if name == "build-system":
         return list(pyproject["build-system"]["requires"])
     project = pyproject["project"]
@@ -21,7 +22,7 @@ def requirements(pyproject: dict[str, Any], name: str) -> list[str]:
 
 
 def _extra(project: dict[str, Any], name: str) -> list[str]:
-    """One extra's requirements, with those of the extras that it is made of."""
+    """Return the requirements of an extra, with those of the extras that it includes."""
     found = []
     for requirement in project["optional-dependencies"][name]:
         package, _, rest = requirement.partition("[")

@@ -29,7 +29,7 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    """Looks at the server behind the back of what is tested."""
+    """Look at the server behind the back of what is tested."""
     with redis.Redis.from_url(redis_server.url) as client:
         yield client
 
@@ -37,7 +37,7 @@ def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
 @pytest.fixture
 def lasting_keys() -> list[str]:
     """Patterns of keys that may outlive the test without a time to live; a test adds its own.
-    The leadership and the list of pools outlive everybody."""
+    The leadership and the list of pools outlive all services."""
     return ["quire:{leadership}:*", "quire:{pools}:*"]
 
 

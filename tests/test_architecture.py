@@ -1,9 +1,11 @@
-"""Who may know whom: the imports of every module."""
+"""Structure: the imports of modules, and the docstrings of packages."""
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,11 @@ GENERATED = ("quire/v1", "quire/internal")
 
 @dataclass(frozen=True)
 class Rule:
-    """What the modules of one folder may not import, as prefixes of dotted names."""
+    """Forbidden imports of the modules of one folder, as prefixes of dotted names."""
 
     folder: str
     never: frozenset[str]
-    # What of `never` is allowed all the same.
+    # Exceptions from `never`.
     but: frozenset[str] = frozenset()
 
 
@@ -36,14 +38,14 @@ RULES = (
     Rule("kernels", SERVICES | REDIS | TEXT | {"quire", "grpc", "transformers", "pydantic"}),
     Rule("quire", SERVICES | TORCH | {"kernels"}),
     *(Rule(service, QUIRE, SHARED) for service in sorted(SERVICES)),
-    # The client and the launcher use the plumbing; the plumbing knows neither.
+    # The shared code of services is independent of the client and the launcher.
     Rule("quire/service", QUIRE, SHARED),
 )
 # Decisions are pure: values in, values out.
 PURE = (
     Rule("scheduler_svc/core/policy.py", EFFECTS),
     Rule("scheduler_svc/core/placement.py", EFFECTS),
-    Rule("worker_svc/inputs.py", EFFECTS),
+    Rule("worker_svc/plan/inputs.py", EFFECTS),
 )
 
 
@@ -70,7 +72,7 @@ def _within(name: str, prefixes: frozenset[str]) -> bool:
 
 
 @pytest.mark.parametrize("rule", [*RULES, *PURE], ids=lambda rule: rule.folder)
-def test_a_folder_knows_only_what_it_may(rule: Rule) -> None:
+def test_a_folder_imports_only_what_it_may(rule: Rule) -> None:
     modules = _modules(rule.folder)
     assert modules, f"{rule.folder} has no modules"
     wrong = [
@@ -82,7 +84,7 @@ def test_a_folder_knows_only_what_it_may(rule: Rule) -> None:
     assert wrong == []
 
 
-def test_imports_stand_at_the_top_of_a_file() -> None:
+def test_imports_are_at_the_top_of_a_file() -> None:
     inside = [
         f"{module.relative_to(ROOT)}:{node.lineno}"
         for folder in (*sorted(SERVICES), "kernels", "quire")
@@ -95,7 +97,79 @@ def test_imports_stand_at_the_top_of_a_file() -> None:
     assert inside == []
 
 
-def test_kernels_take_tensors_and_nothing_else() -> None:
+def test_kernels_import_only_tensor_libraries() -> None:
     allowed = sys.stdlib_module_names | {"kernels", "torch", "numpy", "triton"}
     found = {name.split(".")[0] for module in _modules("kernels") for name in _imports(module)}
     assert found - allowed == set()
+
+
+def _name(module: Path) -> str:
+    dotted = module.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    return dotted.removesuffix(".__init__")
+
+
+def _graph(folders: tuple[str, ...]) -> Mapping[str, set[str]]:
+    """By a module's dotted name, the modules of `folders` that it imports."""
+    modules = {_name(module): module for folder in folders for module in _modules(folder)}
+    return {
+        name: {
+            found
+            for imported in _imports(module)
+            for found in [imported if imported in modules else imported.rpartition(".")[0]]
+            if found in modules and found != name
+        }
+        for name, module in modules.items()
+    }
+
+
+PRODUCT = (*sorted(SERVICES), "kernels", "quire")
+MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 20, 350, 60
+LANGUAGES = {".py", ".lua", ".cpp", ".h", ".proto"}
+
+
+def _sources(folders: tuple[str, ...]) -> Iterator[Path]:
+    """The modules of all languages."""
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*"))):
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix in LANGUAGES and not name.startswith(GENERATED):
+            yield path
+
+
+def test_folders_and_modules_are_small() -> None:
+    sources = list(_sources((*PRODUCT, "protos", "demo", "examples", "scripts")))
+    folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in sources)
+    assert {name: count for name, count in folders.items() if count > MAX_MODULES} == {}
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    """All but kernels, whose parts a compiler puts into one."""
+    long = [
+        f"{module.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for folder in (*PRODUCT, "demo", "examples", "scripts")
+        for module in _modules(folder)
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+        and not any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+    ]
+    assert long == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(_graph((*PRODUCT, "benchmarks"))).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_a_package_has_a_docstring(folder: str) -> None:
+    silent = [
+        str(package.relative_to(ROOT))
+        for package in (ROOT / folder).rglob("__init__.py")
+        if not package.relative_to(ROOT).as_posix().startswith(GENERATED)
+        and not ast.get_docstring(ast.parse(package.read_text()))
+    ]
+    assert silent == []

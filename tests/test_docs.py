@@ -1,8 +1,9 @@
-"""What the documents say of the code is what the code says of itself."""
+"""Documents agree with the code, and their links resolve."""
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,20 @@ from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
-    path for folder in (ROOT, ROOT / "docs") if folder.is_dir() for path in folder.glob("*.md")
+    path for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern)
+)
+FOLDERS = (
+    *("quire", "gateway_svc", "scheduler_svc", "worker_svc", "kernels", "protos"),
+    *("tests", "scripts", "benchmarks", "demo", "docs"),
+)
+MOST_LINES = {"README.md": 200, "ARCHITECTURE.md": 250}
+
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
 )
 
 
-def test_readme_has_the_table_of_every_setting() -> None:
+def test_the_settings_page_has_the_table_of_every_setting() -> None:
     table = subprocess.run(
         [sys.executable, "scripts/settings_table.py"],
         cwd=ROOT,
@@ -28,20 +38,77 @@ def test_readme_has_the_table_of_every_setting() -> None:
         check=True,
     ).stdout
     assert table.count("\n| ") > 20
-    assert table in (ROOT / "README.md").read_text(), "run scripts/settings_table.py --write"
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert table in page, "run scripts/settings_table.py --write"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_within_the_repository_lead_somewhere(document: Path) -> None:
+@each_document
+def test_internal_links_resolve(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@each_document
+def test_anchors_are_headings(document: Path) -> None:
+    anchors = re.findall(r"\]\(([^)#:]*)#([^)]*)\)", document.read_text())
+    assert [
+        f"{link}#{anchor}"
+        for link, anchor in anchors
+        if anchor not in _anchors(document.parent / link if link else document)
+    ] == []
+
+
+def _anchors(document: Path) -> Iterator[str]:
+    """The anchors of a page's headings, as GitHub makes them of headings that are unique."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@each_document
+def test_files_and_folders_that_are_named_exist(document: Path) -> None:
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`", document.read_text())
+    generated = {"quire/v1", "quire/internal/v1"}
+    assert [name for name in named if not (ROOT / name).exists() and name not in generated] == []
+
+
+@each_document
 def test_make_targets_that_are_named_exist(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = set(re.findall(r"`make ([a-z-]+)", document.read_text()))
     assert named - set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)) == set()
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_the_first_pages_are_short(name: str) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= MOST_LINES[name]
+
+
+def test_the_metrics_page_has_every_metric() -> None:
+    sources = ("scheduler_svc/operations/collector.py", "gateway_svc/metrics/request_metrics.py")
+    code = "".join((ROOT / source).read_text() for source in sources)
+    exported = set(re.findall(r'"(quire:\w+)"', code))
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(quire:\w+)`", page, re.MULTILINE))
+    # Prometheus appends the suffix to the name of a counter.
+    assert {name.removesuffix("_total") for name in documented} == {
+        name.removesuffix("_total") for name in exported
+    }
+
+
+def test_the_index_of_decisions_lists_every_record() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(
+        r"^\| \[\d{4}\]\(([^)]+)\)", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    assert listed == sorted(path.name for path in folder.glob("[0-9]*.md"))
+
+
+def test_the_navigation_of_the_site_has_every_page() -> None:
+    site = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    pages = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
+    generated = {"index.md", "reference/python.md", "reference/protos.md"}
+    assert site == pages - {"README.md"} | generated
 
 
 def test_compose_variables_are_all_in_the_example_environment() -> None:
@@ -62,7 +129,7 @@ def test_the_example_environment_shows_the_defaults_of_compose() -> None:
 
 @pytest.mark.parametrize("settings", [GatewaySettings, SchedulerSettings, WorkerSettings])
 def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> None:
-    """But where to listen, which is the image's, and a file that nobody there would read."""
+    """Except the address, which the image sets, and the address file, which has no reader there."""
     prefix = settings.model_config["env_prefix"]
     names = {prefix + name.upper() for name in settings.model_fields}
     passed_on = set(

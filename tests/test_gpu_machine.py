@@ -1,5 +1,5 @@
-"""`make test-gpu` and `make bench-gpu` on a machine with torch and no network: what they import is
-there, or among what `make gpu-packages` gathers."""
+"""Imports of `make test-gpu` and `make bench-gpu` on a GPU machine without network: each module is
+installed there or downloaded by `make gpu-packages`."""
 
 import ast
 import re
@@ -20,13 +20,13 @@ _OURS = {
     "scripts",
     "worker_svc",
 }
-# Of the machine that the CUDA part is built for; the second line is what packages of it bring.
-_THERE = {
+# Installed on the GPU machine; the second line are dependencies of the first.
+_INSTALLED = {
     *("torch", "triton", "transformers", "grpc", "google", "numpy", "safetensors", "tokenizers"),
     *("jinja2", "huggingface_hub", "click", "packaging", "typing_extensions"),
     *("pytest", "hypothesis", "rich", "typer"),
 }
-# Where a package is not imported by its own name, or brings another one.
+# Packages whose modules have other names, or that bring another package.
 _MODULES = {
     "grpcio-health-checking": ("grpc_health",),
     "grpcio-reflection": ("grpc_reflection",),
@@ -35,13 +35,12 @@ _MODULES = {
     "pydantic-settings": ("pydantic_settings", "pydantic", "pydantic_core"),
     "pytest-xdist": ("xdist",),
 }
-# Imported where it is tried whether they are there.
+# Imported only to test whether they are installed.
 _OPTIONAL = {"flash_attn", "vllm"}
 
 
 def imported(folder: str) -> dict[str, str]:
-    """Top-level names of modules that are neither Python's nor ours, each with a file that imports
-    it; stubs are not looked at."""
+    """Return top-level third-party modules, each with a file that imports it, without stubs."""
     found: dict[str, str] = {}
     for path in (_ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -56,8 +55,8 @@ def imported(folder: str) -> dict[str, str]:
     return {name: path for name, path in found.items() if name not in known}
 
 
-def gathered() -> set[str]:
-    """Modules of what the target downloads."""
+def downloaded() -> set[str]:
+    """Return the modules of the packages that `make gpu-packages` downloads."""
     recipe = (_ROOT / "Makefile").read_text().partition("\ngpu-packages:")[2].partition("\n\n")[0]
     names: list[str] = []
     for extra, chosen in re.findall(r"requirements\.py (\w+)(?: \| grep -E '(.*)')?", recipe):
@@ -72,8 +71,8 @@ def gathered() -> set[str]:
     }
 
 
-def test_what_tests_and_benchmarks_import_is_there() -> None:
-    there = _THERE | _OPTIONAL | gathered()
+def test_imports_of_tests_and_benchmarks_are_available() -> None:
+    available = _INSTALLED | _OPTIONAL | downloaded()
     for folder in ("tests", *sorted(_OURS - {"demo", "scripts"})):
-        missing = {name: path for name, path in imported(folder).items() if name not in there}
+        missing = {name: path for name, path in imported(folder).items() if name not in available}
         assert not missing

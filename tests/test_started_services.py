@@ -1,4 +1,4 @@
-"""What a started service has loaded: gateway and scheduler live without torch beside them."""
+"""The modules that started services load: gateway and scheduler run without torch."""
 
 import asyncio
 import importlib.util
@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from quire.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HEAVY = {"torch", "transformers", "triton", "worker_svc", "kernels"}
-# Runs a service as `python -m` does, and writes down at its end which modules it has loaded.
+# Runs a service as `python -m` does, and writes the names of its loaded modules when it exits.
 RUNNER = """
 import atexit, json, pathlib, runpy, sys
 service, modules = sys.argv[1:3]
@@ -42,16 +42,16 @@ async def _started(service: str, folder: Path, *flags: str) -> AsyncIterator[grp
         *("--listen", f"unix:{folder / 'socket'}", "--address-file", str(address), *flags),
     )
     try:
-        # The channel waits for the socket, and goes on to wait where there is none yet.
+        # The channel waits until the socket exists.
         async with grpc.aio.insecure_channel(
             f"unix:{folder / 'socket'}",
             options=[("grpc.max_reconnect_backoff_ms", 200)],
         ) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            answer = await stub.Check(
+            response = await stub.Check(
                 health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60
             )
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert response.status == health_pb2.HealthCheckResponse.SERVING
             assert address.read_text() == f"unix:{folder / 'socket'}"
             yield channel
     finally:
@@ -79,21 +79,21 @@ def tokenizer_folder(tmp_path: Path) -> Path:
 
 
 async def test_the_gateway_tokenizes_without_torch(tmp_path: Path, tokenizer_folder: Path) -> None:
-    assert importlib.util.find_spec("torch"), "says nothing where there is no torch to load"
-    flags = ["--model", str(tokenizer_folder), "--scheduler", f"unix:{tmp_path / 'nobody'}"]
+    assert importlib.util.find_spec("torch"), "needs torch to be installed"
+    flags = ["--model", str(tokenizer_folder), "--scheduler", f"unix:{tmp_path / 'no-scheduler'}"]
     async with _started("gateway_svc", tmp_path, *flags) as channel:
-        answer = await tokenizer_pb2_grpc.TokenizerServiceStub(channel).Tokenize(
+        response = await tokenizer_pb2_grpc.TokenizerServiceStub(channel).Tokenize(
             tokenizer_pb2.TokenizeRequest(text="hello hello"), timeout=30
         )
-        assert list(answer.token_ids) == [2, 2]
+        assert list(response.token_ids) == [2, 2]
     assert _loaded(tmp_path) & (HEAVY | {"redis", "scheduler_svc"}) == set()
     assert "gateway_svc" in _loaded(tmp_path)
 
 
 async def test_the_scheduler_serves_without_torch(tmp_path: Path) -> None:
-    assert importlib.util.find_spec("torch"), "says nothing where there is no torch to load"
-    nobody = f"unix:{tmp_path / 'nobody'}"
-    flags = ["--redis-url", f"unix://{tmp_path / 'no-redis'}", "--workers", nobody]
+    assert importlib.util.find_spec("torch"), "needs torch to be installed"
+    no_worker = f"unix:{tmp_path / 'no-worker'}"
+    flags = ["--redis-url", f"unix://{tmp_path / 'no-redis'}", "--workers", no_worker]
     async with _started("scheduler_svc", tmp_path, *flags):
         pass
     assert _loaded(tmp_path) & (HEAVY | {"tokenizers", "gateway_svc"}) == set()
@@ -103,20 +103,20 @@ async def test_the_scheduler_serves_without_torch(tmp_path: Path) -> None:
 async def test_a_generic_client_needs_only_the_address(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    flags = ["--model", str(tokenizer_folder), "--scheduler", f"unix:{tmp_path / 'nobody'}"]
+    flags = ["--model", str(tokenizer_folder), "--scheduler", f"unix:{tmp_path / 'no-scheduler'}"]
     async with _started("gateway_svc", tmp_path, *flags):
         service = "quire.v1.TokenizerService"
-        services, answer = await asyncio.to_thread(
+        services, response = await asyncio.to_thread(
             _call_by_reflection, f"unix:{tmp_path / 'socket'}", service, "Tokenize"
         )
     assert {"quire.v1.InferenceService", "quire.v1.ModelService", service} <= set(services)
-    assert answer == {"tokenIds": [2, 2]}
+    assert response == {"tokenIds": [2, 2]}
 
 
 def _call_by_reflection(
     target: str, service: str, method: str
 ) -> tuple[tuple[str, ...], dict[str, object]]:
-    """The server's services, and a method's answer to a text; no stub is looked at."""
+    """The server's services, and a method's response to a text; uses no generated stubs."""
     with grpc.insecure_channel(target) as channel:
         reflection = ProtoReflectionDescriptorDatabase(channel)
         pool = descriptor_pool.DescriptorPool(reflection)
@@ -127,5 +127,5 @@ def _call_by_reflection(
             request_serializer=type(request).SerializeToString,
             response_deserializer=message_factory.GetMessageClass(described.output_type).FromString,
         )
-        answer = call(json_format.ParseDict({"text": "hello hello"}, request), timeout=30)
-        return tuple(reflection.get_services()), json_format.MessageToDict(answer)
+        response = call(json_format.ParseDict({"text": "hello hello"}, request), timeout=30)
+        return tuple(reflection.get_services()), json_format.MessageToDict(response)

@@ -16,7 +16,7 @@ PACKAGES = {"quire", "gateway_svc", "scheduler_svc", "worker_svc", "kernels"}
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names of the files in a wheel built from a copy of the sources, stubs left out."""
     source = tmp_path_factory.mktemp("source") / "quire"
-    leave_out = shutil.ignore_patterns(".*", "build", "tests", "demo", "*.egg-info", "__pycache__")
+    leave_out = shutil.ignore_patterns(".*", "build", "tests", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, ignore=leave_out)
     for generated in ("v1", "internal"):
         shutil.rmtree(source / "quire" / generated)

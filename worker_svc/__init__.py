@@ -1,4 +1,5 @@
 """The worker: one model on one device, run step by step by the scheduler's plans.
 
-Knows rows, tables, tensors, models and sampling. Knows no users, no queues, no policies.
+Contains rows, tables, tensors, models and sampling. Requests, queues and policies belong to the
+scheduler. Its process is `python -m worker_svc`, which containers and `quire.launcher` start.
 """

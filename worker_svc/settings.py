@@ -17,12 +17,11 @@ _MOST_BYTES = 2**63
 
 
 class WrongSettingError(ValueError):
-    """A setting that does not fit the model; the message names it."""
+    """An invalid setting; the message names it."""
 
 
 def parse_size(value: object) -> object:
-    """Bytes of a size such as `256MiB`, `1.5GB` or `1048576`. ValueError for anything else, and for
-    more than any machine has."""
+    """Bytes of a size such as `256MiB`, `1.5GB` or `1048576`. ValueError for anything else."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
@@ -37,7 +36,7 @@ def parse_size(value: object) -> object:
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes for a person: `512 B`, `1.5 MiB`, `139.8 GiB`."""
+    """Bytes in readable units: `512 B`, `1.5 MiB`, `139.8 GiB`."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -56,19 +55,19 @@ class WorkerSettings(ServiceSettings):
         "127.0.0.1:50053", description="host:port (port 0: a free one) or unix:/path."
     )
     engine: Literal["torch", "sim"] = Field(
-        "torch", description="What runs the plans: the model, or a simulation that needs none."
+        "torch", description="What runs the plans: the model, or a simulation without one."
     )
     model: str | None = Field(
-        None, description="Model folder in Hugging Face format, or a hub id; sim may do without."
+        None, description="Model folder in Hugging Face format, or a hub id; optional with sim."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of the weights; auto: the one the model was saved in."
+        "auto", description="Type of the weights; auto: that of the checkpoint."
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",
-        description="Type of cached keys and values; auto: that of the model; the others take half "
-        "of 16 bits, and scales from the model's files or from a run over random tokens.",
+        description="Type of cached keys and values; auto: that of the model; fp8: 8 bits, with "
+        "scales from the checkpoint or from a run over random tokens.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto: a GPU if there is one."
@@ -85,12 +84,12 @@ class WorkerSettings(ServiceSettings):
         "cpp-amx",
     ] = Field(
         "auto",
-        description="What computes attention, sampling and the like; auto: the fastest there is.",
+        description="Implementation of attention, sampling and the like; auto: the fastest.",
     )
     attention: Literal["auto", "paged", "flash-attn", "torch-varlen"] = Field(
         "auto",
-        description="What attends on a GPU; auto: FlashAttention where it can serve (blocks of a "
-        "multiple of 256 tokens, 16 bits) and `--kernels` is auto; paged: the kernel.",
+        description="Attention on a GPU; auto: FlashAttention where it is possible (blocks of a "
+        "multiple of 256 tokens, 16 bits) and `--kernels` is auto; paged: the one of `--kernels`.",
     )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0: as many as cores.")
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
@@ -114,8 +113,8 @@ class WorkerSettings(ServiceSettings):
     )
     gpu_locks: Path | None = Field(
         None,
-        description="Folder of the files by which workers of one GPU take turns at loading, which "
-        "containers have to share; the system's for temporary files if absent.",
+        description="Folder of the lock files by which workers of one GPU load one at a time; "
+        "containers have to share it; the system's temporary folder if absent.",
     )
     num_blocks: int | None = Field(
         None,
@@ -130,13 +129,11 @@ class WorkerSettings(ServiceSettings):
     record: Path | None = Field(
         None, description="File that receives every plan and result, for `quire replay`."
     )
-    enforce_eager: bool = Field(
-        False, description="On a GPU: launches every step anew, without CUDA graphs."
-    )
+    enforce_eager: bool = Field(False, description="On a GPU: runs every step without CUDA graphs.")
     enable_torch_compile: bool = Field(
         False,
-        description="Has torch compile the model, which takes a compiler, and a minute or so; not "
-        "with kernels in C++, which leave nothing to compile.",
+        description="Compiles the model by torch.compile, which needs a compiler and about a "
+        "minute; not with kernels in C++, which replace what it would compile.",
     )
     sim_vocab_size: int | None = Field(
         None, ge=1, description="sim: tokens of the vocabulary; the model's, or 32000, if absent."

@@ -1,13 +1,13 @@
-"""Whether anything is lost: streams that are always open, and faults at random moments.
+"""Chaos tests: inject faults at random moments into a stack under constant load.
 
 mix         the requests, drawn from a seed
-comparison  one stream against the same request run undisturbed
+comparison  one stream compared with the output of the same request without faults
 streams     the clients
-stack       the processes, and whoever starts them again
-faults      what is done to them
-steady      when they have recovered
-gaps        how long the streams stood still
-ending      what has to hold when all is over
+stack       the processes, restarted by a supervisor
+faults      the faults
+steady      waits until the stack has recovered
+gaps        pauses between the messages of a stream
+leftovers   checks after a run: no request, sequence or block is left
 experiment  one run, from the start of the stack to its findings
 tables      findings as tables
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: whether anything is lost when parts of the service die."""
+"""`python -m benchmarks.chaos`: checks that nothing is lost when parts of the service fail."""
 
 import argparse
 import asyncio
@@ -23,7 +23,7 @@ _LARGEST_SEED = 2**32
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if nothing was lost, repeated, changed, failed or left behind; 1 otherwise."""
+    """Return 0 if nothing was lost, repeated, changed, failed or left behind; 1 otherwise."""
     options = _options(arguments)
     plan = _plan(options)
     plan.logs.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write:
         results.write("chaos", measured, list(SETTINGS))
     verdict = "nothing is lost" if outcome.is_clean else "NOT CLEAN"
-    events.say(f"seed {plan.seed}: {verdict}; logs are in {plan.logs}")
+    events.log(f"seed {plan.seed}: {verdict}; logs are in {plan.logs}")
     return 0 if outcome.is_clean else 1
 
 
@@ -45,17 +45,23 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     names = [fault.name for fault in FAULTS]
     parser.add_argument(
-        "faults", nargs="*", metavar="FAULT", help=f"{', '.join(names)}; all of them if absent"
+        "faults", nargs="*", metavar="FAULT", help=f"{', '.join(names)}; default: all"
     )
-    parser.add_argument("--times", type=int, default=25, help="how often each; 25")
+    parser.add_argument(
+        "--times", type=int, default=25, help="injections of each fault; default: 25"
+    )
     parser.add_argument("--engine", choices=list(SETTINGS), default="sim")
-    parser.add_argument("--seed", type=int, help="of requests and moments; a random one")
-    parser.add_argument("--streams", type=int, default=32, help="always open; 32")
-    parser.add_argument("--requests", type=int, default=96, help="distinct ones; 96")
-    parser.add_argument("--model", default=str(_ROOT / "demo/model"), help="the demo model")
-    parser.add_argument("--bound-s", type=float, default=60.0, help="for each recovery; 60")
-    parser.add_argument("--logs", type=Path, help="folder; one in .cache/chaos")
-    parser.add_argument("--write", action="store_true", help="enters the results")
+    parser.add_argument("--seed", type=int, help="for requests and times; default: random")
+    parser.add_argument("--streams", type=int, default=32, help="concurrent streams; default: 32")
+    parser.add_argument("--requests", type=int, default=96, help="distinct requests; default: 96")
+    parser.add_argument(
+        "--model", default=str(_ROOT / "demo/model"), help="default: the demo model"
+    )
+    parser.add_argument(
+        "--bound-s", type=float, default=60.0, help="limit of a recovery; default: 60"
+    )
+    parser.add_argument("--logs", type=Path, help="default: a folder in .cache/chaos")
+    parser.add_argument("--write", action="store_true", help="write the results")
     options = parser.parse_args(arguments)
     if unknown := set(options.faults) - set(names):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")

@@ -1,4 +1,4 @@
-"""One stream against the same request run undisturbed: token by token, character by character."""
+"""Compares a stream with its reference output: token by token, character by character."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from enum import StrEnum
 from itertools import zip_longest
 
 from benchmarks.chaos.logprobs import same_logprobs
-from quire.outputs import (
+from quire.client.outputs import (
     CompletionDelta,
     CompletionOutput,
     RequestDelta,
@@ -17,7 +17,7 @@ from quire.outputs import (
 
 
 class Verdict(StrEnum):
-    """What can be wrong with a stream."""
+    """Kinds of error of a stream."""
 
     LOST = "lost"
     REPEATED = "repeated"
@@ -28,12 +28,12 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Finding:
     verdict: Verdict
-    # What was expected, what came, and where.
-    said: str
+    # The position, what was received and what was expected.
+    message: str
 
 
 class Comparison:
-    """Judges the messages of one stream as they come; `findings` has what is wrong so far."""
+    """Compares the messages of one stream as they arrive; `findings` collects the errors."""
 
     def __init__(self, expected: RequestOutput, logprob_tolerance: float = 0.0) -> None:
         self.findings: list[Finding] = []
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices."""
+        """Number of tokens received, over all choices."""
         return sum(choice.num_tokens for choice in self._choices)
 
     def take(self, message: RequestDelta) -> None:
@@ -59,11 +59,11 @@ class Comparison:
         self._usage = message.usage or self._usage
 
     def fail(self, why: str) -> None:
-        """The stream ended with an error."""
+        """Record that the stream ended with an error."""
         self._find(Verdict.FAILED, why)
 
     def end(self) -> None:
-        """The stream ended by itself: everything has to be there."""
+        """Check that the stream is complete; call it when the server has ended the stream."""
         for choice in self._choices:
             choice.end()
         if self._usage is None:
@@ -74,12 +74,12 @@ class Comparison:
             if expected != counted:
                 self._find(Verdict.CHANGED, f"usage: {what} {counted}, expected {expected}")
 
-    def _find(self, verdict: Verdict, said: str) -> None:
-        self.findings.append(Finding(verdict, said))
+    def _find(self, verdict: Verdict, message: str) -> None:
+        self.findings.append(Finding(verdict, message))
 
 
 class _Choice:
-    """One choice: [0, num_tokens) of the expected tokens and [0, num_chars) of the text came."""
+    """One choice. Received: [0, num_tokens) of the expected tokens, [0, num_chars) of the text."""
 
     def __init__(
         self, expected: CompletionOutput, logprob_tolerance: float, findings: list[Finding]
@@ -112,29 +112,29 @@ class _Choice:
             self._find(Verdict.LOST, f"text from {self._num_chars} of {len(expected.text)}")
 
     def _take_tokens(self, first: int, token_ids: Sequence[int]) -> None:
-        """After a gap or an overlap, what follows is compared where it says it belongs."""
+        """Compare tokens at the index that the message states, also after a gap or an overlap."""
         if not token_ids:
             return
         if first > self.num_tokens:
             self._find(Verdict.LOST, f"tokens {self.num_tokens} to {first - 1}")
         elif first < self.num_tokens:
-            self._find(Verdict.REPEATED, f"tokens from {first}, {self.num_tokens} had come")
+            self._find(Verdict.REPEATED, f"tokens from {first}, {self.num_tokens} were received")
         expected = self._expected.token_ids[first : first + len(token_ids)]
-        for index, wanted, came in _differences(first, expected, token_ids):
-            self._find(Verdict.CHANGED, f"token {index}: {came}, expected {wanted}")
+        for index, wanted, received in _differences(first, expected, token_ids):
+            self._find(Verdict.CHANGED, f"token {index}: {received}, expected {wanted}")
         self.num_tokens = first + len(token_ids)
 
-    def _take_logprobs(self, first: int, count: int, told: Sequence[TokenLogprobs]) -> None:
-        """One finding: what is beside its place once stays so."""
+    def _take_logprobs(self, first: int, count: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Report only the first difference: after a shift all later ones differ, too."""
         expected = self._expected.logprobs[first : first + count]
-        for index, (wanted, came) in enumerate(zip_longest(expected, told), start=first):
+        for index, (wanted, received) in enumerate(zip_longest(expected, logprobs), start=first):
             if (
                 wanted is None
-                or came is None
-                or not same_logprobs(wanted, came, self._logprob_tolerance)
+                or received is None
+                or not same_logprobs(wanted, received, self._logprob_tolerance)
             ):
-                said = f"log-probabilities of token {index}: {came}, expected {wanted}"
-                self._find(Verdict.CHANGED, said)
+                message = f"log-probabilities of token {index}: {received}, expected {wanted}"
+                self._find(Verdict.CHANGED, message)
                 return
 
     def _take_text(self, text: str) -> None:
@@ -144,19 +144,19 @@ class _Choice:
         if text != expected:
             self._find(Verdict.CHANGED, f"text from {start}: {text!r}, expected {expected!r}")
 
-    def _compare(self, what: str, expected: object, came: object) -> None:
-        if expected != came:
-            self._find(Verdict.CHANGED, f"{what}: {came!r}, expected {expected!r}")
+    def _compare(self, what: str, expected: object, received: object) -> None:
+        if expected != received:
+            self._find(Verdict.CHANGED, f"{what}: {received!r}, expected {expected!r}")
 
-    def _find(self, verdict: Verdict, said: str) -> None:
-        self._findings.append(Finding(verdict, f"choice {self._expected.index}: {said}"))
+    def _find(self, verdict: Verdict, message: str) -> None:
+        self._findings.append(Finding(verdict, f"choice {self._expected.index}: {message}"))
 
 
 def _differences(
-    first: int, expected: Sequence[int], came: Sequence[int]
+    first: int, expected: Sequence[int], received: Sequence[int]
 ) -> Iterator[tuple[int, int | None, int]]:
-    """The first index at which they differ, if there is one."""
-    for offset, token in enumerate(came):
+    """Yield the first difference, if there is one, as index, expected and received token."""
+    for offset, token in enumerate(received):
         wanted = expected[offset] if offset < len(expected) else None
         if wanted != token:
             yield first + offset, wanted, token

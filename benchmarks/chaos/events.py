@@ -1,17 +1,17 @@
-"""What happens in a run, as it happens: on the terminal, and in a file."""
+"""The event log of a run: printed, and written to a file."""
 
 from datetime import UTC, datetime
 from pathlib import Path
 
 
 class Events:
-    """Lines with their time, which is also that of the services' logs."""
+    """Writes lines with UTC timestamps, as the logs of the services have them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def say(self, what: str) -> None:
-        line = f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {what}"
+    def log(self, message: str) -> None:
+        line = f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {message}"
         print(line, flush=True)
         with self._path.open("a") as file:
             file.write(line + "\n")

@@ -1,4 +1,4 @@
-"""What is done to a stack, one at a time."""
+"""The faults, injected one at a time."""
 
 import asyncio
 import random
@@ -11,8 +11,8 @@ from benchmarks.chaos.stack import ChaosStack
 from quire.launcher.child import ChildProcess
 
 _PAUSE_S = 5.0
-# Does the deed and says to whom. What is paused goes on before it returns.
-Strike = Callable[[ChaosStack, random.Random], Awaitable[str]]
+# Injects the fault and returns its target. A paused process is resumed before it returns.
+Inject = Callable[[ChaosStack, random.Random], Awaitable[str]]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Fault:
 
     name: str
     what: str
-    strike: Strike
-    # Seconds that 99 % of the affected streams' gaps are to stay below; None: nothing is promised.
+    inject: Inject
+    # Target for the 99th percentile of the affected streams' gaps; None: no target.
     aim_s: float | None = None
 
 
@@ -57,10 +57,10 @@ async def _empty_redis(stack: ChaosStack, _: random.Random) -> str:
 
 
 async def _kill(stack: ChaosStack, child: ChildProcess) -> str:
-    said = f"{child.name} (pid {child.pid})"
+    target = f"{child.name} (pid {child.pid})"
     stack.expect_end(child)
     child.kill()
-    return said
+    return target
 
 
 async def _pause(child: ChildProcess) -> str:

@@ -1,4 +1,4 @@
-"""How long streams stood still: arithmetic on the times of their messages."""
+"""Pauses between the messages of a stream, and their percentiles."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Window:
-    """The time in which a fault has its effect, by the monotonic clock."""
+    """The time from a fault to the steady state, by the monotonic clock."""
 
     begin_s: float
     end_s: float
@@ -16,7 +16,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Pause:
-    """Between two messages of a stream."""
+    """The time between two messages of a stream."""
 
     begin_s: float
     end_s: float
@@ -27,9 +27,9 @@ class Pause:
 
 
 def longest_pause(times_s: Sequence[float], window: Window) -> Pause | None:
-    """The longest pause that overlaps the window, whole; None where none does.
+    """Return the longest pause that overlaps the window, in full length; None if there is none.
 
-    `times_s` rise: the request, each of its messages, its end, or, where it goes on, the present.
+    `times_s` is ascending: the request, its messages, and its end or, if it runs, the present.
     """
     pauses = [
         Pause(earlier, later)
@@ -40,15 +40,14 @@ def longest_pause(times_s: Sequence[float], window: Window) -> Pause | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many per cent do not exceed: the nearest rank. `values` are not
-    empty."""
+    """Return the percentile by the nearest-rank method. `values` must not be empty."""
     rank = math.ceil(len(values) * percent / 100)
     return sorted(values)[max(0, rank - 1)]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds, of so many values."""
+    """Percentiles in seconds of `count` values."""
 
     count: int
     p50_s: float | None = None
@@ -62,9 +61,11 @@ class Spread:
         return cls(len(values), percentile(values, 50), percentile(values, 99), max(values))
 
 
-def threshold_s(calm: Sequence[float]) -> float:
-    """The pause from which on a stream counts as affected: three times what 99 % of the streams
-    that nothing disturbs do not exceed, but no less than a quarter of a second, and no more than
-    half of one: a machine that is slow must not hide what is measured."""
-    ordinary_s = percentile(calm, 99) if calm else 0.0
+def threshold_s(baseline: Sequence[float]) -> float:
+    """Return the least pause for which a stream counts as affected.
+
+    It is three times the 99th percentile of the pauses without faults, within 0.25 s and 0.5 s: the
+    upper limit keeps a slow machine from hiding what is measured.
+    """
+    ordinary_s = percentile(baseline, 99) if baseline else 0.0
     return min(0.5, max(0.25, 3 * ordinary_s))

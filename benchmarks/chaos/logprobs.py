@@ -1,17 +1,19 @@
-"""Whether two accounts of how likely a token was are the same."""
+"""Compares the log-probabilities of two runs, exactly or within a tolerance."""
 
 import math
 
-from quire.outputs import TokenLogprobs
+from quire.client.outputs import TokenLogprobs
 
 
 def same_logprobs(one: TokenLogprobs, other: TokenLogprobs, tolerance: float) -> bool:
-    """Without a tolerance in everything. With one the values count, and what token they are of
-    where they are farther apart: equals change places, the last place with what is not told, too.
+    """Return whether both are the same: identical without a tolerance.
+
+    With one, values may differ by the tolerance, and tokens whose values are that close may be in
+    another order; the last of them may be replaced by a token that the other run does not list.
     """
     if not tolerance:
         return list(one.items()) == list(other.items())
-    # The sampled token, the first, may be one of the most likely ones here, and not there.
+    # The sampled token, the first, may be among the most likely tokens in only one of the runs.
     return (
         list(one)[:1] == list(other)[:1]
         and abs(len(one) - len(other)) <= 1
@@ -21,19 +23,19 @@ def same_logprobs(one: TokenLogprobs, other: TokenLogprobs, tolerance: float) ->
 
 
 def _is_within(one: TokenLogprobs, other: TokenLogprobs, tolerance: float) -> bool:
-    """Each token has its value in the other, or is not likelier than the least likely that is told
-    there without a gap in the ranks."""
+    """Return whether each token has its value in the other run, or is at most as likely as the
+    least likely token listed there without a gap in the ranks."""
     least = min(
         (found.logprob for found in other.values() if found.rank <= len(other)), default=-math.inf
     )
-    for token_id, told in one.items():
+    for token_id, entry in one.items():
         found = other.get(token_id)
         if found is None:
-            if told.logprob > least + tolerance:
+            if entry.logprob > least + tolerance:
                 return False
         elif (
-            abs(told.logprob - found.logprob) > tolerance
-            or told.decoded_token != found.decoded_token
+            abs(entry.logprob - found.logprob) > tolerance
+            or entry.decoded_token != found.decoded_token
         ):
             return False
     return True

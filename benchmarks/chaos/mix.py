@@ -1,17 +1,17 @@
-"""The requests: a mix drawn from a seed."""
+"""The catalogue of requests, drawn from a seed."""
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.sampling import SamplingParams
+from quire.client.sampling_params import SamplingParams
 
-# Prompts that begin alike find each other's blocks.
+# Shared beginnings, so that requests hit each other's blocks in the prefix cache.
 _OPENINGS = (
     "Return a list of the names that are defined in the given module, in the order in which",
     "Read the records of a file and return them as a list of tuples, one for each line that",
-    "Raised when an operation runs out of time before the other side has answered, whether",
+    "Raised when an operation runs out of time before the other side has replied, whether",
     "",
 )
 _TEXT = (
@@ -19,36 +19,36 @@ _TEXT = (
     "this method takes when it reads from an open stream until its end or raises an error if "
     "there is no such attribute in the class instance which was called with these arguments"
 )
-# Pairs of letters that some outputs come upon soon, others late or never.
+# Stop strings, which occur early in some outputs, late or never in others.
 _PAIRS = ("gh", "mp", "ul", "ck", "pp", "qu", "sm", "ew")
 _SHORT = (4, 24)
 _MEDIUM = (32, 96)
 _LONG = (160, 320)
-# Longer than what is orphaned may run on: whoever forgets to let go of them is found out.
+# Run longer than the orphans' grace period: a request that is not cancelled is found.
 _ENDLESS = (400, 500)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request of the catalogue."""
+class Request:
+    """A request of the catalogue."""
 
     kind: str
     prompt: str | list[int]
     params: SamplingParams
-    # Tokens after which the client goes away; None: it stays to the end.
-    leaves_after: int | None = None
+    # Tokens after which the client cancels; None: it reads to the end.
+    cancel_after: int | None = None
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request."""
+    """A kind of request."""
 
     name: str
-    # Of all requests, relative to the others.
+    # Share of all requests, relative to the other kinds.
     weight: int
     max_tokens: tuple[int, int]
     sampling: Callable[[random.Random], dict[str, Any]]
-    leaves: bool = False
+    cancels: bool = False
 
 
 def _greedy(_: random.Random) -> dict[str, Any]:
@@ -82,25 +82,25 @@ KINDS = (
     Kind("stopping choices", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4}),
     Kind("logprobs", 3, _MEDIUM, _logprobs),
     Kind("logprobs stopping", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4, "logprobs": 3}),
-    Kind("leaving", 2, _LONG, _sampled, leaves=True),
-    Kind("leaving choices", 1, _MEDIUM, _choices, leaves=True),
+    Kind("cancelled", 2, _LONG, _sampled, cancels=True),
+    Kind("cancelled choices", 1, _MEDIUM, _choices, cancels=True),
 )
 
 
-def catalogue(seed: int, size: int, kinds: Sequence[Kind] = KINDS) -> list[Ask]:
-    """So many distinct requests; every kind is among them where there is room."""
+def catalogue(seed: int, size: int, kinds: Sequence[Kind] = KINDS) -> list[Request]:
+    """Return `size` distinct requests, at least one of each kind if `size` permits."""
     rng = random.Random(seed)
     drawn = rng.choices(kinds, [kind.weight for kind in kinds], k=max(0, size - len(kinds)))
-    return [_ask(kind, rng) for kind in [*kinds, *drawn][:size]]
+    return [_request(kind, rng) for kind in [*kinds, *drawn][:size]]
 
 
-def _ask(kind: Kind, rng: random.Random) -> Ask:
+def _request(kind: Kind, rng: random.Random) -> Request:
     max_tokens = rng.randint(*kind.max_tokens)
-    # Half of them end where the model would.
+    # Half of the requests respect the end-of-sequence token.
     sampling = {"ignore_eos": rng.random() < 0.5, **kind.sampling(rng)}
     params = SamplingParams(**sampling, max_tokens=max_tokens, seed=rng.getrandbits(64))
-    leaves_after = rng.randint(1, max_tokens) if kind.leaves else None
-    return Ask(kind.name, _prompt(rng), params, leaves_after)
+    cancel_after = rng.randint(1, max_tokens) if kind.cancels else None
+    return Request(kind.name, _prompt(rng), params, cancel_after)
 
 
 def _prompt(rng: random.Random) -> str:

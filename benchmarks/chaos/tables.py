@@ -1,4 +1,4 @@
-"""A run's findings as a part of the results."""
+"""The findings of a run as tables."""
 
 from benchmarks.chaos.experiment import Outcome, Plan, Recovered
 from benchmarks.chaos.faults import Fault
@@ -8,7 +8,7 @@ from benchmarks.report import Cell, Column, Part, Target
 _COLUMNS = [
     Column("fault", "fault"),
     Column("times", "times", "d"),
-    Column("steady_s", "steady again, median s", ".1f"),
+    Column("steady_s", "recovery, median s", ".1f"),
     Column("affected", "streams with a gap", "d"),
     Column("p50_s", "p50 s", ".2f"),
     Column("p99_s", "p99", ".2f"),
@@ -16,8 +16,8 @@ _COLUMNS = [
     Column("alive", "streams alive", "d"),
     Column("all_p50_s", "p50", ".2f"),
     Column("all_p99_s", "p99", ".2f"),
-    Column("recovered", "tokens taken up again", "d"),
-    Column("computed", "computed again", "d"),
+    Column("recovered", "tokens recovered", "d"),
+    Column("computed", "recomputed", "d"),
 ]
 _ENGINES = {
     "sim": "simulated workers",
@@ -26,18 +26,18 @@ _ENGINES = {
 
 
 def part_of_run(plan: Plan, outcome: Outcome) -> Part:
-    least_s = threshold_s(outcome.calm)
-    struck = [fault for fault in plan.faults if fault.name in outcome.pauses]
+    least_s = threshold_s(outcome.baseline)
+    injected = [fault for fault in plan.faults if fault.name in outcome.pauses]
     return Part(
         name=plan.engine,
         title=f"Gaps by fault, with {_ENGINES[plan.engine]}",
         notes=[_summary(plan, outcome), _reading(least_s)],
         columns=_COLUMNS,
-        rows=[_row(fault, outcome, least_s) for fault in struck],
+        rows=[_row(fault, outcome, least_s) for fault in injected],
         targets=[
             *(_nothing(verdict.value, count) for verdict, count in outcome.num_wrong.items()),
-            _nothing("left behind, or ended by itself", len(outcome.violations)),
-            *(_aim(fault, outcome, least_s) for fault in struck if _is_promised(fault, plan)),
+            _nothing("left behind, or ended without a fault", len(outcome.violations)),
+            *(_aim(fault, outcome, least_s) for fault in injected if _has_aim(fault, plan)),
         ],
     )
 
@@ -46,20 +46,20 @@ def _summary(plan: Plan, outcome: Outcome) -> str:
     num_faults = sum(map(len, outcome.recoveries.values()))
     return (
         f"Two schedulers, three workers, two gateways and Redis; {plan.num_streams} streams always "
-        f"open; {num_faults} faults at moments drawn from seed {plan.seed}. "
+        f"open; {num_faults} faults at times drawn from seed {plan.seed}. "
         f"{outcome.num_requests:,} streams with {outcome.num_tokens:,} tokens were compared, token "
-        f"by token, with the same requests undisturbed; the clients of {outcome.num_left:,} left "
-        "in the middle."
+        "by token, with the same requests without faults; clients cancelled "
+        f"{outcome.num_cancelled:,} of them."
     )
 
 
 def _reading(least_s: float) -> str:
     return (
         "A gap is a stream's longest pause between two messages that overlaps the time from the "
-        "fault to the steady state. Left: streams whose gap was clearly longer than what they do "
-        f"undisturbed ({least_s:.2f} s or more); right: all that were alive then. Tokens taken up "
-        "again are those, prompt and output, of sequences that had begun and were admitted anew, "
-        "here or on another worker; what of them no cache had was computed again."
+        "fault to the steady state. Left: streams whose gap was clearly longer than without faults "
+        f"({least_s:.2f} s or more); right: all streams alive at that time. Recovered tokens are "
+        "those, prompt and output, of sequences that had started and were admitted again, on the "
+        "same or another worker; those of them that were not cached were recomputed."
     )
 
 
@@ -88,8 +88,8 @@ def _affected(pauses: list[float], least_s: float) -> list[float]:
     return [pause for pause in pauses if pause >= least_s]
 
 
-def _is_promised(fault: Fault, plan: Plan) -> bool:
-    """Loading a model takes the processors that the others need."""
+def _has_aim(fault: Fault, plan: Plan) -> bool:
+    """Return whether the target applies; loading a real model takes CPU time from the others."""
     return fault.aim_s is not None and plan.engine == "sim"
 
 

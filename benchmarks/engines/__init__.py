@@ -1,11 +1,12 @@
-"""Quire beside other engines: the same work, on the same machine, in one go.
+"""Compares Quire with other engines: the same work, on the same machine, in one run.
 
-models        the models, of random weights
+models        the models, with random weights
 workload      the work
-batcher       continuous batching in 100 lines, for what has no scheduler of its own
-host          a child process that holds one system and runs the work when it is told to
+batcher       a minimal continuous batching scheduler, for the runner alone
+host          a child process that runs the work with one system on command
+child         its end of the connection
 quire_stack, runner_alone, transformers_generate, vllm_offline, matrix_products
-              what such processes run
+              the systems that such processes run
 vllm_server   vLLM's OpenAI server, for latencies
 throughput, latency, worker
               the parts: measurements, tables, targets

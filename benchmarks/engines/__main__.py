@@ -1,4 +1,4 @@
-"""`python -m benchmarks.engines`: measures Quire beside other engines, prints, writes results."""
+"""`python -m benchmarks.engines`: compares Quire with other engines and writes the results."""
 
 import argparse
 import signal
@@ -26,7 +26,7 @@ _NAME = "engines"
 _KINDS = ("throughput", "worker", "latency")
 ORDER = tuple(f"{kind}-{model}" for model in MODELS for kind in _KINDS)
 _ALL_REQUESTS, _FEW_REQUESTS = 64, 16
-# The shell's way to say which signal ended a program.
+# Exit status of a program ended by a signal, less the signal's number.
 _SIGNALLED = 128
 
 
@@ -45,15 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.folder, _python(options.vllm))
     if bench.vllm_python is None:
-        print("vLLM is not there: it is left out.")
+        print("vLLM is not installed: it is left out.")
     effort = Effort(_FEW_REQUESTS if options.quick else _ALL_REQUESTS, options.rounds)
     num_missed = 0
     for measured in _measured(bench, [MODELS[name] for name in options.models], effort):
         num_missed += sum(not target.met for target in measured.part.targets)
         if not options.quick:
-            # After each part: one that fails does not take the others with it.
+            # After each part, so that a failure loses no finished part.
             results.write(_NAME, measured, ORDER, plot)
-    print(f"{num_missed} targets missed" if num_missed else "every target met")
+    print(f"{num_missed} targets missed" if num_missed else "all targets met")
     return 0
 
 
@@ -68,18 +68,18 @@ def _measured(bench: Bench, models: Sequence[BenchModel], effort: Effort) -> Ite
 def _parts(bench: Bench, model: BenchModel, effort: Effort) -> Iterator[Part]:
     work = Work.of(workload(effort.num_requests))
     with ExitStack() as stack:
-        # Alone, so that its readiness is that of a machine with nothing else to do.
+        # Started first, so that its start-up time is measured on an idle machine.
         quire = stack.enter_context(bench.start(QUIRE, model, work))
         rounds = run_rounds(bench, model, work, effort.num_rounds, {QUIRE: quire})
         yield throughput(model, work, rounds)
-        yield worker(model, rounds.answers[QUIRE], quire.ask("ready_s"), quire.ask("peak_rss_mb"))
+        yield worker(model, rounds.results[QUIRE], quire.call("ready_s"), quire.call("peak_rss_mb"))
         vllm = None
         if bench.vllm_python is not None:
             folder = bench.model_folder(model)
             with left_out_if_foreign(VLLM):
                 vllm = stack.enter_context(vllm_server(bench.vllm_python, folder, bench.folder))
         wanted = loads(model, effort.num_requests, effort.num_rounds)
-        yield latency(model, measure(Addresses(quire.ask("address"), vllm), wanted))
+        yield latency(model, measure(Addresses(quire.call("address"), vllm), wanted))
 
 
 def _versions() -> dict[str, str]:
@@ -87,7 +87,7 @@ def _versions() -> dict[str, str]:
 
 
 def _python(environment: Path | None) -> str | None:
-    """Of vLLM's environment, if that is complete."""
+    """Return the Python of vLLM's environment; None if that is incomplete."""
     if environment is None or not (environment / ".installed").exists():
         return None
     return str(environment / "bin/python")
@@ -96,13 +96,13 @@ def _python(environment: Path | None) -> str | None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; all of them if absent"
+        "models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; default: all"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="figures are medians of so many; 3")
+    parser.add_argument("--rounds", type=int, default=3, help="figures are medians; default: 3")
     parser.add_argument(
-        "--quick", action="store_true", help="a quarter of the work; writes nothing"
+        "--quick", action="store_true", help="a quarter of the work; write no results"
     )
-    parser.add_argument("--vllm", type=Path, help="an environment with vLLM; without it if absent")
+    parser.add_argument("--vllm", type=Path, help="environment with vLLM; default: without vLLM")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / ".cache/engines", help="for models, jobs and logs"
     )

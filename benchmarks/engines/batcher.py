@@ -1,7 +1,7 @@
-"""Continuous batching with nothing around it: which plans a scheduler would send to one worker.
+"""A minimal continuous batching scheduler: the plans that one worker would receive.
 
-The policy is the scheduler's own `chunked` one: decodes first, then the prompts that have begun,
-then new ones, cut to the budget. Nothing is preempted, because the pool has room for all.
+The policy is the scheduler's `chunked` policy: decodes first, then partially prefilled prompts,
+then new ones, up to the token budget. Never preempts: the pool has room for all sequences.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from quire.internal.v1 import worker_pb2
 
 @dataclass
 class _Sequence:
-    """One request: [0, num_computed) is in the cache, [num_computed, num_tokens) is known."""
+    """One request: [0, num_computed) is in the cache, [num_computed, num_tokens) is not yet."""
 
     index: int
     prompt: list[int]
-    # Prompt and output, when it has ended.
+    # Prompt and output at the end.
     final_length: int
     num_tokens: int
     row: int = 0
@@ -36,10 +36,10 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Step:
-    """A plan, and whose token each of the rows that sample will give."""
+    """A plan, and the requests whose tokens it samples."""
 
     plan: worker_pb2.BatchPlan
-    # Index of the request, by row.
+    # Index of the request by row that samples.
     sampling: dict[int, int]
     num_scheduled_tokens: int
 
@@ -47,15 +47,15 @@ class Step:
 def steps(
     work: Work, *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_blocks: int
 ) -> Iterator[Step]:
-    """All steps of the work, the last of which only releases rows. Lengths decide them: no token
-    has to be known. ValueError if the pool is too small for the rows."""
+    """Yield all steps of the work, the last of which only releases rows. They depend on lengths
+    alone, not on sampled tokens. ValueError if the pool is too small."""
     batcher = _Batcher(work, max_num_seqs, max_num_batched_tokens, block_size, num_blocks)
     while not batcher.is_done:
         yield batcher.step()
 
 
 class _Batcher:
-    """Rows, blocks and budget."""
+    """Assigns rows, blocks and the token budget."""
 
     def __init__(
         self, work: Work, max_num_seqs: int, budget: int, block_size: int, num_blocks: int
@@ -85,7 +85,7 @@ class _Batcher:
         plan = worker_pb2.BatchPlan(epoch=1, step=self._step)
         self._release(plan)
         budget = self._budget
-        # By need: decodes before pieces of prompts.
+        # Decodes before chunks of prompts.
         for sequence in sorted(self._running, key=lambda one: one.num_missing > 1):
             budget -= self._schedule(plan, sequence, budget, is_new=False)
         while budget and self._waiting and self._free_rows:
@@ -105,7 +105,7 @@ class _Batcher:
     def _schedule(
         self, plan: worker_pb2.BatchPlan, sequence: _Sequence, budget: int, is_new: bool
     ) -> int:
-        """The tokens that the sequence gets."""
+        """Schedule a sequence and return its number of tokens, at most `budget`."""
         count = min(budget, sequence.num_missing)
         if not count:
             return 0
@@ -122,16 +122,16 @@ class _Batcher:
         return count
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> list[int]:
-        """Blocks that so many tokens need beyond those that are held."""
+        """Allocate and return the blocks missing for `num_tokens` tokens."""
         count = -(-num_tokens // self._block_size) - len(sequence.block_ids)
         if count > len(self._free_blocks):
-            raise ValueError("the pool is too small for so many rows")
+            raise ValueError("the block pool is too small for these rows")
         new_ids = [self._free_blocks.pop() for _ in range(count)]
         sequence.block_ids += new_ids
         return new_ids
 
     def _sample(self) -> dict[int, int]:
-        """Whoever has no token left to compute gets one more."""
+        """Add a token to each sequence without uncomputed tokens; return the requests by row."""
         sampling = [sequence for sequence in self._running if not sequence.num_missing]
         for sequence in sampling:
             sequence.num_tokens += 1
@@ -141,7 +141,7 @@ class _Batcher:
 
 
 def _admit(admissions: worker_pb2.Admissions, sequence: _Sequence, temperature: float) -> None:
-    """Without filters and log-probabilities."""
+    """Append an admission without sampling filters and log-probabilities."""
     admissions.rows.append(sequence.row)
     admissions.token_ids.extend(sequence.prompt)
     admissions.num_tokens.append(len(sequence.prompt))

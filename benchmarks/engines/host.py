@@ -1,4 +1,4 @@
-"""The outer end of such a process: it starts it, asks it, ends it."""
+"""Starts a child process with one system, sends commands to it, and stops it."""
 
 import json
 import os
@@ -13,11 +13,11 @@ _LOG_LINES = 15
 
 
 class EngineError(RuntimeError):
-    """A system that cannot be measured. The message has the last lines of its log."""
+    """A system cannot be measured. The message contains the last lines of its log."""
 
 
 class Host:
-    """One system in a process of its own, ready to run the work as often as it is asked to."""
+    """One system in a child process, which runs the work on command."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Host:
         folder: Path,
         environment: Mapping[str, str],
     ) -> None:
-        """Returns when the system is ready. `folder` receives its job and its log. EngineError if
+        """Return when the system is ready. `folder` receives its job and its log. EngineError if
         it does not start."""
         self.name = name
         self._log = folder / f"{name}.log"
@@ -35,7 +35,7 @@ class Host:
         job_file.write_text(json.dumps(job))
         began_s = time.monotonic()
         read_end, write_end = os.pipe()
-        self._answers = os.fdopen(read_end)
+        self._responses = os.fdopen(read_end)
         with self._log.open("w") as log, os.fdopen(write_end, "w"):
             self._process = subprocess.Popen(
                 [*command, str(job_file), str(write_end)],
@@ -44,42 +44,42 @@ class Host:
                 stderr=log,
                 pass_fds=[write_end],
                 text=True,
-                # Settings of the caller's environment are not what is measured.
+                # Keep the caller's Quire settings out of the measurement.
                 env={**_without_settings(os.environ), **environment},
-                # A Ctrl-C in the terminal is ours: the child ends when its stdin does.
+                # Ctrl-C goes to the parent only: the child ends when its stdin is closed.
                 process_group=0,
             )
         try:
-            self._answer()
+            self._response()
         except BaseException:
             self.close()
             raise
-        # Until it was ready, its imports included.
+        # Time to readiness, including imports.
         self.start_s = time.monotonic() - began_s
 
-    def ask(self, command: str) -> Any:
-        """EngineError if the process has ended."""
+    def call(self, command: str) -> Any:
+        """Execute a command and return its result. EngineError if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{command}\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # It says why where its answer would be.
-        return self._answer()
+            pass  # Reading the response raises the EngineError.
+        return self._response()
 
     def close(self) -> None:
-        """Has the process end; it is killed if it takes long."""
+        """Close the child's stdin so that it ends; kill it after a timeout."""
         try:
             self._process.communicate(timeout=_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._answers.close()
+        self._responses.close()
 
-    def _answer(self) -> Any:
-        line = self._answers.readline()
+    def _response(self) -> Any:
+        line = self._responses.readline()
         if not line:
-            # It may still have something to say.
+            # Wait for the end of its log.
             self.close()
             raise EngineError(f"{self.name} has ended; {log_end(self._log)}")
         return json.loads(line)
@@ -96,6 +96,6 @@ def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def log_end(log: Path) -> str:
-    """What a process said last, to follow the words of an error."""
+    """Return the last lines of a log, to be appended to an error message."""
     lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     return "\n    ".join(["its log ends:", *lines])

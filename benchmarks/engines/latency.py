@@ -1,4 +1,4 @@
-"""Latencies: the streaming APIs of Quire's gateway and of vLLM's server under the same loads."""
+"""Latencies of the streaming APIs of Quire's gateway and vLLM's server under the same loads."""
 
 import asyncio
 import math
@@ -11,11 +11,11 @@ from benchmarks.engines.models import BenchModel
 from benchmarks.engines.workload import workload
 from benchmarks.report import Cell, Column, Part, Target
 from quire.bench.load import Listener
-from quire.bench.objectives import Objectives
+from quire.bench.objectives import ServiceLevelObjectives
 from quire.bench.openai_server import OpenAIServer
 from quire.bench.quire_server import QuireServer
 from quire.bench.report import Report
-from quire.bench.run import Load, Outcome, run
+from quire.bench.run import LoadResult, LoadSpec, run
 from quire.bench.server import Server
 
 _MS_PER_S = 1000
@@ -25,22 +25,22 @@ QUIRE, VLLM = "Quire", "vLLM's server"
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the servers are; None where there is none."""
+    """Addresses of the servers; None without the server."""
 
     quire: str
     vllm: str | None
 
     def servers(self) -> dict[str, Server]:
-        """To be made in the loop that uses them."""
+        """Create the clients. To be called in the event loop that uses them."""
         ours: dict[str, Server] = {QUIRE: QuireServer(self.quire, None, 0.0, True)}
         if self.vllm is None:
             return ours
         return {**ours, VLLM: OpenAIServer(self.vllm, "bench", 0.0, True, None)}
 
 
-def loads(model: BenchModel, num_requests: int, num_rounds: int) -> dict[str, list[Load]]:
-    """By what tables call them, one for each round. No prompt comes twice, because prefix caches
-    would know it."""
+def loads(model: BenchModel, num_requests: int, num_rounds: int) -> dict[str, list[LoadSpec]]:
+    """Return the loads of all rounds by their names in the table. No prompt occurs twice, because
+    it would hit the prefix caches."""
     kinds = {
         f"{model.request_rate:g} per second": (num_requests, model.request_rate, None),
         "all at once": (num_requests, math.inf, None),
@@ -52,26 +52,28 @@ def loads(model: BenchModel, num_requests: int, num_rounds: int) -> dict[str, li
     }
 
 
-def _load(num_requests: int, rate: float, max_concurrency: int | None, seed: int) -> Load:
-    return Load(
+def _load(num_requests: int, rate: float, max_concurrency: int | None, seed: int) -> LoadSpec:
+    return LoadSpec(
         workload=workload(num_requests, seed),
         rate_per_s=rate,
         arrival="poisson",
         max_concurrency=max_concurrency,
         num_warmups=1,
-        objectives=Objectives(),
+        objectives=ServiceLevelObjectives(),
     )
 
 
-def measure(addresses: Addresses, wanted: Mapping[str, list[Load]]) -> dict[str, list[Outcome]]:
-    """Round after round, each on every server before the next."""
+def measure(
+    addresses: Addresses, wanted: Mapping[str, list[LoadSpec]]
+) -> dict[str, list[LoadResult]]:
+    """Run each round on every server before the next."""
     return {
-        kind: [asyncio.run(_outcome(addresses, load)) for load in rounds]
+        kind: [asyncio.run(_result(addresses, load)) for load in rounds]
         for kind, rounds in wanted.items()
     }
 
 
-async def _outcome(addresses: Addresses, load: Load) -> Outcome:
+async def _result(addresses: Addresses, load: LoadSpec) -> LoadResult:
     servers = addresses.servers()
     try:
         return await run(load, list(servers.values()), _unwatched)
@@ -85,9 +87,9 @@ def _unwatched(_server: str, _num_requests: int) -> Iterator[Listener]:
     yield lambda _: None
 
 
-def latency(model: BenchModel, outcomes: Mapping[str, Sequence[Outcome]]) -> Part:
-    rows = [row for kind, rounds in outcomes.items() for row in _rows(kind, rounds)]
-    num_rounds = len(next(iter(outcomes.values())))
+def latency(model: BenchModel, results: Mapping[str, Sequence[LoadResult]]) -> Part:
+    rows = [row for kind, rounds in results.items() for row in _rows(kind, rounds)]
+    num_rounds = len(next(iter(results.values())))
     return Part(
         name=f"latency-{model.name}",
         title=f"Latencies, {model.size}",
@@ -98,7 +100,7 @@ def latency(model: BenchModel, outcomes: Mapping[str, Sequence[Outcome]]) -> Par
         ],
         columns=_COLUMNS,
         rows=rows,
-        targets=list(_targets(next(iter(outcomes)), rows)),
+        targets=list(_targets(next(iter(results)), rows)),
     )
 
 
@@ -123,11 +125,11 @@ _AIMS = {
 }
 
 
-def _rows(kind: str, rounds: Sequence[Outcome]) -> Iterator[dict[str, Cell]]:
+def _rows(kind: str, rounds: Sequence[LoadResult]) -> Iterator[dict[str, Cell]]:
     num_servers = len(rounds[0].reports)
     for at, server in enumerate((QUIRE, VLLM)[:num_servers]):
-        reports = [outcome.reports[at] for outcome in rounds]
-        equal = [outcome.equality.tokens for outcome in rounds if outcome.equality is not None]
+        reports = [result.reports[at] for result in rounds]
+        equal = [result.equality.tokens for result in rounds if result.equality is not None]
         yield {
             "load": kind,
             "server": server,
@@ -153,7 +155,7 @@ def _median_ms(reports: Sequence[Report], name: str, percent: str) -> float | No
 
 
 def _targets(kind: str, rows: Sequence[Mapping[str, Cell]]) -> Iterator[Target]:
-    """Ours at or below vLLM's, where there is a vLLM."""
+    """Yield the targets: Quire's latencies at most vLLM's, if vLLM was measured."""
     by_server = {row["server"]: row for row in rows if row["load"] == kind}
     if VLLM not in by_server:
         return

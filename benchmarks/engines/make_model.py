@@ -1,4 +1,4 @@
-"""`python -m benchmarks.engines.make_model NAME FOLDER`: writes a model in Hugging Face format."""
+"""`python -m benchmarks.engines.make_model NAME FOLDER` writes a model in Hugging Face format."""
 
 import sys
 from dataclasses import asdict
@@ -24,7 +24,7 @@ def make_model(model: BenchModel, folder: Path) -> None:
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level: every byte, then pairs of them until there are enough."""
+    """Build a byte-level tokenizer: all bytes, then pairs of bytes up to the vocabulary size."""
     single = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = list(islice(product(single, single), vocab_size - len(single)))
     tokens = [*single, *("".join(pair) for pair in merges)]

@@ -1,8 +1,8 @@
-"""The work's matrix products and nothing else.
+"""Measures only the matrix products of the work.
 
-Three figures. The products of the very steps that the runner takes, one after the other, by its
-kernel, over weights of the model's shapes; and two rates of a step of the full budget, at which
-the work's operations would take so long: torch's, in float32, and that kernel's.
+Three figures: the time of the products of exactly the runner's steps, with its kernel, on weights
+with the model's shapes; and the rates (FLOP/s) of one step with the full token budget, in float32,
+by torch and by that kernel.
 """
 
 import time
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from benchmarks.engines.answers import answer, job
 from benchmarks.engines.batcher import steps as batched_steps
+from benchmarks.engines.child import job, serve
 from benchmarks.engines.models import MODELS, BenchModel
 from benchmarks.engines.workload import MAX_NUM_SEQS, Work
-from kernels.choice import cpp_implementations
+from kernels.dispatch import cpp_implementations
 from kernels.linear import PackedWeight, linear
-from worker_svc.memory import keep_freed_memory, prepare_memory
+from worker_svc.service.process import keep_freed_memory, prepare_memory
 from worker_svc.settings import WorkerSettings
 
 _NUM_RATES = 5
@@ -27,7 +27,7 @@ _MANY_BLOCKS = 1_000_000
 
 
 class Products:
-    """Weights of a model's shapes, each layer's its own, by the kernel that the runner has."""
+    """Weights with a model's shapes, separate for each layer, multiplied by the runner's kernel."""
 
     def __init__(self, model: BenchModel) -> None:
         self._model = model
@@ -45,11 +45,12 @@ class Products:
         self._head.multiply(self._input(num_sampled, self._head.num_inputs))
 
     def rate(self, num_tokens: int) -> float:
-        """Operations per second of a step of so many tokens."""
+        """Return the operations per second of a step with `num_tokens` tokens."""
         return self._rate(num_tokens, lambda: self.step(num_tokens, 1))
 
     def torch_rate(self, num_tokens: int) -> float:
-        """The same of torch's products; layers share weights, which so many tokens do not mind."""
+        """Return the same for torch. Layers share weights; with this many tokens, reading them from
+        memory does not matter."""
         weights = [torch.randn(outputs, inputs) for inputs, outputs in self._model.products]
         head = torch.randn(self._model.vocab_size, self._model.hidden_size)
 
@@ -59,7 +60,7 @@ class Products:
                     torch_linear(self._input(num_tokens, weight.shape[1]), weight)
             torch_linear(self._input(1, head.shape[1]), head)
 
-        # These weights are new to the caches.
+        # Warm the caches.
         step()
         return self._rate(num_tokens, step)
 
@@ -75,7 +76,7 @@ class Products:
 
 
 class _Weight:
-    """One weight, as the runner lays it out."""
+    """One weight in the runner's layout."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         self.num_inputs = num_inputs
@@ -91,19 +92,19 @@ class _Weight:
 
 
 def main() -> None:
-    # As the worker does.
+    # The same settings as in the worker.
     prepare_memory()
     keep_freed_memory()
     given = job()
     model = MODELS[given["name"]]
     shapes = _shapes(Work.of_json(given["work"]))
     products = Products(model)
-    # Inputs of each shape are made the first time, and stay.
-    answer({name: lambda: _run(model, products, shapes) for name in ("warm", "run")})
+    # The first run creates the inputs of each shape.
+    serve({name: lambda: _run(model, products, shapes) for name in ("warm", "run")})
 
 
 def _shapes(work: Work) -> list[tuple[int, int]]:
-    """Tokens, and those of them that sample, of each step that the runner takes."""
+    """Return the numbers of tokens and of sampled tokens of each of the runner's steps."""
     settings = WorkerSettings.load([])
     taken = batched_steps(
         work,

@@ -1,4 +1,4 @@
-"""The models: random weights in the shape of Qwen3, small enough for any machine."""
+"""The models: Qwen3 architecture, random weights, small enough for any machine."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class BenchModel:
-    """A geometry. Weights are float32 and drawn from seed 0; the embedding is the output's, too."""
+    """Dimensions of a model. Weights are float32, drawn from seed 0; embeddings are tied."""
 
     name: str
     hidden_size: int
@@ -18,9 +18,9 @@ class BenchModel:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    # At which latencies are measured: about 60 % of what two slow cores bear.
+    # For latencies, per second: about 60 % of the capacity of two slow cores.
     request_rate: float
-    # Of the key-value cache: room for all of the work at once.
+    # Room for all sequences of the work at once.
     kv_cache_mib: int
 
     @property
@@ -41,13 +41,13 @@ class BenchModel:
 
     @property
     def num_parameters(self) -> int:
-        """Without the vectors of the norms."""
+        """Number of parameters, without those of the norms."""
         layer = sum(inputs * outputs for inputs, outputs in self.products)
         return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
 
     @property
     def size(self) -> str:
-        """About so many parameters, in words."""
+        """Number of parameters as text, rounded to 10 million."""
         return f"{10 * round(self.num_parameters / 1e7)} million parameters"
 
     @property
@@ -59,7 +59,7 @@ class BenchModel:
         return self.kv_cache_mib * 2**20
 
     def flops(self, num_tokens: int, num_sampled: int) -> int:
-        """Of the matrix products of a step: attention's own is left out."""
+        """Return the operations of a step's matrix products, without attention."""
         layer = sum(inputs * outputs for inputs, outputs in self.products)
         head = self.vocab_size * self.hidden_size
         return 2 * (num_tokens * self.num_hidden_layers * layer + num_sampled * head)
@@ -92,5 +92,5 @@ LARGE = BenchModel(
     kv_cache_mib=1024,
 )
 MODELS = {model.name: model for model in (SMALL, LARGE)}
-# Of the weights' draw: another recipe is another model.
+# Version of the way the weights are drawn. Increment it on a change, so that models are remade.
 RECIPE = "1"

@@ -1,4 +1,4 @@
-"""The plot of the throughputs."""
+"""Bar chart of the throughputs."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ _PREFIX = "throughput-"
 
 
 def plot(parts: Iterable[Part]) -> str | None:
-    """SVG of the parts that are throughputs; None if none is."""
+    """Draw the throughput parts as SVG; None if there are none."""
     groups = [_group(part) for part in parts if part.name.startswith(_PREFIX)]
     return svg(groups) if groups else None
 

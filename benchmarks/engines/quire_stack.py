@@ -1,26 +1,26 @@
-"""The whole of Quire: a private stack, asked through its gateway over gRPC."""
+"""Runs the work on a private stack through its gateway over gRPC."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
-from benchmarks.engines.answers import answer, job
+from benchmarks.engines.child import job, serve
 from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS, Work
 from benchmarks.scheduler.proc import peak_rss_mb
-from quire.client import Client
+from quire.client.client import Client
+from quire.client.operations import Operations
+from quire.client.prompts import Prompt
+from quire.client.sampling_params import SamplingParams
 from quire.internal.v1.operations_pb2 import WorkerStatus
 from quire.launcher.stack import LocalStack
-from quire.operations import Operations
-from quire.prompts import Prompt
-from quire.sampling import SamplingParams
 
-_ASK_TIMEOUT_S = 10.0
+_RPC_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _NS_PER_S = 10**9
 
 
 class Stack:
-    """A running stack, seen by a client and by an operator."""
+    """A running stack with a client and access to its operations service."""
 
     def __init__(self, stack: LocalStack, client: Client, operations: Operations) -> None:
         self._client = client
@@ -28,22 +28,22 @@ class Stack:
         [self._worker] = stack.processes("worker")
 
     def run(self, work: Work) -> dict[str, object]:
-        """All requests at once, as `LLM.generate` sends them."""
-        self._operations.reset_prefix_cache(_ASK_TIMEOUT_S)
+        """Send all requests at once, as `LLM.generate` does."""
+        self._operations.reset_prefix_cache(_RPC_TIMEOUT_S)
         params = [
             SamplingParams(temperature=work.temperature, max_tokens=count, ignore_eos=True)
             for count in work.num_outputs
         ]
         prompts: list[Prompt] = list(work.prompts)
-        over = Event()
+        done = Event()
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(self._first_step_over, self._status().busy_ns, over)
+            first = pool.submit(self._first_step, self._status().busy_ns, done)
             try:
                 began_s = time.perf_counter()
                 written = self._client.generate_all(prompts, params)
                 seconds = time.perf_counter() - began_s
             finally:
-                over.set()
+                done.set()
             before, after = first.result(), self._status()
         return {
             "seconds": seconds,
@@ -54,18 +54,18 @@ class Stack:
         }
 
     def peak_rss_mb(self) -> float:
-        """The worker's largest resident memory so far, in units of 10^6 bytes."""
+        """Return the worker's peak resident memory, in units of 10^6 bytes."""
         return peak_rss_mb(self._worker.pid)
 
-    def _first_step_over(self, busy_ns: int, over: Event) -> WorkerStatus:
-        """What the worker has counted when its first step has landed, or all is over: the pause
-        before the work, which nobody caused, is part of that step's waiting."""
-        while (status := self._status()).busy_ns == busy_ns and not over.wait(_POLL_S):
+    def _first_step(self, busy_ns: int, done: Event) -> WorkerStatus:
+        """Return the worker's counters after its first step, or when `done` is set. They exclude
+        the idle time before the work, which is counted with the first step."""
+        while (status := self._status()).busy_ns == busy_ns and not done.wait(_POLL_S):
             pass
         return status
 
     def _status(self) -> WorkerStatus:
-        status = self._operations.status(with_block_maps=False, timeout_s=_ASK_TIMEOUT_S)
+        status = self._operations.status(with_block_maps=False, timeout_s=_RPC_TIMEOUT_S)
         if not status.workers:
             raise RuntimeError("the scheduler has lost its worker: the machine is too busy")
         return status.workers[0]
@@ -90,7 +90,7 @@ def main() -> None:
     ):
         ready_s = time.perf_counter() - began_s
         stack = Stack(local, client, operations)
-        answer(
+        serve(
             {
                 "warm": lambda: stack.run(warmup),
                 "run": lambda: stack.run(work),

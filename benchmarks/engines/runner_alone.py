@@ -1,21 +1,21 @@
-"""The worker's runner in one process with a minimal scheduler: no gRPC, no Redis, no gateway."""
+"""Runs the work on the worker's runner in process: no gRPC, no Redis, no gateway."""
 
 import importlib
 import time
 
-from benchmarks.engines.answers import answer, job
 from benchmarks.engines.batcher import steps
+from benchmarks.engines.child import job, serve
 from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS, Work
-from worker_svc.engine import Engine
-from worker_svc.plans import plan_from_proto
-from worker_svc.process import prepare_process
+from worker_svc.plan.plans import plan_from_proto
+from worker_svc.runner.step_runner import LoadedRunner
+from worker_svc.service.process import prepare_process
 from worker_svc.settings import WorkerSettings
 
 
 def main() -> None:
-    # As the worker does.
+    # The same settings as in the worker.
     prepare_process()
-    load_engine = importlib.import_module("worker_svc.torch_engine").load_engine
+    load_runner = importlib.import_module("worker_svc.runner.runner_loading").load_runner
     given = job()
     flags = {
         "model": given["model"],
@@ -26,13 +26,13 @@ def main() -> None:
         "kv-cache-memory": given["kv_cache_bytes"],
     }
     settings = WorkerSettings.load([f"--{key}={value}" for key, value in flags.items()])
-    engine = load_engine(settings)
+    loaded = load_runner(settings)
     warmup, work = Work.of_json(given["warmup"]), Work.of_json(given["work"])
-    answer({"warm": lambda: _run(engine, warmup), "run": lambda: _run(engine, work)})
+    serve({"warm": lambda: _run(loaded, warmup), "run": lambda: _run(loaded, work)})
 
 
-def _run(engine: Engine, work: Work) -> dict[str, object]:
-    identity = engine.identity
+def _run(loaded: LoadedRunner, work: Work) -> dict[str, object]:
+    identity = loaded.identity
     outputs: list[list[int]] = [[] for _ in work.prompts]
     began_s = time.perf_counter()
     for step in steps(
@@ -42,11 +42,11 @@ def _run(engine: Engine, work: Work) -> dict[str, object]:
         block_size=identity.block_size,
         num_blocks=identity.num_blocks,
     ):
-        output = engine.runner.run(plan_from_proto(step.plan))
+        output = loaded.runner.launch(plan_from_proto(step.plan)).output()
         for row, token_id in zip(output.sampled_rows, output.sampled_token_ids, strict=True):
             outputs[step.sampling[row]].append(token_id)
     seconds = time.perf_counter() - began_s
-    engine.runner.clear()
+    loaded.runner.clear()
     return {"seconds": seconds, "outputs": outputs}
 
 

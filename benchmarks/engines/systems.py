@@ -1,4 +1,4 @@
-"""The systems, by the letters of the tables, and how each is started."""
+"""The systems that are compared, and how each is started."""
 
 import os
 import subprocess
@@ -19,14 +19,14 @@ _VLLM_KV_CACHE_GIB = 2
 
 @dataclass(frozen=True)
 class System:
-    """One way to do the work."""
+    """A system that runs the work."""
 
     name: str
-    # Among the others, and alone.
+    # In targets, and in rows of tables.
     short: str
     title: str
     module: str
-    # Whether it is vLLM's environment that runs it.
+    # Whether it runs in vLLM's environment.
     is_foreign: bool = False
 
 
@@ -44,18 +44,18 @@ SYSTEMS = (QUIRE, RUNNER, GENERATE, VLLM, PRODUCTS)
 
 @dataclass(frozen=True)
 class Bench:
-    """Where things are."""
+    """Paths of the benchmark."""
 
-    # Receives models, jobs and logs.
+    # For models, jobs and logs.
     folder: Path
-    # The Python of an environment with vLLM; None where there is none.
+    # The Python of an environment with vLLM; None without one.
     vllm_python: str | None
 
     def has(self, system: System) -> bool:
         return not system.is_foreign or self.vllm_python is not None
 
     def model_folder(self, model: BenchModel) -> Path:
-        """The model's files, made the first time."""
+        """Return the folder of the model's files, which are made on the first call."""
         folder = self.folder / f"model-{model.name}-{RECIPE}"
         if not (folder / "tokenizer.json").exists():
             maker = [sys.executable, "-m", "benchmarks.engines.make_model"]
@@ -63,7 +63,7 @@ class Bench:
         return folder
 
     def start(self, system: System, model: BenchModel, work: Work) -> AbstractContextManager[Host]:
-        """The system with the model, ready and never used. EngineError if it does not start."""
+        """Start the system with the model and return when it is ready. EngineError if it fails."""
         python = self.vllm_python if system.is_foreign else sys.executable
         assert python is not None
         return Host(
@@ -84,7 +84,7 @@ class Bench:
 
 
 def vllm_environment() -> Mapping[str, str]:
-    """What vLLM is told beside its arguments: all cores, and to ask nobody for anything."""
+    """Return vLLM's environment variables: all cores, and no network access."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(_VLLM_KV_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": _cores(),
@@ -95,7 +95,7 @@ def vllm_environment() -> Mapping[str, str]:
 
 
 def _cores() -> str:
-    """Those that this process may use, as ranges are written."""
+    """Return the cores that this process may use, as a range or a list."""
     cores = sorted(os.sched_getaffinity(0))
     if cores == list(range(cores[0], cores[-1] + 1)):
         return f"{cores[0]}-{cores[-1]}"
@@ -103,6 +103,6 @@ def _cores() -> str:
 
 
 def _warmup(work: Work) -> Work:
-    """A little of it, backwards: no prefix cache shall know the work itself."""
+    """Return a few requests with reversed prompts, so that no prefix cache holds the work."""
     prompts = [prompt[::-1] for prompt in work.prompts[:_WARM_REQUESTS]]
     return Work(prompts, [_WARM_TOKENS] * len(prompts))

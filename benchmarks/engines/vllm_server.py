@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server, from its start to its end."""
+"""Starts and stops vLLM's OpenAI server."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ import httpx2
 from benchmarks.engines.host import EngineError, log_end
 from benchmarks.engines.systems import vllm_environment
 from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS
-from quire.launcher.child import start_tethered
+from quire.launcher.child import start_with_death_signal
 
 _READY_S = 300.0
 _STOP_S = 20.0
@@ -22,8 +22,8 @@ _POLL_S = 0.2
 
 @contextmanager
 def vllm_server(python: str, model: Path, folder: Path) -> Iterator[str]:
-    """The server's URL, once it is healthy. `folder` receives its log. EngineError if it does not
-    start."""
+    """Run the server and yield its URL once it is healthy. `folder` receives its log. EngineError
+    if it does not start."""
     port = _free_port()
     log = folder / "vllm-server.log"
     log.unlink(missing_ok=True)
@@ -34,7 +34,7 @@ def vllm_server(python: str, model: Path, folder: Path) -> Iterator[str]:
         *("--enforce-eager", "--host", "127.0.0.1", "--port", str(port)),
         "--disable-uvicorn-access-log",
     ]
-    process = start_tethered(command, log, {**os.environ, **vllm_environment()})
+    process = start_with_death_signal(command, log, {**os.environ, **vllm_environment()})
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)

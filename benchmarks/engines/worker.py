@@ -1,4 +1,4 @@
-"""The worker and its stack beside the work: memory, readiness, idle time."""
+"""Memory, start-up time and idle time of the worker."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -8,20 +8,20 @@ from benchmarks.engines.models import BenchModel
 from benchmarks.report import Cell, Column, Part, Target
 
 _MB = 1e6
-# Of a worker's own: the interpreter, torch, activations.
+# Beyond weights and pool: the interpreter, torch, activations.
 _MOST_OVERHEAD_MB = 600.0
 _MOST_READY_S = 10.0
 _MOST_IDLE_SHARE = 0.02
 
 
 def worker(
-    model: BenchModel, answers: Sequence[Mapping[str, Any]], ready_s: float, peak_rss_mb: float
+    model: BenchModel, results: Sequence[Mapping[str, Any]], ready_s: float, peak_rss_mb: float
 ) -> Part:
-    """`answers` are Quire's of the rounds."""
+    """Build the table. `results` are Quire's results of all rounds."""
     weights_mb, pool_mb = model.weight_bytes / _MB, model.kv_cache_bytes / _MB
     most_mb = weights_mb + pool_mb + _MOST_OVERHEAD_MB
-    idle_share = median(_share(answer, "idle_s") for answer in answers)
-    starting_share = median(_share(answer, "starting_s") for answer in answers)
+    idle_share = median(_share(result, "idle_s") for result in results)
+    starting_share = median(_share(result, "starting_s") for result in results)
     row: dict[str, Cell] = {
         "peak_rss_mb": peak_rss_mb,
         "weights_mb": weights_mb,
@@ -35,11 +35,11 @@ def worker(
         name=f"worker-{model.name}",
         title=f"The worker, {model.size}",
         notes=[
-            "Its largest resident memory while the rounds above ran (10^6 bytes), and what that is "
-            "beside weights and pool. *Ready* is from the start of the whole stack, Redis too, to "
-            "readiness. *Idle* is the share of the worker's time between a step's end and the next "
-            "one's begin, from the first step of the work to its last; *with a plan* is the part "
-            "of it in which the next plan was there already."
+            "The peak resident memory during the rounds above (10^6 bytes), and its part beyond "
+            "weights and pool. *Ready* is the time from the start of the whole stack, including "
+            "Redis, to readiness. *Idle* is the share of the worker's time between the end of a "
+            "step and the start of the next, from the first step of the work to the last; *with a "
+            "plan* is the part in which the next plan had already arrived."
         ],
         columns=_COLUMNS,
         rows=[row],
@@ -54,7 +54,7 @@ def worker(
                 "ready", f"under {_MOST_READY_S:g} s", f"{ready_s:.1f} s", ready_s < _MOST_READY_S
             ),
             Target(
-                "idle with a plan there",
+                "idle with a plan",
                 f"under {_MOST_IDLE_SHARE:.0%}",
                 f"{starting_share:.2%}",
                 starting_share < _MOST_IDLE_SHARE,
@@ -67,13 +67,13 @@ _COLUMNS = [
     Column("peak_rss_mb", "peak resident MB", ".0f"),
     Column("weights_mb", "weights", ".0f"),
     Column("pool_mb", "pool", ".0f"),
-    Column("beside_mb", "beside", ".0f"),
+    Column("beside_mb", "other", ".0f"),
     Column("ready_s", "ready s", ".1f"),
     Column("idle_share", "idle", ".2%"),
     Column("starting_share", "with a plan", ".2%"),
 ]
 
 
-def _share(answer: Mapping[str, Any], key: str) -> float:
-    """Of the worker's whole time."""
-    return float(answer[key] / (answer["idle_s"] + answer["busy_s"]))
+def _share(result: Mapping[str, Any], key: str) -> float:
+    """Return a time as a share of the worker's idle and busy time."""
+    return float(result[key] / (result["idle_s"] + result["busy_s"]))

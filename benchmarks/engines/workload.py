@@ -7,7 +7,7 @@ from typing import Any, Self
 from quire.bench.lengths import lengths
 from quire.bench.workload import Workload
 
-# Sequences are far shorter; every system is told the same.
+# The same for every system; sequences are far shorter.
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64
 _TOKEN_IDS = range(300, 8000)
@@ -25,10 +25,10 @@ def workload(num_requests: int, seed: int = 0) -> Workload:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests, as all systems get them."""
+    """The requests, the same for all systems."""
 
     prompts: Sequence[list[int]]
-    # Tokens that each of them is to write, whatever these are.
+    # Tokens to generate for each, ignoring end-of-sequence tokens.
     num_outputs: Sequence[int]
     temperature: float = 0.0
 

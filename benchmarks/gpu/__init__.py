@@ -1,1 +1,1 @@
-"""What a GPU does with Quire: its kernels, the runner, and the whole stack."""
+"""Measures kernels, runner and the whole stack on a GPU."""

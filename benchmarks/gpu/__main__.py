@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: measures what a GPU does, prints, and writes the results."""
+"""`python -m benchmarks.gpu`: measures Quire on a GPU and writes the results."""
 
 import argparse
 import subprocess
@@ -21,7 +21,7 @@ from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
 
 _NAME = "gpu"
-# Most of the tests' time is Triton's compiler.
+# The tests spend most of their time in Triton's compiler.
 _TEST_PROCESSES = "8"
 _SHOWN_CHARS = 5000
 _KERNEL_TESTS = ROOT / "tests/gpu/test_gpu_kernels.py"
@@ -29,9 +29,9 @@ _KERNEL_TESTS = ROOT / "tests/gpu/test_gpu_kernels.py"
 
 @dataclass(frozen=True)
 class Benchmark:
-    # What is known so far, again and again: a part that takes minutes may be cut off.
+    # Yields the part again with each new row: a part that takes minutes may be interrupted.
     measure: Callable[[Path], Iterable[Part]]
-    tests: str | None = None  # of the kernels, that must pass before
+    tests: str | None = None  # kernel tests (pytest -k) that must pass first
 
 
 def _of_kernel(measure: Callable[[CudaDevice], Part], tests: str) -> Benchmark:
@@ -50,13 +50,13 @@ PARTS: Mapping[str, Benchmark] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if not torch.cuda.is_available():
-        print("No GPU here: nothing is measured.")
+        print("No GPU found: nothing is measured.")
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
     machine = {**description(), **device_description()}
     machine["commit"] = options.commit or machine["commit"]
     if options.write and machine["commit"] is None:
-        print("there is no repository to ask what is measured: say --commit, or --no-write")
+        print("not a git repository: pass --commit or --no-write")
         return 2
     passes = cache(_pass)
     failures = 0
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(
     benchmark: Benchmark, options: argparse.Namespace, machine: Mapping[str, object]
 ) -> int:
-    """How many targets are missed, and one more if the part fails, which the others do not."""
+    """Measure a part; return the number of missed targets, plus one if the part raised an error."""
     part: Part | None = None
     written: Part | None = None
     failures = 0
@@ -85,7 +85,7 @@ def _measure(
 
     try:
         for part in benchmark.measure(options.folder):
-            # Half a table does not take the place of a whole one.
+            # An incomplete table does not replace a complete one.
             if len(part.rows) >= results.num_rows(_NAME, part.name):
                 written = write(part)
         if part is not None and part is not written:
@@ -110,17 +110,17 @@ def _pass(name: str) -> bool:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them if absent"
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all"
     )
-    parser.add_argument("--commit", help="of the code, where there is no repository to ask")
+    parser.add_argument("--commit", help="commit to record, outside of a git repository")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / ".cache/gpu", help="for the model, jobs and logs"
     )
     parser.add_argument(
-        "--no-tests", dest="tests", action="store_false", help="measures without testing before"
+        "--no-tests", dest="tests", action="store_false", help="do not run the kernels' tests first"
     )
     parser.add_argument(
-        "--no-write", dest="write", action="store_false", help="leaves the results' files alone"
+        "--no-write", dest="write", action="store_false", help="do not write results"
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):

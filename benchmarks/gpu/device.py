@@ -1,4 +1,4 @@
-"""A device to be measured: how long functions take on it, and what it is."""
+"""The device that is measured: its description, and the times of functions on it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -8,23 +8,23 @@ from typing import Any, Protocol
 import torch
 import triton
 
-# Each of them with other tensors, which together do not fit into the device's cache.
-Turns = Sequence[Callable[[], object]]
+# Calls of one function with different tensors, which together exceed the device's cache.
+Calls = Sequence[Callable[[], object]]
 
 
 class Device(Protocol):
-    """What runs the kernels."""
+    """Runs and times functions."""
 
     @property
     def torch_device(self) -> torch.device: ...
 
     @property
     def cache_bytes(self) -> int:
-        """Of its last level."""
+        """Size of the last-level cache."""
         ...
 
-    def median_seconds(self, functions: Mapping[str, Turns]) -> dict[str, float]:
-        """Of one call of each."""
+    def median_seconds(self, functions: Mapping[str, Calls]) -> dict[str, float]:
+        """Return the median time of one call of each function."""
         ...
 
 
@@ -32,9 +32,9 @@ class CudaDevice:
     """The current CUDA device."""
 
     _WARM_ROUNDS, _ROUNDS = 5, 30
-    # Of a recording: what lies between two of them is little beside them.
+    # Per graph, so that the gaps between graphs are negligible.
     _FEWEST_CALLS = 20
-    # In which the host hands over all that is timed.
+    # Delay of the device, in which the host launches everything that is timed.
     _HELD_CYCLES = 2_000_000
 
     @property
@@ -45,18 +45,18 @@ class CudaDevice:
     def cache_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(0).L2_cache_size)
 
-    def median_seconds(self, functions: Mapping[str, Turns]) -> dict[str, float]:
-        """By events of the device, of recordings, as steps of decoding rows are: what a host takes
-        to launch a kernel is none of its time. In every round each function has one pass, so that
-        a slow moment is not one of them alone."""
+    def median_seconds(self, functions: Mapping[str, Calls]) -> dict[str, float]:
+        """Time CUDA graphs with CUDA events, which excludes the host's time to launch kernels;
+        decode steps run as graphs, too. Each round runs all functions, so that a slow phase of the
+        device affects all of them."""
         passes = {
-            name: max(1, self._FEWEST_CALLS // len(turns)) for name, turns in functions.items()
+            name: max(1, self._FEWEST_CALLS // len(calls)) for name, calls in functions.items()
         }
-        graphs = {name: _recorded(turns, passes[name]) for name, turns in functions.items()}
+        graphs = {name: _recorded(calls, passes[name]) for name, calls in functions.items()}
         milliseconds: dict[str, list[float]] = {name: [] for name in functions}
         for number in range(self._WARM_ROUNDS + self._ROUNDS):
-            for name, turns in functions.items():
-                elapsed = self._milliseconds(graphs[name]) / (len(turns) * passes[name])
+            for name, calls in functions.items():
+                elapsed = self._milliseconds(graphs[name]) / (len(calls) * passes[name])
                 if number >= self._WARM_ROUNDS:
                     milliseconds[name].append(elapsed)
         return {name: median(times) / 1000 for name, times in milliseconds.items()}
@@ -74,24 +74,24 @@ class CudaDevice:
         return float(events[0].elapsed_time(events[1]))
 
 
-def _recorded(turns: Turns, passes: int) -> Any:
-    """A graph of all of them, some times."""
+def _recorded(calls: Calls, passes: int) -> Any:
+    """Record a CUDA graph that runs all calls `passes` times."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for function in turns:
+        for function in calls:
             function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(passes):
-            for function in turns:
+            for function in calls:
                 function()
     return graph
 
 
 def device_description() -> dict[str, object]:
-    """For a result's file."""
+    """Return the device's properties for the results file."""
     properties: Any = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,

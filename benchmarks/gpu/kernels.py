@@ -1,24 +1,24 @@
-"""The kernels beside what the device can do: copies, and FlashAttention."""
+"""The kernels, compared with copies on the device and with FlashAttention."""
 
 from functools import partial
 
 import torch
 
-from benchmarks.gpu.device import Device, Turns
+from benchmarks.gpu.device import Calls, Device
 from benchmarks.gpu.paged import DTYPE, PagedTensors, Shape
 from benchmarks.report import Cell, Column, Part, Target
 from kernels.kv_write import kv_write, kv_write_reference
 
 _BLOCK_SIZES = (16, 256)
 _TIMES_THE_CACHE = 4
-# Of copies' bandwidth, for operations that read and write; of FlashAttention's speed.
+# Targets: share of the bandwidth of copies, and of FlashAttention's speed.
 _OF_COPIES, _OF_FLASH = 0.8, 0.7
 
 Row = dict[str, Cell]
 
 
 def writes(device: Device, num_tokens: int = 65_536) -> Part:
-    """Keys and values of many tokens into their slots."""
+    """Measure writes of keys and values of many tokens to their slots."""
     rows = [_write_row(device, num_tokens, block_size) for block_size in _BLOCK_SIZES]
     return Part(
         name="kv_write",
@@ -33,18 +33,18 @@ def writes(device: Device, num_tokens: int = 65_536) -> Part:
 def _write_row(device: Device, num_tokens: int, block_size: int) -> Row:
     num_heads, head_dim, where = 8, 128, device.torch_device
     num_bytes = 2 * 2 * num_tokens * num_heads * head_dim * DTYPE.itemsize
-    num_turns = _num_turns(device, num_bytes)
-    size = (num_turns, 2, num_tokens, num_heads, head_dim)
+    num_sets = _num_working_sets(device, num_bytes)
+    size = (num_sets, 2, num_tokens, num_heads, head_dim)
     states = torch.randn(size, device=where, dtype=DTYPE)
     caches = torch.zeros(
-        num_turns, 2, num_tokens // block_size, block_size, num_heads, head_dim,
+        num_sets, 2, num_tokens // block_size, block_size, num_heads, head_dim,
         device=where, dtype=DTYPE,
     )  # fmt: skip
     blocks = torch.randperm(num_tokens // block_size, device=where).unsqueeze(1)
     slots = (blocks * block_size + torch.arange(block_size, device=where)).flatten()
-    for states_of_turn, caches_of_turn in zip(states, caches, strict=True):
-        _check_write(states_of_turn, caches_of_turn, slots)
-    functions: dict[str, Turns] = {
+    for states_of_set, caches_of_set in zip(states, caches, strict=True):
+        _check_write(states_of_set, caches_of_set, slots)
+    functions: dict[str, Calls] = {
         "ours": [
             partial(kv_write, keys, values, k_cache, v_cache, slots)
             for (keys, values), (k_cache, v_cache) in zip(states, caches, strict=True)
@@ -61,11 +61,11 @@ def _check_write(states: torch.Tensor, caches: torch.Tensor, slots: torch.Tensor
     kv_write_reference(states[0], states[1], expected[0], expected[1], slots)
     kv_write(states[0], states[1], caches[0], caches[1], slots)
     if not torch.equal(caches, expected):
-        raise ValueError("kv_write does not write what its twin writes")
+        raise ValueError("kv_write differs from its reference")
 
 
 def decode(device: Device, scale: int = 1) -> Part:
-    """One query per sequence. `scale` divides the work, for a look."""
+    """Measure attention with one query per sequence. `scale` divides the work."""
     sizes = [(256, 1024, 16, 8), (256, 2048, 32, 8), (16, 16_384, 16, 8), (1, 131_072, 32, 8)]
     shapes = [
         Shape(-(-num_seqs // scale), seq_len // scale, 1, block_size, num_heads, num_kv_heads)
@@ -78,7 +78,8 @@ def decode(device: Device, scale: int = 1) -> Part:
         title="Attention of decoded tokens",
         notes=[
             f"Sequences x length; bytes are those of keys and values, read once. {_OF_COPY_NOTE} "
-            "*Torch*: times as long as ours its own attention takes on keys and values in order."
+            "*Torch*: the time of torch's attention on contiguous keys and values over that of "
+            "Quire's kernel."
         ],
         columns=[*_WHAT, Column("gbs", "GB/s", ",.0f"), *_SHARE, Column("torch", "torch", ".2f")],
         rows=rows,
@@ -87,11 +88,11 @@ def decode(device: Device, scale: int = 1) -> Part:
 
 
 def _decode_row(device: Device, shape: Shape) -> Row:
-    num_turns = _num_turns(device, shape.read_bytes)
-    batches = [PagedTensors(shape, device.torch_device) for _ in range(num_turns)]
+    num_sets = _num_working_sets(device, shape.read_bytes)
+    batches = [PagedTensors(shape, device.torch_device) for _ in range(num_sets)]
     for batch in batches:
         batch.check()
-    functions: dict[str, Turns] = {
+    functions: dict[str, Calls] = {
         "ours": [batch.attend for batch in batches],
         "torch": [partial(batch.attend_in_order, flash=False) for batch in batches],
         "copy": _copies(device, shape.read_bytes),
@@ -102,7 +103,7 @@ def _decode_row(device: Device, shape: Shape) -> Row:
 
 
 def prefill(device: Device, scale: int = 1) -> Part:
-    """Whole prompts."""
+    """Measure attention of whole prompts."""
     sizes = [(16, 1024, 16, 8), (8, 2048, 32, 8), (2, 8192, 32, 8)]
     shapes = [
         Shape(
@@ -121,8 +122,8 @@ def prefill(device: Device, scale: int = 1) -> Part:
         name="prefill",
         title="Attention of whole prompts",
         notes=[
-            "Prompts x length; operations are those on keys that are seen. *Of flash*: our speed "
-            "of that of torch's FlashAttention on keys and values in order."
+            "Prompts x length; masked keys are not counted as operations. *Of flash*: the speed as "
+            "a share of that of torch's FlashAttention on contiguous keys and values."
         ],
         columns=[
             *_WHAT,
@@ -135,11 +136,11 @@ def prefill(device: Device, scale: int = 1) -> Part:
 
 
 def _prefill_row(device: Device, shape: Shape) -> Row:
-    num_turns = _num_turns(device, shape.read_bytes)
-    batches = [PagedTensors(shape, device.torch_device) for _ in range(num_turns)]
+    num_sets = _num_working_sets(device, shape.read_bytes)
+    batches = [PagedTensors(shape, device.torch_device) for _ in range(num_sets)]
     for batch in batches:
         batch.check()
-    functions: dict[str, Turns] = {
+    functions: dict[str, Calls] = {
         "ours": [batch.attend for batch in batches],
         "flash": [batch.attend_in_order for batch in batches],
     }
@@ -152,15 +153,15 @@ def _prefill_row(device: Device, shape: Shape) -> Row:
     }
 
 
-def _num_turns(device: Device, num_bytes: int) -> int:
-    """Working sets that together do not fit into the device's cache."""
+def _num_working_sets(device: Device, num_bytes: int) -> int:
+    """Return how many working sets exceed the device's cache."""
     return 2 + _TIMES_THE_CACHE * device.cache_bytes // num_bytes
 
 
-def _copies(device: Device, num_bytes: int) -> Turns:
-    """Of half as many bytes, which are read and written."""
+def _copies(device: Device, num_bytes: int) -> Calls:
+    """Return copies that read and write `num_bytes` in all."""
     half = num_bytes // 2
-    size = (_num_turns(device, num_bytes), 2, half)
+    size = (_num_working_sets(device, num_bytes), 2, half)
     parts = torch.randint(0, 127, size, device=device.torch_device, dtype=torch.uint8)
     return [partial(target.copy_, source) for source, target in parts]
 
@@ -182,6 +183,6 @@ def _target(what: str, aim: float, measured: Cell) -> Target:
 _WHAT = [Column("what", "what"), Column("us", "us", ",.1f")]
 _SHARE = [Column("of_copy", "of copies", ".2f")]
 _OF_COPY_NOTE = (
-    "*Of copies*: the rate of bytes read and written, of that of a copy within the device of as "
-    "many bytes read and written, in turn with it."
+    "*Of copies*: the rate of bytes read and written as a share of that of a copy within the "
+    "device that moves as many bytes, measured alternately."
 )

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.make_model FOLDER`: random weights in the shape of Qwen3-0.6B."""
+"""`python -m benchmarks.gpu.make_model FOLDER` writes Qwen3-0.6B with random weights."""
 
 import sys
 from itertools import islice, product
@@ -13,7 +13,7 @@ VOCAB_SIZE = 151_936
 
 
 def make_model(folder: Path) -> None:
-    """bfloat16, seed 0."""
+    """Write a bfloat16 model drawn from seed 0."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -34,7 +34,7 @@ def make_model(folder: Path) -> None:
 
 
 def _tokenizer() -> Tokenizer:
-    """Byte-level: every byte, pairs of them, and three of them until there are enough."""
+    """Build a byte-level tokenizer: all bytes, all pairs, and triples up to the vocabulary size."""
     single = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = list(product(single, single))
     joined = ["".join(pair) for pair in pairs]

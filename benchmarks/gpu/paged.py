@@ -1,4 +1,4 @@
-"""Batches over paged caches on a device, with answers to compare theirs with."""
+"""Batches over paged caches on a device, with a check against torch's attention."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.attention import PagedBatch, paged_attention
 
 DTYPE = torch.bfloat16
-# Of bfloat16: relative, by the root of mean squares.
+# Relative RMS difference, for bfloat16.
 _MOST_DIFFERENCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences of equal length, of which the last `query_len` tokens are asked for."""
+    """Sequences of equal length, of which the last `query_len` tokens are queries."""
 
     num_seqs: int
     seq_len: int
@@ -28,13 +28,13 @@ class Shape:
 
     @property
     def read_bytes(self) -> int:
-        """Of keys and values, each once."""
+        """Bytes of keys and values, each read once."""
         numbers = 2 * self.num_seqs * self.seq_len * self.num_kv_heads * self.head_dim
         return numbers * DTYPE.itemsize
 
     @property
     def flops(self) -> int:
-        """Of the two products, for keys that are seen."""
+        """Operations of the two products, without masked keys."""
         unseen = self.query_len * (self.query_len - 1) // 2
         pairs = self.query_len * self.seq_len - unseen
         return 4 * self.num_seqs * self.num_heads * self.head_dim * pairs
@@ -46,7 +46,7 @@ class Shape:
 
 
 class PagedTensors:
-    """Keys and values in order and, the same ones, in blocks that are in no order."""
+    """The same keys and values twice: contiguous, and in blocks in random order."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
@@ -75,7 +75,7 @@ class PagedTensors:
         self._out = torch.empty_like(self.query)
 
     def attend(self) -> Tensor:
-        """By our kernel."""
+        """Run the kernel."""
         return paged_attention(
             self.query,
             self._k_cache,
@@ -86,8 +86,8 @@ class PagedTensors:
         )
 
     def attend_in_order(self, *, flash: bool = True) -> Tensor:
-        """By torch's attention, on keys and values in order; one query sees all keys, of more
-        there are as many as keys."""
+        """Run torch's attention on contiguous keys and values: causal, with as many queries as
+        keys, or with one query, which attends to all keys."""
         backends = [SDPBackend.FLASH_ATTENTION] if flash else list(_ANY_BACKEND)
         query = self.query.view(
             self.shape.num_seqs, self.shape.query_len, *self.query.shape[1:]
@@ -102,7 +102,7 @@ class PagedTensors:
             )
 
     def check(self) -> None:
-        """ValueError if the kernel's answer for the first or the last sequence is not that of torch
+        """ValueError if the kernel's output of the first or the last sequence differs from torch's
         in float32."""
         shape = self.shape
         self._out.fill_(torch.nan)
@@ -130,7 +130,7 @@ _ANY_BACKEND = (
 
 
 def _in_blocks(states: Tensor, block_table: Tensor, num_blocks: int, block_size: int) -> Tensor:
-    """`[num_seqs, heads, seq_len, dim]` as a cache; what is after a sequence's end is NaN."""
+    """Copy `[num_seqs, heads, seq_len, dim]` to a cache; slots after a sequence's end are NaN."""
     num_seqs, num_heads, seq_len, dim = states.shape
     size = (num_seqs, block_table.shape[1] * block_size, num_heads, dim)
     padded = states.new_full(size, torch.nan)

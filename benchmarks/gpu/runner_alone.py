@@ -1,6 +1,6 @@
-"""The worker's runner in one process with a minimal scheduler: no gRPC, no Redis, no gateway.
+"""Runs the work on the worker's runner in process: no gRPC, no Redis, no gateway.
 
-Each step is launched before the output of the one before is asked for, as the worker does it.
+Each step is launched before the output of the preceding one is read, as in the worker.
 """
 
 import time
@@ -15,30 +15,28 @@ from structlog.testing import capture_logs
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engines.answers import answer, job
 from benchmarks.engines.batcher import Step, steps
+from benchmarks.engines.child import job, serve
 from benchmarks.engines.workload import Work
-from worker_svc.device_thread import MOST_LAUNCHED
-from worker_svc.engine import Engine
-from worker_svc.memory import prepare_memory
-from worker_svc.plans import StepOutput, plan_from_proto
+from worker_svc.plan.plans import StepOutput, plan_from_proto
+from worker_svc.runner.device_thread import MAX_IN_FLIGHT
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner, PendingOutput
+from worker_svc.service.process import prepare_memory
 from worker_svc.settings import WorkerSettings
-from worker_svc.step_runner import Launched
-from worker_svc.torch_engine import load_engine
 
 _TIMES = ("waiting_ns", "preparing_ns", "forward_ns", "sampling_ns")
 _MEASURED_STEPS = 50
 
 
-class Alone:
-    """An engine, and whoever drives it."""
+class StandaloneRunner:
+    """Drives a runner with a minimal scheduler."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, loaded: LoadedRunner) -> None:
+        self._loaded = loaded
 
     def run(self, work: Work) -> dict[str, object]:
-        """All of the work at once. Times are sums over the steps, those of decoding rows alone
-        apart."""
+        """Run all of the work at once. Times are sums over all and over decode-only steps."""
         num_tokens = 0
         times: dict[str, Counter[str]] = {"all": Counter(), "decode": Counter()}
         began_s = time.perf_counter()
@@ -51,16 +49,16 @@ class Alone:
                 times[kind].update({name: getattr(output.times, name) for name in _TIMES})
                 times[kind]["steps"] += 1
         seconds = time.perf_counter() - began_s
-        self._engine.runner.clear()
+        self._loaded.runner.clear()
         return {"seconds": seconds, "num_tokens": num_tokens, "times": times}
 
     def decode(
         self, num_rows: int, seq_len: int, num_steps: int = _MEASURED_STEPS
     ) -> dict[str, float | None]:
-        """Steps of decoding rows alone: how long one takes, how much of it lies between the work of
-        two steps, and how much the device works, by its own records if it keeps any."""
+        """Measure decode-only steps: milliseconds per step, those between the forward passes, and
+        those in which the device is busy by the profiler's records, None without records."""
         prompts = [[row % 1000 + 1] * seq_len for row in range(num_rows)]
-        # The first rows decode while the last ones' prompts are computed.
+        # The first rows decode while prompts of the last ones are prefilled.
         found = self._outputs(self._steps(Work(prompts, [4 * num_steps] * num_rows)))
         for step, _ in found:
             if step.num_scheduled_tokens == num_rows:
@@ -75,7 +73,7 @@ class Alone:
                 next(found)
         for _ in found:
             pass
-        self._engine.runner.clear()
+        self._loaded.runner.clear()
         between_ns = sum(one.waiting_ns + one.preparing_ns for one in times)
         busy_us = covered(_on_device(records))
         return {
@@ -85,7 +83,7 @@ class Alone:
         }
 
     def _steps(self, work: Work) -> Iterator[Step]:
-        identity = self._engine.identity
+        identity = self._loaded.identity
         return steps(
             work,
             max_num_seqs=identity.max_num_seqs,
@@ -95,27 +93,27 @@ class Alone:
         )
 
     def _outputs(self, planned: Iterator[Step]) -> Iterator[tuple[Step, StepOutput]]:
-        launched: deque[tuple[Step, Launched[StepOutput]]] = deque()
+        launched: deque[tuple[Step, PendingOutput[StepOutput]]] = deque()
         for step in planned:
-            launched.append((step, self._engine.runner.launch(plan_from_proto(step.plan))))
-            if len(launched) == MOST_LAUNCHED:
+            launched.append((step, self._loaded.runner.launch(plan_from_proto(step.plan))))
+            if len(launched) == MAX_IN_FLIGHT:
                 first, result = launched.popleft()
                 yield first, result.output()
         for first, result in launched:
             yield first, result.output()
 
 
-def load(settings: WorkerSettings) -> tuple[Alone, str]:
-    """With who attends, as its log says."""
+def load(settings: WorkerSettings) -> tuple[StandaloneRunner, str]:
+    """Load the runner; return also its attention implementation, from its log."""
     with capture_logs() as logs:
-        alone = Alone(load_engine(settings))
+        alone = StandaloneRunner(load_runner(settings))
     for entry in logs:
         print(entry)
     return alone, next(entry["by"] for entry in logs if entry["event"] == "attention")
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The time in which at least one of them is under way."""
+    """Return the length of the union of the intervals."""
     total, covered_until = 0.0, -inf
     for began, ended in sorted(intervals):
         total += max(0.0, ended - max(began, covered_until))
@@ -124,14 +122,14 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _recording() -> AbstractContextManager[Any]:
-    """Of what the device does; None where there is none."""
+    """Record the device's activity; None without a device."""
     if not torch.cuda.is_available():
         return nullcontext()
     return profile(activities=[ProfilerActivity.CUDA])
 
 
 def _on_device(records: Any) -> Iterator[tuple[float, float]]:
-    """Microseconds from beginning to end of each kernel and copy."""
+    """Yield start and end of each kernel and copy, in microseconds."""
     events = None if records is None else records.events()
     for event in events or ():
         if event.device_type == DeviceType.CUDA:
@@ -143,7 +141,7 @@ def main() -> None:
     given = job()
     alone, attention = load(WorkerSettings.load([]))
     warmup, work = Work.of_json(given["warmup"]), Work.of_json(given["work"])
-    answer(
+    serve(
         {
             "warm": lambda: alone.run(warmup),
             "run": lambda: {**alone.run(work), "attention": attention},

@@ -1,4 +1,4 @@
-"""Tokens per second of the runner and of the stack, and the device's idle time, as tables."""
+"""Tables: tokens per second of the runner and of the stack, and the device's idle time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from benchmarks.gpu.workload import workload
 from benchmarks.report import Cell, Column, Part, Target
 
 _BLOCK_SIZES = (16, 256)
-# What the stack is to be of its runner's speed, as on a processor.
+# Least share of the runner's speed for the stack, as on a CPU.
 _OF_RUNNER = 0.93
 _MOST_IDLE = 0.05
 _KINDS = (_RUNNER, _STACK) = ("runner", "stack")
 
 Row = dict[str, Cell]
-Answer = Mapping[str, Any]
+Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class System:
-    """One that runs the work."""
+    """A system that runs the work."""
 
     name: str
     start: Callable[[Path], Host]
@@ -33,19 +33,19 @@ class System:
     kind: str = ""  # one of _KINDS if it is compared
 
     def row(self, folder: Path, work: Work) -> Row:
-        """EngineError if it does not start, or ends."""
+        """Measure the system. EngineError if it does not start, or ends."""
         with self.start(folder) as host:
-            host.ask("warm")
-            answers = [host.ask("run") for _ in range(self.num_rounds)]
+            host.call("warm")
+            results = [host.call("run") for _ in range(self.num_rounds)]
         if self.kind == _STACK:
-            return {**stack_row(self.name, work, answers), "kind": self.kind}
-        row = runner_row(self.name, work, answers, has_graphs=self.has_graphs)
+            return {**stack_row(self.name, work, results), "kind": self.kind}
+        row = runner_row(self.name, work, results, has_graphs=self.has_graphs)
         return {**row, "kind": self.kind}
 
 
 def systems() -> Iterator[System]:
-    """The runner alone with every size of blocks, in all its ways, and the stack. What is compared
-    comes first, what takes longest last."""
+    """Yield the runner alone with all block sizes and modes, and the stack. Systems with targets
+    come first, the slowest last."""
     small, large = _BLOCK_SIZES
 
     def runner(block_size: int, **settings: object) -> Callable[[Path], Host]:
@@ -70,8 +70,8 @@ def systems() -> Iterator[System]:
 
 
 def throughput(folder: Path) -> Iterator[Part]:
-    """The work through all systems; one that fails is left out, and the part says so. RuntimeError
-    at the end if there was one."""
+    """Run the work on all systems and yield the table after each. A system that fails is noted in
+    the part; RuntimeError at the end if there was one."""
     work = workload()
     rows: list[Row] = []
     failed: list[str] = []
@@ -88,48 +88,49 @@ def throughput(folder: Path) -> Iterator[Part]:
 
 
 def idle(folder: Path) -> Iterator[Part]:
-    """Steps of decoding rows alone: how much of them the device does nothing."""
+    """Measure the device's idle time in decode-only steps."""
     with start_runner(folder, _BLOCK_SIZES[0]) as host:
-        host.ask("warm")
-        found = host.ask("decode")
+        host.call("warm")
+        found = host.call("decode")
     yield idle_part(found)
 
 
-def runner_row(what: str, work: Work, answers: Sequence[Answer], *, has_graphs: bool = True) -> Row:
-    """Without graphs the device waits between a step's kernels, which its times do not tell."""
-    times = [answer["times"]["decode"] for answer in answers]
+def runner_row(what: str, work: Work, results: Sequence[Result], *, has_graphs: bool = True) -> Row:
+    """Build the runner's row. Without graphs the device also idles between the kernels of a step,
+    which the times do not show, so there is no `between_share`."""
+    times = [result["times"]["decode"] for result in results]
     return {
-        **_speed(what, work, answers),
-        "attention": answers[0]["attention"],
+        **_speed(what, work, results),
+        "attention": results[0]["attention"],
         "between_share": median(map(_between_share, times)) if has_graphs else None,
         "decode_ms": median(_total_ns(sums) / sums["steps"] / 1e6 for sums in times),
     }
 
 
-def stack_row(what: str, work: Work, answers: Sequence[Answer]) -> Row:
-    return _speed(what, work, answers)
+def stack_row(what: str, work: Work, results: Sequence[Result]) -> Row:
+    return _speed(what, work, results)
 
 
 def throughput_part(work: Work, rows: Sequence[Row], failed: Sequence[str] = ()) -> Part:
-    """`failed` says which systems are missing."""
+    """Build the table. `failed` are notes on the missing systems."""
     return Part(
         name="throughput",
-        title="The worker, and the stack beside it",
+        title="Throughput of the runner and of the stack",
         notes=[
-            f"Random bfloat16 weights in the shape of Qwen3-0.6B; {len(work.prompts)} prompts with "
-            f"{sum(map(len, work.prompts)):,} tokens, {work.num_output_tokens:,} tokens of output, "
+            f"Qwen3-0.6B with random bfloat16 weights; {len(work.prompts)} prompts with "
+            f"{sum(map(len, work.prompts)):,} tokens, {work.num_output_tokens:,} output tokens, "
             "all at once, at temperature 0.6: the work of nano-vllm's benchmark. Medians of "
             "rounds.",
-            "*Between*: of the runner's decoding steps, the share of time from the end of a step "
-            "on the device to the forward pass of the next one, the copy of its inputs included.",
+            "*Between*: the share of the runner's decode steps from the end of a step on the "
+            "device to the forward pass of the next, including the copy of its inputs.",
             *failed,
         ],
         columns=[
             Column("what", "system"),
-            Column("attention", "attention by"),
+            Column("attention", "attention"),
             Column("tokens_per_s", "output tokens/s", ",.0f"),
             Column("seconds", "seconds", ".2f"),
-            Column("decode_ms", "ms of a decoding step", ".2f"),
+            Column("decode_ms", "ms per decode step", ".2f"),
             Column("between_share", "between", ".2%"),
         ],
         rows=rows,
@@ -138,7 +139,7 @@ def throughput_part(work: Work, rows: Sequence[Row], failed: Sequence[str] = ())
 
 
 def _stack_targets(rows: Sequence[Row]) -> Iterator[Target]:
-    """Against the runner with the same settings, if both were measured."""
+    """Yield the target against the runner with the same settings, if both were measured."""
     speeds = {row.get("kind"): row["tokens_per_s"] for row in rows}
     if not speeds.keys() >= set(_KINDS):
         return
@@ -146,7 +147,7 @@ def _stack_targets(rows: Sequence[Row]) -> Iterator[Target]:
     assert isinstance(runner, float)
     assert isinstance(stack, float)
     share = stack / runner
-    what = "the stack, of its runner's speed"
+    what = "speed of the stack over that of its runner"
     yield Target(what, f"at least {_OF_RUNNER}", f"{share:.2f}", share >= _OF_RUNNER)
 
 
@@ -156,17 +157,17 @@ def idle_part(found: Sequence[Mapping[str, float | None]]) -> Part:
     assert isinstance(most, float)
     return Part(
         name="idle",
-        title="Steps of decoding rows",
+        title="Decode steps",
         notes=[
-            "Rows with prompts of 1,024 tokens that only decode, step behind step. *Between*: from "
-            "the end of a step on the device to the forward pass of the next one, the copy of its "
-            "inputs included. *Busy*: the time of all kernels and copies of a step by the device's "
-            "own records, taken in other steps, as taking them costs time. *Idle*: what of a step "
-            "is not busy; where there are no records, what is between."
+            "Rows with prompts of 1,024 tokens that only decode. *Between*: from the end of a step "
+            "on the device to the forward pass of the next, including the copy of its inputs. "
+            "*Busy*: the time of all kernels and copies of a step by the device's own records, "
+            "taken in separate steps because recording costs time. *Idle*: the share of a step "
+            "that is not busy; without records, the share between steps."
         ],
         columns=[
             Column("num_rows", "rows", ",.0f"),
-            Column("step_ms", "ms of a step", ".3f"),
+            Column("step_ms", "ms per step", ".3f"),
             Column("between_ms", "between", ".3f"),
             Column("busy_ms", "busy", ".3f"),
             Column("idle_share", "idle", ".2%"),
@@ -191,8 +192,8 @@ def _step_idle_share(found: Mapping[str, float | None]) -> float:
     return max(0.0, idle_ms / step_ms)
 
 
-def _speed(what: str, work: Work, answers: Sequence[Answer]) -> Row:
-    seconds = median(float(answer["seconds"]) for answer in answers)
+def _speed(what: str, work: Work, results: Sequence[Result]) -> Row:
+    seconds = median(float(result["seconds"]) for result in results)
     return {
         "what": what,
         "seconds": seconds,

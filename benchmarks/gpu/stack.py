@@ -1,11 +1,11 @@
-"""The whole of Quire: a private stack on the GPU, asked through its gateway over gRPC."""
+"""Runs the work on a private stack on the GPU through its gateway over gRPC."""
 
-from benchmarks.engines.answers import answer, job
+from benchmarks.engines.child import job, serve
 from benchmarks.engines.quire_stack import Stack
 from benchmarks.engines.workload import Work
-from quire.client import Client
+from quire.client.client import Client
+from quire.client.operations import Operations
 from quire.launcher.stack import LocalStack
-from quire.operations import Operations
 
 
 def main() -> None:
@@ -18,11 +18,11 @@ def main() -> None:
         Operations(local.scheduler_address) as operations,
     ):
         stack = Stack(local, client, operations)
-        answer({"warm": lambda: _run(stack, warmup), "run": lambda: _run(stack, work)})
+        serve({"warm": lambda: _run(stack, warmup), "run": lambda: _run(stack, work)})
 
 
 def _run(stack: Stack, work: Work) -> dict[str, object]:
-    """Without the tokens, of which nobody asks."""
+    """Run the work; the result omits the generated tokens."""
     found = stack.run(work)
     return {key: value for key, value in found.items() if key != "outputs"}
 

@@ -1,4 +1,4 @@
-"""The runner alone and the whole stack, each in processes of its own, on the same work."""
+"""Starts the runner alone and the whole stack in child processes, with the same work."""
 
 import subprocess
 import sys
@@ -13,15 +13,15 @@ from benchmarks.gpu.workload import MAX_MODEL_LEN, workload
 ROOT = Path(__file__).parents[2]
 MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 16_384
-# For all of the work's keys and values at once.
+# Room for all sequences of the work at once.
 _KV_CACHE_GIB = 36
 _DECODE_ROWS = (1, 16, 64, 256)
-# Of the model's weights: another recipe is another model.
+# Version of the way the weights are drawn. Increment it on a change, so that models are remade.
 _RECIPE = "1"
 
 
 def model_folder(folder: Path) -> Path:
-    """The model's files, made the first time."""
+    """Return the folder of the model's files, which are made on the first call."""
     model = folder / f"model-{_RECIPE}"
     if not (model / "tokenizer.json").exists():
         maker = [sys.executable, "-m", "benchmarks.gpu.make_model", str(model)]
@@ -30,7 +30,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def worker_settings(model: Path, block_size: int, **changes: object) -> dict[str, str]:
-    """Environment variables of a worker."""
+    """Return the environment variables of a worker."""
     settings: dict[str, object] = {
         "model": model,
         "dtype": "bfloat16",
@@ -56,7 +56,7 @@ def start_stack(folder: Path, block_size: int) -> Host:
         **worker_settings(model, block_size),
         "QUIRE_SCHEDULER_MAX_NUM_BATCHED_TOKENS": str(_MAX_NUM_BATCHED_TOKENS),
     }
-    # Who starts the worker tells it the model.
+    # The launcher sets it.
     del settings["QUIRE_WORKER_MODEL"]
     return _start("stack", folder, {"model": str(model), "settings": settings}, {})
 
@@ -65,7 +65,7 @@ def _start(
     module: str, folder: Path, job: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Host:
     work = workload()
-    # Other tokens: no prefix cache shall know the work itself.
+    # Reversed prompts, so that no prefix cache holds the work.
     prompts = [prompt[::-1] for prompt in work.prompts[:32]]
     warmup = Work(prompts, [32] * len(prompts), work.temperature)
     return Host(

@@ -1,4 +1,4 @@
-"""The work of nano-vllm's benchmark: 256 prompts of 100 to 1,024 tokens, and as many to write."""
+"""The work of nano-vllm's benchmark: 256 prompts and outputs of 100 to 1,024 tokens each."""
 
 import random
 
@@ -13,7 +13,7 @@ MAX_MODEL_LEN = 4096
 
 
 def workload(num_requests: int = _NUM_REQUESTS, seed: int = 0) -> Work:
-    """The same numbers as there, drawn in the same order: 142,827 tokens in, 133,966 out."""
+    """Draw the same requests as nano-vllm: 142,827 prompt tokens, 133,966 output tokens."""
     draw = random.Random(seed)
     prompts = [
         [draw.randint(0, _LARGEST_TOKEN_ID) for _ in range(draw.randint(_FEWEST, _MOST))]

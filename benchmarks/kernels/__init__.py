@@ -1,1 +1,1 @@
-"""The kernels beside torch's own operations and the machine's limits."""
+"""Compares the CPU kernels with torch's operations and the machine's limits."""

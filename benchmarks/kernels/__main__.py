@@ -3,9 +3,9 @@
 import importlib
 import sys
 
-from worker_svc.process import prepare_process
+from worker_svc.service.process import prepare_process
 
 if __name__ == "__main__":
-    # Before torch is there.
+    # Before torch is imported.
     prepare_process()
     sys.exit(importlib.import_module("benchmarks.kernels.report").main())

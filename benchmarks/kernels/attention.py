@@ -1,4 +1,4 @@
-"""Attention: decoding, which reads, and prefill, which multiplies."""
+"""Attention: decode, limited by memory bandwidth, and prefill, limited by compute."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from benchmarks.report import Cell, Column, Part, Target
 
 _SEQ_LEN = 1024
 _ROUNDS, _FEW_ROUNDS = 20, 5
-# Torch's attention knows no 8-bit numbers: these have no peer.
+# Torch has no attention over 8-bit formats: no comparison for these.
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = (torch.bfloat16, torch.float16, *_FP8)
 
@@ -19,10 +19,10 @@ Row = dict[str, Cell]
 
 
 def decode(limits: Limits) -> Part:
-    """One query per sequence."""
+    """Measure attention with one query per sequence."""
 
     def enough(seq_len: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-        """Sequences that fill the working set."""
+        """Return the number of sequences that fill the working set."""
         return limits.enough(2 * seq_len * num_kv_heads * head_dim * itemsize)
 
     first = Shape(enough(_SEQ_LEN, 4, 64, 4), _SEQ_LEN, 1)
@@ -36,11 +36,11 @@ def decode(limits: Limits) -> Part:
         name="decode",
         title="Attention of decoded tokens",
         notes=[
-            "Sequences x length. *MB* are keys and values, read once. *Of limit* is the rate of "
-            "that, of the one at which a sum of numbers is read by the same threads. *Gather* is "
-            "torch's attention after the blocks have been put together, *contiguous* the same "
-            "where keys and values lie in order before, both in the dtype of the cache; times as "
-            "long as ours they take. Torch has no attention over 8-bit numbers."
+            "Sequences x length. *MB* are keys and values, read once. *Of limit* is their rate as "
+            "a share of the rate at which a sum over an array is read by the same threads. "
+            "*Gather* is torch's attention including a gather of the blocks, *contiguous* "
+            "the same on contiguous keys and values, both in the dtype of the cache: their times "
+            "over that of the kernel. Torch has no attention over 8-bit formats."
         ],
         columns=[
             *_COLUMNS,
@@ -52,9 +52,9 @@ def decode(limits: Limits) -> Part:
         ],
         rows=rows,
         targets=[
-            _target("against gather", 3.0, rows[0]["of_gather"]),
-            _target("against contiguous", 0.8, rows[0]["of_contiguous"]),
-            _target("of the bandwidth", 0.7, rows[0]["of_limit"]),
+            _target("speed-up over gather", 3.0, rows[0]["of_gather"]),
+            _target("speed-up over contiguous", 0.8, rows[0]["of_contiguous"]),
+            _target("share of the bandwidth", 0.7, rows[0]["of_limit"]),
         ],
     )
 
@@ -76,9 +76,9 @@ def _decode_row(limits: Limits, shape: Shape) -> Row:
 
 
 def prefill(limits: Limits) -> Part:
-    """Whole prompts."""
+    """Measure attention of whole prompts."""
     sizes = [_SEQ_LEN, 160]
-    # Of queries and outputs, of keys and values.
+    # Queries, outputs, keys and values.
     token_bytes = 2 * (8 + 4) * 64 * 4
     shapes = [Shape(limits.enough(length * token_bytes), length, length) for length in sizes]
     # More than six times as large, per token.
@@ -88,9 +88,8 @@ def prefill(limits: Limits) -> Part:
         name="prefill",
         title="Attention of whole prompts",
         notes=[
-            "Prompts x length. *GFLOP* leave out operations on keys that are not seen. *Of limit* "
-            "is their rate, of that of torch's product of large matrices in float32. *Contiguous* "
-            "as above."
+            "Prompts x length. *GFLOP* exclude masked keys. *Of limit* is their rate as a share of "
+            "that of torch's product of large float32 matrices. *Contiguous* as above."
         ],
         columns=[
             *_COLUMNS,
@@ -100,7 +99,7 @@ def prefill(limits: Limits) -> Part:
             *_CONTIGUOUS,
         ],
         rows=rows,
-        targets=[_target("against contiguous", 0.9, rows[0]["of_contiguous"])],
+        targets=[_target("speed-up over contiguous", 0.9, rows[0]["of_contiguous"])],
     )
 
 

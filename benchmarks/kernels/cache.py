@@ -12,7 +12,7 @@ from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
 from kernels.kv_write import kv_write, kv_write_reference
 
 _HEADS, _HEAD_DIM, _BLOCK_SIZE, _LAYERS = 4, 64, 16, 8
-# To copy one block in all layers: keys and values in float32, read once and written once.
+# Bytes moved to copy one block in all layers: float32 keys and values, read and written once.
 _COPY_BYTES = 2 * 2 * _LAYERS * _BLOCK_SIZE * _HEADS * _HEAD_DIM * 4
 _ROUNDS = 10
 _DTYPES = (
@@ -32,9 +32,9 @@ def cache_operations(limits: Limits) -> Part:
         name="cache",
         title="Writes to the cache, and copies of blocks",
         notes=[
-            "*MB* are those read and those written. *Of limit* is their rate, of that at which a "
-            "sum of numbers is read by the same threads. *Torch*: times as long as ours its own "
-            "operations take. Both caches of swap_blocks are the host's."
+            "*MB* are bytes read and written. *Of limit* is their rate as a share of the rate at "
+            "which a sum over an array is read by the same threads. *Torch*: the time of torch's "
+            "operations over that of the kernel. Both caches of swap_blocks are in host memory."
         ],
         columns=[
             Column("what", "operation"),
@@ -65,7 +65,7 @@ def _write_row(limits: Limits, dtype: torch.dtype) -> Row:
 
 
 def _copy_row(limits: Limits) -> Row:
-    """Half of the blocks onto the other half, in all layers."""
+    """Copy half of the blocks onto the other half, in all layers."""
     num_copied = limits.enough(_COPY_BYTES)
     layers = _layers(2 * num_copied)
     ids = torch.randperm(2 * num_copied).view(2, -1)
@@ -79,7 +79,7 @@ def _copy_row(limits: Limits) -> Row:
 
 
 def _swap_row(limits: Limits) -> Row:
-    """All blocks of one cache onto those of another, in all layers."""
+    """Copy all blocks of one cache to another, in all layers."""
     num_copied = limits.enough(_COPY_BYTES)
     sources, destinations = _layers(num_copied), _layers(num_copied)
     ids = torch.stack([torch.randperm(num_copied) for _ in range(2)])
@@ -93,7 +93,7 @@ def _swap_row(limits: Limits) -> Row:
 
 
 def _layers(num_blocks: int) -> list[Tensor]:
-    """Caches of keys and of values, `[num_blocks, block_size, num_kv_heads, head_dim]` each."""
+    """Return caches of keys and values, `[num_blocks, block_size, num_kv_heads, head_dim]` each."""
     size = (num_blocks, _BLOCK_SIZE, _HEADS, _HEAD_DIM)
     return [torch.randn(size) for _ in range(2 * _LAYERS)]
 

@@ -1,4 +1,4 @@
-"""Input preparation: index arithmetic before every step, on one core."""
+"""Input preparation: the index arithmetic before each step, on one core."""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.kernels.limits import Limits
 from benchmarks.kernels.timing import best_seconds
 from benchmarks.report import Cell, Column, Part, Target
-from worker_svc.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
+from worker_svc.plan.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
 
 _NUM_ROWS, _MAX_MODEL_LEN, _BLOCK_SIZE = 256, 2048, 16
 _CHUNK = 64
@@ -34,9 +34,9 @@ def inputs(limits: Limits) -> Part:
         name="inputs",
         title="Input preparation",
         notes=[
-            f"A step of {_NUM_ROWS} rows in blocks of {_BLOCK_SIZE} tokens, by one thread. *KB* "
-            "are the arrays that come out. The tables fit into a cache, so no bandwidth of memory "
-            "is beside it."
+            f"A step of {_NUM_ROWS} rows in blocks of {_BLOCK_SIZE} tokens, on one thread. *KB* "
+            "are the resulting arrays. The tables fit into a CPU cache, so there is no comparison "
+            "with the memory bandwidth."
         ],
         columns=[
             Column("what", "step"),
@@ -58,7 +58,7 @@ def inputs(limits: Limits) -> Part:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One step's time, and what came out."""
+    """Time and size of the inputs of one step."""
 
     ms: float
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What this machine can do at most: bytes read and products computed per second."""
+"""The machine's limits: memory bandwidth and rate of matrix products."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels.timing import best_seconds
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-# Where the system does not tell.
+# If the system does not report it.
 _LIKELY_CACHE_BYTES = 32 * 2**20
 _UNITS = {"K": 2**10, "M": 2**20}
 _TIMES_THE_CACHE = 4
@@ -18,17 +18,17 @@ _MATRIX_SIZE = 2048
 
 
 def cache_bytes() -> int:
-    """Of the last level."""
+    """Return the size of the last-level cache."""
     sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
     return max((int(s[:-1]) * _UNITS[s[-1]] for s in sizes), default=_LIKELY_CACHE_BYTES)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the machine, with the threads that torch has."""
+    """Limits of the machine with torch's number of threads."""
 
     working_set: int  # bytes; more than four times the last-level cache
-    # Of torch's products, by their dtype, once they were measured.
+    # Rates of torch's matrix products by dtype, measured on first use.
     _gigaflops: dict[torch.dtype, float] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -36,19 +36,19 @@ class Limits:
         return torch.ones(-(-self.working_set // 4))
 
     def enough(self, unit_bytes: int) -> int:
-        """The fewest units of so many bytes that are more than the working set."""
+        """Return the least number of units of `unit_bytes` that exceeds the working set."""
         return self.working_set // unit_bytes + 1
 
     def read(self) -> None:
-        """Reads a working set, in the order of addresses, and writes nothing."""
+        """Read a working set sequentially; write nothing."""
         self._numbers.sum()
 
     def gigabytes_per_s(self, seconds: float) -> float:
-        """What `read` reads in `seconds`."""
+        """Return the bandwidth of a `read` that took `seconds`."""
         return self._numbers.nbytes / seconds / 1e9
 
     def gigaflops(self, dtype: torch.dtype) -> float:
-        """Per second, of torch's product of large matrices of `dtype`."""
+        """Return the GFLOP/s of torch's product of large matrices of `dtype`."""
         if dtype not in self._gigaflops:
             self._gigaflops[dtype] = _product_gigaflops(dtype)
         return self._gigaflops[dtype]

@@ -1,4 +1,4 @@
-"""Batches over paged caches, and over keys and values in order, as torch's attention has them."""
+"""Batches over paged caches, and over contiguous keys and values for torch's attention."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences of equal length, of which the last `query_len` tokens are asked for."""
+    """Sequences of equal length, of which the last `query_len` tokens are queries."""
 
     num_seqs: int
     seq_len: int
@@ -25,13 +25,13 @@ class Shape:
 
     @property
     def read_bytes(self) -> int:
-        """Of keys and values, each once."""
+        """Bytes of keys and values, each read once."""
         numbers = 2 * self.num_seqs * self.seq_len * self.num_kv_heads * self.head_dim
         return numbers * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Of the two products, for keys that are seen."""
+        """Operations of the two products, without masked keys."""
         unseen = self.query_len * (self.query_len - 1) // 2
         pairs = self.query_len * self.seq_len - unseen
         return 4 * self.num_seqs * self.num_heads * self.head_dim * pairs
@@ -43,7 +43,7 @@ class Shape:
 
 
 class PagedTensors:
-    """A batch of that shape, its blocks in random order."""
+    """A batch with blocks in random order."""
 
     def __init__(self, shape: Shape) -> None:
         blocks_per_seq = -(-shape.seq_len // _BLOCK_SIZE)
@@ -70,10 +70,8 @@ class PagedTensors:
         )
 
     def gather_and_attend(self) -> Tensor:
-        """What a paged cache costs without a kernel for it, in the cache's dtype."""
-        return _attend(
-            self._dense_query(), self._gathered(self.k_cache), self._gathered(self.v_cache)
-        )
+        """Run torch's attention after a gather of the blocks, in the cache's dtype."""
+        return _attend(self._dense_query(), self._gather(self.k_cache), self._gather(self.v_cache))
 
     def _dense_query(self) -> Tensor:
         """`[num_seqs, num_heads, query_len, head_dim]`"""
@@ -81,14 +79,14 @@ class PagedTensors:
         query = self.query.view(shape.num_seqs, shape.query_len, *self.query.shape[1:])
         return query.transpose(1, 2).to(shape.dtype)
 
-    def _gathered(self, cache: Tensor) -> Tensor:
-        """`[num_seqs, num_kv_heads, seq_len, head_dim]` as a view of the gathered blocks."""
+    def _gather(self, cache: Tensor) -> Tensor:
+        """`[num_seqs, num_kv_heads, seq_len, head_dim]` as a view of a gather of the blocks."""
         sequences = cache[self.block_table.long()].flatten(1, 2)[:, : self.shape.seq_len]
         return sequences.transpose(1, 2)
 
 
 class DenseTensors:
-    """A batch of that shape and dtype, keys and values contiguous per head."""
+    """A batch with keys and values contiguous per head."""
 
     def __init__(self, shape: Shape) -> None:
         size = (shape.num_seqs, shape.num_kv_heads, shape.seq_len, shape.head_dim)
@@ -101,7 +99,7 @@ class DenseTensors:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """By torch. One query sees all keys; of more, there are as many as keys."""
+    """Run torch's attention: causal, or with one query, which attends to all keys."""
     return F.scaled_dot_product_attention(
         query, keys, values, is_causal=query.shape[2] > 1, enable_gqa=True
     )

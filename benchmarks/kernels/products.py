@@ -1,4 +1,4 @@
-"""Products with weights, which few rows read and many rows multiply."""
+"""Products with weights: limited by memory bandwidth for few rows, by compute for many."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from torch.nn.functional import silu
 from benchmarks.kernels.limits import Limits
 from benchmarks.kernels.timing import best_seconds
 from benchmarks.report import Cell, Column, Part
-from kernels.choice import Implementation, choose
+from kernels.dispatch import Implementation, choose
 from kernels.fused import Activation
 from kernels.linear import PackedWeight, gated_linear, linear
 
 _ROWS = (1, 4, 16, 64, 256, 2048)
-# Up to here the weights' way from memory is what takes the time.
+# Up to here reading the weights from memory dominates.
 _FEW_ROWS = 4
-# oneDNN lays a weight out for so many rows. Once, as a server has to, and so do we.
+# oneDNN packs a weight for this number of rows. Weights are packed once, as in a server.
 _ONEDNN_ROWS = 64
 _FLOPS_PER_PASS = 2 * 10**9
 _ROUNDS = 10
@@ -31,7 +31,7 @@ Multiply = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Product:
-    """A weight's shape; a gated one has two weights, the gate's and the other."""
+    """The shape of a product; a gated one has two weights, gate and up."""
 
     num_inputs: int
     num_outputs: int
@@ -43,7 +43,7 @@ class Product:
         return (1 + self.gated) * self.num_inputs * self.num_outputs * self.dtype.itemsize
 
     def moved_bytes(self, num_rows: int) -> int:
-        """Of weights, rows and results, each once."""
+        """Return the bytes of weights, rows and results, each moved once."""
         numbers = num_rows * (self.num_inputs + self.num_outputs)
         return self.weight_bytes + numbers * self.dtype.itemsize
 
@@ -56,8 +56,8 @@ class Product:
         return f"{self.num_inputs} to {outputs}, {str(self.dtype)[6:]}"
 
 
-# Of a model with 30 million parameters: keys and values, queries and outputs, the gated ones,
-# the way back, and the vocabulary.
+# Of a model with 30 million parameters: keys and values, queries and outputs, gate and up, down,
+# and the vocabulary.
 _PRODUCTS = (
     Product(512, 256),
     Product(512, 512),
@@ -73,14 +73,14 @@ def products(limits: Limits) -> Part:
         name="products",
         title="Products with weights",
         notes=[
-            "Inputs to outputs, for so many rows; every product takes another weight, until they "
-            "have exceeded four times the last-level cache. *MB* are weights, rows and results, "
-            f"each moved once. *Of limit* is, up to {_FEW_ROWS} rows, the rate of that, of the one "
-            "at which a sum of numbers is read by the same threads; beyond, the rate of "
-            "operations, of that of torch's product of large matrices of the same dtype. *Torch* "
-            "is its linear layer, *oneDNN* the same on weights that oneDNN laid out before; times "
-            "as long as ours they take. Gates are SiLU, and the peers' activation and "
-            "multiplication are torch's."
+            "Inputs to outputs. Each product uses another weight; together they exceed four times "
+            "the last-level cache. *MB* are weights, rows and results, each moved once. *Of limit* "
+            f"is, up to {_FEW_ROWS} rows, their rate as a share of the rate at which a sum over an "
+            "array is read by the same threads; for more rows, the rate of operations as a share "
+            "of that of torch's product of large matrices of the same dtype. *Torch* is its linear "
+            "layer, *oneDNN* the same on weights packed by oneDNN: their times over that of the "
+            "kernel. Gates are SiLU; for torch and oneDNN, activation and multiplication are "
+            "torch's."
         ],
         columns=[
             Column("shape", "product"),
@@ -100,7 +100,7 @@ def products(limits: Limits) -> Part:
 
 
 def _rows(limits: Limits, product: Product) -> list[Row]:
-    """All of them on the same weights: as many as fill the working set."""
+    """Measure all numbers of rows on the same weights, which fill the working set."""
     size = (1 + product.gated, product.num_outputs, product.num_inputs)
     count = limits.enough(product.weight_bytes)
     weights = [torch.randn(size).to(product.dtype) for _ in range(count)]
@@ -142,7 +142,7 @@ def _row(
 
 
 def _pass(calls: list[Multiply], states: Tensor, num_calls: int) -> Callable[[], None]:
-    """So many products, with the weights that come next."""
+    """Return a function that runs `num_calls` products, cycling through the weights."""
     following = cycle(calls)
 
     def run() -> None:
@@ -160,7 +160,7 @@ def _ours(weight: Tensor, implementation: Implementation) -> Multiply:
 
 
 def _joined(multiplies: Sequence[Multiply]) -> Multiply:
-    """The one product, or the gated one of both."""
+    """Return the only product, or the gated one of two."""
     if len(multiplies) == 1:
         return multiplies[0]
     gate, up = multiplies

@@ -1,4 +1,4 @@
-"""Measures operations whose tests pass, prints, writes results."""
+"""Measures the operations whose tests pass, and writes the results."""
 
 import argparse
 import subprocess
@@ -19,8 +19,8 @@ from benchmarks.kernels.sampling import sampling
 from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
-from kernels.choice import choose, cpp_implementations
-from worker_svc.memory import keep_freed_memory
+from kernels.dispatch import choose, cpp_implementations
+from worker_svc.service.process import keep_freed_memory
 
 _NAME = "kernels"
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -29,15 +29,15 @@ _TESTS = Path(__file__).resolve().parents[2] / "tests"
 @dataclass(frozen=True)
 class Benchmark:
     measure: Callable[[Limits], Part]
-    tests: tuple[str, ...]  # files that must pass before, in `tests`
+    tests: tuple[str, ...]  # files in `tests` that must pass first
 
 
 PARTS: Mapping[str, Benchmark] = {
     "decode": Benchmark(
-        decode, ("kernels/test_kernels_attention.py", "kernels/test_kernels_plan.py")
+        decode, ("kernels/test_kernels_attention.py", "kernels/test_kernels_work_list.py")
     ),
     "prefill": Benchmark(
-        prefill, ("kernels/test_kernels_attention.py", "kernels/test_kernels_plan.py")
+        prefill, ("kernels/test_kernels_attention.py", "kernels/test_kernels_work_list.py")
     ),
     "cache": Benchmark(
         cache_operations, ("kernels/test_kernels_kv_write.py", "kernels/test_kernels_blocks.py")
@@ -50,10 +50,10 @@ PARTS: Mapping[str, Benchmark] = {
 
 def main() -> int:
     options = _options()
-    # As the worker does, and for torch's operations alike.
+    # The same setting as in the worker, also for torch's operations.
     keep_freed_memory()
     if not cpp_implementations():
-        print("There are no C++ kernels here to measure.")
+        print("No C++ kernels available: nothing is measured.")
         return 1
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -64,9 +64,9 @@ def main() -> int:
     for name in options.parts:
         for test in PARTS[name].tests:
             passed[test] = passed[test] if test in passed else _passes(test)
-        red = [test for test in PARTS[name].tests if not passed[test]]
-        if red:
-            print(f"{name} is not measured, as these tests fail: {', '.join(red)}")
+        failing = [test for test in PARTS[name].tests if not passed[test]]
+        if failing:
+            print(f"{name} is not measured because tests fail: {', '.join(failing)}")
             failures += 1
             continue
         machine = {**description(), "torch": torch.__version__}
@@ -85,10 +85,12 @@ def _passes(test: str) -> bool:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as cores")
     parser.add_argument(
-        "--no-write", dest="write", action="store_false", help="leaves the results' files alone"
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: one per core")
+    parser.add_argument(
+        "--no-write", dest="write", action="store_false", help="do not write results"
     )
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities from logits, which are read."""
+"""Sampling of tokens and log-probabilities from logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels.limits import Limits
 from benchmarks.kernels.timing import best_seconds
 from benchmarks.report import Cell, Column, Part
-from kernels.sampling import RowParams, sample, token_logprobs
+from kernels.sampling import SamplingTensors, sample, token_logprobs
 
 _NUM_ROWS, _VOCAB_SIZE = 64, 32_768
 _NUM_TOP = 5
@@ -30,8 +30,8 @@ class How:
     min_p: float = 0.0
 
     @property
-    def params(self) -> RowParams:
-        return RowParams(
+    def params(self) -> SamplingTensors:
+        return SamplingTensors(
             temperatures=torch.full((_NUM_ROWS,), self.temperature),
             top_ks=torch.full((_NUM_ROWS,), self.top_k),
             top_ps=torch.full((_NUM_ROWS,), self.top_p),
@@ -54,18 +54,18 @@ _HOWS = {
 def sampling(limits: Limits) -> Part:
     batch_bytes = _NUM_ROWS * _VOCAB_SIZE * 4
     num_batches = limits.enough(batch_bytes)
-    # As peaked as those of models: the most likely of some ten thousand has a few percent.
+    # As peaked as a model's: the most likely of some ten thousand tokens has a few percent.
     batches = [2.5 * torch.randn(_NUM_ROWS, _VOCAB_SIZE) for _ in range(num_batches)]
     ways = {name: (_ours(how), _torchs(how)) for name, how in _HOWS.items()}
-    ways[f"log-probabilities of {_NUM_TOP} and the chosen"] = _our_logprobs, _torchs_logprobs
+    ways[f"log-probabilities of {_NUM_TOP} and the sampled"] = _our_logprobs, _torchs_logprobs
     return Part(
         name="sampling",
         title="Tokens from logits",
         notes=[
-            f"{_NUM_ROWS} rows of {_VOCAB_SIZE:,} logits, others every time. *MB* are logits, read "
-            "once. *Of limit* is the rate of that, of the one at which a sum of numbers is read by "
-            "the same threads. *Torch*: times as long as ours its own operations take, with noise "
-            "from its own generator, which knows one seed for all rows."
+            f"{_NUM_ROWS} rows of {_VOCAB_SIZE:,} logits, new ones each time. *MB* are logits, "
+            "read once. *Of limit* is their rate as a share of the rate at which a sum over an "
+            "array is read by the same threads. *Torch*: the time of torch's operations over that "
+            "of the kernel, with noise from torch's generator, which has one seed for all rows."
         ],
         columns=[
             Column("what", "operation"),
@@ -107,8 +107,8 @@ def _ours(how: How) -> OfLogits:
 
 
 def _torchs(how: How) -> OfLogits:
-    """What a server writes in torch: a mask of what is not considered, then the largest quotient
-    of probability and exponential noise."""
+    """Return the usual sampler in torch: mask filtered tokens, then take the largest quotient of
+    probability and exponential noise."""
     if how.temperature == 0:
         return lambda logits: logits.argmax(-1)
 

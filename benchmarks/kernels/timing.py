@@ -1,4 +1,4 @@
-"""Times of functions that take turns."""
+"""Times of functions, measured alternately."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,10 +7,10 @@ Function = Callable[[], object]
 
 
 def best_seconds(functions: Mapping[str, Function], rounds: int) -> dict[str, float]:
-    """The shortest time of each, in seconds.
+    """Return the shortest time of each function, in seconds.
 
-    In every round each function runs once, so that a slow moment of the machine is not one of them
-    alone; the first round does not count.
+    Each round runs every function once, so that a slow phase of the machine affects all of them;
+    the first round does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(1 + rounds):

@@ -1,7 +1,7 @@
-"""What the scheduler costs: real processes around simulated workers.
+"""Measures the scheduler with simulated workers, in real processes.
 
-load        a gateway's end of the Connect stream
-probe       the scheduler, with counters that its own metrics do not have
-worker_host simulated workers, several in a process
-stack       these and a Redis, started and stopped together
+load        a load generator that speaks the gateway's side of the Connect stream
+probe       the scheduler with additional counters
+worker_host simulated workers, several per process
+stack       these processes and a Redis, started and stopped together
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scheduler`: measures, prints, and writes the results."""
+"""`python -m benchmarks.scheduler`: measures the scheduler and writes the results."""
 
 import argparse
 import signal
@@ -21,7 +21,7 @@ from benchmarks.scheduler.throughput import Effort, throughput
 
 _Number = TypeVar("_Number", int, float)
 _NAME = "scheduler"
-# The shell's way to say which signal ended a program.
+# Exit status of a program ended by a signal, less the signal's number.
 _SIGNALLED = 128
 
 
@@ -67,9 +67,9 @@ def main() -> int:
     for measured in _measured(_parts(_sizes(options)), options.parts):
         num_missed += sum(not target.met for target in measured.part.targets)
         if not options.quick:
-            # After each part: one that fails does not take the others with it.
+            # After each part, so that a failure loses no finished part.
             results.write(_NAME, measured, ORDER)
-    print(f"{num_missed} targets missed" if num_missed else "every target met")
+    print(f"{num_missed} targets missed" if num_missed else "all targets met")
     return 0
 
 
@@ -83,19 +83,21 @@ def _measured(parts: Mapping[str, Callable[[], Part]], wanted: list[str]) -> Ite
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"{', '.join(ORDER)}; all of them if absent"
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(ORDER)}; default: all"
     )
-    parser.add_argument("--quick", action="store_true", help="a minute; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="about a minute; write no results")
     parser.add_argument("--workers", type=_numbers(int), help="such as 1,4,16")
     parser.add_argument("--step-ms", type=_numbers(float), help="such as 10,40,160")
     parser.add_argument("--rows", type=_numbers(int), help="such as 16,64,256,1024")
-    parser.add_argument("--windows", type=int, help="figures are medians of so many")
-    parser.add_argument("--window-s", type=float, help="seconds of each")
-    parser.add_argument("--bursts", type=int, help="figures are medians of so many, for burst")
-    parser.add_argument("--waiting", type=int, help="requests that wait, for memory")
-    parser.add_argument("--requests", type=int, help="requests, for prefixes")
     parser.add_argument(
-        "--profile", type=float, metavar="SECONDS", help="instead: where the time of a step goes"
+        "--windows", type=int, help="number of windows, of which figures are medians"
+    )
+    parser.add_argument("--window-s", type=float, help="seconds per window")
+    parser.add_argument("--bursts", type=int, help="number of bursts, of which figures are medians")
+    parser.add_argument("--waiting", type=int, help="waiting requests in the part memory")
+    parser.add_argument("--requests", type=int, help="requests in the part prefixes")
+    parser.add_argument(
+        "--profile", type=float, metavar="SECONDS", help="profile the scheduler instead"
     )
     options = parser.parse_args()
     if unknown := set(options.parts) - set(ORDER):

@@ -1,4 +1,4 @@
-"""Requests that come and go: Redis calls by kind of step, and what admissions cost."""
+"""A steady arrival of requests: Redis calls by kind of step, and the cost of admissions."""
 
 from benchmarks.report import Cell, Column, Part, Target
 from benchmarks.scheduler.measure import Window, measured
@@ -8,7 +8,7 @@ from benchmarks.scheduler.workload import Workload
 
 _STEP_MS = 10.0
 _ROWS = 256
-# Some wait at any time, so that a row that comes free has a successor at once.
+# More than the rows: some requests always wait, so that a free row is reused at once.
 _CONCURRENCY = 288
 _PROMPT_TOKENS = (32, 96)
 _OUTPUT_TOKENS = (128, 384)
@@ -36,7 +36,7 @@ def arrivals(effort: Effort) -> Part:
                 output_tokens=_OUTPUT_TOKENS,
             )
         )
-        # The first ones arrived together; by now they end at different times.
+        # The first requests arrived together; from here on requests end at different times.
         stack.wait_for("ended", _CONCURRENCY, _FILL_TIMEOUT_S)
         return _part(measured(stack, effort.num_windows, effort.window_s))
 
@@ -46,13 +46,13 @@ def _part(window: Window) -> Part:
     row: dict[str, Cell] = {"of_ideal": of_ideal, **window.figures()}
     return Part(
         name="arrivals",
-        title="Arrivals, and calls of Redis by kind of step",
+        title="Arrivals, and Redis calls by kind of step",
         notes=[
-            f"One worker of {_ROWS} rows at {_STEP_MS:g} ms; {_CONCURRENCY} requests under way, "
+            f"One worker with {_ROWS} rows at {_STEP_MS:g} ms; {_CONCURRENCY} concurrent requests, "
             f"prompts of {_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens, outputs of "
-            f"{_OUTPUT_TOKENS[0]} to {_OUTPUT_TOKENS[1]}: a request ends and another begins about "
-            "once a step. *All calls* are those of the whole process: also the records of "
-            "requests, their folding every 64 steps, and the lease.",
+            f"{_OUTPUT_TOKENS[0]} to {_OUTPUT_TOKENS[1]}: about once per step a request ends and "
+            "another starts. *All calls* are those of the whole process, including request "
+            "records, their compaction every 64 steps, and the lease.",
         ],
         columns=[
             Column("decoding_calls", "calls, decode-only step", ".3f"),
@@ -75,7 +75,8 @@ def _part(window: Window) -> Part:
 
 
 def _target(what: str, calls: float | None, most: int) -> Target:
-    """Calls are rounded: a match whose request does not fit counts for the step before."""
+    """Calls are rounded: a prefix match for a request that is not admitted counts for the preceding
+    step."""
     met = calls is not None and round(calls, 1) <= most
     shown = "none seen" if calls is None else f"{calls:.3f}"
     return Target(f"Redis calls, {what}", f"{most}", shown, met)

@@ -1,4 +1,4 @@
-"""Requests that all come at once, and run together to their ends: what each of them costs."""
+"""Requests that arrive all at once and run together: CPU time per step and per request."""
 
 import time
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ _OUTPUT_TOKENS = 100
 _STEP_MS = 50.0
 _MAX_MODEL_LEN = 512
 _TIMEOUT_S = 60.0
-# Ends are told before their records are written.
-_SETTLE_S = 1.0
+# The end of a request is delivered before its record is written.
+_RECORDS_S = 1.0
 
 
 def burst(num_bursts: int) -> Part:
@@ -32,14 +32,14 @@ def burst(num_bursts: int) -> Part:
         scheduler={"max-num-seqs": _REQUESTS},
     )
     with BenchStack(setting) as stack:
-        # The first one warms up.
+        # The first burst is a warm-up.
         bursts = [_burst(stack, index) for index in range(num_bursts + 1)][1:]
         stack.check()
     return _part({key: median([float(one[key]) for one in bursts]) for key in bursts[0]})
 
 
 def _burst(stack: BenchStack, index: int) -> dict[str, float]:
-    stack.probe.ask("take")
+    stack.probe.call("collect")
     before = _processor_s(stack)
     stack.run(
         Workload(
@@ -51,9 +51,9 @@ def _burst(stack: BenchStack, index: int) -> dict[str, float]:
         )
     )
     stack.wait_for("ended", (index + 1) * _REQUESTS, _TIMEOUT_S)
-    time.sleep(_SETTLE_S)
+    time.sleep(_RECORDS_S)
     spent = {name: now - before[name] for name, now in _processor_s(stack).items()}
-    num_steps = len(stack.probe.ask("take")["scheduling_s"])
+    num_steps = len(stack.probe.call("collect")["scheduling_s"])
     return {
         "steps": num_steps,
         "scheduler_step_ms": 1000 * spent["scheduler"] / num_steps,
@@ -78,9 +78,9 @@ def _part(row: Mapping[str, Cell]) -> Part:
         title=f"{_REQUESTS} requests at once",
         notes=[
             f"One worker, {_STEP_MS:g} ms per step; prompts of {_PROMPT_TOKENS[0]} to "
-            f"{_PROMPT_TOKENS[1]} tokens, outputs of {_OUTPUT_TOKENS}. Processor time from the "
-            "first submission to a second behind the last end, in all and divided: between such "
-            "steps others have had the caches.",
+            f"{_PROMPT_TOKENS[1]} tokens, outputs of {_OUTPUT_TOKENS}. CPU time from the first "
+            "submission to one second after the last end, per step and per request. Between such "
+            "long steps, other processes displace the CPU caches.",
         ],
         columns=[
             Column("steps", "steps", ".0f"),

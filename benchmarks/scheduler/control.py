@@ -1,7 +1,7 @@
-"""Questions to a child process, over a unix socket: one line of JSON each way.
+"""Commands to a child process over a unix socket: one line of JSON each way.
 
-The child answers on a thread that sleeps between questions, so that its own loop stays undisturbed
-while something is measured.
+The child responds on a thread that sleeps between commands, so that its event loop is not disturbed
+during a measurement.
 """
 
 import json
@@ -15,12 +15,12 @@ from typing import Any
 Handler = Callable[..., object]
 
 _POLL_S = 0.02
-# From the end of a child's sockets to its own.
+# From the close of a child's sockets to the end of its process.
 _GONE_S = 0.5
 
 
 def serve(path: Path, handlers: Mapping[str, Handler]) -> None:
-    """Answers from here on, one client after the other, until the process ends."""
+    """Start a thread that serves one client after the other until the process ends."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(path))
     server.listen()
@@ -32,17 +32,17 @@ def _accept(server: socket.socket, handlers: Mapping[str, Handler]) -> None:
         client, _ = server.accept()
         with client, client.makefile("rw") as stream:
             for line in stream:
-                question = json.loads(line)
-                answer = handlers[question.pop("command")](**question)
-                stream.write(json.dumps(answer) + "\n")
+                arguments = json.loads(line)
+                result = handlers[arguments.pop("command")](**arguments)
+                stream.write(json.dumps(result) + "\n")
                 stream.flush()
 
 
 class Control:
-    """The asking end."""
+    """The client."""
 
     def __init__(self, path: Path, timeout_s: float, check: Callable[[], None]) -> None:
-        """Waits for the child; `check` raises if it has ended."""
+        """Connect to the child, with retries; `check` raises an error if it has ended."""
         self._check = check
         deadline_s = time.monotonic() + timeout_s
         self._socket = socket.socket(socket.AF_UNIX)
@@ -57,15 +57,16 @@ class Control:
                 time.sleep(_POLL_S)
         self._stream = self._socket.makefile("rw")
 
-    def ask(self, command: str, **arguments: object) -> Any:
-        """What `check` raises if the child has gone; ConnectionError if it cannot answer."""
+    def call(self, command: str, **arguments: object) -> Any:
+        """Execute a command and return its result. The error of `check` if the child has ended;
+        ConnectionError if it closed the connection."""
         self._stream.write(json.dumps({"command": command, **arguments}) + "\n")
         self._stream.flush()
         line = self._stream.readline()
         if not line:
             time.sleep(_GONE_S)
             self._check()
-            raise ConnectionError(f"no answer to {command!r}")
+            raise ConnectionError(f"no response to {command!r}")
         return json.loads(line)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""`python -m benchmarks.scheduler.load CONTROL SCHEDULER`: a gateway's end of the Connect stream.
+"""`python -m benchmarks.scheduler.load CONTROL SCHEDULER`: a load generator.
 
-It counts and asks for more, and does as little as it can for each frame and nothing for each token.
+Speaks the gateway's side of the Connect stream: submits requests and counts tokens. Does little
+work per frame and none per token.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from benchmarks.scheduler import control
 from benchmarks.scheduler.workload import Request, Workload, requests
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
-from quire.service.protocol import PROTOCOL_VERSION
+from quire.service.protocol_version import PROTOCOL_VERSION
 
 # Submissions in one frame.
 _MOST_PER_FRAME = 64
@@ -24,7 +25,7 @@ _RETRY_S = 0.1
 
 
 class Load:
-    """One stream, and the requests under way on it."""
+    """One stream and its requests."""
 
     def __init__(self, address: str) -> None:
         options = channel_options(INTERNAL_MESSAGE_BYTES)
@@ -41,25 +42,25 @@ class Load:
         self._num_accepted = 0
         self._num_ended = 0
         self._num_tokens = 0
-        # When the last ones came: a rate between two such moments counts whole steps.
+        # Arrival of the last tokens: a rate between two such times covers whole steps.
         self._tokens_at_s = 0.0
         self._failures: list[str] = []
 
     async def run(self) -> None:
-        """Connects until the scheduler lets gateways in, then serves for ever."""
+        """Retry until the scheduler accepts the stream, then serve it without end."""
         while True:
             try:
                 await self._serve()
             except grpc.aio.AioRpcError as error:
                 if self._is_ready:
                     raise
-                print(f"not yet: {error.details()}", file=sys.stderr)
+                print(f"not connected: {error.details()}", file=sys.stderr)
                 await asyncio.sleep(_RETRY_S)
 
-    # Questions; they come on another thread
+    # `start` and `progress` are called on the control thread.
 
     def start(self, **workload: object) -> None:
-        """Makes the workload's requests, keeping so many under way at once."""
+        """Submit the workload's requests, up to its concurrency at a time."""
         self._loop.call_soon_threadsafe(self._start, Workload(**workload))  # type: ignore[arg-type]
 
     def progress(self) -> dict[str, object]:
@@ -78,8 +79,6 @@ class Load:
         self._pending = requests(workload)
         self._num_wanted += workload.concurrency
         self._wanted.set()
-
-    # The stream
 
     async def _serve(self) -> None:
         call = self._stub.Connect()

@@ -1,4 +1,4 @@
-"""Measurements of a stack under load."""
+"""Measures a stack under load."""
 
 import time
 from dataclasses import dataclass, fields
@@ -14,31 +14,31 @@ _PAUSE_S = 0.3
 
 @dataclass(frozen=True)
 class Window:
-    """What happened between two looks. Milliseconds are per step, shares are of one core."""
+    """Figures of a time window. Milliseconds are per step, shares are of one core."""
 
     tokens_per_s: float
     num_steps: float
-    # Of the scheduler's process, from the kernel's count: every thread, everything it does.
+    # CPU time of the scheduler's process: all threads, from the Linux kernel's counters.
     cpu_ms: float
-    # Between two landings of results, by the process's clock: all its threads, and the loop's.
+    # CPU time between two step results: of the process, and of the event loop's thread.
     cpu_p50_ms: float
     cpu_p99_ms: float
     loop_p50_ms: float
-    # What the lanes say of their own work: deciding, packing, telling.
+    # The lanes' own measure of scheduling, packing and delivery.
     scheduling_p50_ms: float
     scheduling_p99_ms: float
-    # Waiting for the commit, and the server's own time in scripts.
+    # Wait for the commit, and the Redis server's time in scripts.
     redis_p50_ms: float
     redis_p99_ms: float
     redis_server_ms: float
-    # Calls that lanes make for steps, and all calls of the scheduler.
+    # Calls by lanes for steps, and all calls of the scheduler.
     redis_calls: float
     all_redis_calls: float
-    # Of steps that admit nobody, and of those that admit somebody; None without such a step.
+    # Calls in decode-only steps, and in steps that admit; None without such a step.
     decoding_calls: float | None
     admitting_calls: float | None
     admitting_share: float
-    # Of the workers' time, how much they had no plan for; how long a step really took.
+    # Share of the workers' time without a plan; measured duration of a step.
     idle_share: float
     worker_step_ms: float
     scheduler_share: float
@@ -51,10 +51,10 @@ class Window:
 
 
 def measured(stack: BenchStack, num_windows: int, window_s: float) -> Window:
-    """The median of each figure over several windows."""
+    """Return the median of each figure over several windows."""
     windows = []
     for _ in range(num_windows):
-        # The answer to the former question is not to be measured.
+        # Keep the preceding reading's own work out of the window.
         time.sleep(_PAUSE_S)
         windows.append(_window(stack, window_s))
     stack.check()
@@ -67,20 +67,20 @@ def _median(values: list[float | None]) -> Any:
 
 
 def _percentile(values: list[float], percent: float) -> float:
-    """The value that so many per cent do not exceed, by the nearest rank."""
+    """Return the percentile by the nearest-rank method."""
     ordered = sorted(values)
     rank = -int(-len(ordered) * percent // 100)
     return ordered[max(0, rank - 1)]
 
 
 def _window(stack: BenchStack, window_s: float) -> Window:
-    before = _look(stack)
+    before = _reading(stack)
     time.sleep(window_s)
-    after = _look(stack)
+    after = _reading(stack)
     spent = {key: after[key] - before[key] for key in after if key != "probe"}
     probe, lanes = after["probe"], after["probe"]["lanes"]
-    former = before["probe"]["lanes"]
-    passed = {key: lanes[key] - former[key] for key in lanes}
+    earlier = before["probe"]["lanes"]
+    passed = {key: lanes[key] - earlier[key] for key in lanes}
     num_steps = passed["num_steps"]
     worker_ns = passed["worker_idle_ns"] + passed["worker_busy_ns"]
     per_step_ms = 1000 / num_steps
@@ -115,7 +115,7 @@ def _calls_of(probe: dict[str, Any], kind: str) -> float | None:
     return probe["calls_by_kind"][kind] / num_steps if num_steps else None
 
 
-def _look(stack: BenchStack) -> dict[str, Any]:
+def _reading(stack: BenchStack) -> dict[str, Any]:
     progress = stack.progress()
     server = stack.redis.info("cpu")
     scripts = stack.redis.info("commandstats").get("cmdstat_evalsha", {})
@@ -124,5 +124,5 @@ def _look(stack: BenchStack) -> dict[str, Any]:
         "redis": server["used_cpu_user"] + server["used_cpu_sys"],
         "script_us": scripts.get("usec", 0),
         **{key: progress[key] for key in ("at_s", "tokens", "tokens_at_s")},
-        "probe": stack.probe.ask("take"),
+        "probe": stack.probe.call("collect"),
     }

@@ -1,4 +1,4 @@
-"""What waiting requests weigh, and what is left of them."""
+"""Memory of waiting requests, and objects left after they end."""
 
 from benchmarks.report import Cell, Column, Part, Target
 from benchmarks.scheduler.proc import peak_rss_mb
@@ -10,14 +10,14 @@ PROMPT_TOKENS = 1000
 _OUTPUT_TOKENS = 4
 _MAX_BATCHED_TOKENS = 16384
 _TIMEOUT_S = 300.0
-_SETTLE_S = 5.0
+_RELEASE_TIMEOUT_S = 5.0
 _NUM_WAVES = 2
 _TARGET_MB = 300.0
 _TARGET_GROWTH = 0.05
 
 
 def memory(num_requests: int) -> Part:
-    """The worker is held while a wave arrives, then lets it through."""
+    """Hold the worker while a wave of requests arrives, then let it run; repeat."""
     setting = Setting(
         model={
             "max_model_len": 2048,
@@ -34,7 +34,7 @@ def memory(num_requests: int) -> Part:
     with BenchStack(setting) as stack:
         [pid] = stack.pids["scheduler"]
         rows: list[dict[str, Cell]] = [
-            {"moment": "no request yet", "peak_mb": peak_rss_mb(pid), **stack.probe.ask("alive")}
+            {"moment": "no request yet", "peak_mb": peak_rss_mb(pid), **stack.probe.call("alive")}
         ]
         for wave in range(1, _NUM_WAVES + 1):
             rows += _wave(stack, wave, num_requests)
@@ -45,7 +45,7 @@ def memory(num_requests: int) -> Part:
 def _wave(stack: BenchStack, wave: int, num_requests: int) -> list[dict[str, Cell]]:
     [pid] = stack.pids["scheduler"]
     [host] = stack.hosts
-    host.ask("hold")
+    host.call("hold")
     stack.run(
         Workload(
             num_requests=num_requests,
@@ -56,11 +56,13 @@ def _wave(stack: BenchStack, wave: int, num_requests: int) -> list[dict[str, Cel
     )
     stack.wait_for("accepted", wave * num_requests, _TIMEOUT_S)
     waiting = {"moment": f"wave {wave} waits", "peak_mb": peak_rss_mb(pid)}
-    host.ask("release")
+    host.call("release")
     stack.wait_for("ended", wave * num_requests, _TIMEOUT_S)
-    # Ends are told before their records are written.
+    # The end of a request is delivered before its record is written.
     alive = stack.until(
-        lambda: stack.probe.ask("alive"), lambda counts: not any(counts.values()), _SETTLE_S
+        lambda: stack.probe.call("alive"),
+        lambda counts: not any(counts.values()),
+        _RELEASE_TIMEOUT_S,
     )
     return [waiting, {"moment": f"wave {wave} is over", "peak_mb": peak_rss_mb(pid), **alive}]
 
@@ -74,9 +76,9 @@ def _part(num_requests: int, rows: list[dict[str, Cell]]) -> Part:
         name="memory",
         title=f"Memory with {num_requests:,} waiting requests of {PROMPT_TOKENS:,} tokens",
         notes=[
-            "The scheduler's largest resident memory so far (10^6 bytes), and the request objects "
-            "that its garbage collector can reach. Between the first line and the others lies what "
-            "requests weigh.",
+            "The scheduler's peak resident memory so far (10^6 bytes), and the request objects "
+            "that its garbage collector can reach. The difference to the first row is the memory "
+            "of the requests.",
         ],
         columns=[
             Column("moment", "moment"),

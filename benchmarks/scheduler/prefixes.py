@@ -1,4 +1,4 @@
-"""Shared prefixes on several workers: does placement find the worker that has them?"""
+"""Hit rate of shared prefixes on several workers, by placement policy."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _NUM_PREFIXES = 64
 _PREFIX_TOKENS = 512
 _OWN_TOKENS = (16, 48)
 _OUTPUT_TOKENS = (16, 48)
-# Pools that hold a good third of the prefixes, and half of them, if they held nothing else.
+# A pool could hold a good third of the prefixes, or half of them, and nothing else.
 _BLOCKS_PER_WORKER = (768, 1024)
 _ROWS_PER_WORKER = 16
 _CONCURRENCY = 32
@@ -30,14 +30,14 @@ class _Case:
 
 _SUM = _Case("one worker with the sum of the pools", 1, "least_work")
 _PLACED = _Case("four workers, placed", _NUM_WORKERS, "least_work")
-_IN_TURN = _Case("four workers, round robin", _NUM_WORKERS, "round_robin")
+_ROUND_ROBIN = _Case("four workers, round robin", _NUM_WORKERS, "round_robin")
 
 
 def prefixes(num_requests: int) -> Part:
     rows: list[dict[str, Cell]] = []
     targets: list[Target] = []
     for num_blocks in _BLOCKS_PER_WORKER:
-        cases = [_row(case, num_blocks, num_requests) for case in (_SUM, _PLACED, _IN_TURN)]
+        cases = [_row(case, num_blocks, num_requests) for case in (_SUM, _PLACED, _ROUND_ROBIN)]
         rows += cases
         targets += _targets(num_blocks, *cases)
     return Part(
@@ -48,7 +48,7 @@ def prefixes(num_requests: int) -> Part:
             f"{_NUM_PREFIXES} prefixes of {_PREFIX_TOKENS} tokens (Zipf: the one of rank r with a "
             f"share of 1/r) and has {_OWN_TOKENS[0]} to {_OWN_TOKENS[1]} tokens of its own. "
             f"Together the prefixes fill {_NUM_PREFIXES * _PREFIX_TOKENS // BLOCK_SIZE} blocks. "
-            "The first use of each counts, too.",
+            "The first use of each prefix, a miss, is counted.",
         ],
         columns=[
             Column("blocks", "blocks per worker", "d"),
@@ -71,7 +71,7 @@ def _row(case: _Case, num_blocks: int, num_requests: int) -> dict[str, Cell]:
             "block_size": BLOCK_SIZE,
             "num_blocks": share * num_blocks + 1,
             "max_num_seqs": share * _ROWS_PER_WORKER,
-            # About what a small model takes on a GPU.
+            # Similar to a small model on a GPU.
             "step_ms": 6.0,
             "token_us": 30.0 / share,
         },
@@ -90,7 +90,7 @@ def _row(case: _Case, num_blocks: int, num_requests: int) -> dict[str, Cell]:
             )
         )
         ended_s = stack.wait_for("ended", num_requests, _TIMEOUT_S)["at_s"]
-        lanes = stack.probe.ask("take")["lanes"]
+        lanes = stack.probe.call("collect")["lanes"]
         stack.check()
     return {
         "blocks": num_blocks,
@@ -102,19 +102,22 @@ def _row(case: _Case, num_blocks: int, num_requests: int) -> dict[str, Cell]:
 
 
 def _targets(
-    num_blocks: int, together: dict[str, Cell], placed: dict[str, Cell], in_turn: dict[str, Cell]
+    num_blocks: int,
+    together: dict[str, Cell],
+    placed: dict[str, Cell],
+    round_robin: dict[str, Cell],
 ) -> list[Target]:
     hits = _ratio(placed, together, "hit_rate")
-    prefill = _ratio(placed, in_turn, "prefilled")
+    prefill = _ratio(placed, round_robin, "prefilled")
     return [
         Target(
-            f"hit rate with {num_blocks} blocks, of one worker's with the sum of the pools",
+            f"hit rate with {num_blocks} blocks over that of one worker with the sum of the pools",
             f"at least {_TARGET_HITS:g}",
             f"{hits:.3f}",
             hits >= _TARGET_HITS,
         ),
         Target(
-            f"tokens prefilled with {num_blocks} blocks, of round robin's",
+            f"tokens prefilled with {num_blocks} blocks over those of round robin",
             f"at most {_TARGET_PREFILL:g}",
             f"{prefill:.3f}",
             prefill <= _TARGET_PREFILL,

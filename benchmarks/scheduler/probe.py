@@ -1,10 +1,11 @@
-"""`python -m benchmarks.scheduler.probe CONTROL FLAGS...`: the scheduler service, watched.
+"""`python -m benchmarks.scheduler.probe CONTROL FLAGS...`: the scheduler with instrumentation.
 
-It is `python -m scheduler_svc` with the same flags. Two calls that every step makes are wrapped,
-for a microsecond or two each: the landing of a result, and a call of Redis.
+Runs `python -m scheduler_svc` with the same flags. Wraps two calls of each step, which costs a
+microsecond or two each: the completion of a step, and Redis calls.
 """
 
 import gc
+import re
 import sys
 import time
 import weakref
@@ -21,17 +22,18 @@ from quire.internal.v1 import worker_pb2
 from scheduler_svc import __main__ as service
 from scheduler_svc.core.sequence import Group
 from scheduler_svc.core.sequence import Sequence as SequenceState
-from scheduler_svc.lanes.flights import Flights, Landing
-from scheduler_svc.lanes.lane import Lane
+from scheduler_svc.lane.in_flight import CompletedStep, InFlightSteps
+from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.connection import Connection
+from scheduler_svc.store.resp import Argument
 from scheduler_svc.store.scripts import COMMIT, Script
-from scheduler_svc.store.wire import Argument
 
-_ADMITTED = COMMIT.args.index("admitted_sequences")
+# Place of the admitted sequences in the ARGV of commit.lua, from 0.
+_ADMITTED = int(re.findall(r"(\d+) admitted_sequences", COMMIT.header)[0]) - 1
 
 
 class Probe:
-    """What has happened since it was last asked."""
+    """Counters since the last reading."""
 
     def __init__(self) -> None:
         self._clear()
@@ -51,13 +53,13 @@ class Probe:
         self._steps_by_kind: Counter[str] = Counter()
         self._calls_by_kind: Counter[str] = Counter()
 
-    def landed(self, landing: Landing) -> None:
+    def record_completion(self, completed: CompletedStep) -> None:
         self._process_s.append(time.process_time())
         self._loop_s.append(time.thread_time())
-        self._scheduling_s.append(landing.flight.scheduling_s)
-        self._redis_s.append(landing.flight.redis_s)
+        self._scheduling_s.append(completed.in_flight.scheduling_s)
+        self._redis_s.append(completed.in_flight.redis_s)
 
-    def called(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> None:
+    def record_call(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> None:
         self._calls[script.name] += 1
         self._open_calls[keys[0]] += 1
         if script is COMMIT:
@@ -65,19 +67,19 @@ class Probe:
             self._steps_by_kind[kind] += 1
             self._calls_by_kind[kind] += self._open_calls.pop(keys[0])
 
-    # Questions; they come on another thread
+    # The methods below are called on the control thread.
 
-    def look(self) -> int:
-        """Finds the open lanes, whose number it gives; takes too long to be done in between."""
+    def find_lanes(self) -> int:
+        """Find the open lanes and return their number. Too slow to run during a measurement."""
         found = gc.get_objects()
         self._lanes = weakref.WeakSet(other for other in found if isinstance(other, Lane))
         self._connections = weakref.WeakSet(o for o in found if isinstance(o, Connection))
         return len(self._lanes)
 
-    def take(self) -> dict[str, Any]:
-        """Figures since the last question, and counters since the start."""
-        taken = {
-            # Processor time between one landing and the next: of the process, of the loop's thread.
+    def collect(self) -> dict[str, Any]:
+        """Return figures since the last reading, and counters since the start."""
+        figures = {
+            # CPU time between step completions: of the process, of the loop's thread.
             "process_s": _differences(self._process_s),
             "loop_s": _differences(self._loop_s),
             "scheduling_s": self._scheduling_s,
@@ -90,11 +92,11 @@ class Probe:
         lanes: Counter[str] = Counter()
         for lane in self._lanes:
             lanes.update(asdict(lane.stats))
-        return {**taken, "lanes": lanes, "all_calls": sum(c.num_calls for c in self._connections)}
+        return {**figures, "lanes": lanes, "all_calls": sum(c.num_calls for c in self._connections)}
 
     @staticmethod
     def alive() -> dict[str, int]:
-        """Request objects that something still refers to."""
+        """Count the request objects that are still referenced."""
         gc.collect()
         kinds = Counter(type(found) for found in gc.get_objects())
         return {"groups": kinds[Group], "sequences": kinds[SequenceState]}
@@ -105,22 +107,22 @@ def _differences(values: list[float]) -> list[float]:
 
 
 def watch(probe: Probe) -> None:
-    """Wraps what the probe wants to hear of."""
-    land, run = Flights.land, Connection.run
+    """Wrap the completion of steps and Redis calls."""
+    complete, run = InFlightSteps.complete, Connection.run
 
-    def watched_land(flights: Flights, result: worker_pb2.StepResult) -> Landing:
-        landing = land(flights, result)
-        probe.landed(landing)
-        return landing
+    def recorded_complete(steps: InFlightSteps, result: worker_pb2.StepResult) -> CompletedStep:
+        completed = complete(steps, result)
+        probe.record_completion(completed)
+        return completed
 
-    async def watched_run(
+    async def recorded_run(
         connection: Connection, script: Script, keys: Sequence[str], args: Sequence[Argument]
     ) -> Any:
-        probe.called(script, keys, args)
+        probe.record_call(script, keys, args)
         return await run(connection, script, keys, args)
 
-    Flights.land = watched_land  # type: ignore[method-assign, assignment]
-    Connection.run = watched_run  # type: ignore[method-assign, assignment]
+    InFlightSteps.complete = recorded_complete  # type: ignore[method-assign, assignment]
+    Connection.run = recorded_run  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
@@ -130,11 +132,11 @@ def main() -> None:
     control.serve(
         path,
         {
-            "look": probe.look,
-            "take": probe.take,
+            "find_lanes": probe.find_lanes,
+            "collect": probe.collect,
             "alive": probe.alive,
-            "profile": sampler.start,
-            "profiled": sampler.stop,
+            "start_profile": sampler.start,
+            "stop_profile": sampler.stop,
         },
     )
     service.main()

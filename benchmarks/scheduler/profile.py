@@ -1,4 +1,4 @@
-"""Where the scheduler's time goes, for people who want to lower it."""
+"""Profile of the scheduler's CPU time."""
 
 import time
 from pathlib import Path
@@ -7,26 +7,26 @@ from benchmarks.scheduler.proc import cpu_s
 from benchmarks.scheduler.stack import BenchStack
 from benchmarks.scheduler.throughput import Effort, decoding, full_rows
 
-_SETTLE_S = 1.0
+_WARMUP_S = 1.0
 _ROWS = 256
 _STEP_MS = 10.0
 _MOST = 60
 
 
 def profile(seconds: float) -> str:
-    """The scheduler's functions and lines by milliseconds per step; one worker at 10 ms."""
+    """Return the scheduler's functions and lines by ms per step, with one worker at 10 ms."""
     setting = full_rows(1, _ROWS, _STEP_MS, Effort(1, seconds))
     with BenchStack(setting) as stack:
         [pid] = stack.pids["scheduler"]
         decoding(stack, setting)
-        time.sleep(_SETTLE_S)
-        stack.probe.ask("take")
-        stack.probe.ask("profile")
+        time.sleep(_WARMUP_S)
+        stack.probe.call("collect")
+        stack.probe.call("start_profile")
         before_s = cpu_s(pid)
         time.sleep(seconds)
         spent_s = cpu_s(pid) - before_s
-        profiled = stack.probe.ask("profiled")
-        num_steps = len(stack.probe.ask("take")["scheduling_s"])
+        profiled = stack.probe.call("stop_profile")
+        num_steps = len(stack.probe.call("collect")["scheduling_s"])
     num_ticks = sum(count for _, count in profiled["lines"])
     tick_ms = 1000 * spent_s / num_steps / num_ticks
     sections = [

@@ -1,4 +1,4 @@
-"""The scheduler's time per step as a function of the rows."""
+"""The scheduler's time per step by number of rows."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,8 @@ def by_rows(sizes: Sequence[int], effort: Effort) -> Part:
         title="The scheduler's time per step, by rows",
         notes=[
             f"One worker, {_STEP_MS:g} ms per step, every row decodes. *CPU* as above; *loop* is "
-            "the part of it that the event loop's own thread takes; *lane* is what the lane "
-            "counts as its own work (`quire:scheduling_time_seconds`), without gRPC, asyncio and "
-            "the Redis client.",
+            "its part in the event loop's thread; *lane* is the lane's own measure of its work "
+            "(`quire:scheduling_time_seconds`), without gRPC, asyncio and the Redis client.",
         ],
         columns=[
             Column("rows", "rows", "d"),

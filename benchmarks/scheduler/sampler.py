@@ -1,7 +1,7 @@
-"""A sampling profiler: where the main thread is at every tick of the process's CPU clock.
+"""A sampling profiler: records the main thread's stack at each tick of the process's CPU clock.
 
-Ticks are the kernel's (1 to 10 ms), and also those of threads in C, whose time shows under the
-call that the main thread waits in.
+Ticks are the kernel's (1 to 10 ms). CPU time of C threads causes ticks, too; it is attributed to
+the call in which the main thread waits.
 """
 
 import signal
@@ -12,7 +12,7 @@ _INTERVAL_S = 0.001
 
 
 class Sampler:
-    """To be made on the main thread; the other methods may be called on any."""
+    """Must be created on the main thread; `start` and `stop` may be called on any."""
 
     def __init__(self) -> None:
         self._lines: Counter[str] = Counter()
@@ -25,7 +25,7 @@ class Sampler:
         signal.setitimer(signal.ITIMER_PROF, _INTERVAL_S, _INTERVAL_S)
 
     def stop(self) -> dict[str, list[tuple[str, int]]]:
-        """Ticks by line that ran, and by function that ran or waited for what it called."""
+        """Return ticks by the line that ran, and by function on the stack."""
         signal.setitimer(signal.ITIMER_PROF, 0)
         return {"lines": self._lines.most_common(), "functions": self._functions.most_common()}
 

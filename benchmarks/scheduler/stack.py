@@ -1,4 +1,4 @@
-"""Redis, the scheduler, simulated workers and the load, as processes in a private directory."""
+"""Starts Redis, scheduler, simulated workers and load generator in a private directory."""
 
 import json
 import os
@@ -24,22 +24,22 @@ _POLL_S = 0.05
 
 
 class BenchmarkError(RuntimeError):
-    """Something went wrong in the stack: figures would say nothing."""
+    """The measurement is invalid because a part of the stack failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is to be measured."""
+    """Configuration of the stack."""
 
     num_workers: int = 1
-    # Fields of the simulated workers' SimModel.
+    # Fields of SimModel for the simulated workers.
     model: Mapping[str, float] = field(default_factory=dict)
     # Flags of the scheduler.
     scheduler: Mapping[str, object] = field(default_factory=dict)
 
 
 class BenchStack:
-    """Runs within its context, from readiness to the end of every process."""
+    """A stack that is ready within its context and stopped after it."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -59,35 +59,35 @@ class BenchStack:
         self._undo.close()
 
     def run(self, workload: Workload) -> None:
-        self.load.ask("start", **asdict(workload))
+        self.load.call("start", **asdict(workload))
 
     def progress(self) -> dict[str, Any]:
-        progress: dict[str, Any] = self.load.ask("progress")
+        progress: dict[str, Any] = self.load.call("progress")
         if progress["failures"]:
             raise BenchmarkError(f"requests failed: {progress['failures']}")
         return progress
 
     def wait_for(self, key: str, number: int, timeout_s: float) -> dict[str, Any]:
-        """Until the load has counted so many; its progress then."""
+        """Wait until a counter of the load generator reaches `number`; return its progress."""
         reached: dict[str, Any] = self._wait(
             self.progress, lambda progress: progress[key] >= number, timeout_s
         )
         return reached
 
-    def until(self, ask: Callable[[], Any], done: Callable[[Any], bool], timeout_s: float) -> Any:
-        """The answer that is `done`, or the last one when the time is over."""
+    def until(self, read: Callable[[], Any], done: Callable[[Any], bool], timeout_s: float) -> Any:
+        """Poll `read` until `done` or the timeout; return the last value."""
         deadline_s = time.monotonic() + timeout_s
-        while not done(answer := ask()) and time.monotonic() < deadline_s:
+        while not done(value := read()) and time.monotonic() < deadline_s:
             self._processes.check()
             time.sleep(_POLL_S)
-        return answer
+        return value
 
     def check(self) -> None:
         """BenchmarkError if a plan broke a rule, LaunchError if a process has ended."""
         self._processes.check()
-        violations = [found for host in self.hosts for found in host.ask("violations")]
+        violations = [found for host in self.hosts for found in host.call("violations")]
         if violations:
-            raise BenchmarkError(f"the workers' ledgers complain: {violations[:3]}")
+            raise BenchmarkError(f"plans broke rules of paged attention: {violations[:3]}")
 
     def _start(self) -> None:
         private = PrivateDirectory.make()
@@ -115,7 +115,9 @@ class BenchStack:
         self.probe = self._control("scheduler-0")
         self.hosts = [self._control(f"workers-{i}") for i in range(len(self.pids["workers"]))]
         self.load = self._control("load-0")
-        self._wait(lambda: self.probe.ask("look"), lambda lanes: lanes == len(sockets), _TIMEOUT_S)
+        self._wait(
+            lambda: self.probe.call("find_lanes"), lambda lanes: lanes == len(sockets), _TIMEOUT_S
+        )
         self._wait(self.progress, lambda progress: progress["ready"], _TIMEOUT_S)
 
     def _launch(self, name: str, module: str, *arguments: str, index: int = 0) -> None:
@@ -128,7 +130,7 @@ class BenchStack:
             ],
             address_file=Path(f"{path}.address"),
             log_file=Path(f"{path}.log"),
-            # Settings of the caller's environment are not what is measured.
+            # Keep the caller's Quire settings out of the measurement.
             environment={k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")},
         )
         [process] = self._processes.start([spec])
@@ -141,19 +143,19 @@ class BenchStack:
         self._undo.callback(control.close)
         return control
 
-    def _wait(self, ask: Callable[[], Any], done: Callable[[Any], bool], timeout_s: float) -> Any:
-        answer = self.until(ask, done, timeout_s)
-        if not done(answer):
-            raise BenchmarkError(f"waited {timeout_s:g} s in vain; now: {answer}")
-        return answer
+    def _wait(self, read: Callable[[], Any], done: Callable[[Any], bool], timeout_s: float) -> Any:
+        value = self.until(read, done, timeout_s)
+        if not done(value):
+            raise BenchmarkError(f"timed out after {timeout_s:g} s; last value: {value}")
+        return value
 
     def _end(self) -> None:
-        """There is nothing to be saved."""
+        """Stop without draining: there is no state to save."""
         self._processes.kill()
         self._processes.stop(_STOP_S)
 
 
 def _shares(sockets: list[str]) -> list[list[str]]:
-    """The workers' processes: one for each core beyond those of scheduler and Redis."""
+    """Divide the workers among processes: one per core, less two for scheduler and Redis."""
     num_processes = min(len(sockets), max(1, len(os.sched_getaffinity(0)) - 2))
     return [sockets[i::num_processes] for i in range(num_processes)]

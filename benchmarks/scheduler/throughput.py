@@ -1,4 +1,4 @@
-"""Decoding at full rows: how near the workers come to their own speed, and what a step costs."""
+"""Decoding with all rows in use: throughput as a share of the ideal, and cost of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,25 +11,25 @@ from benchmarks.scheduler.workload import Workload
 BLOCK_SIZE = 16
 _PROMPT_TOKENS = (17, 48)
 _FILL_TIMEOUT_S = 120.0
-# Steps before the first window and after the last, and what the clock may be ahead of the plan.
+# Steps before the first window and after the last, and a margin for clock differences.
 _SPARE_STEPS = 400
 _LEAST_STEPS = 40
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long and how often is measured."""
+    """Number and length of the measured windows."""
 
     num_windows: int
     window_s: float
 
     def of_steps(self, step_ms: float) -> "Effort":
-        """The same, or windows long enough to hold some steps."""
+        """Return windows long enough for at least `_LEAST_STEPS` steps."""
         return replace(self, window_s=max(self.window_s, _LEAST_STEPS * step_ms / 1000))
 
 
 def full_rows(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -> Setting:
-    """Workers whose rows can decode without an end until everything is measured."""
+    """Configure workers whose rows decode until the measurement is complete."""
     measured_s = effort.num_windows * (effort.window_s + 1) + 10
     max_model_len = _PROMPT_TOKENS[1] + int(measured_s * 1000 / step_ms) + _SPARE_STEPS
     num_blocks = int(num_rows * -(-max_model_len // BLOCK_SIZE) * 1.02) + 2
@@ -44,7 +44,7 @@ def full_rows(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -
 
 
 def decoding(stack: BenchStack, setting: Setting) -> None:
-    """Fills every row with a sequence that decodes on."""
+    """Fill every row with a sequence that decodes until the measurement is complete."""
     num_requests = setting.num_workers * int(setting.model["max_num_seqs"])
     max_tokens = int(setting.model["max_model_len"]) - _PROMPT_TOKENS[1]
     stack.run(
@@ -73,10 +73,11 @@ def throughput(sizes: Sequence[tuple[int, float]], num_rows: int, effort: Effort
         name="throughput",
         title=f"Decoding with {num_rows} rows per worker",
         notes=[
-            "Every row decodes. *Of ideal* is the tokens that the load received against rows / "
-            "step time. *CPU* is the scheduler process's time per step: its mean by the kernel's "
-            "count, and the distribution between one result and the next. *Cores* are what each "
-            "kind of process used; where their sum is the machine's, the machine is the limit.",
+            "Every row decodes. *Of ideal* is the rate of received tokens as a share of rows / "
+            "step time. *CPU* is the scheduler process's CPU time per step: the mean by the Linux "
+            "kernel's counters, and percentiles of the time between two results. *Cores* are the "
+            "cores used by each kind of process; if they add up to the machine's, the machine is "
+            "the limit.",
         ],
         columns=COLUMNS,
         rows=rows,

@@ -1,5 +1,6 @@
-"""`python -m benchmarks.scheduler.worker_host CONTROL MODEL SOCKET...`: simulated workers, each
-with a server and a device thread of its own, in one process. MODEL is a SimModel as JSON.
+"""`python -m benchmarks.scheduler.worker_host CONTROL MODEL SOCKET...`: simulated workers.
+
+They run in one process, each with its own server and device thread. MODEL is a SimModel as JSON.
 """
 
 import asyncio
@@ -12,21 +13,20 @@ import grpc
 from benchmarks.scheduler import control
 from quire.internal.v1 import worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
-from worker_svc.device_thread import DeviceThread
-from worker_svc.servicer import WorkerServicer
-from worker_svc.sim.engine import sim_engine
-from worker_svc.sim.model import SimModel
-from worker_svc.sim.runner import SimRunner
+from worker_svc.runner.device_thread import DeviceThread
+from worker_svc.service.servicer import WorkerServicer
+from worker_svc.sim.runner import SimModel, SimRunner
+from worker_svc.sim.runner_loading import loaded_runner
 
 
 class WorkerHost:
-    """The runners, for questions that come on another thread."""
+    """Controls the runners from the control thread."""
 
     def __init__(self, model: SimModel, num_workers: int) -> None:
         self.runners = [SimRunner(model) for _ in range(num_workers)]
 
     def hold(self) -> None:
-        """No step ends from here on."""
+        """Block all steps until `release`."""
         for runner in self.runners:
             runner.gate.clear()
 
@@ -35,8 +35,8 @@ class WorkerHost:
             runner.gate.set()
 
     def violations(self) -> list[str]:
-        """What broke a rule of paged attention."""
-        return [str(error) for runner in self.runners for error in runner.ledger.violations]
+        """Return the plans' violations of the rules of paged attention."""
+        return [str(error) for runner in self.runners for error in runner.kv_checker.violations]
 
 
 async def _main(path: Path, model: SimModel, sockets: list[str]) -> None:
@@ -51,7 +51,7 @@ async def _main(path: Path, model: SimModel, sockets: list[str]) -> None:
 
 async def _serve(runner: SimRunner, address: str) -> grpc.aio.Server:
     servicer = WorkerServicer(DeviceThread())
-    servicer.serve(sim_engine(runner))
+    servicer.serve(loaded_runner(runner))
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     server.add_insecure_port(address)

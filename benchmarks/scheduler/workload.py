@@ -1,4 +1,4 @@
-"""Requests to be made: a function of a few numbers and a seed."""
+"""Requests generated from a few parameters and a seed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,13 @@ _VOCABULARY = 32000
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Each pair is the least and the most, drawn uniformly."""
+    """Parameters of the requests. Pairs are limits of a uniform distribution."""
 
     num_requests: int
-    # Requests that are under way at once.
     concurrency: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
-    # Every prompt begins with one of these, chosen with a probability of 1 / rank.
+    # Every prompt begins with one of these, chosen with a probability proportional to 1 / rank.
     num_prefixes: int = 0
     prefix_tokens: int = 0
     seed: int = 1

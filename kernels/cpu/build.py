@@ -1,6 +1,8 @@
-"""`python -m kernels.cpu.build`: compiles the C++ kernels, unless that has been done before.
+"""Compiles the C++ kernels unless they are up to date: `python -m kernels.cpu.build`.
 
-Needs g++ and ninja. Any number of processes may do so at once: one compiles, the others wait.
+Requires g++ and ninja. Processes may run it concurrently: one compiles, the others wait. Prints the
+library's file or, with exit status 1, the reason why there is none. The reason is on stdout because
+torch and the interpreter write unrelated warnings to stderr.
 """
 
 import fcntl
@@ -15,21 +17,23 @@ from kernels.cpu.library import (
     COMPILER_FLAGS,
     LINKER_FLAGS,
     NAME,
+    SOURCE_FOLDER,
     build_folder,
     complete_mark,
     library_file,
     sources,
 )
 
-# The lock of torch's own, which outlives a process that is killed while it compiles.
+# torch's lock file, which outlives a process that is killed while it compiles.
 _TORCH_LOCK = "lock"
 
 
 def build() -> Path:
-    """The library's file. RuntimeError, with what the compiler said, if it cannot be compiled."""
+    """Return the library's file. RuntimeError with the compiler's output if it cannot be
+    compiled."""
     folder = build_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    # A lock of the system's ends with the process that holds it.
+    # The kernel releases a file lock when its process ends.
     with (folder / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not complete_mark(folder).exists():
@@ -43,13 +47,14 @@ def _compile(folder: Path) -> None:
     compiler = get_cxx_compiler()  # type: ignore[no-untyped-call]
     if shutil.which(compiler) is None:
         raise RuntimeError(f"there is no C++ compiler: {compiler} is not on the path")
-    # A ninja that came with this environment is not on the path of those who call it by its name.
+    # torch looks for ninja on the path, where this environment's may not be.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     load(
         name=NAME,
         sources=[str(path) for path in sources()],
         extra_cflags=list(COMPILER_FLAGS),
         extra_ldflags=list(LINKER_FLAGS),
+        extra_include_paths=[str(SOURCE_FOLDER)],
         build_directory=str(folder),
         with_cuda=False,
         is_python_module=False,
@@ -62,4 +67,5 @@ if __name__ == "__main__":
     try:
         print(build())
     except RuntimeError as error:
-        sys.exit(str(error))
+        print(error)
+        sys.exit(1)

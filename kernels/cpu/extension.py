@@ -1,4 +1,4 @@
-"""The C++ kernels in this process, as `torch.ops.quire`."""
+"""Loads the C++ kernels into this process, as `torch.ops.quire`."""
 
 import subprocess
 import sys
@@ -15,28 +15,29 @@ _LINES_OF_OUTPUT = 20
 
 
 def is_compiled() -> bool:
-    """Whether `load_extension` finds the library as it is to be."""
+    """Whether an up-to-date library exists."""
     return complete_mark(build_folder()).exists()
 
 
 @cache
 def load_extension() -> bool:
-    """Whether `torch.ops.quire` is there; compiles it if need be, which takes about a minute.
+    """Load `torch.ops.quire`, compiling it if necessary, which takes about a minute.
 
-    Without a compiler, or where the sources do not compile, it warns once.
+    Returns False, with a warning, if there is no compiler or the sources do not compile.
     """
     if not is_compiled():
-        # In a process of its own: what compiling takes in memory does not stay in this one.
+        # In another process, so that the memory for compiling is not kept by this one.
         built = subprocess.run(
             [sys.executable, "-m", "kernels.cpu.build"],
             cwd=_ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             text=True,
         )
         if built.returncode:
-            output = "\n".join(built.stdout.splitlines()[-_LINES_OF_OUTPUT:])
-            warnings.warn(f"no C++ kernels, so models run slowly: {output}", stacklevel=2)
+            # A build that crashed printed no reason; its traceback is on stderr.
+            output = built.stdout.strip() or built.stderr.strip()
+            reason = "\n".join(output.splitlines()[-_LINES_OF_OUTPUT:])
+            warnings.warn(f"no C++ kernels, so models run slowly: {reason}", stacklevel=2)
             return False
     torch.ops.load_library(str(library_file(build_folder())))  # type: ignore[no-untyped-call]
     return True

@@ -1,4 +1,4 @@
-"""Where the library of C++ kernels lies: a folder per content of its sources, torch and flags."""
+"""The library of C++ kernels in its folder, one per content of sources, flags and torch version."""
 
 import hashlib
 import os
@@ -8,25 +8,26 @@ from typing import Final
 import torch
 
 NAME: Final = "quire_kernels"
-# Instruction sets beyond the processor family's first are asked for within the sources, function by
-# function.
+# Without -march: the sources name the instruction sets of their functions.
 COMPILER_FLAGS: Final = ("-O3", "-pthread", "-fvisibility=hidden", "-Wall")
 LINKER_FLAGS: Final = ("-pthread",)
+# Includes are relative to it.
+SOURCE_FOLDER: Final = Path(__file__).parent
 
-_HERE = Path(__file__).parent
 _CACHE_VARIABLE = "QUIRE_KERNEL_CACHE"
 
 
-def sources() -> list[Path]:
-    """What is compiled; what it includes lies beside it."""
-    return sorted(_HERE.glob("*.cpp"))
+def sources(folder: Path = SOURCE_FOLDER) -> list[Path]:
+    """The files to be compiled. No two have the same name, as torch names their objects by it."""
+    return sorted(folder.rglob("*.cpp"))
 
 
-def build_folder() -> Path:
-    """The folder that this build belongs in, below `QUIRE_KERNEL_CACHE` or the user's cache."""
+def build_folder(source_folder: Path = SOURCE_FOLDER) -> Path:
+    """The folder of this build, below `QUIRE_KERNEL_CACHE` or the user's cache."""
     digest = hashlib.sha256(repr((torch.__version__, COMPILER_FLAGS, LINKER_FLAGS)).encode())
-    for path in sorted([*sources(), *_HERE.glob("*.h")]):
-        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    for path in sorted([*sources(source_folder), *source_folder.rglob("*.h")]):
+        name = path.relative_to(source_folder).as_posix()
+        digest.update(f"\0{name}\0".encode() + path.read_bytes())
     cache = os.environ.get(_CACHE_VARIABLE) or Path.home() / ".cache" / "quire" / "kernels"
     return Path(cache) / digest.hexdigest()[:16]
 
@@ -36,5 +37,5 @@ def library_file(folder: Path) -> Path:
 
 
 def complete_mark(folder: Path) -> Path:
-    """Stands only beside a library that was linked to its end."""
+    """The file that marks a library as completely linked."""
     return folder / "complete"

@@ -1,9 +1,9 @@
-// Tensors described to the kernels in plain structures.
+// Converts torch's tensors to the kernels' views, with checks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include "kernels.h"
+#include "tensor_views.h"
 
 namespace quire {
 
@@ -20,12 +20,18 @@ inline Format format_of(const Tensor& tensor) {
   }
 }
 
+// Whether all operations support the numbers: those of 8 bits are for caches alone.
+inline bool is_wide(const Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+}
+
 // The same numbers, dense in the last dimension.
 inline Tensor dense(const Tensor& tensor) {
   return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-inline Tokens tokens_of(const Tensor& tensor) {
+inline HeadsView heads_view(const Tensor& tensor) {
   TORCH_CHECK(tensor.dim() == 3 && tensor.is_cpu(), "tokens are [num_tokens, num_heads, dim]");
   TORCH_CHECK(tensor.stride(2) == 1 || tensor.size(2) == 1, "a head's numbers must be dense");
   return {tensor.data_ptr(), format_of(tensor), tensor.stride(0), tensor.stride(1)};

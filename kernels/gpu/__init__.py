@@ -1,1 +1,2 @@
-"""Kernels in Triton, for GPUs. A twin of each stands beside the operation, in `kernels/`."""
+"""Triton kernels and their launches, called by the operations in `kernels/`, which hold the
+references."""

@@ -1,7 +1,7 @@
-"""`paged_attention` in Triton: which kernels are launched for a batch, and how.
+"""`paged_attention` in Triton: chooses and launches the kernels for a batch.
 
-Everything is decided from what the host knows. Nothing waits for the device, so a captured graph
-serves every batch that keeps to the bounds it was captured with.
+Launches depend only on values on the host, so nothing waits for the device, and a captured graph is
+valid for every batch within the bounds of its capture.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.attention_kernels import merge_partitions_kernel, paged_attention_kernel
+from kernels.gpu.attention_kernels import paged_attention_kernel
+from kernels.gpu.attention_merge import merge_partitions_kernel
 from kernels.gpu.launch import (
     AttentionLaunch,
     attention_launch,
@@ -21,7 +22,8 @@ from kernels.gpu.launch import (
     padded_dim,
     stride_unit,
 )
-from kernels.paged_batch import PagedBatch
+from kernels.inputs.attention_options import AttentionOptions
+from kernels.inputs.paged_batch import PagedBatch
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -39,13 +41,7 @@ class _Call:
     k_cache: Tensor
     v_cache: Tensor
     batch: PagedBatch
-    scale: float  # of scores, the keys' scale included
-    softcap: float | None
-    window: int | None
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    v_scale: float
-    partition_keys: int | None
+    options: AttentionOptions
 
     @property
     def group_size(self) -> int:
@@ -54,14 +50,14 @@ class _Call:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of products' factors; they are added up in float32."""
+        """The dtype of factors; sums are in float32."""
         if self.k_cache.dtype.itemsize == 1 or self.k_cache.dtype == self.query.dtype:
             return self.query.dtype
         return torch.float32
 
     @property
     def decode_rows(self) -> int:
-        """Of a tile for short queries."""
+        """Rows of a tile for short queries."""
         return decode_tile_rows(self.group_size, self.compute_dtype, max(self.padded_dims))
 
     @property
@@ -78,7 +74,7 @@ class _Call:
 
     @property
     def decode_tokens(self) -> int:
-        """The most query tokens of a sequence for which one small tile is enough."""
+        """The most query tokens of a sequence that fit into one small tile."""
         return self.decode_rows // self.heads_per_tile
 
     def launch(self, is_decode: bool) -> AttentionLaunch:
@@ -95,18 +91,18 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Whose queries a launch serves."""
+    """The queries of a launch, by the number of tokens of their sequence."""
 
     shortest: int
     longest: int
-    one_tile: bool  # is enough for each sequence
+    one_tile: bool  # whether each sequence fits into one tile
 
 
 @dataclass(frozen=True)
 class _Partials:
-    """What programs leave of the partitions of sequences, as the kernel describes it."""
+    """Partial results of partitions, in the layout of `paged_attention_kernel`."""
 
-    fewest_keys: int  # of a partition; whole tiles
+    fewest_keys: int  # of a partition; a multiple of the tile
     sums: Tensor
     stats: Tensor
 
@@ -116,43 +112,22 @@ def paged_attention_triton(
     k_cache: Tensor,
     v_cache: Tensor,
     batch: PagedBatch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    partition_keys: int | None = None,
+    options: AttentionOptions,
     out: Tensor,
 ) -> Tensor:
-    """As `kernels.attention.paged_attention`; blocks are not checked, since the host does not see
-    them.
+    """As `kernels.attention.paged_attention`, without checks of block ids, which are on the device.
 
-    Sequences with few queries and those with many are served by one kernel with tiles of two
-    sizes; where both may be there, it is launched twice, and each leaves out the others.
+    Short and long queries take tiles of two sizes. If a batch may have both, the kernel is launched
+    twice, and each launch skips the other's sequences.
     """
     num_tokens = query.shape[0]
     if num_tokens == 0:
         return out
-    call = _Call(
-        out=out,
-        query=query if query.stride(2) == 1 else query.contiguous(),
-        k_cache=k_cache,
-        v_cache=v_cache,
-        batch=batch,
-        scale=scale * k_scale,
-        softcap=softcap,
-        window=sliding_window,
-        sinks=None if sinks is None else sinks.contiguous(),
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
-        v_scale=v_scale,
-        partition_keys=partition_keys,
-    )
+    query = query if query.stride(2) == 1 else query.contiguous()
+    call = _Call(out, query, k_cache, v_cache, batch, options)
     max_query_len = num_tokens if batch.max_query_len is None else batch.max_query_len
     has_long = max_query_len > call.decode_tokens
-    # Equally long sequences are all of one kind.
+    # If all sequences have the longest query, none is short.
     has_short = not has_long or num_tokens < len(batch.seq_lens) * max_query_len
     if has_long:
         _attend_long(call, call.decode_tokens + 1 if has_short else 1)
@@ -164,24 +139,25 @@ def paged_attention_triton(
 def _attend_long(call: _Call, shortest_query: int) -> None:
     launch = call.launch(is_decode=False)
     num_tokens, num_seqs = call.query.shape[0], len(call.batch.seq_lens)
-    # The last tile of a sequence may be part of one.
+    # Each sequence may have a partial tile.
     num_tiles = num_tokens // (launch.tile_rows // call.heads_per_tile) + num_seqs
     queries = _Queries(shortest_query, num_tokens, one_tile=False)
     _attend(call, launch, (call.num_head_tiles, num_tiles, 1), queries, None)
 
 
 def _attend_short(call: _Call, longest_query: int) -> None:
-    """Of sequences with up to `longest_query` queries; where there are few, their keys are cut."""
+    """Launch for sequences of up to `longest_query` tokens; keys are partitioned if there are
+    few."""
     launch = call.launch(is_decode=True)
     num_seqs, num_head_tiles = len(call.batch.seq_lens), call.num_head_tiles
-    fewest_keys = fewest_partition_keys(call.partition_keys, launch.tile_keys)
+    fewest_keys = fewest_partition_keys(call.options.partition_keys, launch.tile_keys)
     max_keys = call.batch.max_seq_len
     if max_keys is None:
         max_keys = call.batch.block_table.shape[1] * call.batch.block_size
-    if call.window is not None:
-        max_keys = min(max_keys, call.window + longest_query + launch.tile_keys)
+    if call.options.sliding_window is not None:
+        max_keys = min(max_keys, call.options.sliding_window + longest_query + launch.tile_keys)
     parts = -(-max_keys // fewest_keys)
-    if call.partition_keys is None:
+    if call.options.partition_keys is None:
         gpu = gpu_of(call.query.device)
         parts = num_partitions(gpu, num_seqs * num_head_tiles, max_keys)
     queries = _Queries(1, longest_query, one_tile=True)
@@ -210,6 +186,7 @@ def _attend(
     queries: _Queries,
     partials: _Partials | None,
 ) -> None:
+    options = call.options
     strides = (
         *call.out.stride()[:2],
         *call.query.stride()[:2],
@@ -224,8 +201,8 @@ def _attend(
         call.batch.block_table,
         call.batch.query_start_loc,
         call.batch.seq_lens,
-        call.sinks,
-        call.alibi_slopes,
+        _contiguous(options.sinks),
+        _contiguous(options.alibi_slopes),
         None if partials is None else partials.sums,
         None if partials is None else partials.stats,
         len(call.batch.seq_lens),
@@ -233,10 +210,10 @@ def _attend(
         queries.longest,
         0 if partials is None else partials.fewest_keys,
         grid[2],
-        call.scale,
-        call.softcap,
-        call.window,
-        call.v_scale,
+        options.scale * options.k_scale,
+        options.softcap,
+        options.sliding_window,
+        options.v_scale,
         *strides,
         call.batch.block_table.stride(0),
         GROUP_SIZE=call.group_size,
@@ -258,6 +235,10 @@ def _attend(
     )
 
 
+def _contiguous(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.contiguous()
+
+
 def _merge(call: _Call, launch: AttentionLaunch, longest_query: int, partials: _Partials) -> None:
     num_seqs, num_head_tiles, num_partitions = partials.stats.shape[:3]
     merge_partitions_kernel[(num_head_tiles, num_seqs, longest_query * call.heads_per_tile)](
@@ -269,8 +250,8 @@ def _merge(call: _Call, launch: AttentionLaunch, longest_query: int, partials: _
         longest_query,
         partials.fewest_keys,
         num_partitions,
-        call.window,
-        call.v_scale,
+        call.options.sliding_window,
+        call.options.v_scale,
         *call.out.stride()[:2],
         GROUP_SIZE=call.group_size,
         HEADS_PER_TILE=call.heads_per_tile,

@@ -1,7 +1,7 @@
-"""Whole blocks of caches, copied by Triton: bytes, all layers in one launch.
+"""Copies whole blocks of caches in Triton, as bytes, all layers in one launch.
 
-A kernel knows caches by their addresses, so either side may be host memory that is pinned, which a
-GPU reads and writes in place.
+The kernel takes addresses of caches, so that either side may be pinned host memory, which a GPU
+accesses directly.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK: Final = 2048  # words that a program copies at a time
-# So many bytes a thread moves at once, if all blocks begin at a multiple of them.
+# Bytes that a thread copies at once, if all blocks are aligned to them.
 _VECTOR_BYTES: Final = 16
 _WORD_BYTES: Final = 4
 _MAX_SPLITS: Final = 16  # of one block of one cache
-# Of copies within a device: a few for each multiprocessor of a large one. A link to the host is
-# kept busy by fewer, which leave the others to compute.
+# A few programs per multiprocessor of a large GPU. Fewer saturate a link to the host, and leave the
+# other multiprocessors to computation.
 _DEVICE_PROGRAMS: Final = 2048
 _LINK_PROGRAMS: Final = 64
 
@@ -33,8 +33,8 @@ def copy_blocks_triton(
     source_ids: Tensor,
     destination_ids: Tensor,
 ) -> None:
-    """As `swap_blocks`. Caches are contiguous, on one device or in pinned memory; ids are on the
-    host, and what they name is copied in the order of the current stream."""
+    """As `swap_blocks`, on the current stream. Caches are contiguous, on one device or in pinned
+    memory; ids are on the host."""
     _require_within(source_ids, sources)
     _require_within(destination_ids, destinations)
     if not len(source_ids) or not sources:
@@ -49,7 +49,7 @@ def copy_blocks_triton(
 
 
 def _require_within(block_ids: Tensor, caches: Sequence[Tensor]) -> None:
-    """IndexError if a cache lacks one of the blocks: a GPU would take its process down."""
+    """IndexError if a cache lacks a block: on a GPU the access would end the process."""
     num_blocks = min((len(cache) for cache in caches), default=0)
     if len(block_ids) and not (block_ids.min() >= 0 and block_ids.max() < num_blocks):
         raise IndexError(f"blocks must be 0 to {num_blocks - 1}: {block_ids.tolist()}")
@@ -61,7 +61,7 @@ def _is_read_and_written(
     source_ids: Tensor,
     destination_ids: Tensor,
 ) -> bool:
-    """Whether a block is source and destination, so that it may be written before it is read."""
+    """Whether a block is both source and destination, and might be written before it is read."""
     if sources[0].data_ptr() != destinations[0].data_ptr():
         return False
     return bool(torch.isin(source_ids, destination_ids).any())
@@ -103,7 +103,7 @@ def _require_same_blocks(sources: Sequence[Tensor], destinations: Sequence[Tenso
 
 
 def _grid(num_moves: int, words: int, is_within: bool) -> tuple[int, int]:
-    """Programs, and splits of each block: the more, the fewer blocks there are."""
+    """Programs, and splits of each block: more splits if there are fewer blocks."""
     programs = _DEVICE_PROGRAMS if is_within else _LINK_PROGRAMS
     moves = min(num_moves, programs)
     splits = min(_MAX_SPLITS, triton.cdiv(words, _BLOCK), programs // moves)
@@ -112,32 +112,27 @@ def _grid(num_moves: int, words: int, is_within: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _on_device(table: Table, device: torch.device) -> Tensor:
-    """int64 `[num_caches, 3]`, copied once: caches live as long as their worker."""
+    """The table as int64 `[num_caches, 3]`, sent once: caches live as long as their worker."""
     return _sent(torch.tensor(table, dtype=torch.int64), device)
 
 
 def _moved(source_ids: Tensor, destination_ids: Tensor, device: torch.device) -> Tensor:
-    """Both ids, int64 `[2, num_moves]`, on their way to the device."""
+    """Send both ids to the device, int64 `[2, num_moves]`."""
     return _sent(torch.stack([source_ids, destination_ids]), device)
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """Nobody waits until they are there."""
+    """Send numbers to the device without waiting."""
     if device.type != "cuda":
         return numbers
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_moves"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_blocks", "num_moves"])
 def _copy_kernel(  # type: ignore[no-untyped-def]
-    table,
-    ids,
-    num_blocks,
-    num_moves,
-    WORD_BYTES: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    table, ids, num_blocks, num_moves, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copies one block of one cache after the other, or its part of each."""
+    """Copy blocks of caches, one after another, or one split of each."""
     word: tl.constexpr = tl.int32 if WORD_BYTES == 4 else tl.int8
     splits = tl.num_programs(1)
     for move in range(tl.program_id(0), num_moves, tl.num_programs(0)):

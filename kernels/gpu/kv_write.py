@@ -1,4 +1,4 @@
-"""`kv_write` in Triton: a program writes a few rows, each of them one head of one token."""
+"""`kv_write` in Triton: a program writes a few rows, each one head of one token."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def kv_write_triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """As `kernels.kv_write.kv_write`, but slots are not checked: the host does not see them."""
+    """As `kernels.kv_write.kv_write`, without checks of slots, which are on the device."""
     num_tokens, num_heads, key_dim = key.shape
     value_dim = value.shape[2]
     if num_tokens * num_heads == 0:
@@ -62,11 +62,11 @@ def kv_write_triton(
 
 
 def _dense(states: Tensor) -> Tensor:
-    """With numbers of a head beside each other."""
+    """The states with contiguous heads."""
     return states if states.stride(2) == 1 else states.contiguous()
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])
 def _kv_write_kernel(  # type: ignore[no-untyped-def]
     key,
     value,
@@ -80,23 +80,24 @@ def _kv_write_kernel(  # type: ignore[no-untyped-def]
     key_head_stride,
     value_token_stride,
     value_head_stride,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    KEY_DIM: tl.constexpr,  # noqa: N803
-    VALUE_DIM: tl.constexpr,  # noqa: N803
-    PADDED_KEY_DIM: tl.constexpr,  # noqa: N803
-    PADDED_VALUE_DIM: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    SCALED: tl.constexpr,  # noqa: N803
-    MANTISSA_BITS: tl.constexpr,  # noqa: N803
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    # Ids times strides pass 2^31 in a large pool, heads times strides where heads come first.
+    # 64 bits: ids times strides exceed 2^31 in a large pool, heads times strides if heads are
+    # first.
     heads = (rows % NUM_HEADS).to(tl.int64)
     tokens = (rows // NUM_HEADS).to(tl.int64)
     slots = tl.load(slot_mapping + tokens, mask=inside, other=-1).to(tl.int64)
     entries = slots * NUM_HEADS + heads
-    # All is read before anything is written, so that reads wait for memory together.
+    # All loads precede the stores, so that their latencies overlap.
     key_dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
     key_rows = key + (tokens * key_token_stride + heads * key_head_stride)[:, None]
     key_mask = (slots >= 0)[:, None] & (key_dims < KEY_DIM)
@@ -112,26 +113,26 @@ def _kv_write_kernel(  # type: ignore[no-untyped-def]
     tl.store(v_cache + (entries * VALUE_DIM)[:, None] + value_dims, values, mask=value_mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _quantised(states, scale, DTYPE: tl.constexpr, MANTISSA_BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _quantised(states, scale, DTYPE: tl.constexpr, MANTISSA_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     scaled = tl.div_rn(states.to(tl.float32), scale)
-    # With two `return`s the compiler would want both to give the same type.
+    # Triton requires two `return` statements to have the same type.
     return scaled.to(DTYPE) if MANTISSA_BITS == 0 else _to_8_bits(scaled, MANTISSA_BITS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _to_8_bits(numbers, MANTISSA_BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The bits of the nearest 8-bit numbers, ties to even; too large ones become the largest.
+@triton.jit
+def _to_8_bits(numbers, MANTISSA_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bits of the nearest 8-bit numbers, ties to even, saturating.
 
-    By hand, since not every device has an instruction for it, nor does the interpreter round.
+    Written out, as not every device has an instruction for it, and the interpreter does not round.
     """
-    # e4m3 has no infinity, and its largest number lies one below NaN; e5m2 is like half precision.
-    BIAS: tl.constexpr = 7 if MANTISSA_BITS == 3 else 15  # noqa: N806
-    LARGEST: tl.constexpr = 448.0 if MANTISSA_BITS == 3 else 57344.0  # noqa: N806
-    SHIFT: tl.constexpr = 23 - MANTISSA_BITS  # noqa: N806
-    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)  # noqa: N806
-    # Beside this number the last bit of single precision is the smallest 8-bit number.
-    BESIDE: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA_BITS)  # noqa: N806
+    # e4m3 has no infinity, and its largest number is one below NaN; e5m2 is like half precision.
+    BIAS: tl.constexpr = 7 if MANTISSA_BITS == 3 else 15
+    LARGEST: tl.constexpr = 448.0 if MANTISSA_BITS == 3 else 57344.0
+    SHIFT: tl.constexpr = 23 - MANTISSA_BITS
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    # Near this number the last bit of single precision is the smallest 8-bit number.
+    BESIDE: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA_BITS)
     signs = (numbers.to(tl.int32, bitcast=True) >> 24) & 0x80
     sizes = tl.abs(numbers)
     is_nan = sizes != sizes

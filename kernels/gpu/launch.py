@@ -1,6 +1,6 @@
-"""How kernels are launched: plain functions of the device and of what the host knows.
+"""Launch parameters: pure functions of the device and of values on the host.
 
-Nothing here is measured while serving: a search would stall the first request of each shape, and
+There is no autotuning while serving: a search would stall the first request of each shape, and
 could not run while a graph is captured.
 """
 
@@ -15,20 +15,20 @@ import torch
 _FEWEST_ROWS: Final = 16
 _MOST_ROWS: Final = 128
 _MOST_SINGLE_ROWS: Final = 32  # in single precision
-# Of a program, beside queries, keys and values.
+# Of a program, besides queries, keys and values.
 _OTHER_SHARED_BYTES: Final = 2048
-# Programs per multiprocessor that decoding wants: a few waves, so that the last one costs little.
+# Programs per multiprocessor in decoding: a few waves, so that an incomplete last one costs little.
 _DECODE_PROGRAMS: Final = 8
-# Fewer keys are not worth a partition: its sums are written, and read again.
+# Fewer keys are not worth a partition, whose sums are written and read again.
 _FEWEST_PARTITION_KEYS: Final = 256
 _MOST_PARTITIONS: Final = 128
-# What a program of `kv_write` moves of keys, and again of values.
+# Bytes of keys, and again of values, per program of `kv_write`.
 _WRITE_BYTES: Final = 8192
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What launches depend on."""
+    """The properties of a GPU that launches depend on."""
 
     capability: tuple[int, int]
     num_multiprocessors: int
@@ -40,13 +40,13 @@ class Gpu:
         return 1024 * kib.get(self.capability, 99 if self.capability >= (8, 6) else 64)
 
 
-# Launches of the interpreter are those of an H200.
+# The interpreter uses the launches of an H200.
 INTERPRETED: Final = Gpu(capability=(9, 0), num_multiprocessors=132)
 
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """INTERPRETED if the device is no GPU."""
+    """The properties of a device; INTERPRETED if it is not a GPU."""
     if device.type != "cuda":
         return INTERPRETED
     properties = torch.cuda.get_device_properties(device)
@@ -55,20 +55,20 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """Of the programs of `paged_attention`."""
+    """Launch parameters of `paged_attention`."""
 
     tile_rows: int  # query tokens times the heads that share a key head
     tile_keys: int
     num_warps: int
     num_stages: int  # of the pipeline that fetches keys and values
-    # Of products in single precision: three products of 19-bit numbers lose nothing that counts,
-    # run on tensor cores, and take a part of the registers of exact ones.
+    # Of products in single precision: three products of 19-bit numbers are precise enough, run on
+    # tensor cores, and take fewer registers than exact ones.
     precision: str = "tf32x3"
 
 
 def decode_tile_rows(group_size: int, compute_dtype: torch.dtype, widest: int) -> int:
-    """Rows of a tile for short queries: a token's heads, where one tile can hold them all.
-    `widest` is the larger one of the heads' padded sizes."""
+    """Rows of a tile for short queries: a token's heads, if they fit into one tile. `widest` is the
+    larger of the heads' padded dimensions."""
     most = _MOST_ROWS
     if compute_dtype == torch.float32:
         most = _FEWEST_ROWS if widest > 128 else _MOST_SINGLE_ROWS
@@ -84,16 +84,16 @@ def attention_launch(
     decode_rows: int,
     is_decode: bool,
 ) -> AttentionLaunch:
-    """For heads of `padded_dims` (of keys, of values). Tiles for short queries have `decode_rows`
-    (`decode_tile_rows`), those for long ones at least as many.
+    """The launch for heads of `padded_dims` (of keys, of values). Tiles for short queries have
+    `decode_rows` (`decode_tile_rows`), those for long ones at least as many.
 
-    Chosen so that nothing spills from registers; what was compiled is in the tests.
+    Chosen so that no register spills; tests check the compiled code.
     """
     widest = max(padded_dims)
     if compute_dtype == torch.float32:
         launch = _single_precision_launch(widest, decode_rows, is_decode)
     elif is_decode and decode_rows < _MOST_ROWS:
-        # Memory's time alone counts: many bytes in flight.
+        # Memory is the bottleneck: many bytes are in-flight.
         keys = (64 if widest > 128 else 128) // cache_dtype.itemsize
         launch = AttentionLaunch(decode_rows, keys, 4 if decode_rows < 64 else 8, 4)
     else:
@@ -117,7 +117,7 @@ def _single_precision_launch(widest: int, decode_rows: int, is_decode: bool) -> 
 def _fitting(
     launch: AttentionLaunch, gpu: Gpu, padded_dims: tuple[int, int], dtype: torch.dtype
 ) -> AttentionLaunch:
-    """The same with fewer stages, then with fewer keys, until it fits into shared memory."""
+    """Reduce stages, then keys, until the launch fits into shared memory."""
     rows, keys = launch.tile_rows, launch.tile_keys
     stages = launch.num_stages
     query_bytes = rows * padded_dims[0] * dtype.itemsize
@@ -133,10 +133,10 @@ def _fitting(
 
 
 def num_partitions(gpu: Gpu, num_programs: int, max_keys: int) -> int:
-    """Into how many parts the keys of decoding sequences are cut.
+    """The number of partitions of the keys of decoding sequences.
 
-    `num_programs` is the number without any cut (sequences times tiles of heads), `max_keys` bounds
-    the keys of a sequence.
+    `num_programs` is the number without partitions (sequences times tiles of heads), `max_keys` an
+    upper bound of the keys of a sequence.
     """
     wanted = -(-_DECODE_PROGRAMS * gpu.num_multiprocessors // max(num_programs, 1))
     useful = -(-max_keys // _FEWEST_PARTITION_KEYS)
@@ -144,25 +144,25 @@ def num_partitions(gpu: Gpu, num_programs: int, max_keys: int) -> int:
 
 
 def fewest_partition_keys(partition_keys: int | None, tile_keys: int) -> int:
-    """Of a part; a multiple of the tile. `partition_keys` is a caller's wish."""
+    """The fewest keys of a partition, a multiple of the tile; `partition_keys` if it is set."""
     return -(-(partition_keys or _FEWEST_PARTITION_KEYS) // tile_keys) * tile_keys
 
 
 def stride_unit(strides: Sequence[int]) -> int:
-    """What a kernel is to know that it divides all strides, beyond what the compiler finds out for
-    itself, which is multiples of 16."""
+    """A divisor of all strides, to be declared to the compiler: 8, or 1 if 8 is none, or if 16 is
+    one, which Triton detects itself."""
     if all(stride % 16 == 0 for stride in strides):
         return 1
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 
 def kv_write_rows(padded_dim: int, itemsize: int) -> int:
-    """Rows (a head of a token each) of one program of `kv_write`."""
+    """Rows, each a head of a token, per program of `kv_write`."""
     return max(_next_power_of_2(_WRITE_BYTES // (padded_dim * itemsize)), 1)
 
 
 def padded_dim(dim: int) -> int:
-    """Of a tile: a power of two that tensor cores multiply."""
+    """The dimension in a tile: a power of two that tensor cores support."""
     return max(_next_power_of_2(dim), 16)
 
 

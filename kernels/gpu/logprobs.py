@@ -1,8 +1,8 @@
-"""Log-probabilities and ranks in Triton, in two launches: tiles of a row side by side, then rows.
+"""Log-probabilities and ranks in Triton, in two launches: tiles of a row in parallel, then rows.
 
-A token's rank in its row is that of a key, all of which are different: the larger logit has the
-larger key, and of equal logits the lower token id. The most likely tokens of a row are among those
-of its tiles; they are taken one after the other, the largest key first.
+Tokens are ranked by distinct keys: the larger logit has the larger key, and of equal logits the
+lower token id. The most likely tokens of a row are among those of its tiles, and are selected one
+after another, the largest key first.
 """
 
 from typing import Final
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of the most likely tokens; every one costs a look over all keys.
+# The most likely tokens at most; each costs a pass over all keys.
 MAX_TOP: Final = 32
 _TILE: Final = 4096
 _NO_KEY: Final = tl.constexpr(-(2**63))
@@ -21,8 +21,9 @@ Entries = tuple[Tensor, Tensor, Tensor]
 
 
 def token_logprobs_triton(logits: Tensor, token_ids: Tensor, num_top: int) -> Entries:
-    """The Triton form of `token_logprobs`: token ids, log-probabilities and ranks. `num_top` is at
-    most MAX_TOP and the vocabulary's size; logits may have 16 bits, and count as float32."""
+    """`kernels.sampling.token_logprobs` in Triton: token ids, log-probabilities and ranks.
+    `num_top` is at most MAX_TOP and the vocabulary's size; logits of 16 bits are converted to
+    float32."""
     num_rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, _TILE)
     ids = token_ids.new_empty(num_rows, 1 + num_top)
@@ -44,7 +45,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor, num_top: int) -> En
         ranks,
         tiles,
         TILES=triton.next_power_of_2(tiles),
-        # Whatever `num_top` is, so that no other number has to be compiled for.
+        # Independent of `num_top`, so that no other value causes a compilation.
         KEYS=triton.next_power_of_2(tiles * MAX_TOP),
     )
     return ids, logprobs, ranks
@@ -52,8 +53,8 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor, num_top: int) -> En
 
 @triton.jit
 def _key(logit, token_id):  # type: ignore[no-untyped-def]
-    """int64; the larger, the likelier."""
-    # -0.0 becomes 0.0. The bits of a float rise with it if it is positive, and fall if negative.
+    """An int64 key that is larger for a more likely token."""
+    # -0.0 becomes 0.0. Read as integers, negative floats are in reverse order.
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (rising.to(tl.int64) << 32) | (0x7FFFFFFF - token_id).to(tl.int64)
@@ -69,14 +70,14 @@ def _of_key(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _chosen(logits, row_stride, vocab_size, token_ids, row):  # type: ignore[no-untyped-def]
-    """The chosen token and its logit, NaN of one that is not there."""
+    """The chosen token and its logit, NaN if the token does not exist."""
     token_id = tl.load(token_ids + row)
     exists = (token_id >= 0) & (token_id < vocab_size)
     logit = tl.load(logits + row * row_stride + token_id, mask=exists, other=float("nan"))
     return token_id, logit.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_top"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_top"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     logits,
     row_stride,
@@ -87,10 +88,10 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     sums,
     before,
     keys,
-    TILE: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,
 ):
-    """Of one tile: the largest logit, the sum of exponentials relative to it, how many tokens come
-    before the chosen one, and the keys of the most likely tokens."""
+    """Store a tile's largest logit, the sum of exponentials relative to it, the number of tokens
+    ranked before the chosen one, and the keys of the most likely tokens."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     place = row * tl.num_programs(1) + tile
@@ -112,7 +113,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
         left = tl.where(left == best, _NO_KEY, left)
 
 
-@triton.jit(do_not_specialize=["num_top", "tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_top", "tiles"])
 def _row_kernel(  # type: ignore[no-untyped-def]
     logits,
     row_stride,
@@ -127,10 +128,10 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     out_logprobs,
     out_ranks,
     tiles,
-    TILES: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
+    TILES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """Puts a row's tiles together."""
+    """Merge a row's tiles."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     places = row * tiles + tile

@@ -1,15 +1,15 @@
-"""Philox4x32-10, of which `kernels.philox` tells, inside Triton kernels: the same random bits."""
+"""Philox4x32-10 for Triton kernels: the same random bits as `kernels.philox`."""
 
 import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def random_words(seed, position, first_counter, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def random_words(seed, position, first_counter, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]
     """uint32 `[4 * COUNTERS]`: the words of the tokens from `4 * first_counter` on.
 
-    `seed` and `position` are int64 scalars; the counters (c, position, 0, 0) count up from the
-    first one, a word after the other.
+    `seed` and `position` are int64 scalars; the counters are (c, position, 0, 0), with c from
+    `first_counter` on.
     """
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -28,5 +28,5 @@ def random_words(seed, position, first_counter, COUNTERS: tl.constexpr):  # type
         c3 = low0
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-    # A thread has the four words of its counter side by side, as it has the logits they are for.
+    # A thread holds the four words of its counter contiguously, like the logits that they are for.
     return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))

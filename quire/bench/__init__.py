@@ -1,5 +1,5 @@
-"""A load generator: requests that arrive by themselves, and what their clients see of them.
+"""A load generator, which measures latencies and throughput at the client.
 
-Arrivals are open-loop: a slow server does not slow the load. Latencies count from the moment at
-which a request was due, so that nobody's waiting is left out.
+Arrivals are open-loop: a slow server does not slow the load. Latencies count from the arrival of a
+request, so that they include all waiting time. Called by `quire.cli.bench` and by `benchmarks/`.
 """

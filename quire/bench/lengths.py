@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: distributions of token counts, as a command line says them."""
+"""Distributions of prompt and output lengths, parsed from the command line."""
 
 import math
 import random
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 FORMS = "N, N-N (uniform), normal:MEAN,DEVIATION or lognormal:MEDIAN,SIGMA"
 
 _UNIFORM = re.compile(r"(\d+)(?:-(\d+))?")
-_SHAPED = re.compile(r"(normal|lognormal):([\d.]+),([\d.]+)")
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_SHAPED = re.compile(rf"(normal|lognormal):{_NUMBER},{_NUMBER}")
 
 
 @dataclass(frozen=True)
 class Lengths:
     """A distribution of numbers of tokens."""
 
-    # As it was written.
+    # As on the command line.
     form: str
     _draw: Callable[[random.Random], float]
 
@@ -29,13 +30,13 @@ class Lengths:
 
 
 def lengths(form: str) -> Lengths:
-    """The distribution of one of the `FORMS`. ValueError, with what was written, for another."""
+    """Parse one of the `FORMS`. ValueError, with the text, for others."""
     if (uniform := _UNIFORM.fullmatch(form)) is not None:
         low = int(uniform[1])
         return _uniform(form, low, low if uniform[2] is None else int(uniform[2]))
     if (shaped := _SHAPED.fullmatch(form)) is not None:
-        return _shaped(form, shaped[1], _number(form, shaped[2]), _number(form, shaped[3]))
-    raise _wrong(form)
+        return _shaped(form, shaped[1], float(shaped[2]), float(shaped[3]))
+    raise ValueError(f"lengths: expected {FORMS} (got {form!r})")
 
 
 def _uniform(form: str, low: int, high: int) -> Lengths:
@@ -50,14 +51,3 @@ def _shaped(form: str, shape: str, middle: float, width: float) -> Lengths:
     if shape == "normal":
         return Lengths(form, lambda rng: rng.gauss(middle, width))
     return Lengths(form, lambda rng: rng.lognormvariate(math.log(middle), width))
-
-
-def _number(form: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise _wrong(form) from None
-
-
-def _wrong(form: str) -> ValueError:
-    return ValueError(f"lengths: expected {FORMS} (got {form!r})")

@@ -1,62 +1,61 @@
-"""Service level objectives: which requests were served well."""
+"""Service level objectives (SLOs), which define goodput."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quire.bench.trace import Trace
+from quire.bench.request_timings import RequestTimings
 
 _NAMES = ("ttft", "tpot", "e2el")
 FORM = f"NAME:MILLISECONDS with a NAME of {', '.join(_NAMES)}"
 
 
 @dataclass(frozen=True)
-class Objectives:
-    """Most milliseconds, under the names that vLLM's benchmark has for them; None sets none."""
+class ServiceLevelObjectives:
+    """Limits in milliseconds, named as in vLLM's benchmark; None is no limit."""
 
-    # To the first token.
+    # Time to first token.
     ttft: float | None = None
-    # The mean time of each further token.
+    # Time per output token.
     tpot: float | None = None
-    # To the end.
+    # End-to-end latency.
     e2el: float | None = None
 
     @property
     def are_set(self) -> bool:
-        return self != Objectives()
+        return self != ServiceLevelObjectives()
 
-    def met_by(self, trace: Trace) -> bool:
-        """Whether a request completed within all of them."""
-        return trace.is_complete and all(
+    def met_by(self, timings: RequestTimings) -> bool:
+        """Whether a request completed within all limits."""
+        return timings.is_complete and all(
             _within(limit_ms, seconds)
             for limit_ms, seconds in (
-                (self.ttft, trace.first_token_s),
-                (self.tpot, trace.per_output_token_s),
-                (self.e2el, trace.latency_s),
+                (self.ttft, timings.first_token_s),
+                (self.tpot, timings.per_output_token_s),
+                (self.e2el, timings.latency_s),
             )
         )
 
 
-def objectives(forms: Iterable[str]) -> Objectives:
-    """From `ttft:200` and the like. ValueError, with what was written, for anything else."""
+def objectives(forms: Iterable[str]) -> ServiceLevelObjectives:
+    """Parse limits such as `ttft:200`. ValueError, with the text, for others."""
     limits: dict[str, float] = {}
     for form in forms:
-        name, _, limit = form.partition(":")
-        if name not in _NAMES:
+        name, _, text = form.partition(":")
+        limit = _number(text)
+        if name not in _NAMES or not limit > 0:
             raise ValueError(f"goodput: expected {FORM} (got {form!r})")
-        limits[name] = _milliseconds(form, limit)
-    return Objectives(**limits)
+        limits[name] = limit
+    return ServiceLevelObjectives(**limits)
 
 
-def _milliseconds(form: str, text: str) -> float:
+def _number(text: str) -> float:
     try:
-        limit = float(text)
+        return float(text)
     except ValueError:
-        limit = -1.0
-    if not limit > 0:
-        raise ValueError(f"goodput: expected {FORM} (got {form!r})")
-    return limit
+        return math.nan
 
 
 def _within(limit_ms: float | None, seconds: float | None) -> bool:
-    """What did not happen, as the second token of an output of one, was not late."""
+    """A latency that does not exist, such as tpot of a one-token output, is within its limit."""
     return limit_ms is None or seconds is None or 1000 * seconds <= limit_ms

@@ -1,4 +1,4 @@
-"""Streams of an OpenAI-compatible server under load, by its completions endpoint."""
+"""Streams of an OpenAI-compatible server under load, from its completions endpoint."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -14,17 +14,15 @@ _TIMEOUT_S = 10.0
 
 
 class OpenAIServer:
-    """Asks with token ids, which the completions endpoint takes since the beginning: each server
-    gets the same tokens, whatever its tokenizer."""
+    """Sends prompts as token ids, so that they do not depend on the server's tokenizer."""
 
     name = "openai"
 
     def __init__(
         self, url: str, model: str, temperature: float, ignore_eos: bool, api_key: str | None
     ) -> None:
-        """`url` is the server's, or the API's base, which is its `/v1` if it does not say. With
-        `ignore_eos` requests have two fields of vLLM's, to go on past ends of sequence and to tell
-        token ids; servers that know neither may refuse them."""
+        """`url` is the API's base; a URL without a path is extended by `/v1`. `ignore_eos` sets two
+        fields of vLLM, `ignore_eos` and `return_token_ids`, which other servers may refuse."""
         self._client = _client(url, api_key)
         self._shared: dict[str, Any] = {
             "model": model,
@@ -57,7 +55,7 @@ class OpenAIServer:
 
 
 def served_model(url: str, api_key: str | None) -> str:
-    """The first model that the server lists. ValueError if it does not answer as it should."""
+    """The first model that the server lists. ValueError if the response is invalid."""
     try:
         response = httpx2.get(
             f"{_base(url)}/models", headers=_headers(api_key), timeout=_TIMEOUT_S, trust_env=False
@@ -77,7 +75,7 @@ class _Usage(BaseModel):
 
 
 class _Chunk(BaseModel):
-    """Of a stream; what else it has is of no concern."""
+    """The fields of a stream's chunk that are used."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -85,26 +83,27 @@ class _Chunk(BaseModel):
 
 
 def message_of(data: str) -> Message:
-    """A message from a chunk of a stream. RequestFailed if that is an error, or no chunk."""
+    """Convert a chunk of a stream. RequestFailed if it is an error or invalid."""
     try:
         chunk = _Chunk.model_validate_json(data)
     except ValidationError as error:
-        raise RequestFailed(f"no chunk of completions: {data:.80}") from error
+        raise RequestFailed(f"invalid chunk of completions: {data:.80}") from error
     if chunk.error is not None:
-        said = chunk.error
-        raise RequestFailed(str(said.get("message", said) if isinstance(said, dict) else said))
+        cause = chunk.error
+        raise RequestFailed(str(cause.get("message", cause) if isinstance(cause, dict) else cause))
     counted = None if chunk.usage is None else chunk.usage.completion_tokens
     if not chunk.choices:
         return Message(0, num_counted_tokens=counted)
     choice = chunk.choices[0]
     if choice.token_ids is None:
-        # Servers send a chunk per token; the count at the end says the rest.
+        # Servers send one chunk per token. The final count corrects deviations.
         return Message(int(bool(choice.text)), num_counted_tokens=counted)
     return Message(len(choice.token_ids), choice.token_ids, counted)
 
 
 def _client(url: str, api_key: str | None) -> httpx2.AsyncClient:
-    """Without a limit of connections or of time, and past any proxy: these would be measured."""
+    """A client without limits of connections or time and without a proxy: they would distort
+    the measurement."""
     return httpx2.AsyncClient(
         base_url=_base(url),
         headers=_headers(api_key),
@@ -115,7 +114,7 @@ def _client(url: str, api_key: str | None) -> httpx2.AsyncClient:
 
 
 def _base(url: str) -> str:
-    """With the `/v1` that most people leave out when they name a server."""
+    """Add `/v1` to a URL without a path."""
     parsed = httpx2.URL(url)
     return url.rstrip("/") if parsed.path.strip("/") else f"{url.rstrip('/')}/v1"
 
@@ -125,8 +124,8 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 async def _check(response: httpx2.Response) -> None:
-    """RequestFailed, with what the server says, unless the status is a good one."""
+    """RequestFailed, with the response's body, unless the status is a success."""
     if response.is_success:
         return
-    said = (await response.aread()).decode(errors="replace")
-    raise RequestFailed(f"HTTP {response.status_code}: {said:.200}")
+    body = (await response.aread()).decode(errors="replace")
+    raise RequestFailed(f"HTTP {response.status_code}: {body:.200}")

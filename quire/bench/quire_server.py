@@ -1,31 +1,30 @@
-"""Quire's own streams under load."""
+"""Streams of a Quire server under load."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import cycle
 
-from quire.async_client import AsyncClient
 from quire.bench.server import Message, RequestFailed
 from quire.bench.workload import BenchRequest
-from quire.errors import QuireError
-from quire.sampling import SamplingParams
-from quire.targets import Targets
+from quire.client.async_client import AsyncClient
+from quire.client.errors import QuireError
+from quire.client.sampling_params import SamplingParams
+from quire.client.targets import Targets
 
 
 class QuireServer:
-    """Gateways, each of which gets the next request in turn. What breaks is not taken up again: it
-    is to be counted."""
+    """Gateways that receive requests round-robin. Failures are counted, not retried."""
 
     name = "quire"
 
     def __init__(
         self, target: str, model: str | None, temperature: float, ignore_eos: bool
     ) -> None:
-        """TypeError or ValueError for a target that is no address."""
+        """TypeError or ValueError for an invalid target."""
         self._clients = [
             AsyncClient(address, resume_timeout_s=0) for address in Targets(target).addresses
         ]
-        self._turns = cycle(self._clients)
+        self._next_client = cycle(self._clients)
         self._model = model
         self._temperature = temperature
         self._ignore_eos = ignore_eos
@@ -36,7 +35,7 @@ class QuireServer:
             max_tokens=request.max_tokens,
             ignore_eos=self._ignore_eos,
         )
-        deltas = next(self._turns).stream_generate(
+        deltas = next(self._next_client).stream_generate(
             request.prompt_token_ids, params, model=self._model
         )
         try:

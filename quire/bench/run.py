@@ -1,34 +1,32 @@
-"""One load on several servers, one after the other."""
+"""Runs one load on several servers, one after another."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quire.arguments import UINT32_MAX, check_integer
-from quire.bench.arrivals import Arrival, arrival_times
-from quire.bench.equality import Equality, equality
 from quire.bench.load import Listener, run_load
-from quire.bench.objectives import Objectives
-from quire.bench.report import Report
+from quire.bench.objectives import ServiceLevelObjectives
+from quire.bench.report import Equality, Report, equality
+from quire.bench.request_timings import RequestTimings
 from quire.bench.server import RequestFailed, Server
-from quire.bench.trace import Trace
-from quire.bench.workload import BenchRequest, Workload
+from quire.bench.workload import Arrival, BenchRequest, Workload, arrival_times
+from quire.client.arguments import UINT32_MAX, check_integer
 
-# Watches a load, given the server's name, for as long as its context lasts.
-Watch = Callable[[str, int], AbstractContextManager[Listener]]
+# Shows the progress of a load within a context, given the server's name and the requests' number.
+ShowProgress = Callable[[str, int], AbstractContextManager[Listener]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """What is sent, when, and what is aimed at."""
+class LoadSpec:
+    """Requests, their arrival process and limits, and the objectives."""
 
     workload: Workload
     rate_per_s: float
     arrival: Arrival
     max_concurrency: int | None
     num_warmups: int
-    objectives: Objectives
+    objectives: ServiceLevelObjectives
 
     def __post_init__(self) -> None:
         check_integer("max_concurrency", self.max_concurrency, UINT32_MAX, minimum=1)
@@ -36,16 +34,16 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a load."""
+class LoadResult:
+    """The results of a load."""
 
-    load: Load
+    load: LoadSpec
     reports: list[Report]
-    # Of the first two servers' outputs; None of one, or where a server does not tell its tokens.
+    # Of the first two servers' outputs; None with one server, or if a server returns no tokens.
     equality: Equality | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert the result for JSON."""
         load, workload = self.load, self.load.workload
         return {
             "workload": {
@@ -61,36 +59,35 @@ class Outcome:
             "arrival": load.arrival,
             "max_concurrency": load.max_concurrency,
             "objectives_ms": asdict(load.objectives),
-            "servers": [report.as_dict() for report in self.reports],
+            "servers": [asdict(report) for report in self.reports],
             "equality": self.equality and asdict(self.equality),
         }
 
 
-async def run(load: Load, servers: Sequence[Server], watch: Watch) -> Outcome:
-    """RequestFailed if a server fails the requests that go ahead of the others."""
+async def run(load: LoadSpec, servers: Sequence[Server], show_progress: ShowProgress) -> LoadResult:
+    """Measure each server. RequestFailed if a warm-up request fails."""
     reports, outputs = [], []
     for server in servers:
-        traces = await _measure(load, server, watch)
-        reports.append(Report.of(server.name, traces, load.objectives))
-        outputs.append([trace.token_ids for trace in traces])
+        timings = await _measure(load, server, show_progress)
+        reports.append(Report.of(server.name, timings, load.objectives))
+        outputs.append([request.token_ids for request in timings])
     equal = equality(outputs[0], outputs[1]) if len(outputs) > 1 else None
-    return Outcome(load, reports, equal)
+    return LoadResult(load, reports, equal)
 
 
-async def _measure(load: Load, server: Server, watch: Watch) -> list[Trace]:
+async def _measure(
+    load: LoadSpec, server: Server, show_progress: ShowProgress
+) -> list[RequestTimings]:
     workload = load.workload
     requests = workload.requests()
     for request in requests[: load.num_warmups]:
-        # Not of its prompt: the prefix cache would know it when it is measured.
-        [trace] = await run_load(server, [_reversed(request)], [0.0])
-        if trace.error is not None:
-            raise RequestFailed(f"{server.name}: {trace.error}")
+        # Reversed, so that the measured prompt is not in the prefix cache.
+        warmup = BenchRequest(request.prompt_token_ids[::-1], request.max_tokens)
+        [measured] = await run_load(server, [warmup], [0.0])
+        if measured.error is not None:
+            raise RequestFailed(f"{server.name}: {measured.error}")
     times_s = arrival_times(len(requests), load.rate_per_s, load.arrival, workload.seed)
-    with watch(server.name, len(requests)) as listener:
+    with show_progress(server.name, len(requests)) as listener:
         return await run_load(
             server, requests, times_s, max_concurrency=load.max_concurrency, on_change=listener
         )
-
-
-def _reversed(request: BenchRequest) -> BenchRequest:
-    return BenchRequest(request.prompt_token_ids[::-1], request.max_tokens)

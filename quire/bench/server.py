@@ -1,4 +1,4 @@
-"""What a load asks of a server, whatever it speaks."""
+"""The interface of servers under load, independent of their protocol."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -8,18 +8,17 @@ from quire.bench.workload import BenchRequest
 
 
 class RequestFailed(Exception):
-    """A request that did not come to its end. The message is short, and the same for all requests
-    that failed for the same reason."""
+    """A request did not complete. The message is short, and equal for equal causes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A part of a stream."""
+    """A message of a stream."""
 
-    # Tokens that it brought.
+    # Number of tokens in the message.
     count: int
     token_ids: list[int] = field(default_factory=list)
-    # All of the request's tokens, as the server counted them, where it says so.
+    # The server's count of all output tokens, in the last message.
     num_counted_tokens: int | None = None
 
 
@@ -28,11 +27,11 @@ class Server(Protocol):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The server's name in reports."""
         ...
 
     def stream(self, request: BenchRequest) -> AsyncGenerator[Message, None]:
-        """A request's output as it is written. RequestFailed if it does not come to its end."""
+        """Stream a request's output. RequestFailed if it does not complete."""
         ...
 
     async def close(self) -> None: ...

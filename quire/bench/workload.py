@@ -1,15 +1,21 @@
-"""What is asked: requests of random tokens, drawn from a seed."""
+"""A workload: requests of random tokens and their arrival times, drawn from a seed."""
 
+import math
 import random
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, get_args
 
-from quire.arguments import UINT32_MAX, check_integer
 from quire.bench.lengths import Lengths
+from quire.client.arguments import UINT32_MAX, check_integer
+
+Arrival = Literal["poisson", "fixed"]
+ARRIVALS: tuple[Arrival, ...] = get_args(Arrival)
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request, which ends after exactly `max_tokens` where ends of sequence are ignored."""
+    """A request. Its output has exactly `max_tokens` tokens if the server ignores EOS."""
 
     prompt_token_ids: list[int]
     max_tokens: int
@@ -17,16 +23,16 @@ class BenchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests of one kind; equal values give equal requests."""
+    """Distributions of requests; equal values give equal requests."""
 
     num_requests: int
     prompt_lengths: Lengths
     output_lengths: Lengths
-    # Prompts are drawn from these.
+    # The ids from which prompts are drawn.
     token_ids: range
-    # What is longer is cut: prompts leave room for a token, outputs end where the model does.
+    # Longer prompts are truncated to leave room for one token, longer outputs to fit.
     max_model_len: int | None = None
-    # Every prompt begins with the same so many tokens, beside those of its own.
+    # Length of a common prefix that is added to all prompts.
     shared_prefix: int = 0
     seed: int = 0
 
@@ -34,19 +40,19 @@ class Workload:
         if self.num_requests < 1:
             raise ValueError(f"num_requests: must be at least 1 (got {self.num_requests})")
         if len(self.token_ids) < 1 or self.token_ids.start < 0:
-            raise ValueError(f"token_ids: there are none (got {self.token_ids})")
+            raise ValueError(f"token_ids: must not be empty or negative (got {self.token_ids})")
         check_integer("shared_prefix", self.shared_prefix, UINT32_MAX)
 
     def requests(self) -> list[BenchRequest]:
-        """All prompts are drawn first, then all lengths of outputs."""
+        """Draw all prompts first, then all lengths of outputs."""
         rng = random.Random(self.seed)
         prefix = self._tokens(rng, self.shared_prefix)
         prompts = [
-            self._cut([*prefix, *self._tokens(rng, self.prompt_lengths.draw(rng))])
+            self._truncate([*prefix, *self._tokens(rng, self.prompt_lengths.draw(rng))])
             for _ in range(self.num_requests)
         ]
         return [
-            BenchRequest(prompt, self._room(prompt, self.output_lengths.draw(rng)))
+            BenchRequest(prompt, self._max_tokens(prompt, self.output_lengths.draw(rng)))
             for prompt in prompts
         ]
 
@@ -54,9 +60,37 @@ class Workload:
         ids = self.token_ids
         return [rng.randrange(ids.start, ids.stop) for _ in range(count)]
 
-    def _cut(self, prompt: list[int]) -> list[int]:
+    def _truncate(self, prompt: list[int]) -> list[int]:
         return prompt if self.max_model_len is None else prompt[: self.max_model_len - 1]
 
-    def _room(self, prompt: list[int], wanted: int) -> int:
+    def _max_tokens(self, prompt: list[int], drawn: int) -> int:
         limit = self.max_model_len
-        return wanted if limit is None else min(wanted, limit - len(prompt))
+        return drawn if limit is None else min(drawn, limit - len(prompt))
+
+
+def parse_arrival(name: str) -> Arrival:
+    """ValueError, with the name, for an unknown process."""
+    for arrival in ARRIVALS:
+        if arrival == name:
+            return arrival
+    raise ValueError(f"arrival: must be {' or '.join(ARRIVALS)} (got {name!r})")
+
+
+def arrival_times(
+    num_requests: int, rate_per_s: float, arrival: Arrival, seed: int = 0
+) -> list[float]:
+    """Ascending arrival times in seconds, the first at 0.
+
+    The gaps have a mean of `1 / rate_per_s`; `poisson` draws them from an exponential distribution,
+    `fixed` makes them equal. At an infinite rate all requests arrive at once. ValueError for a rate
+    that is not above 0.
+    """
+    if math.isnan(rate_per_s) or rate_per_s <= 0:
+        raise ValueError(f"request rate: must be above 0 (got {rate_per_s})")
+    if math.isinf(rate_per_s):
+        return [0.0] * num_requests
+    # Independent of the requests' generator, so that the rate does not change the prompts.
+    rng = random.Random(f"arrivals {seed}")
+    draw = rng.expovariate if arrival == "poisson" else lambda rate: 1 / rate
+    gaps = (draw(rate_per_s) for _ in range(num_requests - 1))
+    return list(accumulate(gaps, initial=0.0))

@@ -1,19 +1,20 @@
-"""The `quire` command."""
+"""The `quire` command: one module per group of subcommands, and the tables that they print.
+
+Called by the entry point `quire` and by `python -m quire`.
+"""
 
 from quire.cli.app import app
-from quire.cli.ask import generate, models, tokenize
 from quire.cli.bench import bench
-from quire.cli.explain import explain
-from quire.cli.health import health
+from quire.cli.inference import generate, models, tokenize
 from quire.cli.local import demo, serve
-from quire.cli.replay import replay_recording
-from quire.cli.reset_cache import reset_cache
-from quire.cli.status import status
+from quire.cli.operations import health, reset_cache, status
+from quire.cli.recordings import explain, replay
 
-for command in (serve, generate, tokenize, models, health, status, reset_cache, bench, demo):
+for command in (
+    *(serve, generate, tokenize, models, health, status, reset_cache),
+    *(bench, demo, replay, explain),
+):
     app.command()(command)
-app.command(name="replay")(replay_recording)
-app.command()(explain)
 
 
 def main() -> None:

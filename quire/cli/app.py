@@ -1,21 +1,21 @@
-"""What all commands share: the application, the server they talk to, how they fail."""
+"""The application, and what its commands share: options, their parsers, error messages."""
 
 import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from quire.arguments import deadline
-from quire.errors import QuireError
+from quire.client.arguments import deadline
+from quire.client.errors import QuireError
 from quire.launcher.errors import LaunchError
 
 _INTERRUPTED = 130
-# What a shell shows of a program that SIGPIPE has ended.
-_NOBODY_READS = 141
+# The status that a shell reports for a program that SIGPIPE has ended.
+_CLOSED_PIPE = 141
 
 app = typer.Typer(
     name="quire",
@@ -25,8 +25,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"quire {importlib.metadata.version('quire')}")
         raise typer.Exit
 
@@ -40,76 +40,83 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Serves language models, and asks the models that are served."""
+    """Serve language models and send requests to them."""
 
 
 def number(value: str) -> float:
-    """Parses an option; unlike the parser that it replaces, it shows the value it refuses."""
+    """Parse a number; unlike typer's own parser, its error message has the value."""
     try:
         return float(value)
     except ValueError as error:
         raise typer.BadParameter(f"{value!r} is not a number") from error
 
 
-def seconds(value: str) -> float | None:
-    """A time limit, which is none if it is infinite."""
-    try:
-        return deadline("seconds", number(value))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def integer(value: str) -> int:
+    """Parse an integer; unlike typer's own parser, its error message has the value."""
     try:
         return int(value)
     except ValueError as error:
         raise typer.BadParameter(f"{value!r} is not an integer") from error
 
 
+def seconds(value: str) -> float | None:
+    """Parse a time limit; infinity is None."""
+    try:
+        return deadline("seconds", number(value))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def number_option(description: str, *flags: str) -> Any:
+    return typer.Option(*flags, parser=number, help=description)
+
+
+def integer_option(description: str, *flags: str) -> Any:
+    return typer.Option(*flags, parser=integer, help=description)
+
+
 Target = Annotated[
-    str,
-    typer.Option(envvar="QUIRE_TARGET", help="The server: host:port or unix:/path."),
+    str, typer.Option(envvar="QUIRE_TARGET", help="The server: host:port or unix:/path.")
 ]
 Targets = Annotated[
     str,
     typer.Option(
         "--target",
         envvar="QUIRE_TARGET",
-        help="The server: host:port or unix:/path; several gateways with commas between them.",
+        help="The server: host:port or unix:/path; several gateways are separated by commas.",
     ),
 ]
-Patience = Annotated[
+ResumeTimeout = Annotated[
     float,
-    typer.Option(
+    number_option(
+        "Seconds for which failed calls are retried without a new token; 0: never.",
         "--resume-timeout",
-        parser=number,
-        help="Seconds for which what breaks is tried again, without a new token; 0: not at all.",
     ),
 ]
 SchedulerTarget = Annotated[
     str, typer.Option("--target", help="The scheduler: host:port or unix:/path.")
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="The served model, where there are several.")
+    str | None, typer.Option("--model", help="The served model, required if there are several.")
 ]
 Timeout = Annotated[
-    float | None,
-    typer.Option("--timeout", parser=seconds, help="Seconds after which the call ends."),
+    float | None, typer.Option("--timeout", parser=seconds, help="Deadline of the call in seconds.")
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")]
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """A failure is one clear message and exit status 1; an interrupt is status 130, and an output
-    that nobody reads any more status 141."""
+def report_errors(status: int = 1) -> Iterator[None]:
+    """Print a failure as one message and exit with `status`; an interrupt exits with 130, a
+    closed output with 141."""
     try:
         yield
     except BrokenPipeError as broken:
-        # What is still buffered goes nowhere, instead of failing again when Python ends.
+        # Discards buffered output, which would fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(_NOBODY_READS) from broken
+        raise typer.Exit(_CLOSED_PIPE) from broken
     except (QuireError, LaunchError, ValueError, OSError) as error:
         typer.echo(f"quire: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(status) from error
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(_INTERRUPTED) from interrupt

@@ -1,105 +1,105 @@
-"""The command that puts a server under load and says how it bears it."""
+"""The command that measures a server under load."""
 
 import asyncio
 import importlib
 import importlib.util
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich import progress
 from rich.console import Console
 
-from quire.bench.arrivals import ARRIVALS, arrival_named
 from quire.bench.lengths import FORMS, lengths
+from quire.bench.load import Listener
 from quire.bench.objectives import FORM, objectives
 from quire.bench.quire_server import QuireServer
-from quire.bench.run import Load, Outcome, run
+from quire.bench.request_timings import RequestTimings
+from quire.bench.run import LoadResult, LoadSpec, run
 from quire.bench.server import RequestFailed, Server
-from quire.bench.table import report_lines
-from quire.bench.workload import Workload
-from quire.cli.app import ModelName, integer, number, one_line_errors
-from quire.cli.bench_progress import Progress
-from quire.client import Client
-from quire.outputs import Model
-from quire.targets import DEFAULT_TARGET
+from quire.bench.workload import ARRIVALS, Workload, parse_arrival
+from quire.cli.app import ModelName, integer_option, number_option, report_errors
+from quire.cli.bench_report import result_lines
+from quire.client.client import Client
+from quire.client.outputs import Model
+from quire.client.targets import DEFAULT_TARGET
 
-_ANSWER_TIMEOUT_S: Final = 10.0
-_SOME_FAILED: Final = 1
+_RESPONSE_TIMEOUT_S: Final = 10.0
 _STDOUT: Final = Path("-")
+_Target = Annotated[
+    str | None,
+    typer.Option(
+        envvar="QUIRE_TARGET",
+        help=f"The Quire server to measure; {DEFAULT_TARGET} if neither server is given.",
+    ),
+]
+_OpenAI = Annotated[
+    str | None,
+    typer.Option(
+        "--openai",
+        metavar="URL",
+        help="An OpenAI-compatible server to measure, after Quire if both are given.",
+    ),
+]
+_RequestRate = Annotated[
+    float, number_option("Arrivals per second; inf sends all requests at once.")
+]
+_Arrival = Annotated[str, typer.Option(help=f"Arrival process: {' or '.join(ARRIVALS)}.")]
+_MaxConcurrency = Annotated[
+    int | None, integer_option("Limit of requests in flight; makes the load closed-loop.")
+]
+_Goodput = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Counts requests within an objective: {FORM}; may be repeated."),
+]
+_IgnoreEOS = Annotated[
+    bool, typer.Option(help="Generate past EOS to the drawn length; uses vLLM's extensions.")
+]
+_OpenAIModel = Annotated[
+    str | None,
+    typer.Option(help="The model's name on the OpenAI server; the first listed if absent."),
+]
+_ApiKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the OpenAI server.")
+]
+_VocabSize = Annotated[
+    int | None, integer_option("Limit of the prompts' token ids; that of Quire's model if absent.")
+]
+_Json = Annotated[
+    Path | None, typer.Option("--json", help="A file for all results; - prints them instead.")
+]
 
 
-@one_line_errors()
+@report_errors()
 def bench(
-    target: Annotated[
-        str | None,
-        typer.Option(
-            envvar="QUIRE_TARGET",
-            help=f"The Quire to measure; {DEFAULT_TARGET} if no server is named at all.",
-        ),
-    ] = None,
-    openai: Annotated[
-        str | None,
-        typer.Option(
-            "--openai",
-            metavar="URL",
-            help="An OpenAI-compatible server to measure, after Quire if that is named, too.",
-        ),
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(parser=integer, help="Requests to send.")] = 64,
-    request_rate: Annotated[
-        float,
-        typer.Option(parser=number, help="Requests that arrive per second; inf: all at once."),
-    ] = float("inf"),
-    arrival: Annotated[
-        str, typer.Option(help=f"The gaps between them: {' or '.join(ARRIVALS)}.")
-    ] = ARRIVALS[0],
-    prompt_len: Annotated[str, typer.Option(help=f"Tokens of a prompt: {FORMS}.")] = "64-256",
-    output_len: Annotated[str, typer.Option(help="Tokens of an output, likewise.")] = "32-96",
-    shared_prefix: Annotated[
-        int, typer.Option(parser=integer, help="Tokens that all prompts begin with, besides.")
-    ] = 0,
-    max_concurrency: Annotated[
-        int | None,
-        typer.Option(parser=integer, help="Most requests under way; the load is then no open one."),
-    ] = None,
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Counts requests that kept to it: {FORM}; may be repeated."),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(parser=number, help="0 takes the most likely token.")
-    ] = 0.0,
-    ignore_eos: Annotated[
-        bool, typer.Option(help="Write every output to its length; vLLM and others know this.")
-    ] = True,
-    warmups: Annotated[
-        int, typer.Option(parser=integer, help="Requests ahead of the others, uncounted.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(parser=integer, help="Equal seeds give equal loads.")] = 0,
+    target: _Target = None,
+    openai: _OpenAI = None,
+    num_prompts: Annotated[int, integer_option("Requests to send.")] = 64,
+    request_rate: _RequestRate = math.inf,
+    arrival: _Arrival = ARRIVALS[0],
+    prompt_len: Annotated[str, typer.Option(help=f"Tokens per prompt: {FORMS}.")] = "64-256",
+    output_len: Annotated[str, typer.Option(help="Tokens per output, same forms.")] = "32-96",
+    shared_prefix: Annotated[int, integer_option("Tokens of a prefix added to all prompts.")] = 0,
+    max_concurrency: _MaxConcurrency = None,
+    goodput: _Goodput = None,
+    temperature: Annotated[float, number_option("0 takes the most likely token.")] = 0.0,
+    ignore_eos: _IgnoreEOS = True,
+    warmups: Annotated[int, integer_option("Requests sent first and not counted.")] = 1,
+    seed: Annotated[int, integer_option("Equal seeds give equal loads.")] = 0,
     model: ModelName = None,
-    openai_model: Annotated[
-        str | None,
-        typer.Option(help="The OpenAI server's name for the model; its first if absent."),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the OpenAI server.")
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            parser=integer, help="Prompts are of ids below it; Quire's model's if absent."
-        ),
-    ] = None,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="A file for all figures; - prints them instead.")
-    ] = None,
+    openai_model: _OpenAIModel = None,
+    api_key: _ApiKey = None,
+    vocab_size: _VocabSize = None,
+    as_json: _Json = None,
 ) -> None:
-    """Puts a server under load and prints latencies and throughput.
+    """Put a server under load and print latencies and throughput.
 
-    Prompts are random tokens. Requests arrive whether or not earlier ones have ended, and
-    latencies count from then. Exits with 1 if a request failed.
+    Prompts are random tokens. Arrivals are open-loop: they do not wait for earlier requests, and
+    latencies count from the arrival. Exits with 1 if a request failed.
     """
     if as_json is not None and as_json != _STDOUT and not as_json.parent.is_dir():
         raise ValueError(f"--json: there is no folder {as_json.parent}")
@@ -115,10 +115,10 @@ def bench(
         shared_prefix=shared_prefix,
         seed=seed,
     )
-    load = Load(
+    load = LoadSpec(
         workload=workload,
         rate_per_s=request_rate,
-        arrival=arrival_named(arrival),
+        arrival=parse_arrival(arrival),
         max_concurrency=max_concurrency,
         num_warmups=warmups,
         objectives=objectives(goodput or []),
@@ -128,26 +128,53 @@ def bench(
         servers.append(QuireServer(target, model, temperature, ignore_eos))
     if openai is not None:
         servers.append(_openai_server(openai, openai_model, temperature, ignore_eos, api_key))
-    outcome = asyncio.run(_measured(load, servers))
-    _tell(outcome, as_json)
-    if any(report.num_failed for report in outcome.reports):
-        raise typer.Exit(_SOME_FAILED)
+    _print_result(asyncio.run(_measure(load, servers)), as_json)
 
 
-async def _measured(load: Load, servers: Sequence[Server]) -> Outcome:
+async def _measure(load: LoadSpec, servers: Sequence[Server]) -> LoadResult:
     try:
-        return await run(load, servers, Progress(Console(stderr=True)))
+        return await run(load, servers, _progress_bar)
     except RequestFailed as failure:
-        raise ValueError(f"no request is answered: {failure}") from failure
+        raise ValueError(f"no request succeeded: {failure}") from failure
     finally:
         for server in servers:
             await server.close()
 
 
+@contextmanager
+def _progress_bar(server: str, num_requests: int) -> Iterator[Listener]:
+    """Show ended requests and their tokens on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[tokens]:,} tokens"),
+        progress.TimeElapsedColumn(),
+        console=console,
+        # Drawing takes CPU time from the measured load.
+        refresh_per_second=4,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(server, total=num_requests, tokens=0)
+    num_tokens = 0
+
+    def update(timings: RequestTimings) -> None:
+        nonlocal num_tokens
+        if timings.ended_s:
+            bar.advance(task)
+        else:
+            num_tokens += timings.counts[-1]
+            bar.update(task, tokens=num_tokens)
+
+    with bar:
+        yield update
+
+
 def _served_model(target: str, name: str | None) -> Model:
-    """QuireError if nobody answers, ValueError if there is no such model, or several of any."""
+    """QuireError if no server responds. ValueError unless exactly one model has the name."""
     with Client(target, resume_timeout_s=0) as client:
-        models = client.list_models(timeout_s=_ANSWER_TIMEOUT_S)
+        models = client.list_models(timeout_s=_RESPONSE_TIMEOUT_S)
     found = [model for model in models if name in (None, model.name)]
     if len(found) != 1:
         served = ", ".join(model.name for model in models)
@@ -158,13 +185,13 @@ def _served_model(target: str, name: str | None) -> Model:
 def _openai_server(
     url: str, model: str | None, temperature: float, ignore_eos: bool, api_key: str | None
 ) -> Server:
-    """ValueError, which names the extra, without an HTTP client."""
+    """ValueError, with the extra to install, without an HTTP client."""
     if importlib.util.find_spec("httpx2") is None:
         raise ValueError("--openai needs httpx2: pip install 'quire[bench]'")
-    # Nobody else needs that client.
+    # Imported only here, because the client is an optional dependency.
     module: Any = importlib.import_module("quire.bench.openai_server")
-    named = model or module.served_model(url, api_key)
-    server: Server = module.OpenAIServer(url, named, temperature, ignore_eos, api_key)
+    name = model or module.served_model(url, api_key)
+    server: Server = module.OpenAIServer(url, name, temperature, ignore_eos, api_key)
     return server
 
 
@@ -172,21 +199,18 @@ def _vocab_size(given: int | None, served: Model | None) -> int:
     if given is not None:
         return given
     if served is None:
-        raise ValueError("--vocab-size: an OpenAI server does not tell it, so say it")
+        raise ValueError("--vocab-size: required, because an OpenAI server does not report it")
     return served.vocab_size
 
 
-def _tell(outcome: Outcome, as_json: Path | None) -> None:
-    document = json.dumps(outcome.as_dict(), indent=1) + "\n"
+def _print_result(result: LoadResult, as_json: Path | None) -> None:
+    """Print the results or write them as JSON. Exits with 1 if a request failed."""
+    document = json.dumps(result.as_dict(), indent=1) + "\n"
     if as_json == _STDOUT:
         typer.echo(document, nl=False)
-        return
-    typer.echo("\n".join(report_lines(outcome.reports)))
-    for report in outcome.reports:
-        for error, count in report.errors.items():
-            typer.echo(f"{report.server}: {count} requests failed: {error}")
-    if outcome.equality is not None:
-        same = outcome.equality
-        typer.echo(f"equal: {same.tokens:.1%} of the tokens, {same.requests:.1%} of the requests")
-    if as_json is not None:
-        as_json.write_text(document)
+    else:
+        typer.echo("\n".join(result_lines(result)))
+        if as_json is not None:
+            as_json.write_text(document)
+    if any(report.num_failed for report in result.reports):
+        raise typer.Exit(1)

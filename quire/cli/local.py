@@ -5,54 +5,54 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from quire.cli.app import integer, one_line_errors
-from quire.demo import DEMO_MODEL, run_demo
+from quire.cli.app import Verbose, integer_option, report_errors
+from quire.client.targets import DEFAULT_TARGET
+from quire.demo.demo import DEMO_MODEL, run_demo
 from quire.launcher.stack import LocalStack
-from quire.targets import DEFAULT_TARGET
+
+_Listen = Annotated[
+    str, typer.Option(envvar="QUIRE_GATEWAY_LISTEN", help="The address of the API.")
+]
+_RedisURL = Annotated[
+    str | None,
+    typer.Option(
+        envvar="QUIRE_SCHEDULER_REDIS_URL", help="A running Redis; a private one if absent."
+    ),
+]
+_ServedModelName = Annotated[
+    str | None, typer.Option(help="The model's name in requests; MODEL if absent.")
+]
+_Engine = Annotated[
+    str | None, typer.Option(help="torch, or sim for workers that only simulate a model.")
+]
+_KVCacheMemory = Annotated[
+    str | None, typer.Option(help="Memory of each worker's KV cache, such as 4GiB.")
+]
+_MaxNumSeqs = Annotated[
+    int | None, integer_option("Sequences that run concurrently on one worker.")
+]
 
 
-@one_line_errors()
+@report_errors()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder in Hugging Face format, or a hub id.")],
-    workers: Annotated[int, typer.Option(parser=integer, help="Worker processes.")] = 1,
-    listen: Annotated[
-        str, typer.Option(envvar="QUIRE_GATEWAY_LISTEN", help="Where the API is served.")
-    ] = DEFAULT_TARGET,
-    redis_url: Annotated[
-        str | None,
-        typer.Option(
-            envvar="QUIRE_SCHEDULER_REDIS_URL", help="A Redis to use; one of its own if absent."
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="What requests call the model; as MODEL if absent.")
-    ] = None,
+    workers: Annotated[int, integer_option("Worker processes.")] = 1,
+    listen: _Listen = DEFAULT_TARGET,
+    redis_url: _RedisURL = None,
+    served_model_name: _ServedModelName = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="torch, or sim for workers that only simulate a model.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default=False)
-    ] = None,
+    engine: _Engine = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    block_size: Annotated[
-        int | None, typer.Option(parser=integer, help="Tokens in a block of the cache.")
-    ] = None,
-    kv_cache_memory: Annotated[
-        str | None, typer.Option(help="Memory of each worker's cache, such as 4GiB.")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(parser=integer, help="Longest sequence in tokens.")
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(parser=integer, help="Sequences that run at once on one worker.")
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
+    block_size: Annotated[int | None, integer_option("Tokens per block of the KV cache.")] = None,
+    kv_cache_memory: _KVCacheMemory = None,
+    max_model_len: Annotated[int | None, integer_option("Longest sequence in tokens.")] = None,
+    max_num_seqs: _MaxNumSeqs = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Serves MODEL until interrupted. Every other setting of a service is its QUIRE_* variable.
+    """Serve MODEL until interrupted. All other settings are QUIRE_* environment variables.
 
-    A process that ends is started again, and what it was doing goes on elsewhere or when it is
-    back.
+    A process that ends is restarted, and its requests continue.
     """
     worker = {
         "ENGINE": engine,
@@ -73,32 +73,32 @@ def serve(
         settings={f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
         verbose=verbose,
         restart=True,
-        on_end=lambda end: typer.echo(f"quire: {end}\nStarting it again ...", err=True),
-        on_wait=lambda what: typer.echo(f"Waiting for {what} ...", err=True),
+        on_end=lambda end: typer.echo(f"quire: {end}\nRestarting it ...", err=True),
+        on_wait=lambda action: typer.echo(f"Waiting for {action} ...", err=True),
     )
     _interrupt_on_sigterm()
     typer.echo(f"Starting {model} ...", err=True)
     with stack:
         typer.echo(_welcome(model, stack.address, stack.scheduler_address))
-        _serve_until_interrupted(stack)
+        _wait_for_interrupt(stack)
 
 
-@one_line_errors()
+@report_errors()
 def demo(
     model: Annotated[str, typer.Argument(help="The model to show.")] = DEMO_MODEL,
-    workers: Annotated[int, typer.Option(parser=integer, help="Worker processes.")] = 2,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")] = False,
+    workers: Annotated[int, integer_option("Worker processes.")] = 2,
+    verbose: Verbose = False,
 ) -> None:
-    """Starts a private stack, streams some texts from it, shows its numbers, kills a worker, the
-    leading scheduler and a gateway in mid-sentence, shows what that cost, stops it."""
+    """Stream texts from a private stack and print their latencies. Then kill a worker, the
+    leading scheduler and a gateway during a stream, and compare the text."""
     _interrupt_on_sigterm()
     run_demo(model, num_workers=workers, verbose=verbose)
 
 
 def _interrupt_on_sigterm() -> None:
-    """From here on SIGTERM is what Ctrl-C is, so that a stack is stopped in order.
+    """Make SIGTERM raise KeyboardInterrupt, so that the stack is drained.
 
-    SIGINT as well, which a shell has its background jobs ignore.
+    Also SIGINT, because a shell makes its background jobs ignore it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
@@ -108,8 +108,8 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _serve_until_interrupted(stack: LocalStack) -> None:
-    """The first signal ends the wait, so that the stack drains; the next one kills it."""
+def _wait_for_interrupt(stack: LocalStack) -> None:
+    """Return at the first signal, so that the stack drains; the next one kills it."""
     try:
         while True:
             signal.pause()

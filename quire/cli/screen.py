@@ -1,11 +1,10 @@
-"""Frames of lines: in place on a terminal, one after another elsewhere."""
+"""Prints frames of lines: each replaces the previous one on a terminal, else follows it."""
 
-import os
 import shutil
 from collections.abc import Sequence
 from typing import Final, TextIO
 
-# Of what is no terminal, and so has no width.
+# Width of an output that is not a terminal.
 DEFAULT_WIDTH: Final = 100
 
 
@@ -17,10 +16,10 @@ class Screen:
 
     @property
     def width(self) -> int:
-        return self._size().columns if self._is_terminal else DEFAULT_WIDTH
+        return shutil.get_terminal_size().columns if self._is_terminal else DEFAULT_WIDTH
 
     def show(self, lines: Sequence[str]) -> None:
-        """A frame; on a terminal what does not fit is cut."""
+        """Print a frame, truncated to the terminal's size."""
         if self._is_terminal:
             self._redraw(lines)
         else:
@@ -28,12 +27,9 @@ class Screen:
         self._out.flush()
 
     def _redraw(self, lines: Sequence[str]) -> None:
-        size = self._size()
-        # The line that the cursor stands on stays free: a full screen would scroll.
+        size = shutil.get_terminal_size()
+        # The cursor's line remains empty, because a full screen would scroll.
         shown = [line[: size.columns] for line in lines[: size.lines - 1]]
         back = f"\x1b[{self._num_lines}F" if self._num_lines else ""
         self._out.write(f"{back}\x1b[J" + "".join(f"{line}\n" for line in shown))
         self._num_lines = len(shown)
-
-    def _size(self) -> os.terminal_size:
-        return shutil.get_terminal_size()

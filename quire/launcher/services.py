@@ -1,64 +1,48 @@
-"""How the services of a local stack are run: their commands, files, environment."""
+"""Commands, files and environments of the services of a local stack."""
 
+import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.launcher.errors import LaunchError
 from quire.launcher.processes import ServiceSpec, StartCheck
 
+# A package that only this extra of the distribution installs.
+_EXTRAS = {"gateway": "tokenizers", "scheduler": "redis", "worker": "torch"}
 
-@dataclass(frozen=True, kw_only=True)
-class Services:
-    """The services of one stack, by what is to be known of it."""
 
-    # Holds their sockets, logs and addresses.
+def check_installed(extras: Mapping[str, str] = _EXTRAS) -> None:
+    """LaunchError with the missing extras, if a package is not installed. Imports no package."""
+    missing = {e: package for e, package in extras.items() if not importlib.util.find_spec(package)}
+    if missing:
+        names = "all" if len(missing) == len(extras) else ",".join(missing)
+        packages = ", ".join(missing.values())
+        raise LaunchError(f"a local stack needs {packages}: pip install 'quire[{names}]'")
+
+
+@dataclass(frozen=True)
+class ServiceSpecs:
+    """Makes the specifications of the services of one stack."""
+
+    # Contains their sockets, logs and address files.
     directory: Path
-    model: str
-    revision: str | None
-    served_model_name: str | None
     num_workers: int
-    num_schedulers: int
-    num_gateways: int
-    gateway_listen: str
-    redis_url: str
-    redis_patience_s: float
-    # `QUIRE_*` variables over those of this process.
+    # `QUIRE_*` variables that override those of this process.
     settings: Mapping[str, str]
+    # Writes logs to the terminal.
     verbose: bool
 
-    def gateways(self) -> list[ServiceSpec]:
-        flags = {
-            "scheduler": ",".join(self._sockets("scheduler", self.num_schedulers)),
-            "model": self.model,
-            "revision": self.revision,
-            "served-model-name": self.served_model_name,
-        }
-        check = StartCheck("tokenizer", "load the model's tokenizer")
-        listens = _following(self.gateway_listen, self.num_gateways)
-        return self._specs("gateway", listens, flags, check)
-
-    def schedulers(self) -> list[ServiceSpec]:
-        workers = ",".join(self._sockets("worker", self.num_workers))
-        flags = {"redis-url": self.redis_url, "workers": workers}
-        check = StartCheck("redis", "reach Redis", self.redis_patience_s)
-        listens = self._sockets("scheduler", self.num_schedulers)
-        return self._specs("scheduler", listens, flags, check)
-
-    def workers(self) -> list[ServiceSpec]:
-        flags = {"model": self.model, "revision": self.revision}
-        check = StartCheck("model", "load the model")
-        return self._specs("worker", self._sockets("worker", self.num_workers), flags, check)
-
-    def _specs(
+    def make(
         self,
         service: str,
-        listens: list[str],
+        listens: Sequence[str],
         flags: Mapping[str, str | None],
-        check: StartCheck,
+        start_check: StartCheck,
     ) -> list[ServiceSpec]:
-        """One for each address."""
+        """One specification per address; flags that are None are omitted."""
         arguments = [f"--{key}={value}" for key, value in flags.items() if value is not None]
         specs = []
         for name, listen in zip(_names(service, len(listens)), listens, strict=True):
@@ -71,18 +55,19 @@ class Services:
                     address_file=address_file,
                     log_file=None if self.verbose else self.directory / f"{name}.log",
                     environment=self._environment(service),
-                    start_check=check,
+                    start_check=start_check,
                     listen=listen,
                 )
             )
         return specs
 
-    def _sockets(self, service: str, count: int) -> list[str]:
+    def sockets(self, service: str, count: int) -> list[str]:
+        """Unix socket addresses, one per process of the service."""
         return [f"unix:{self.directory}/{name}.sock" for name in _names(service, count)]
 
     def _environment(self, service: str) -> dict[str, str]:
-        """What a person wants to read, and an equal share of the cores and of a GPU for each
-        worker; what the environment says goes first."""
+        """Human-readable logs, and an equal share of the cores and of a GPU per worker, unless
+        this process's environment or the settings have other values."""
         threads = max(1, (os.cpu_count() or 1) // self.num_workers)
         defaults = {
             f"QUIRE_{service.upper()}_LOG_FORMAT": "human",
@@ -93,14 +78,14 @@ class Services:
 
 
 def _names(service: str, count: int) -> list[str]:
-    """Workers are numbered always, the others where there are several."""
+    """Names of processes. Workers always have a number, other services if there are several."""
     if count == 1 and service != "worker":
         return [service]
     return [f"{service}-{i}" for i in range(count)]
 
 
-def _following(listen: str, count: int) -> list[str]:
-    """This address and those of the next ports; where the system picks, it picks for each."""
+def consecutive_addresses(listen: str, count: int) -> list[str]:
+    """The address and those with the following ports; port 0 is repeated."""
     host, _, port = listen.rpartition(":")
     if count == 1 or port == "0":
         return [listen] * count

@@ -1,4 +1,4 @@
-"""The thread that starts child processes."""
+"""A thread that starts child processes."""
 
 import queue
 import threading
@@ -10,10 +10,10 @@ _Result = TypeVar("_Result")
 
 
 class Spawner:
-    """Runs functions in a thread that lives until `close`.
+    """Calls functions in a thread that ends at `close`.
 
-    Linux ties a child to the *thread* that started it, and a caller's thread may end long before
-    the stack it started. A daemon thread, because a pool's threads end before `atexit` runs.
+    Linux sends the parent-death signal when the *thread* that started a child ends, and a caller's
+    thread may end before its stack. A daemon thread, because those of a pool end before `atexit`.
     """
 
     def __init__(self) -> None:
@@ -21,9 +21,9 @@ class Spawner:
         threading.Thread(target=self._work, name="quire-spawner", daemon=True).start()
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """What `function` gives or raises."""
+        """Return or raise what `function` does."""
         future: Future[_Result] = Future()
-        self._jobs.put(lambda: _settle(future, function))
+        self._jobs.put(lambda: _complete(future, function))
         return future.result()
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ class Spawner:
             job()
 
 
-def _settle(future: Future[_Result], function: Callable[[], _Result]) -> None:
+def _complete(future: Future[_Result], function: Callable[[], _Result]) -> None:
     try:
         future.set_result(function())
     except BaseException as error:

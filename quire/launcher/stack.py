@@ -1,4 +1,4 @@
-"""A whole Quire on this machine: Redis, schedulers, workers and gateways as child processes."""
+"""A local stack: Redis, schedulers, workers and gateways as child processes."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -8,10 +8,9 @@ from typing import Literal, Self
 
 from quire.launcher.directory import PrivateDirectory
 from quire.launcher.errors import LaunchError
-from quire.launcher.extras import check_installed
-from quire.launcher.processes import ProcessGroup, ServiceProcess
+from quire.launcher.processes import ProcessGroup, ServiceProcess, StartCheck
 from quire.launcher.redis import EmbeddedRedis
-from quire.launcher.services import Services
+from quire.launcher.services import ServiceSpecs, check_installed, consecutive_addresses
 from quire.launcher.spawner import Spawner
 from quire.launcher.supervisor import Supervisor
 
@@ -20,43 +19,43 @@ Role = Literal["gateway", "scheduler", "worker"]
 
 @dataclass(eq=False)
 class LocalStack:
-    """A private stack that serves one model, from `start` to `stop` or within the context.
+    """A private stack that serves one model, from `start` to `stop` or within a context.
 
-    Internal addresses are unix sockets in a directory that only this user can enter. On Linux no
-    process of the stack outlives this one, whatever way it ends.
+    Internal addresses are unix sockets in a directory that only this user can access. On Linux all
+    processes of the stack end with this process, even if it is killed.
     """
 
     # A folder in Hugging Face format, or a hub id.
     model: str
     _: KW_ONLY
     num_workers: int = 1
-    # One of them leads, the others stand by.
+    # One leads, the others stand by.
     num_schedulers: int = 1
     num_gateways: int = 1
-    # Port 0 picks a free one; further gateways have the ports that follow, or free ones, too.
+    # Port 0 picks a free one. Further gateways get the following ports.
     gateway_listen: str = "127.0.0.1:0"
-    # Without one the stack has a Redis of its own.
+    # A running Redis to use instead of a private one.
     redis_url: str | None = None
-    # The stack's own Redis keeps a file, so that it may be killed and started again.
+    # Makes the private Redis write an append-only file, so that its data survives a restart.
     redis_appendonly: bool = False
     revision: str | None = None
-    # What requests call the model; as `model` if absent.
+    # The model's name in requests; `model` if absent.
     served_model_name: str | None = None
-    # `QUIRE_*` variables for the services, over those of this process.
+    # `QUIRE_*` variables for the services; they override those of this process.
     settings: Mapping[str, str] = field(default_factory=dict)
-    # Processes that end, Redis as well, are started again, as `restart: unless-stopped` does it.
+    # Restarts processes that end, including Redis, as `restart: unless-stopped` does.
     restart: bool = False
-    # Leaves the services' logs on the terminal.
+    # Writes the services' logs to the terminal.
     verbose: bool = False
-    # A model may have to be fetched first.
+    # Includes the download of a model.
     ready_timeout_s: float = 1800.0
-    # What each tier of services gets to drain; a little more than it gives itself.
+    # Seconds that each tier gets to drain; more than the services' own limit.
     stop_grace_s: float = 15.0
-    # How long the scheduler may fail to reach Redis before the start has failed.
-    redis_patience_s: float = 10.0
-    # Hears what a long start waits for, in words that follow "waiting for".
+    # Seconds for which the scheduler may fail to reach Redis at the start.
+    redis_timeout_s: float = 10.0
+    # Called during a long start, with what completes "waiting for".
     on_wait: Callable[[str], object] | None = None
-    # Hears, in another thread, how a process ended that is started again.
+    # Called in another thread, with how a process ended, before it is restarted.
     on_end: Callable[[LaunchError], object] | None = None
 
     def __post_init__(self) -> None:
@@ -66,24 +65,22 @@ class LocalStack:
         self._tiers: dict[Role, list[ServiceProcess]] = {}
         self._processes = ProcessGroup()
         self._redis: EmbeddedRedis | None = None
-        self._undo = ExitStack()
+        self._cleanup = ExitStack()
         self._is_running = False
 
     @property
     def address(self) -> str:
-        """Where the first gateway serves the public API. LaunchError if the stack is not
-        running."""
+        """The first gateway's address. LaunchError if the stack is not running."""
         return self.addresses[0]
 
     @property
     def addresses(self) -> list[str]:
-        """Where each gateway serves the public API; joined by commas they are a client's target."""
+        """The gateways' addresses; joined by commas they are a client's target."""
         return self._addresses("gateway")
 
     @property
     def scheduler_address(self) -> str:
-        """Where operators ask, if there is one scheduler. LaunchError if the stack is not
-        running."""
+        """The first scheduler's address. LaunchError if the stack is not running."""
         return self._addresses("scheduler")[0]
 
     @property
@@ -92,47 +89,46 @@ class LocalStack:
         return self._processes.pids
 
     def processes(self, role: Role) -> list[ServiceProcess]:
-        """The services of one kind, to be killed, paused and started again. LaunchError if the
-        stack is not running."""
+        """The processes of one service. LaunchError if the stack is not running."""
         self._check_running()
         return self._tiers[role]
 
     @property
     def redis(self) -> EmbeddedRedis:
-        """The stack's own Redis, likewise. LaunchError if it has none, or is not running."""
+        """The private Redis. LaunchError if there is none, or the stack is not running."""
         self._check_running()
         if self._redis is None:
-            raise LaunchError("the stack has no Redis of its own")
+            raise LaunchError("the stack has no private Redis")
         return self._redis
 
     def leader(self) -> ServiceProcess | None:
-        """The scheduler that leads: those that stand by are not ready. None where none does now."""
+        """The leading scheduler, the only one that is ready; None if none leads."""
         return next((s for s in self.processes("scheduler") if s.is_alive and s.is_ready()), None)
 
     def start(self) -> Self:
-        """Returns when the whole stack is ready; LaunchError says which part is not, and why."""
+        """Start the stack and wait until it is ready. LaunchError with the part that is not."""
         check_installed()
         try:
             self._start()
         except BaseException:
-            # Nothing is running yet that deserves to be drained.
+            # No request is running, so nothing needs draining.
             self.kill()
             self.stop()
             raise
         return self
 
     def check(self) -> None:
-        """LaunchError if a service has ended and nobody starts it again."""
+        """LaunchError if a service has ended and will not be restarted."""
         if not self.restart:
             self._processes.check()
 
     def stop(self) -> None:
-        """Drains and ends gateways, schedulers, workers and Redis, in this order."""
+        """Drain and end gateways, schedulers, workers and Redis, in this order."""
         self._is_running = False
-        self._undo.close()
+        self._cleanup.close()
 
     def kill(self) -> None:
-        """Ends the services at once and for good; `stop` is still to be called."""
+        """Kill the services for good; `stop` has to be called as well."""
         self._processes.kill()
 
     def __enter__(self) -> Self:
@@ -143,49 +139,52 @@ class LocalStack:
 
     def _start(self) -> None:
         private = PrivateDirectory.make()
-        self._undo.callback(private.remove)
+        self._cleanup.callback(private.remove)
         spawner = Spawner()
-        self._undo.callback(spawner.close)
+        self._cleanup.callback(spawner.close)
         redis_url = self.redis_url or self._start_redis(private.path, spawner)
         self._processes = ProcessGroup(spawner.call)
-        self._undo.callback(self._processes.stop, self.stop_grace_s)
+        self._cleanup.callback(self._processes.stop, self.stop_grace_s)
         self._start_services(private.path, redis_url)
         self._processes.wait_until_ready(self.ready_timeout_s, self.on_wait)
         self._is_running = True
         if self.restart:
-            self._undo.callback(self._supervise().close)
+            self._cleanup.callback(self._supervise().close)
 
     def _start_redis(self, directory: Path, spawner: Spawner) -> str:
         redis = EmbeddedRedis(directory, appendonly=self.redis_appendonly, spawn=spawner.call)
         self._redis = redis.start()
-        self._undo.callback(redis.stop)
+        self._cleanup.callback(redis.stop)
         return redis.url
 
     def _start_services(self, directory: Path, redis_url: str) -> None:
-        """Starts all of them at once, in the order in which they are to stop."""
-        services = Services(
-            directory=directory,
-            model=self.model,
-            revision=self.revision,
-            served_model_name=self.served_model_name,
-            num_workers=self.num_workers,
-            num_schedulers=self.num_schedulers,
-            num_gateways=self.num_gateways,
-            gateway_listen=self.gateway_listen,
-            redis_url=redis_url,
-            redis_patience_s=self.redis_patience_s,
-            settings=self.settings,
-            verbose=self.verbose,
-        )
+        """Start all services concurrently. They stop in the order of `_tiers`."""
+        specs = ServiceSpecs(directory, self.num_workers, self.settings, self.verbose)
+        gateways = consecutive_addresses(self.gateway_listen, self.num_gateways)
+        schedulers = specs.sockets("scheduler", self.num_schedulers)
+        workers = specs.sockets("worker", self.num_workers)
+        model = {"model": self.model, "revision": self.revision}
+        gateway_flags = {
+            **model,
+            "scheduler": ",".join(schedulers),
+            "served-model-name": self.served_model_name,
+        }
+        scheduler_flags = {"redis-url": redis_url, "workers": ",".join(workers)}
+        tokenizer = StartCheck("tokenizer", "load the model's tokenizer")
+        redis = StartCheck("redis", "reach Redis", self.redis_timeout_s)
+        weights = StartCheck("model", "load the model")
+        start = self._processes.start
         self._tiers = {
-            "gateway": self._processes.start(services.gateways()),
-            "scheduler": self._processes.start(services.schedulers(), enough=any),
-            "worker": self._processes.start(services.workers()),
+            "gateway": start(specs.make("gateway", gateways, gateway_flags, tokenizer)),
+            "scheduler": start(
+                specs.make("scheduler", schedulers, scheduler_flags, redis), ready_when=any
+            ),
+            "worker": start(specs.make("worker", workers, model, weights)),
         }
 
     def _supervise(self) -> Supervisor:
         redis = [self._redis] if self._redis is not None else []
-        return Supervisor([*redis, *self._processes.processes], self.on_end or _say_nothing)
+        return Supervisor([*redis, *self._processes.processes], self.on_end or (lambda _: None))
 
     def _addresses(self, role: Role) -> list[str]:
         return [address for process in self.processes(role) if (address := process.address)]
@@ -193,7 +192,3 @@ class LocalStack:
     def _check_running(self) -> None:
         if not self._is_running:
             raise LaunchError("the stack is not running")
-
-
-def _say_nothing(_: LaunchError) -> None:
-    """Restarts are nothing to speak of."""

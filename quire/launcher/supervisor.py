@@ -1,4 +1,4 @@
-"""Starts again what has ended, as a container engine does with `restart: unless-stopped`."""
+"""Restarts processes that have ended, as a container engine does with `restart: unless-stopped`."""
 
 import threading
 import time
@@ -9,27 +9,26 @@ from quire.launcher.child import ChildProcess
 from quire.launcher.errors import LaunchError
 
 _POLL_S = 0.05
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 5.0
-# A process that has lived so long has the first delay again.
-_SETTLED_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+# The backoff is reset after a process has run for this time.
+_STABLE_S = 5.0
 
 
 @dataclass
 class _Watched:
-    """A child, and what its next start waits for."""
+    """A child and the time of its restart."""
 
     child: ChildProcess
-    delay_s: float = _FIRST_DELAY_S
-    # By the monotonic clock; None while the child lives.
+    backoff_s: float = _FIRST_BACKOFF_S
+    # By the monotonic clock; None while the child is alive.
     due_s: float | None = None
 
 
 class Supervisor:
-    """Watches children from now until `close`, and starts again those that end, unless they are
-    retired: at once after a long life, later and later where lives are short.
+    """Restarts children that end, until `close`, with exponential backoff.
 
-    `on_end` hears, in this object's own thread, how each came to its end.
+    Calls `on_end` in its own thread with the cause of each end.
     """
 
     def __init__(
@@ -42,38 +41,38 @@ class Supervisor:
         self._thread.start()
 
     def close(self) -> None:
-        """Nothing is started any more when this returns."""
+        """Stop the supervisor; it starts nothing after this returns."""
         self._closed.set()
         self._thread.join()
 
     def _work(self) -> None:
         while not self._closed.wait(_POLL_S):
             for watched in self._watched:
-                self._look_at(watched)
+                self._check(watched)
 
-    def _look_at(self, watched: _Watched) -> None:
+    def _check(self, watched: _Watched) -> None:
         child = watched.child
-        if child.is_alive or child.retired:
+        if child.is_alive or not child.autorestart:
             watched.due_s = None
         elif watched.due_s is None:
-            self._note_end(watched)
+            self._schedule_restart(watched)
         elif time.monotonic() >= watched.due_s:
             watched.due_s = None
             self._launch(child)
 
     def _launch(self, child: ChildProcess) -> None:
-        """One that cannot be started counts as one that has ended again."""
+        """Start a child. One that cannot be started counts as ended."""
         try:
             child.launch()
         except (OSError, LaunchError) as error:
             self._on_end(LaunchError(f"{child.name} cannot be started: {error}"))
 
-    def _note_end(self, watched: _Watched) -> None:
+    def _schedule_restart(self, watched: _Watched) -> None:
         now = time.monotonic()
-        if now - watched.child.started_s >= _SETTLED_S:
-            watched.delay_s = _FIRST_DELAY_S
-        watched.due_s = now + watched.delay_s
-        watched.delay_s = min(2 * watched.delay_s, _LONGEST_DELAY_S)
+        if now - watched.child.started_s >= _STABLE_S:
+            watched.backoff_s = _FIRST_BACKOFF_S
+        watched.due_s = now + watched.backoff_s
+        watched.backoff_s = min(2 * watched.backoff_s, _MAX_BACKOFF_S)
         try:
             watched.child.check()
         except LaunchError as end:

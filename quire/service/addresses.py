@@ -1,20 +1,26 @@
-"""Addresses as settings have them: `host:port` or `unix:/path`."""
+"""Addresses of services, `host:port` or `unix:/path`: checks them and resolves their names."""
 
+import asyncio
 import ipaddress
 import re
+import socket
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
+import structlog
 from pydantic import AfterValidator
 
+log = structlog.get_logger()
+
+LOOKUP_INTERVAL_S = 1.0
 _HOST_AND_PORT = re.compile(r"(?P<host>[^\s:/\[\]]+|\[(?P<ipv6>[^\s\]]+)\]):(?P<port>[0-9]{1,5})")
 _UNIX = re.compile(r"unix:/.+")
 _MAX_PORT = 2**16 - 1
 
 
 def check_address(value: str) -> str:
-    """ValueError for what gRPC would refuse, or take for something else: without a port it takes
-    443, and a port beyond the last modulo 65536.
-    """
+    """Return the address. ValueError for one that gRPC would refuse or change: it adds the port
+    443 where there is none, and takes a port modulo 65536."""
     if _UNIX.fullmatch(value):
         return value
     match = _HOST_AND_PORT.fullmatch(value)
@@ -28,3 +34,58 @@ def check_address(value: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(check_address)]
+
+
+class NameResolver:
+    """Resolves each name once a second while `run` runs, concurrently.
+
+    A name that fails to resolve keeps its last addresses.
+    """
+
+    def __init__(self, names: Iterable[str], on_change: Callable[[], None] = lambda: None) -> None:
+        """`on_change` is called after the addresses of a name have changed."""
+        self._resolved = {
+            name: frozenset({name} if name.startswith("unix:") else ()) for name in names
+        }
+        self._on_change = on_change
+        # A failure is logged once per outage, also if `run` is called again.
+        self._failing: set[str] = set()
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """The addresses of all names, as last resolved."""
+        return frozenset().union(*self._resolved.values())
+
+    async def run(self) -> None:
+        """Resolve until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for name in self._resolved:
+                if not name.startswith("unix:"):
+                    group.create_task(self._keep_resolved(name))
+
+    async def _keep_resolved(self, name: str) -> None:
+        while True:
+            try:
+                addresses = await _resolve(name)
+            except (OSError, UnicodeError) as error:
+                if name not in self._failing:
+                    log.warning("name does not resolve", name=name, reason=str(error))
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
+                if addresses != self._resolved[name]:
+                    self._resolved[name] = addresses
+                    self._on_change()
+            await asyncio.sleep(LOOKUP_INTERVAL_S)
+
+
+async def _resolve(name: str) -> frozenset[str]:
+    host, _, port = name.rpartition(":")
+    infos = await asyncio.get_running_loop().getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+    )
+    return frozenset(_target(family, str(address[0]), port) for family, *_, address in infos)
+
+
+def _target(family: int, host: str, port: str) -> str:
+    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"

@@ -1,11 +1,11 @@
-"""gRPC options, set on purpose: message limits, keepalive that notices a dead peer in seconds."""
+"""gRPC channel and server options: message limits, and keepalive that detects a dead peer."""
 
 from typing import Any
 
 _Options = list[tuple[str, Any]]
 
-# Twice what any prompt needs: a text that is far too long reaches the gateway's own check, which
-# names the field, instead of gRPC's, which cannot.
+# Twice the longest prompt, so that an oversized text reaches the gateway's check, which names the
+# field; gRPC's own does not.
 PUBLIC_MESSAGE_BYTES = 32 * 2**20
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
 
@@ -15,7 +15,7 @@ def channel_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
     return [
         *_limits(max_message_bytes),
         ("grpc.keepalive_time_ms", 20_000),
-        # What bounds the detection of a hung peer; grpc.keepalive_timeout_ms does not.
+        # Bounds the detection of a hung peer; grpc.keepalive_timeout_ms does not.
         ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -24,28 +24,28 @@ def channel_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
     ]
 
 
-def link_options() -> _Options:
-    """Options of a gateway's channel to a scheduler: one that is stopped or cut off is noticed
-    within about two seconds, and each channel connects by itself."""
+def scheduler_channel_options() -> _Options:
+    """Options of a gateway's channel to a scheduler. A scheduler that is stopped or unreachable is
+    detected within about two seconds; channels share no connection."""
     return [
         *_limits(INTERNAL_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", 1_000),
         ("grpc.http2.ping_timeout_ms", 1_000),
-        # Without it a quiet stream is pinged twice, and then hardly ever.
+        # By default gRPC stops pinging an idle stream after two pings.
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
 def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
-    """Options of a server. Clients may ping it twice a second: those that go on elsewhere want to
-    know soon that it has stopped."""
+    """Options of a server. It permits two pings a second, so that clients detect a failure early
+    and retry elsewhere."""
     return [
         *_limits(max_message_bytes),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.http2.ping_timeout_ms", 5_000),
-        # The key that servers read; its shorter namesake leaves quiet calls to die of pings.
+        # Servers ignore the key without `http2.`, and close idle calls for too many pings.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

@@ -11,8 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "quire"
-# Of the text that one error carries in one place. Statuses travel in HTTP/2 headers, of which gRPC
-# takes 8 KiB for certain, and text triples there: everything below stays under that together.
+# Limit of each text in an error. A status is sent in HTTP/2 headers, where gRPC guarantees 8 KiB
+# and percent-encoding triples a text: message and details together stay below that.
 MAX_TEXT_BYTES = 1024
 _MAX_DETAILS_BYTES = 2048
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -20,9 +20,9 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 @dataclass(eq=False)
 class RequestError(Exception):
-    """A request that ends with a status. Raised anywhere, turned into the status at the rim.
+    """The status with which a request fails. Raised anywhere; the servicer aborts the call with it.
 
-    A message beyond MAX_TEXT_BYTES is cut.
+    A message longer than MAX_TEXT_BYTES is truncated.
     """
 
     code: grpc.StatusCode
@@ -30,14 +30,14 @@ class RequestError(Exception):
     details: tuple[Message, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        self.message = _cut(self.message)
+        self.message = _truncate(self.message)
 
     def __str__(self) -> str:
         return self.message
 
     @classmethod
     def from_status(cls, status: status_pb2.Status) -> Self:
-        """What another service said; a code that is none is UNKNOWN."""
+        """The error that another service returned; an invalid code becomes UNKNOWN."""
         code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
         return cls(code, status.message, tuple(status.details))
 
@@ -47,14 +47,14 @@ class RequestError(Exception):
         )
 
     def packed_details(self) -> list[any_pb2.Any]:
-        """All of them, or none where they are too large for a status."""
+        """All details, or none if together they are too large for a status."""
         packed = [_packed(detail) for detail in self.details]
         fits = sum(detail.ByteSize() for detail in packed) <= _MAX_DETAILS_BYTES
         return packed if fits else []
 
 
 def _packed(detail: Message) -> any_pb2.Any:
-    """Details that another service packed are passed on as they are."""
+    """Pack a detail; one that another service packed is forwarded unchanged."""
     if isinstance(detail, any_pb2.Any):
         return detail
     packed = any_pb2.Any()
@@ -62,8 +62,8 @@ def _packed(detail: Message) -> any_pb2.Any:
     return packed
 
 
-def _cut(text: str) -> str:
-    """Whole characters within the limit; what no UTF-8 can hold becomes a question mark."""
+def _truncate(text: str) -> str:
+    """Truncate at a character; a lone surrogate becomes a question mark."""
     data = text.encode(errors="replace")
     if len(data) <= MAX_TEXT_BYTES:
         return data.decode()
@@ -72,7 +72,7 @@ def _cut(text: str) -> str:
 
 def invalid(field_name: str, reason: str, description: str) -> RequestError:
     """INVALID_ARGUMENT: `field_name` as in the request's proto, `reason` in UPPER_SNAKE_CASE."""
-    description = _cut(description)
+    description = _truncate(description)
     violation = error_details_pb2.BadRequest.FieldViolation(
         field=field_name, description=description, reason=reason
     )
@@ -93,8 +93,8 @@ def failed(
     retry_after_s: float | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> RequestError:
-    """Any other status, with its reason in UPPER_SNAKE_CASE; with a time, where a retry after it
-    makes sense. `metadata` goes into the ErrorInfo."""
+    """Any other status: `reason` in UPPER_SNAKE_CASE, `retry_after_s` if a retry can succeed,
+    `metadata` for the ErrorInfo."""
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
     details: list[Message] = [info]
     if retry_after_s is not None:
@@ -110,12 +110,12 @@ def unavailable(
     retry_after_s: float = 1.0,
     metadata: Mapping[str, str] | None = None,
 ) -> RequestError:
-    """UNAVAILABLE, with the time after which a retry makes sense."""
+    """UNAVAILABLE, with the time after which a retry can succeed."""
     return failed(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s, metadata)
 
 
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:  # type: ignore[type-arg]
-    """Ends a call with the error's status and details."""
+    """Abort a call with the error's status and details."""
     rich = rpc_status.to_status(error.to_status())
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
     raise AssertionError("abort returned")

@@ -1,8 +1,7 @@
 """Health as named checks, served by `grpc.health.v1`.
 
-`""` answers for the process: it is alive and configured. `ready` answers for the service: every
-check holds. Each gRPC service's own name answers like `ready`. A check's name answers for that
-check, UNKNOWN until it has been made.
+`""` is the process: alive and configured. `ready` is the service: every check passes; the name of
+each gRPC service has the same status. A check's own name is UNKNOWN until the check has run.
 """
 
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ READY = "ready"
 
 
 class ListingHealthServicer(health.aio.HealthServicer):
-    """The library's servicer, which knows Check and Watch, and List of the names it is given."""
+    """Adds List, for the given names, to the library's servicer, which has Check and Watch."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
@@ -28,16 +27,16 @@ class ListingHealthServicer(health.aio.HealthServicer):
     async def List(  # noqa: N802
         self, request: Message, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Message:
-        """HealthListRequest to HealthListResponse."""
+        """Convert a HealthListRequest to a HealthListResponse."""
         requests = {name: health_pb2.HealthCheckRequest(service=name) for name in self._names}
-        statuses = {name: await self.Check(ask, context) for name, ask in requests.items()}
+        statuses = {name: await self.Check(check, context) for name, check in requests.items()}
         # The published type stubs are older than this message.
         response: Message = health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
         return response
 
 
 class Health:
-    """Named checks, all failing at first, and the health servicer that tells of them."""
+    """Named checks, failing until they pass, and the health servicer that reports them."""
 
     def __init__(self, checks: Iterable[str], services: Iterable[str] = ()) -> None:
         self._failing = dict.fromkeys(checks, "not checked yet")
@@ -50,11 +49,11 @@ class Health:
 
     @property
     def failing(self) -> dict[str, str]:
-        """Failing checks and why they fail."""
+        """Failing checks, each with its reason."""
         return dict(self._failing)
 
     async def start(self) -> None:
-        """Before the server starts: every name has a status when the first caller asks."""
+        """Set the status of every name. Call it before the server starts."""
         await self.servicer.set("", _SERVING)
         for check in self._failing:
             await self.servicer.set(check, _UNKNOWN)
@@ -71,7 +70,7 @@ class Health:
         await self._publish()
 
     async def stopping(self) -> None:
-        """From here on nothing is serving, whatever the checks say."""
+        """Report NOT_SERVING for every name from now on."""
         await self.servicer.enter_graceful_shutdown()
 
     async def _publish(self) -> None:

@@ -1,22 +1,25 @@
-"""A service's life in four visible steps: start up, serve, drain, stop."""
+"""Starts a service's server, and drains and stops it on signals."""
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from quire.service.health import Health
-from quire.service.reflection import add_reflection
 
 log = structlog.get_logger()
 
+# Equal to v1alpha on the wire. Some clients request only this name.
+_STABLE_REFLECTION = "grpc.reflection.v1.ServerReflection"
+
 
 class Signals:
-    """The first signal (SIGTERM, SIGINT) asks to drain, the second to stop."""
+    """Events that SIGTERM and SIGINT set: the first signal `drain`, the second `stop`."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
@@ -31,7 +34,7 @@ class Signals:
         (self.stop if self.drain.is_set() else self.drain).set()
 
     async def drain_within(self, drain: Callable[[], Awaitable[None]], grace_s: float) -> None:
-        """Runs `drain` until it ends, the grace is over, or a second signal comes."""
+        """Run `drain` until it ends, the grace period is over, or a second signal arrives."""
         work = asyncio.ensure_future(drain())
         stop = asyncio.ensure_future(self.stop.wait())
         try:
@@ -51,26 +54,38 @@ async def start_server(
     health: Health,
     address_file: Path | None = None,
 ) -> str:
-    """Adds health and reflection, binds, starts; returns the bound address.
+    """Add health and reflection, bind and start; return the bound address.
 
-    `listen` is `host:port`, where port 0 picks a free one, or `unix:/path`. OSError if it cannot
-    be bound.
+    `listen` is `host:port` or `unix:/path`; port 0 picks a free one. OSError if it cannot be bound.
     """
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    add_reflection((*services, "grpc.health.v1.Health"), server)
+    _add_reflection((*services, "grpc.health.v1.Health"), server)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        # gRPC does not say which of these it is.
+        # gRPC does not report which of these it is.
         why = "in use, not an address of this machine, or not permitted"
         raise OSError(f"cannot listen on {listen}: {why}") from error
     await health.start()
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     if address_file is not None:
-        # Renamed into place, so that a reader never sees half an address.
+        # Renamed into place, so that the file is never partial.
         partial = address_file.with_suffix(".partial")
         partial.write_text(address)
         partial.rename(address_file)
     log.info("listening", address=address)
     return address
+
+
+def _add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
+    """Serve reflection as v1 and v1alpha. Lists only v1alpha, which has a descriptor."""
+    servicer = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME))
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in (reflection.SERVICE_NAME, _STABLE_REFLECTION):
+        handler = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
+        server.add_generic_rpc_handlers((handler,))

@@ -1,4 +1,4 @@
-"""Logs: structured, human on a terminal, JSON lines otherwise. Prompts and outputs never go in."""
+"""Structured logs: human-readable on a terminal, else JSON lines; without prompts and outputs."""
 
 import logging
 import sys
@@ -12,11 +12,11 @@ import structlog
 def configure_logging(
     service: str, level: str = "info", log_format: Literal["auto", "human", "json"] = "auto"
 ) -> None:
-    """Sends structlog's and the standard library's records, and warnings, to stderr in one form."""
+    """Write records of structlog and logging, and Python's warnings, to stderr in one format."""
     human = log_format == "human" or (log_format == "auto" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
-        _names(service),
+        _add_service(service),
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -29,7 +29,7 @@ def configure_logging(
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        # Not by way of the standard library: there a line for each request costs twice as much.
+        # Bypasses the standard library, where a line costs twice as much.
         logger_factory=lambda *_: _Lines(sys.stderr),
         cache_logger_on_first_use=True,
     )
@@ -54,12 +54,12 @@ def _log_warning(
     file: object = None,
     line: object = None,
 ) -> None:
-    """Python's warnings are records like all others; without the line that warns."""
+    """Log a Python warning as a record, without its source line."""
     structlog.get_logger().warning(str(message), category=category.__name__)
 
 
 class _Lines(structlog.WriteLogger):
-    """Writes rendered records. A stream that nobody reads any more stops nobody's work."""
+    """Writes rendered records; a broken pipe is ignored."""
 
     def msg(self, message: str) -> None:
         with suppress(OSError, ValueError):
@@ -69,8 +69,8 @@ class _Lines(structlog.WriteLogger):
     fatal = failure = err = error = critical = exception = msg
 
 
-def _names(service: str) -> structlog.typing.Processor:
-    """Adds the service's name to every record, whatever thread it comes from."""
+def _add_service(service: str) -> structlog.typing.Processor:
+    """Add the service's name to the records of all threads."""
 
     def add(
         _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict

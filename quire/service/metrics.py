@@ -1,4 +1,4 @@
-"""Metrics over HTTP, for Prometheus and those that read its format."""
+"""Serves metrics over HTTP in Prometheus' text format."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 def check_metrics_address(value: str) -> str:
-    """ValueError for what is no address of a TCP port: Prometheus cannot scrape another."""
+    """Return the address. ValueError unless it is a TCP port: Prometheus scrapes nothing else."""
     if value.startswith("unix:"):
         raise ValueError("must be host:port or [IPv6 address]:port")
     return check_address(value)
@@ -29,7 +29,7 @@ MetricsAddress = Annotated[str, AfterValidator(check_metrics_address)]
 
 @dataclass(frozen=True)
 class MetricsServer:
-    """Answers every scrape with what a registry collects then, on threads of its own."""
+    """An HTTP server that collects a registry at each scrape, in its own threads."""
 
     # host:port.
     address: str
@@ -37,7 +37,7 @@ class MetricsServer:
     _thread: Thread
 
     async def stop(self) -> None:
-        """Returns when the port is free again. A scrape under way does not hold it up."""
+        """Return when the port is free. Does not wait for a scrape in progress."""
         await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
@@ -47,10 +47,10 @@ class MetricsServer:
 
 
 async def start_metrics(listen: str, registry: CollectorRegistry) -> MetricsServer:
-    """Serves a registry at `host:port`, where port 0 picks a free one. OSError if it cannot."""
+    """Serve a registry at `host:port`; port 0 picks a free one. OSError if it cannot be bound."""
     host, _, port = listen.rpartition(":")
     try:
-        # On a thread: binding looks names up.
+        # In a thread: binding resolves the host name.
         server, thread = await asyncio.to_thread(
             start_http_server, int(port), host.strip("[]"), registry
         )
@@ -65,7 +65,8 @@ async def start_metrics(listen: str, registry: CollectorRegistry) -> MetricsServ
 async def serving_metrics(
     listen: str | None, registry: CollectorRegistry
 ) -> AsyncIterator[MetricsServer | None]:
-    """Serves within the context, if there is an address to do so. OSError as `start_metrics`."""
+    """Serve metrics within the context, if there is an address. OSError as
+    `start_metrics`."""
     if listen is None:
         yield None
         return

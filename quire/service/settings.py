@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
-# Kubernetes puts these beside every container whose service is called quire-<name>.
+# Variables that Kubernetes adds to containers for a service that is called quire-<name>.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 
@@ -22,11 +22,8 @@ _LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValida
 
 
 class ServiceSettings(BaseSettings):
-    """The settings of one service. A subclass names its `env_prefix` and
-    `cli_prog_name` in `model_config`.
-
-    Flags win over environment variables, those win over defaults.
-    """
+    """The settings of one service. A subclass sets `env_prefix` and `cli_prog_name` in its
+    `model_config`. Flags override environment variables, which override defaults."""
 
     model_config = SettingsConfigDict(
         frozen=True, cli_kebab_case=True, cli_hide_none_type=True, cli_implicit_flags=True
@@ -45,12 +42,13 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def load(cls, argv: list[str] | None = None) -> Self:
-        """Reads the settings; a wrong one ends the process with status 2 and names its value."""
+        """Read the settings; an invalid one ends the process with status 2 and its value on
+        stderr."""
         try:
             cls._refuse_unknown_variables()
             return CliApp.run(cls, cli_args=sys.argv[1:] if argv is None else argv)
         except ValidationError as error:
-            lines = [f"{cls._names(e['loc'])}: {_said_of(e)}" for e in error.errors()]
+            lines = [f"{cls._names(e['loc'])}: {_message(e)}" for e in error.errors()]
             _stop(str(cls.model_config["cli_prog_name"]), lines)
         except SettingsError as error:
             _stop(str(cls.model_config["cli_prog_name"]), [str(error)])
@@ -69,9 +67,9 @@ class ServiceSettings(BaseSettings):
         return f"--{name.replace('_', '-')} / {cls.model_config['env_prefix']}{name.upper()}"
 
 
-def _said_of(error: ErrorDetails) -> str:
+def _message(error: ErrorDetails) -> str:
     message = error["msg"].removeprefix("Value error, ")
-    # What is missing has no value; its input is all the others.
+    # The input of a missing setting is the dictionary of all the others.
     return message if error["type"] == "missing" else f"{message} (got {error['input']!r})"
 
 

@@ -1,7 +1,7 @@
-"""Which worker a request goes to. Pure.
+"""Chooses the worker of a request. Pure.
 
-The scheduler allocates the blocks of every worker, so what it knows of their caches is what is
-there: no index of its own can disagree.
+The scheduler allocates the blocks of every worker, so its view of their caches is exact: there is
+no separate index that could disagree.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from scheduler_svc.core.view import Limits
 
 
 class Placement(StrEnum):
-    """`least_work` weighs what the caches hold; `round_robin` does not look."""
+    """`least_work` takes cached prefixes into account; `round_robin` does not."""
 
     LEAST_WORK = "least_work"
     ROUND_ROBIN = "round_robin"
@@ -20,38 +20,37 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one request wants of a lane, given what the lane's cache holds of it."""
+    """What one request needs on a lane, given its cached prefix there."""
 
     num_rows: int
     num_new_blocks: int
     num_uncached_tokens: int
-    # Blocks that new requests leave free.
+    # Blocks that new requests must leave free.
     watermark: int
 
 
-# What any request wants at least.
+# The least that any request needs.
 _LEAST = Demand(num_rows=1, num_new_blocks=1, num_uncached_tokens=1, watermark=0)
 
 
 @dataclass(slots=True)
 class LaneBudget:
-    """What one lane has left in a round of placement; thrown away with it."""
+    """The load and the free blocks of one lane during one pass of placement."""
 
     limits: Limits
-    num_rows: int
+    num_rows: int  # that its sequences have or wait for
     num_free_blocks: int
-    # Tokens of prompts on the lane that are not computed yet, and what its next step could take
-    # of them.
+    # Uncomputed prompt tokens on the lane, and how many of them its next step could compute.
     num_queued_tokens: int = 0
     num_next_tokens: int = 0
     num_long_prompts: int = 0
 
     def cost(self, demand: Demand) -> int:
-        """Tokens computed before the request's first one, or beside it in each step."""
+        """Tokens to compute before its first token: uncached ones, queued ones, one per row."""
         return demand.num_uncached_tokens + self.num_queued_tokens + self.num_rows
 
     def has_room(self, demand: Demand) -> bool:
-        """It can start in one of the lane's next steps. A lane that has nothing takes anything."""
+        """Whether it can start in one of the lane's next steps. An empty lane accepts anything."""
         if self.num_rows == 0 and self.num_queued_tokens == 0:
             return True
         limits = self.limits
@@ -63,7 +62,7 @@ class LaneBudget:
 
     @property
     def is_open(self) -> bool:
-        """Some request has room."""
+        """Whether the smallest request has room."""
         return self.has_room(_LEAST)
 
     def take(self, demand: Demand) -> None:
@@ -72,8 +71,8 @@ class LaneBudget:
         self.queue(demand.num_uncached_tokens)
 
     def queue(self, num_tokens: int) -> None:
-        """Counts a prompt with so many tokens to compute. Long ones are cut where there are others,
-        and wait where they are too many."""
+        """Count a prompt with `num_tokens` to compute. Of a long prompt the next step computes one
+        chunk, or nothing if as many long prompts as allowed are in progress."""
         limits = self.limits
         self.num_queued_tokens += num_tokens
         if not limits.is_long(num_tokens):
@@ -84,7 +83,7 @@ class LaneBudget:
 
 
 def choose_lane(lanes: Sequence[LaneBudget], demands: Sequence[Demand]) -> int | None:
-    """The index of the lane with the least work before the first token; None: no lane has room."""
+    """Index of the lane with the least work before the first token; None if no lane has room."""
     costs = [
         (lane.cost(demand), index)
         for index, (lane, demand) in enumerate(zip(lanes, demands, strict=True))

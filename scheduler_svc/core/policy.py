@@ -1,58 +1,58 @@
-"""What one lane runs in its next step. A pure function: values in, a decision out.
+"""Decides what one lane runs in its next step. A pure function: values in, a decision out.
 
 Continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024), preemption
 by recomputation and by swapping (vLLM, SOSP 2023). Two policies:
 
 chunked        decodes, forks, partial prefills, swapped groups, new prompts: all in one step
-prefill_first  prompts while there are any to compute, else decodes, forks and swapped groups
+prefill_first  prompts while any are left to compute, else decodes, forks and swapped groups
 
-Order is (priority, arrival, choice) among those of one kind, and nobody passes the first that does
-not fit. Blocks for a whole prompt are reserved at its admission, so only decodes ever need more.
+Sequences of each kind are scheduled in order of (priority, arrival, choice), up to the first that
+does not fit. A prompt gets all its blocks at its admission, so only decodes need more later.
 """
 
 from typing import Generic
 
-from scheduler_svc.core.preemption import take_back
+from scheduler_svc.core.preemption import choose_victims
 from scheduler_svc.core.view import (
     Admitted,
+    BlockFit,
     Candidate,
-    Decision,
-    Fit,
     Forkable,
+    LaneView,
     Limits,
     Policy,
-    R,
+    SeqT,
+    StepDecision,
     Swapped,
     SwappedIn,
-    View,
 )
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """Number of blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
-def fit(num_needed: int, num_free: int, num_usable: int, watermark: int) -> Fit:
-    """`num_usable` blocks are all that could ever be free; `watermark` ones stay so."""
+def fit(num_needed: int, num_free: int, num_usable: int, watermark: int) -> BlockFit:
+    """Compare a demand with the pool: `num_usable` blocks in all, `watermark` of them stay free."""
     if num_needed > num_usable - watermark:
-        return Fit.NEVER
-    return Fit.OK if num_needed <= num_free - watermark else Fit.LATER
+        return BlockFit.NEVER
+    return BlockFit.OK if num_needed <= num_free - watermark else BlockFit.LATER
 
 
-def fit_of_prompt(num_tokens: int, limits: Limits, num_usable: int) -> Fit:
-    """OK or NEVER: whether a pool could hold a prompt if it held nothing else, hit or not."""
+def fit_of_prompt(num_tokens: int, limits: Limits, num_usable: int) -> BlockFit:
+    """Whether an otherwise empty pool could hold a prompt without cache hits: OK or NEVER."""
     num_slots = min(num_tokens + limits.num_lookahead_slots, limits.max_model_len)
     num_needed = blocks_for(num_slots, limits.block_size)
     return fit(num_needed, num_usable, num_usable, limits.watermark)
 
 
-def schedule(limits: Limits, view: View[R]) -> Decision[R]:
-    """Decides one step."""
+def schedule(limits: Limits, view: LaneView[SeqT]) -> StepDecision[SeqT]:
+    """Decide one step."""
     step = _Step(limits, view)
     if step.only_decodes:
-        # As both policies have it; most steps are so.
-        if not step.decode_often():
+        # The common case, the same in both policies.
+        if not step.decode_rounds():
             step.decode()
     elif limits.policy is Policy.CHUNKED:
         step.decode()
@@ -68,26 +68,26 @@ def schedule(limits: Limits, view: View[R]) -> Decision[R]:
             step.decode()
             step.fork()
             step.swap_in()
-    step.unblock()
+    step.unpin()
     return step.decision
 
 
-class _Step(Generic[R]):
-    """The budgets of the step being decided, thrown away with it."""
+class _Step(Generic[SeqT]):
+    """The step being decided, with its remaining budgets."""
 
-    def __init__(self, limits: Limits, view: View[R]) -> None:
-        self.decision: Decision[R] = Decision()
+    def __init__(self, limits: Limits, view: LaneView[SeqT]) -> None:
+        self.decision: StepDecision[SeqT] = StepDecision()
         self._limits = limits
         self._view = view
         self._num_free_blocks = view.num_free_blocks
         self._num_tokens = limits.max_num_batched_tokens
         self._num_rows = len(view.running)
-        # Rows promised to siblings.
+        # Rows reserved for siblings.
         self._num_siblings = view.num_reserved_rows
         self._num_siblings += sum(len(group.siblings) for group in view.forkable)
         self._num_lookahead_slots = 0
-        self._decodes: list[R] = []
-        self._prefills: list[R] = []
+        self._decodes: list[SeqT] = []
+        self._prefills: list[SeqT] = []
         for row in view.running:
             if row.num_tokens - row.num_computed_tokens == 1:
                 self._decodes.append(row)
@@ -95,16 +95,16 @@ class _Step(Generic[R]):
                 self._prefills.append(row)
         self._num_partial = 0
         self._num_long = 0
-        # Somebody did not fit: those behind wait.
+        # Something did not fit: everything after it waits.
         self._is_blocked = False
-        # Rows that gave way in this step.
-        self._gone: set[R | None] = set()
-        # Hashes of the blocks that admissions of this step fill; later ones may share them.
+        # Rows preempted in this step.
+        self._preempted: set[SeqT | None] = set()
+        # Hashes of blocks that admissions of this step fill; later admissions may share them.
         self._planned: set[bytes] = set()
 
     @property
     def only_decodes(self) -> bool:
-        """Nobody has a prompt to compute, or wants a row."""
+        """No prompt is left to compute, and no sequence waits for a row."""
         view = self._view
         return not (self._prefills or view.forkable or view.swapped or view.candidates)
 
@@ -114,9 +114,9 @@ class _Step(Generic[R]):
 
     # Decodes
 
-    def decode_often(self) -> bool:
-        """Schedules every decode as often as the view has it, up to its last token. False: there is
-        no room for that, or no use."""
+    def decode_rounds(self) -> bool:
+        """Schedule several rounds of every decode, each up to its last token. False if the blocks
+        do not suffice or one round is enough."""
         most = self._view.num_rounds
         if most == 1:
             return False
@@ -136,7 +136,7 @@ class _Step(Generic[R]):
         return True
 
     def decode(self) -> None:
-        """Schedules every decode; those for whose blocks there is no room are preempted."""
+        """Schedule every decode, preempting rows if blocks run out."""
         block_size = self._limits.block_size
         if self._decodes:
             self._num_lookahead_slots = self._limits.num_lookahead_slots
@@ -155,50 +155,50 @@ class _Step(Generic[R]):
         self._num_tokens -= len(self._decodes)
         self._run_decodes(appends)
 
-    def _run_decodes(self, appends: list[tuple[R, int]]) -> None:
+    def _run_decodes(self, appends: list[tuple[SeqT, int]]) -> None:
         self.decision.appends = appends
         self.decision.num_decodes = len(self._decodes)
         self.decision.scheduled += self._decodes
         self.decision.num_scheduled_tokens += [1] * len(self._decodes)
 
-    def _missing_blocks(self, row: R, num_more_tokens: int = 0) -> int:
+    def _missing_blocks(self, row: SeqT, num_more_tokens: int = 0) -> int:
         return self._num_blocks_of(row, num_more_tokens) - len(row.block_ids)
 
-    def _num_blocks_of(self, row: R, num_more_tokens: int = 0) -> int:
-        """What it needs in all, look-ahead included."""
+    def _num_blocks_of(self, row: SeqT, num_more_tokens: int = 0) -> int:
+        """Blocks that a row needs in all, look-ahead included."""
         num_slots = row.num_tokens + num_more_tokens + self._num_lookahead_slots
         num_slots = min(num_slots, self._limits.max_model_len)
         return blocks_for(num_slots, self._limits.block_size)
 
-    def _preempt(self, missing: dict[R, int], num_needed: int) -> list[tuple[R, int]]:
-        """Has rows give way; what those who stay are missing."""
-        taken = take_back(self._view, self._limits.preemption_mode, missing, num_needed)
-        self.decision.preempted = taken.recomputed
-        self.decision.swapped_out = taken.swapped
-        self._num_free_blocks += taken.num_freed_blocks
-        self._num_rows -= len(taken.rows)
-        self._gone = set(taken.rows)
-        self._decodes = [row for row in self._decodes if row not in self._gone]
-        self._prefills = [row for row in self._prefills if row not in self._gone]
-        for group in taken.unforked:
-            self._unfork(group)
+    def _preempt(self, missing: dict[SeqT, int], num_needed: int) -> list[tuple[SeqT, int]]:
+        """Preempt rows; return the blocks that the remaining ones miss."""
+        victims = choose_victims(self._view, self._limits.preemption_mode, missing, num_needed)
+        self.decision.preempted = victims.recomputed
+        self.decision.swapped_out = victims.swapped
+        self._num_free_blocks += victims.num_freed_blocks
+        self._num_rows -= len(victims.rows)
+        self._preempted = set(victims.rows)
+        self._decodes = [row for row in self._decodes if row not in self._preempted]
+        self._prefills = [row for row in self._prefills if row not in self._preempted]
+        for group in victims.cancelled_forks:
+            self._cancel_forks(group)
         self._is_blocked = True
-        return [(row, count) for row, count in missing.items() if row not in self._gone]
+        return [(row, count) for row, count in missing.items() if row not in self._preempted]
 
     # Forks
 
     def fork(self) -> None:
-        """Gives rows to siblings of computed prompts: one block and one token each."""
+        """Assign rows to siblings of computed prompts: one block and one token each."""
         for group in self._view.forkable:
-            if group not in self.decision.unforked:
+            if group not in self.decision.cancelled_forks:
                 self._fork(group)
 
-    def _fork(self, group: Forkable[R]) -> None:
-        if group.source in self._gone:
-            self._unfork(group)
+    def _fork(self, group: Forkable[SeqT]) -> None:
+        if group.source in self._preempted:
+            self._cancel_forks(group)
             return
         for sibling in group.siblings:
-            if not self._fits_a_fork():
+            if not self._has_room_for_fork():
                 self._is_blocked = True
                 return
             self.decision.forked.append((group, sibling))
@@ -207,7 +207,7 @@ class _Step(Generic[R]):
             self._num_rows += 1
             self._num_siblings -= 1
 
-    def _fits_a_fork(self) -> bool:
+    def _has_room_for_fork(self) -> bool:
         return (
             not self._is_blocked
             and self._num_free_blocks > 0
@@ -215,14 +215,14 @@ class _Step(Generic[R]):
             and self._num_rows < self._limits.max_num_seqs
         )
 
-    def _unfork(self, group: Forkable[R]) -> None:
-        self.decision.unforked.append(group)
+    def _cancel_forks(self, group: Forkable[SeqT]) -> None:
+        self.decision.cancelled_forks.append(group)
         self._num_siblings -= len(group.siblings)
 
     # Prefills
 
     def prefill(self) -> None:
-        """Goes on with prompts under way, those that finish in this step first."""
+        """Continue prompts in progress, those that finish in this step first."""
         for row in sorted(self._prefills, key=self._prefill_order):
             remaining = row.num_tokens - row.num_computed_tokens
             num_tokens = self._chunk(remaining)
@@ -233,7 +233,7 @@ class _Step(Generic[R]):
             self._num_partial += num_tokens < remaining
             self._num_long += self._limits.is_long(remaining)
 
-    def _prefill_order(self, row: R) -> tuple[bool, tuple[int, int, int]]:
+    def _prefill_order(self, row: SeqT) -> tuple[bool, tuple[int, int, int]]:
         remaining = row.num_tokens - row.num_computed_tokens
         return self._chunk(remaining) < remaining, row.order
 
@@ -247,25 +247,25 @@ class _Step(Generic[R]):
     # Swapped groups
 
     def swap_in(self) -> None:
-        """Brings swapped groups back, unless blocks were taken from somebody in this step."""
+        """Swap groups in, unless rows were preempted in this step."""
         for group in self._view.swapped:
             if self._is_blocked or not self._swap_in(group):
                 self._is_blocked = True
                 return
 
-    def _swap_in(self, group: Swapped[R]) -> bool:
+    def _swap_in(self, group: Swapped[SeqT]) -> bool:
         num_new_blocks = [max(0, self._missing_blocks(row)) for row in group.sequences]
         num_needed = group.num_blocks + sum(num_new_blocks)
         match fit(num_needed, self._num_free_blocks, self._view.num_usable_blocks, 0):
-            case Fit.NEVER:
-                self.decision.given_up.append(group)
+            case BlockFit.NEVER:
+                self.decision.discarded.append(group)
                 return True
-            case Fit.LATER:
+            case BlockFit.LATER:
                 return False
         num_rows = self._num_rows + self._num_siblings + len(group.sequences)
         if num_rows > self._limits.max_num_seqs or self._num_tokens < len(group.sequences):
             return False
-        # A prompt that was swapped half-way goes on in the next step.
+        # A partial prompt continues in the next step.
         num_tokens = [int(row.num_tokens - row.num_computed_tokens == 1) for row in group.sequences]
         self._num_free_blocks -= num_needed
         self._num_rows += len(group.sequences)
@@ -276,10 +276,10 @@ class _Step(Generic[R]):
     # New prompts
 
     def admit(self) -> None:
-        """Admits in order until one does not fit; who is short passes the long where those
-        are too many."""
-        # Siblings of a group that is given up go back to the queue, before all that came later.
-        if self._is_blocked or self.decision.given_up:
+        """Admit in order until one does not fit; short prompts overtake long ones beyond the limit
+        of long prefills."""
+        # Siblings of a discarded group return to the queue, ahead of all later arrivals.
+        if self._is_blocked or self.decision.discarded:
             return
         for candidate in self._view.candidates:
             num_hits = self._hits(candidate)
@@ -290,17 +290,17 @@ class _Step(Generic[R]):
             if not self._admit(candidate, num_hits, remaining):
                 return
 
-    def _admit(self, candidate: Candidate[R], num_hits: int, remaining: int) -> bool:
+    def _admit(self, candidate: Candidate[SeqT], num_hits: int, remaining: int) -> bool:
         limits = self._limits
         num_rows = self._num_rows + self._num_siblings
-        # A group that wants more rows than there are gets them in turns.
+        # A group that needs more rows than exist gets them a few at a time.
         if num_rows + min(candidate.num_rows, limits.max_num_seqs) > limits.max_num_seqs:
             return False
         num_new_blocks = self._num_blocks_of(candidate.sequence) - num_hits
         num_needed = num_new_blocks + candidate.num_free_hits
         watermark = limits.watermark if candidate.is_new else 0
         num_usable = self._view.num_usable_blocks
-        if fit(num_needed, self._num_free_blocks, num_usable, watermark) is not Fit.OK:
+        if fit(num_needed, self._num_free_blocks, num_usable, watermark) is not BlockFit.OK:
             return False
         num_tokens = self._chunk(remaining)
         is_partial = num_tokens < remaining
@@ -323,9 +323,9 @@ class _Step(Generic[R]):
         most = self._limits.max_num_partial_prefills
         return most is None or self._num_partial < most
 
-    def _hits(self, candidate: Candidate[R]) -> int:
-        """Cached blocks, and those behind them that an earlier admission fills in this step."""
-        # The last token is always computed: its logits are wanted.
+    def _hits(self, candidate: Candidate[SeqT]) -> int:
+        """Leading blocks that are cached, or filled by an earlier admission of this step."""
+        # The last token is always computed: its logits are needed.
         matchable = (candidate.sequence.num_tokens - 1) // self._limits.block_size
         most = min(matchable, len(candidate.block_hashes))
         num_hits = min(candidate.num_hits, most)
@@ -333,10 +333,10 @@ class _Step(Generic[R]):
             num_hits += 1
         return num_hits
 
-    # Holds
+    # Pinned blocks
 
-    def unblock(self) -> None:
-        """Gives up the last hold if nothing runs: what waits behind it could wait for ever."""
+    def unpin(self) -> None:
+        """Unpin the last group's blocks if nothing runs: what waits for them would starve."""
         if self.decision.is_empty:
-            holds = [group for group in self._view.forkable if group.hold is not None]
-            self.decision.unforked += holds[-1:]
+            pinned = [group for group in self._view.forkable if group.pinned_blocks is not None]
+            self.decision.cancelled_forks += pinned[-1:]

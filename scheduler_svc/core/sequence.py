@@ -1,62 +1,30 @@
 """A request as a group of sequences: one prompt, and a token list for each of its choices."""
 
-import hashlib
-import struct
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from quire.service.errors import RequestError
 from scheduler_svc.core.logprobs import ENTRY_BYTES
+from scheduler_svc.core.request import Delivery, End, EndReason, Params
 from scheduler_svc.store.hashing import HashChain
-from scheduler_svc.store.requests import RequestKey
-
-
-class EndReason(Enum):
-    STOP_TOKEN = "stop_token"
-    LENGTH = "length"
-    STOP_STRING = "stop_string"
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a sequence ended of itself."""
-
-    reason: EndReason
-    num_output_tokens: int
-    stop_token_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Params:
-    """Sampling parameters with every default filled in."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    max_tokens: int
-    # Of each sampled token: 0 none, k + 1 for itself and the top k.
-    num_logprobs: int = 0
-    num_prompt_logprobs: int = 0
-    min_p: float = 0.0
+from scheduler_svc.store.requests import RequestKey, RequestRecord
 
 
 class Subscriber(Protocol):
-    """Who hears of a request: its gateway's stream."""
+    """Receiver of a request's tokens and end: its gateway's stream."""
 
-    def deliver(self, delivery: "Delivery") -> None: ...
+    def deliver(self, delivery: Delivery) -> None: ...
 
     def ended(self, sequence: "Sequence", end: End) -> None: ...
 
     def failed(self, group: "Group", error: RequestError) -> None: ...
 
 
-class Nobody:
-    """Hears of requests that are attached to no stream."""
+class NullSubscriber:
+    """Discards everything; for requests that are attached to no stream."""
 
-    def deliver(self, delivery: "Delivery") -> None:
+    def deliver(self, delivery: Delivery) -> None:
         pass
 
     def ended(self, sequence: "Sequence", end: End) -> None:
@@ -66,79 +34,44 @@ class Nobody:
         pass
 
 
-@dataclass(slots=True)
-class Delivery:
-    """New tokens for one subscriber, all of them journaled; one place per sequence."""
-
-    attachments: list[int] = field(default_factory=list)
-    choices: list[int] = field(default_factory=list)
-    # Of the first token within the sequence's output.
-    first_indices: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # concatenated
-    # Packed, a string per place, empty where they were not asked for; no strings at all where
-    # nobody asked.
-    logprobs: list[bytes] = field(default_factory=list)
-
-
-def seed_of_choice(seed: int, choice: int) -> int:
-    """Choice 0 has the request's own seed; the others' are hashed from it."""
-    if choice == 0:
-        return seed
-    digest = hashlib.sha256(struct.pack("<QI", seed, choice)).digest()
-    return int.from_bytes(digest[:8], "little")
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the scheduler keeps of a request without reading it, but for the windows."""
-
-    digest: bytes = b""
-    # Serialized ResolvedParams.
-    params: bytes = b""
-    opaque: bytes = b""
-    deadline_ms: int | None = None  # Unix time
-    # How long it runs on when its client has gone; None: it does not.
-    resume_window_s: int | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Group:
-    """A request. It is over when each of its sequences has ended, or with the first error."""
+    """A request. It is over once each of its sequences has ended, or at the first error."""
 
-    key: RequestKey
+    # As accepted, without the prompt, which the sequences have.
+    record: RequestRecord
     params: Params
-    # Whom its stream belongs to; the attachment is the stream's number there.
+    # The connection that receives its output; `attachment` is its number there.
     subscriber: Subscriber
     attachment: int = 0
-    # Whoever asked reads nothing of it before its end.
-    is_patient: bool = False
-    # Of the stream: epoch and number. The newer of two streams has the greater one.
-    turn: tuple[int, int] = (0, 0)
-    # As its gateway gave it, for the record and for whoever attaches.
-    terms: "Terms" = field(default_factory=lambda: Terms())
-    # (priority, arrival); the smaller one is served first. Set when it is queued.
+    # Deferred delivery: its client reads no tokens before its end, and it has no stop strings.
+    is_deferred: bool = False
+    # (epoch, number) of the stream; a newer stream has a greater one.
+    attachment_generation: tuple[int, int] = (0, 0)
+    # (priority, arrival); the smallest is served first. Set when the request is queued.
     order: tuple[int, int] = (0, 0)
-    priority: int = 0
-    cache_salt: bytes = b""
     sequences: list["Sequence"] = field(default_factory=list)
     error: RequestError | None = None
-    # Sequences that have not left yet.
+    # Sequences that are not finished yet.
     num_live: int = 0
-    # Its record has ended.
-    is_closed: bool = False
+    # The end of its record is written.
+    is_end_recorded: bool = False
 
-    # Choices that are to be forked from the prompt once it is computed.
+    # Choices to fork from the prompt once it is computed.
     siblings: list["Sequence"] = field(default_factory=list)
-    # The prompt's blocks, while the group holds them for its siblings.
-    hold: list[int] | None = None
+    # The prompt's blocks, kept for the siblings after the first choice has ended.
+    pinned_blocks: list[int] | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return self.record.key
 
     @property
     def num_prompt_tokens(self) -> int:
         return self.sequences[0].num_prompt_tokens
 
     def fail(self, error: RequestError) -> None:
-        """Ends every sequence with an error; the first one stands."""
+        """End every sequence with an error; the first error is kept."""
         if self.error is None and self.num_live:
             self.error = error
 
@@ -150,8 +83,8 @@ class Sequence:
     token_ids:  [0, num_prompt_tokens) prompt   [.., end) sampled, known
                 [.., num_tokens) sampled by plans in flight, not known yet
     cache:      [0, num_computed_tokens) written, or written by plans in flight
-    output:     [0, num_folded) in its record   [.., num_journaled) in the journal
-                [.., end) waiting for the next commit
+    output:     [0, num_recorded) in its record   [.., num_journaled) in the journal
+                [.., end) not committed yet
     """
 
     sequence_id: int
@@ -159,61 +92,63 @@ class Sequence:
     choice: int
     token_ids: "array[int]"
     num_prompt_tokens: int
-    # Those that plans in flight will sample count as there.
+    # Includes the tokens that plans in flight will sample.
     num_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    # Of the output, packed, where they are asked for.
+    # Of the output, packed; empty unless requested.
     logprobs: bytearray = field(default_factory=bytearray)
 
-    # Set when the model is known, before the sequence is first considered.
+    # Set when the model is known, before the sequence is first placed.
     chain: HashChain | None = None
     max_num_tokens: int = 0
 
     row: int | None = None
-    # Blocks of the device; of the host while the sequence is swapped out.
+    # Device blocks; host blocks while the sequence is swapped out.
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    # Blocks that it got with their contents: of others, or of its own former life.
+    # Leading blocks acquired with their contents: cache hits, or shared by a fork.
     num_hit_blocks: int = 0
     num_published_blocks: int = 0
-    former_blocks: list[int] = field(default_factory=list)
-    # A failed row, and who shares blocks with one, publishes nothing.
-    blocks_are_sound: bool = True
-    was_preempted: bool = False
-    # It had begun when its lane or its leader was lost, and has no row again yet.
+    last_published_blocks: list[int] = field(default_factory=list)
+    # False for a failed row and for sequences that share blocks with one: they publish nothing.
+    blocks_are_valid: bool = True
+    # It precedes new sequences and ignores the watermark: it was preempted, its lane or leader was
+    # lost, or its fork was cancelled.
+    has_precedence: bool = False
+    # It had run when its lane or leader was lost, and has not been admitted again.
     was_lost: bool = False
     num_cached_tokens: int | None = None
 
-    # The incarnation of the worker on whose lane it is; None in the queue.
-    lane: int | None = None
-    # The last one it was on; that worker's cache may have what it has computed.
-    home: int | None = None
+    # Incarnation of its lane's worker; None in the queue.
+    lane_incarnation: int | None = None
+    # The last such worker; its cache may still hold what the sequence has computed.
+    last_incarnation: int | None = None
     # The last step of its lane that scheduled it.
     last_step: int = 0
-    # It was in a step that a worker did not survive: it is tried alone.
+    # A worker was lost in a step that ran it: it runs alone next time.
     is_suspect: bool = False
 
     num_journaled: int = 0
-    num_folded: int = 0
+    num_recorded: int = 0
     end: End | None = None
-    # Output that its gateway wants of it, where that has found a stop string further on.
+    # Output tokens to keep, if the gateway found a stop string beyond the known ones.
     num_kept_tokens: int | None = None
-    # It is over and holds nothing any more; its subscriber has heard of its end.
-    has_left: bool = False
+    # It has ended and holds no resources; its subscriber has been notified of its end.
+    is_finished: bool = False
 
     @property
     def is_first(self) -> bool:
-        """The choice that computes the prompt; the others are forked from it."""
+        """The choice that computes the prompt; the other choices are forked from it."""
         return self.group.sequences[0] is self
 
     @property
     def computes_prompt(self) -> bool:
-        """Log-probabilities of the prompt are wanted: hits would leave them out."""
+        """Whether cache hits would skip wanted log-probabilities; never yet, see `Params`."""
         return self.group.params.num_prompt_logprobs > 0
 
     @property
     def num_wanted_rows(self) -> int:
-        """Rows that it and those to be forked from it will have."""
+        """Rows that the sequence and the siblings to be forked from it need in all."""
         return 1 + len(self.group.siblings) if self.is_first else 1
 
     @property
@@ -222,7 +157,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Known ones."""
+        """Known output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -231,18 +166,18 @@ class Sequence:
         return min(self.num_cached_tokens or 0, self.num_prompt_tokens)
 
     @property
-    def is_over(self) -> bool:
-        """It gives its row back in the lane's next plan, and takes no more tokens."""
+    def is_ended(self) -> bool:
+        """It takes no more tokens; the lane's next plan releases its row."""
         return self.end is not None or self.group.error is not None
 
     @property
     def is_complete(self) -> bool:
-        """Its last token is known or on its way: it needs no row any more."""
+        """Its last token is known or in flight: it needs no row any more."""
         return self.num_tokens >= self.max_num_tokens
 
     @property
-    def is_cut(self) -> bool:
-        """Nothing more of it is journaled or delivered."""
+    def is_truncated(self) -> bool:
+        """No more of its tokens are journaled or delivered."""
         if self.group.error is not None:
             return True
         return self.end is not None and self.end.reason is EndReason.STOP_STRING
@@ -254,8 +189,8 @@ class Sequence:
         return self.token_ids[first : first + self.num_journaled]
 
     @property
-    def delivered(self) -> "array[int]":
-        """Output that its subscriber has heard of, if there was one."""
+    def deliverable(self) -> "array[int]":
+        """Output that may be sent to its gateway: journaled, and within its end."""
         return self.journaled if self.end is None else self.journaled[: self.end.num_output_tokens]
 
     @property
@@ -265,18 +200,18 @@ class Sequence:
 
     @property
     def published_blocks(self) -> list[int]:
-        """Blocks that it published itself; those it had if it has none any more."""
+        """Blocks whose hashes it published; of its last block table if it has none now."""
         if not self.block_ids:
-            return self.former_blocks
+            return self.last_published_blocks
         return self.block_ids[self.num_hit_blocks : self.num_published_blocks]
 
     @property
     def logprobs_bytes(self) -> int:
-        """Per token of output."""
+        """Packed size per output token."""
         return self.group.params.num_logprobs * ENTRY_BYTES
 
     def logprobs_of(self, first: int, end: int) -> bytes:
-        """Packed, of the output's tokens [first, end); empty where nobody asked."""
+        """Packed log-probabilities of output tokens [first, end); empty unless requested."""
         width = self.logprobs_bytes
         return bytes(self.logprobs[first * width : end * width])
 
@@ -286,75 +221,74 @@ class Sequence:
         self.chain.extend_to(self.token_ids)
         return self.chain.hashes
 
-    def limit(self, max_model_len: int) -> None:
-        """Fixes the length at which the sequence ends at the latest."""
+    def set_max_num_tokens(self, max_model_len: int) -> None:
+        """Set the maximum length from the request's and the model's limits."""
         max_tokens = self.group.params.max_tokens
         self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        self._cut()
+        self._apply_kept_limit()
 
-    def _cut(self) -> None:
+    def _apply_kept_limit(self) -> None:
         if self.num_kept_tokens is not None and self.max_num_tokens:
             most = self.num_prompt_tokens + self.num_kept_tokens
             self.max_num_tokens = min(self.max_num_tokens, most)
 
-    def close(self) -> None:
-        """Ends the sequence at its last token: it is a stop token, or there is room for no more."""
+    def end_at_last_token(self) -> None:
+        """End the sequence at its last token: a stop token, or the last one allowed."""
         last = self.token_ids[-1]
         if last in self.stop_token_ids:
             self.end = End(EndReason.STOP_TOKEN, self.num_output_tokens, last)
         else:
             self.end = End(EndReason.LENGTH, self.num_output_tokens)
 
-    def finish(self, num_output_tokens: int) -> None:
-        """Ends the sequence where the gateway found a stop string; the first end wins. Where tokens
-        are still missing, because they are sampled again, it ends with the last of them."""
-        if not num_output_tokens > 0 or self.is_over:
+    def end_at_stop_string(self, num_output_tokens: int) -> None:
+        """End the sequence where the gateway found a stop string; the first end wins. Tokens that
+        are missing, because they are being sampled again, are awaited first."""
+        if not num_output_tokens > 0 or self.is_ended:
             return
         if num_output_tokens <= self.num_output_tokens:
             self.end = End(EndReason.STOP_STRING, num_output_tokens)
         else:
             self.num_kept_tokens = num_output_tokens
-            self._cut()
+            self._apply_kept_limit()
 
     def end_if_complete(self) -> None:
-        """Ends the sequence where its known tokens say that it is over."""
+        """End the sequence if its known tokens reach a stop token or the maximum length."""
         if self.end is None and self.num_output_tokens:
             is_long = self.num_output_tokens >= self.group.params.max_tokens
             is_long |= 0 < self.max_num_tokens <= len(self.token_ids)
             if is_long or self.token_ids[-1] in self.stop_token_ids:
-                self.close()
+                self.end_at_last_token()
 
     def rewind(self) -> None:
-        """Back to what is journaled, with nothing on any worker: its lane is gone. What was sampled
-        behind it is sampled again, as it was."""
+        """Return to the journaled tokens after its lane is lost. Later tokens are sampled again,
+        with the same result."""
         del self.token_ids[self.num_prompt_tokens + self.num_journaled :]
         del self.logprobs[self.num_journaled * self.logprobs_bytes :]
         if self.chain is not None:
-            self.chain.cut(len(self.token_ids))
+            self.chain.truncate(len(self.token_ids))
         if self.end is not None and self.end.reason is not EndReason.STOP_STRING:
             self.end = None
         self.end_if_complete()
-        # Whoever has begun goes before the new ones.
         self.was_lost |= self.last_step > 0
-        self.was_preempted |= self.last_step > 0
+        self.has_precedence |= self.last_step > 0
         self.num_tokens = len(self.token_ids)
-        self.row = self.lane = None
+        self.row = self.lane_incarnation = None
         self.last_step = 0
-        self.lose_place()
-        self.former_blocks = []
+        self.reset_blocks()
+        self.last_published_blocks = []
 
-    def place_on(self, lane: int | None) -> None:
-        """Its lane, and that of those to be forked from it."""
+    def set_lane(self, incarnation: int | None) -> None:
+        """Set its lane and that of the siblings to be forked from it."""
         for sequence in (self, *(self.group.siblings if self.is_first else ())):
-            sequence.lane = lane
-            sequence.home = lane or sequence.home
+            sequence.lane_incarnation = incarnation
+            sequence.last_incarnation = incarnation or sequence.last_incarnation
 
-    def lose_place(self) -> None:
-        """Nothing of it is on a worker any more."""
-        # A result that is on its way may say that they were spoilt.
-        self.former_blocks = self.published_blocks
+    def reset_blocks(self) -> None:
+        """Forget its blocks: nothing of it is on a worker any more."""
+        # Kept because a result in flight may report its row as failed.
+        self.last_published_blocks = self.published_blocks
         self.block_ids = []
         self.num_computed_tokens = 0
         self.num_hit_blocks = 0
         self.num_published_blocks = 0
-        self.blocks_are_sound = True
+        self.blocks_are_valid = True

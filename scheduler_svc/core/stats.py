@@ -1,6 +1,6 @@
-"""What a lane has done so far: plain counters that its loop increments and others read.
+"""Counters that lanes and the engine increment.
 
-Metrics, the status page and the benchmarks take differences of them; the loop pays an addition.
+Metrics, `quire status` and the benchmarks read differences of them.
 """
 
 from dataclasses import dataclass, field
@@ -8,40 +8,40 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class LaneStats:
-    """Everything counts from the lane's opening."""
+    """Totals since the lane opened."""
 
     num_steps: int = 0
-    # Tokens that plans scheduled: of prompts (recomputed ones included) and in all.
+    # Tokens that plans scheduled: of prompts (recomputed ones included), and all.
     num_prefill_tokens: int = 0
     num_scheduled_tokens: int = 0
     num_sampled_tokens: int = 0
-    # Tokens of admitted sequences, and how many of them the prefix cache had.
+    # Tokens of admitted sequences, and how many of them the prefix cache held.
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
-    # The same of sequences that had begun before their lane or their leader was lost.
+    # The same for sequences that had run before their lane or leader was lost.
     num_recovered_tokens: int = 0
     num_recovered_hit_tokens: int = 0
     num_preempted_by_recompute: int = 0
     num_preempted_by_swap: int = 0
-    # Calls of Redis, and seconds waited for them.
+    # Redis calls, and seconds spent on them, packing included.
     num_redis_calls: int = 0
     redis_s: float = 0.0
-    # Seconds of the loop's own work: deciding, packing, building plans, taking results.
+    # Seconds of the loop's own work: deciding, delivering, completing; without building plans.
     scheduling_s: float = 0.0
-    # As the worker told them.
+    # As reported by the worker.
     worker_idle_ns: int = 0
     worker_busy_ns: int = 0
-    # Of the idle time: with the next plan there already.
+    # The part of the idle time in which the next plan had arrived already.
     worker_starting_ns: int = 0
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Everything counts from the start of the leadership."""
+    """Totals since the start of the leadership term."""
 
     num_accepted: int = 0
     num_refused: int = 0
-    # Sequences whose lanes were lost.
+    # Sequences requeued because their lane was lost.
     num_recovered: int = 0
     # Ended choices by reason: "stop_token", "length", "stop_string", or a gRPC code in lower case.
     ended: dict[str, int] = field(default_factory=dict)
@@ -51,15 +51,14 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSample:
+class StepTiming:
     """One step of one lane."""
 
-    # The worker's incarnation.
-    worker: int
-    # The loop's own work.
+    worker_incarnation: int
+    # The loop's own work before the plan's message is built.
     scheduling_s: float
-    # Waiting for Redis.
+    # Time spent on Redis calls, packing included.
     redis_s: float
-    # From the plan's sending to its result.
+    # From sending the plan to its result.
     step_s: float
     num_scheduled_tokens: int

@@ -1,1 +1,4 @@
-"""What operators see of the scheduler, and what they may tell it."""
+"""The operators' interface: status, metrics, and resets of the prefix caches.
+
+Created by `scheduler_svc.server`. Reads the engine and its lanes.
+"""

@@ -1,4 +1,4 @@
-"""Block maps, read from the pools without getting in their way."""
+"""Reads the pools' block maps at a bounded share of Redis' time."""
 
 import asyncio
 import time
@@ -8,49 +8,49 @@ from typing import Final
 
 import structlog
 
-from scheduler_svc.operations.views import LaneView
+from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.errors import StoreError
 
 log = structlog.get_logger()
 
-# A pool is looked at for this share of the time at most: meanwhile Redis serves nobody else, for
-# milliseconds per ten thousand blocks.
+# The largest share of time for which a pool's map is read: a read blocks Redis for milliseconds per
+# ten thousand blocks.
 _MAX_SHARE: Final = 0.02
-# Redis may be away; the status is then told without a map.
-PATIENCE_S: Final = 1.0
+# After this the status is reported without a map.
+TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _CachedMap:
     kinds: bytes
-    # Until when the next look waits, by the monotonic clock.
-    good_until_s: float
+    # Until when the map is reused, by time.monotonic.
+    valid_until_s: float
 
 
 class BlockMaps:
     """The latest map of each pool."""
 
     def __init__(self) -> None:
-        self._looks: dict[int, _Look] = {}
-        self._turn = asyncio.Lock()
+        self._cached: dict[int, _CachedMap] = {}
+        self._lock = asyncio.Lock()
 
-    async def of(self, lanes: Mapping[int, LaneView]) -> dict[int, bytes]:
-        """Maps by incarnation, a little old where a look is dear; not of pools that are silent."""
-        async with self._turn:
-            looks = {number: await self._look(number, lane) for number, lane in lanes.items()}
-            self._looks = {number: look for number, look in looks.items() if look is not None}
-        return {number: look.kinds for number, look in self._looks.items()}
+    async def of(self, lanes: Mapping[int, Lane]) -> dict[int, bytes]:
+        """Maps by incarnation, slightly old if reads are slow; without pools that time out."""
+        async with self._lock:
+            maps = {number: await self._read(number, lane) for number, lane in lanes.items()}
+            self._cached = {number: found for number, found in maps.items() if found is not None}
+        return {number: found.kinds for number, found in self._cached.items()}
 
-    async def _look(self, incarnation: int, lane: LaneView) -> _Look | None:
-        former = self._looks.get(incarnation)
+    async def _read(self, incarnation: int, lane: Lane) -> _CachedMap | None:
+        cached = self._cached.get(incarnation)
         started_s = time.monotonic()
-        if former is not None and started_s < former.good_until_s:
-            return former
+        if cached is not None and started_s < cached.valid_until_s:
+            return cached
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 kinds = await lane.pool.block_map()
         except (TimeoutError, StoreError) as error:
             log.warning("no block map", incarnation=f"{incarnation:016x}", why=repr(error))
             return None
         now_s = time.monotonic()
-        return _Look(kinds, now_s + (now_s - started_s) / _MAX_SHARE)
+        return _CachedMap(kinds, now_s + (now_s - started_s) / _MAX_SHARE)

@@ -1,4 +1,4 @@
-"""The scheduler's metrics: what the engine and its lanes have counted, read when asked for."""
+"""The scheduler's Prometheus collector: reads the engine's and lanes' counts at each scrape."""
 
 import asyncio
 import math
@@ -14,46 +14,47 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from scheduler_svc.core.stats import LaneStats
-from scheduler_svc.operations.step_times import Histogram, StepTimes, WorkerHistograms
-from scheduler_svc.operations.views import EngineView, LaneView
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.lane.lane import Lane
+from scheduler_svc.operations.step_histograms import Histogram, StepHistograms, WorkerHistograms
 
 _NS_PER_S: Final = 1e9
-# Longer than the loop is ever busy in one go.
+# Longer than any single callback of the event loop.
 _READ_TIMEOUT_S: Final = 10.0
 
-_Value = Callable[[LaneView], float]
+_Value = Callable[[Lane], float]
 _Count = Callable[[LaneStats], float]
 
-# Names follow vLLM's where it has the same thing.
+# Names follow vLLM's metrics where those exist.
 _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
     (
         "quire:num_requests_running",
-        "Sequences that have a row on the worker.",
+        "Sequences with a row on the worker.",
         lambda lane: len(lane.rows),
     ),
     (
         "quire:num_requests_assigned",
-        "Waiting sequences that the worker has been chosen for.",
+        "Sequences assigned to the worker that wait for a row.",
         lambda lane: len(lane.assigned),
     ),
     (
         "quire:num_requests_swapped",
-        "Sequences whose blocks are in host memory.",
+        "Sequences whose blocks are swapped to host memory.",
         lambda lane: lane.num_swapped,
     ),
     (
         "quire:num_kv_cache_blocks",
-        "Blocks of the cache, without the null block.",
+        "Blocks of the KV cache, without the null block.",
         lambda lane: lane.worker.num_blocks - 1,
     ),
     (
         "quire:num_free_kv_cache_blocks",
-        "Blocks that nobody holds; prefixes may still be found in them.",
+        "Blocks without references, including cached prefixes.",
         lambda lane: lane.num_free_blocks,
     ),
     (
         "quire:kv_cache_usage_perc",
-        "Share of the cache's blocks that are held; 1 is all of them.",
+        "Fraction of the KV cache's blocks with references; 1 means all.",
         lambda lane: 1 - lane.num_free_blocks / (lane.worker.num_blocks - 1),
     ),
 )
@@ -61,14 +62,10 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
     ("quire:num_steps", "Steps of the worker.", lambda stats: stats.num_steps),
     (
         "quire:prompt_tokens",
-        "Prompt tokens that steps computed, those of recomputed sequences included.",
+        "Prompt tokens computed, including recomputed ones.",
         lambda stats: stats.num_prefill_tokens,
     ),
-    (
-        "quire:generation_tokens",
-        "Tokens that were sampled.",
-        lambda stats: stats.num_sampled_tokens,
-    ),
+    ("quire:generation_tokens", "Sampled tokens.", lambda stats: stats.num_sampled_tokens),
     (
         "quire:prefix_cache_queries",
         "Tokens of admitted sequences.",
@@ -76,63 +73,63 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
     ),
     (
         "quire:prefix_cache_hits",
-        "Tokens of admitted sequences that the prefix cache had.",
+        "Tokens of admitted sequences that were found in the prefix cache.",
         lambda stats: stats.num_hit_tokens,
     ),
     (
         "quire:recovered_tokens",
-        "Tokens of sequences that were admitted again after their worker or leader was lost.",
+        "Tokens of sequences readmitted after their worker or leader was lost.",
         lambda stats: stats.num_recovered_tokens,
     ),
     (
         "quire:recovered_tokens_cached",
-        "Tokens of such sequences that the prefix cache had; the others were computed again.",
+        "Tokens of such sequences found in the prefix cache; the rest were recomputed.",
         lambda stats: stats.num_recovered_hit_tokens,
     ),
-    ("quire:redis_calls", "Calls of Redis for steps.", lambda stats: stats.num_redis_calls),
+    ("quire:redis_calls", "Redis calls for steps.", lambda stats: stats.num_redis_calls),
     (
         "quire:worker_idle_seconds",
-        "Time in which the worker had no step to run.",
+        "Time between the steps of the worker.",
         lambda stats: stats.worker_idle_ns / _NS_PER_S,
     ),
     (
         "quire:worker_busy_seconds",
-        "Time in which the worker ran steps.",
+        "Time during which the worker ran steps.",
         lambda stats: stats.worker_busy_ns / _NS_PER_S,
     ),
 )
 _HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[WorkerHistograms], Histogram]], ...]] = (
     (
         "quire:step_time_seconds",
-        "From a plan's sending to its result.",
+        "Time from sending a plan to receiving its result.",
         lambda steps: steps.step_s,
     ),
     (
         "quire:scheduling_time_seconds",
-        "The scheduler's own work for a step.",
+        "The scheduler's work for a step, without waiting for Redis.",
         lambda steps: steps.scheduling_s,
     ),
     (
         "quire:redis_time_seconds",
-        "Waiting for Redis for a step.",
+        "Time of the Redis calls of a step, with packing.",
         lambda steps: steps.redis_s,
     ),
     (
         "quire:iteration_tokens_total",
-        "Tokens that a plan computes, all its rounds.",
+        "Tokens that a plan computes in all its rounds.",
         lambda steps: steps.num_scheduled_tokens,
     ),
 )
 
 
 class EngineCollector(Collector):
-    """Reads on the loop's thread, to which everything belongs; scrapes come on threads.
+    """Serves scrapes, which run on other threads, by reading on the event loop's thread.
 
-    Without an engine, while another scheduler leads, there is nothing more to tell.
+    Without an engine, while another scheduler leads, it reports only `quire:leader`.
     """
 
-    def __init__(self, steps: StepTimes) -> None:
-        self.engine: EngineView | None = None
+    def __init__(self, steps: StepHistograms) -> None:
+        self.engine: Engine | None = None
         self._steps = steps
         self._loop = asyncio.get_running_loop()
 
@@ -144,7 +141,7 @@ class EngineCollector(Collector):
         engine = self.engine
         leads = GaugeMetricFamily(
             "quire:leader",
-            "1 where this scheduler leads, 0 where it stands by.",
+            "1 if this scheduler leads, 0 if it is a standby.",
             engine is not None,
         )
         if engine is None:
@@ -152,7 +149,7 @@ class EngineCollector(Collector):
         lanes = list(engine.lanes.values())
         return [leads, *_of_engine(engine), *_of_lanes(lanes), *self._of_steps(lanes)]
 
-    def _of_steps(self, lanes: list[LaneView]) -> Iterator[Metric]:
+    def _of_steps(self, lanes: list[Lane]) -> Iterator[Metric]:
         steps = self._steps.of(lane.worker.incarnation for lane in lanes)
         for name, meaning, histogram_of in _HISTOGRAMS:
             family = HistogramMetricFamily(name, meaning, labels=["worker"])
@@ -163,32 +160,28 @@ class EngineCollector(Collector):
             yield family
 
 
-def _of_engine(engine: EngineView) -> Iterator[Metric]:
+def _of_engine(engine: Engine) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "quire:num_requests_waiting",
-        "Sequences that wait for a row, whether a worker has been chosen for them or not.",
+        "Sequences that wait for a row, assigned to a worker or not.",
         len(engine.waiting) + sum(len(lane.assigned) for lane in engine.lanes.values()),
     )
     yield GaugeMetricFamily(
         "quire:num_queued_tokens",
-        "Tokens of requests that no worker has been chosen for.",
+        "Tokens of queued requests that are not assigned to a worker.",
         engine.waiting.num_tokens,
     )
     stats = engine.stats
-    yield CounterMetricFamily(
-        "quire:requests_accepted", "Requests that were accepted.", stats.num_accepted
-    )
-    yield CounterMetricFamily(
-        "quire:requests_refused", "Requests that were refused.", stats.num_refused
-    )
+    yield CounterMetricFamily("quire:requests_accepted", "Accepted requests.", stats.num_accepted)
+    yield CounterMetricFamily("quire:requests_refused", "Refused requests.", stats.num_refused)
     yield CounterMetricFamily(
         "quire:sequences_recovered",
-        "Sequences that went back to the queue because their worker was lost.",
+        "Sequences requeued because their worker was lost.",
         stats.num_recovered,
     )
     ended = CounterMetricFamily(
         "quire:sequences_ended",
-        "Sequences that are over, by a reason or a gRPC code.",
+        "Ended choices by end reason, failed requests by gRPC status code in lower case.",
         labels=["reason"],
     )
     for reason, count in stats.ended.items():
@@ -196,7 +189,7 @@ def _of_engine(engine: EngineView) -> Iterator[Metric]:
     yield ended
 
 
-def _of_lanes(lanes: list[LaneView]) -> Iterator[Metric]:
+def _of_lanes(lanes: list[Lane]) -> Iterator[Metric]:
     for name, meaning, value_of in _GAUGES:
         gauge = GaugeMetricFamily(name, meaning, labels=["worker"])
         for lane in lanes:
@@ -216,12 +209,12 @@ def _of_lanes(lanes: list[LaneView]) -> Iterator[Metric]:
     yield preemptions
 
 
-def _worker(lane: LaneView) -> str:
+def _worker(lane: Lane) -> str:
     return _hex(lane.worker.incarnation)
 
 
 def _hex(incarnation: int) -> str:
-    """As keys and logs write it."""
+    """Format as in Redis keys and logs."""
     return f"{incarnation:016x}"
 
 

@@ -1,5 +1,5 @@
-"""What the scheduler keeps in Redis: the pools' blocks, the token journal and the request records.
+"""The scheduler's state in Redis: lease, blocks of the pools, token journals and request records.
 
-`types`, `errors` and `hashing` are pure; only `connection` imports the Redis client, to connect;
-from there on `wire` speaks with Redis.
+`store.Store` is the entry point; `types`, `errors` and `hashing` are pure and imported everywhere.
+Only `connection` imports the Redis client, to connect; `resp` then speaks the protocol.
 """

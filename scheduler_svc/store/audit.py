@@ -1,4 +1,4 @@
-"""Conservation: free + held = total, always (DESIGN's rule 10, as code)."""
+"""Checks the conservation law of a pool: free + held = total blocks, always."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ from scheduler_svc.store.packing import unpack_ids, unpack_u32s
 
 @dataclass(frozen=True, slots=True)
 class PoolAudit:
-    """Everything a pool says of its blocks at one moment."""
+    """A snapshot of all of a pool's blocks."""
 
     num_blocks: int  # the null block included
     step: int
-    free_order: tuple[int, ...]  # front first, blocks never used included
+    free_order: tuple[int, ...]  # front first, with blocks never used
     references: Mapping[int, int]  # of held blocks
     hashes: Mapping[int, bytes]  # of hashed blocks, held or free
     index: Mapping[bytes, tuple[int, ...]]  # blocks in order of publication
@@ -38,9 +38,9 @@ class PoolAudit:
         hashes: Mapping[bytes, bytes],
         index: Mapping[bytes, bytes],
     ) -> Self:
-        """From the pool's keys as Redis gives them. PoolFault if there is no pool."""
+        """Parse the values of the pool's keys. PoolFault if the pool does not exist."""
         if b"num_blocks" not in state:
-            raise PoolFault("the pool is not there")
+            raise PoolFault("the pool does not exist")
         scores = [
             (_block(member), float(score))
             for member, score in zip(free[::2], free[1::2], strict=True)
@@ -68,7 +68,7 @@ class PoolAudit:
         )
 
     def check(self) -> None:
-        """PoolFault if blocks are lost, doubled or invented, or if index and hashes disagree."""
+        """PoolFault if blocks are lost, duplicated or unknown, or if index and hashes disagree."""
         blocks = sorted([*self.free_order, *self.references])
         if blocks != list(range(1, self.num_blocks)):
             raise PoolFault(
@@ -77,7 +77,7 @@ class PoolAudit:
             )
         entries = sorted((b, h) for h, entry in self.index.items() for b in entry)
         if entries != sorted(self.hashes.items()):
-            raise PoolFault("the prefix index does not say what the blocks say")
+            raise PoolFault("the prefix index disagrees with the blocks' hashes")
 
 
 def _block(packed: bytes) -> int:

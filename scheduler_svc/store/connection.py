@@ -1,8 +1,7 @@
-"""One connection to Redis, safe against cancelled callers."""
+"""One connection to Redis that tolerates cancelled callers."""
 
 import asyncio
 import re
-import time
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -12,27 +11,27 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from scheduler_svc.store.errors import (
-    LeadLost,
+    LeadershipLost,
     PoolFault,
-    RequestFault,
+    RecordMismatch,
     StaleEpoch,
     StoreError,
     StoreUnavailable,
     WrongStep,
 )
+from scheduler_svc.store.resp import Argument, ReplyError, RespConnection, RespConnectionLost, pack
 from scheduler_svc.store.scripts import Script
-from scheduler_svc.store.wire import Argument, ReplyError, Wire, WireLost, pack
 
 _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
     "STALE_EPOCH": StaleEpoch,
-    "LEAD_LOST": LeadLost,
+    "LEADERSHIP_LOST": LeadershipLost,
     "WRONG_STEP": WrongStep,
     "POOL_FAULT": PoolFault,
-    "REQUEST_FAULT": RequestFault,
+    "RECORD_MISMATCH": RecordMismatch,
 }
 
-# Redis answers, but not to the point: a replica, a full one, one that cannot save or may not obey.
-# Where a script meets such an answer it stands within the script's error.
+# Errors of a Redis that responds but cannot serve: a replica, out of memory, unable to save, no
+# permission. Inside a script they are part of the script's error.
 _REFUSED = re.compile(
     r"\b(READONLY|OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING)\b"
 )
@@ -40,24 +39,23 @@ _UNKNOWN_SCRIPT = "NOSCRIPT"
 
 
 class Connection:
-    """A caller that is cancelled leaves its call to finish by itself.
+    """Runs commands and scripts. The call of a cancelled caller completes without it.
 
-    The Redis client connects, with all that a URL may ask for; from there on its socket is ours,
-    for what else it does for a call costs several times the call. After a lost connection a call is
-    tried once more; every script is written to be repeated.
+    The Redis client only connects, as the URL demands; `RespConnection` then takes over its socket,
+    since the client's own overhead is several times the cost of a call. After a lost connection a
+    call is retried once; every script is idempotent.
     """
 
     def __init__(self, link: AbstractConnection, timeout_s: float) -> None:
         self.num_calls = 0
-        self.waited_s = 0.0  # the sum over all calls
         self._link = link
         self._timeout_s = timeout_s
-        self._wire: Wire | None = None
+        self._resp: RespConnection | None = None
         self._connecting = asyncio.Lock()
 
     @classmethod
     def to(cls, url: str, timeout_s: float) -> Self:
-        """ValueError for a URL that is none. Connects with the first call."""
+        """Create a connection that connects at the first call. ValueError for an invalid URL."""
         pool = ConnectionPool.from_url(
             url,
             protocol=2,
@@ -65,84 +63,81 @@ class Connection:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
         )
-        # A URL may ask for another one, which nobody here reads.
+        # A URL may ask for another protocol, which `RespConnection` does not read.
         pool.connection_kwargs["protocol"] = 2
         return cls(pool.make_connection(), timeout_s)  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
-        """Behind the calls under way."""
+        """Close after the calls in progress."""
         async with self._connecting:
-            if self._wire is not None:
-                await self._wire.close()
-                self._wire = None
+            if self._resp is not None:
+                await self._resp.close()
+                self._resp = None
             await self._link.disconnect(nowait=True)
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs a script; its reply, or its error as an exception."""
+        """Run a script; return its reply or raise its error."""
         command = pack(("EVALSHA", script.digest, len(keys), *keys, *args))
-        return _sound(await self._call([command], script))[0]
+        return _checked(await self._call([command], script))[0]
 
     async def run_each(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
-        """Runs a script with several keys and arguments in one round trip; the replies."""
+        """Run a script once per keys and arguments in one round trip; return the replies."""
         commands = [
             pack(("EVALSHA", script.digest, len(keys), *keys, *args)) for keys, args in calls
         ]
-        return _sound(await self._call(commands, script))
+        return _checked(await self._call(commands, script))
 
     async def execute(self, command: str, *args: Argument) -> Any:
-        """Runs one command; its reply as Redis gives it, flat where it is a map."""
-        return _sound(await self._call([pack((command, *args))]))[0]
+        """Run one command; return its reply unchanged, with maps as flat lists."""
+        return _checked(await self._call([pack((command, *args))]))[0]
 
     async def snapshot(self, *commands: Sequence[Argument]) -> list[Any]:
-        """Runs several commands with no other's in between; their replies."""
+        """Run several commands as a transaction; return their replies."""
         packed = [pack(command) for command in (("MULTI",), *commands, ("EXEC",))]
-        replies: list[Any] = _sound(await self._call(packed))[-1]
-        return _sound(replies)
+        replies: list[Any] = _checked(await self._call(packed))[-1]
+        return _checked(replies)
 
     async def _call(self, commands: Sequence[bytes], script: Script | None = None) -> list[Any]:
-        """The replies to packed commands, errors among them; `script` is the one that they run."""
+        """Send packed commands; return their replies, errors included. `script`: what they run."""
         self.num_calls += 1
-        start_s = time.perf_counter()
         try:
-            replies = await self._ask(commands)
+            replies = await self._send(commands)
             if script is not None and any(map(_is_unknown_script, replies)):
-                # Redis was restarted, or has never seen it.
+                # Redis was restarted, or has never loaded the script.
                 load = pack(("SCRIPT", "LOAD", script.body))
-                loaded, *replies = await self._ask([load, *commands])
-                _sound([loaded])
+                loaded, *replies = await self._send([load, *commands])
+                _checked([loaded])
             return replies
         except TimeoutError as error:
-            raise StoreUnavailable(f"Redis has not answered for {self._timeout_s} s") from error
-        except (WireLost, RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis has not responded for {self._timeout_s} s") from error
+        except (RespConnectionLost, RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis: {error}") from error
-        finally:
-            self.waited_s += time.perf_counter() - start_s
 
-    async def _ask(self, commands: Sequence[bytes]) -> list[Any]:
+    async def _send(self, commands: Sequence[bytes]) -> list[Any]:
         until = asyncio.get_running_loop().time() + self._timeout_s
-        if self._wire is not None and not self._wire.is_lost:
+        if self._resp is not None and not self._resp.is_lost:
             try:
-                return await self._wire.ask(commands)
-            except WireLost:
+                return await self._resp.send(commands)
+            except RespConnectionLost:
                 pass
         async with asyncio.timeout_at(until):
-            return await (await self._connected()).ask(commands)
+            return await (await self._connected()).send(commands)
 
-    async def _connected(self) -> Wire:
+    async def _connected(self) -> RespConnection:
         async with self._connecting:
-            if self._wire is None or self._wire.is_lost:
+            if self._resp is None or self._resp.is_lost:
                 await self._connect()
-                # It has no public name; nothing else of the client is needed from here on.
+                # It has no public name. Nothing else of the client is used after this.
                 writer = self._link._writer
                 assert writer is not None
-                self._wire = Wire(writer.transport, self._timeout_s)
-            return self._wire
+                self._resp = RespConnection(writer.transport, self._timeout_s)
+            return self._resp
 
     async def _connect(self) -> None:
-        """The client waits with `asyncio.wait_for`, which before Python 3.12 can swallow a
-        cancellation: its caller would go on as if nobody had cancelled it."""
+        """Connect, and raise a cancellation that the client swallows: before Python 3.12 its
+        `asyncio.wait_for` may lose one."""
         task = asyncio.current_task()
         num_cancelled = task.cancelling() if task else 0
         try:
@@ -157,8 +152,8 @@ def _is_unknown_script(reply: Any) -> bool:
     return isinstance(reply, ReplyError) and str(reply).startswith(_UNKNOWN_SCRIPT)
 
 
-def _sound(replies: list[Any]) -> list[Any]:
-    """The replies, if there is no error among them; else the first one as an exception."""
+def _checked(replies: list[Any]) -> list[Any]:
+    """Return the replies; raise the first error among them."""
     for reply in replies:
         if isinstance(reply, ReplyError):
             raise _translated(str(reply))

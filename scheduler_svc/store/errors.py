@@ -1,4 +1,4 @@
-"""What can go wrong between the scheduler and Redis."""
+"""Errors of store calls."""
 
 
 class StoreError(Exception):
@@ -6,30 +6,30 @@ class StoreError(Exception):
 
 
 class StoreUnavailable(StoreError):
-    """Redis cannot be reached, or refuses the credentials. The call may have been carried out."""
+    """Redis cannot be reached or cannot serve. The call may have been executed."""
 
 
 class StaleEpoch(StoreError):
-    """Another leader has taken over: nothing was changed, and nothing may be sent any more."""
+    """Another scheduler has acquired the lease. Nothing was changed; no output may be sent."""
 
 
-class LeadLost(StoreError):
-    """No leadership is held, or Redis does not know it any more: it has lost writes.
+class LeadershipLost(StoreError):
+    """No leadership is held, or Redis lost its entry with other writes.
 
-    Nothing was changed. A leader takes the lead anew.
+    Nothing was changed. A leader reacquires the lease.
     """
 
 
 class WrongStep(StoreError):
-    """A commit for a step that is neither the next nor the stored one. Nothing was changed."""
+    """The commit's step is neither the next nor the stored one. Nothing was changed."""
 
 
 class PoolFault(StoreError):
-    """A call that contradicts the pool's state, or a pool that contradicts itself.
+    """A call contradicts the pool's state, or the pool contradicts itself.
 
-    The call changed nothing; the lane is to be reopened.
+    Nothing was changed; the lane must be reopened.
     """
 
 
-class RequestFault(StoreError):
-    """Output that does not continue a live record. The call changed nothing."""
+class RecordMismatch(StoreError):
+    """The output does not continue a live record. Nothing was changed."""

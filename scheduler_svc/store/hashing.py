@@ -8,19 +8,19 @@ from scheduler_svc.store.packing import pack_u32s
 
 
 def root_hash(model_fingerprint: bytes) -> bytes:
-    """The parent of every first block's hash: KV of one model never meets another's."""
+    """The parent of every first block's hash; keeps the KV of different models apart."""
     return sha256(model_fingerprint).digest()
 
 
 def extra_keys(cache_salt: bytes = b"", adapter: bytes = b"") -> bytes:
-    """What keeps equal tokens apart, each key behind its length so that none runs into the next."""
+    """Keys that keep equal tokens apart, each after its length so that none are confused."""
     if not cache_salt and not adapter:
         return b""
     return b"".join(struct.pack("<I", len(key)) + key for key in (cache_salt, adapter))
 
 
 def num_matchable_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks that a match may cover: the last token's logits must be computed."""
+    """Number of blocks that a match may cover: the last token is always computed for its logits."""
     return max(num_tokens - 1, 0) // block_size
 
 
@@ -39,14 +39,14 @@ class HashChain:
         self.hashes: list[bytes] = []
 
     def extend_to(self, token_ids: "array[int]") -> None:
-        """Hashes the blocks that have become full. All tokens from the first one on are given;
-        those hashed before are not looked at."""
+        """Hash the blocks that have become full. `token_ids` are all tokens of the sequence; those
+        of blocks that are hashed already are not read."""
         size, hashes, extra = self._block_size, self.hashes, self._extra
         parent = hashes[-1] if hashes else self._root
         for end in range((len(hashes) + 1) * size, len(token_ids) + 1, size):
             parent = sha256(parent + pack_u32s(token_ids[end - size : end]) + extra).digest()
             hashes.append(parent)
 
-    def cut(self, num_tokens: int) -> None:
-        """Forgets the blocks that are not full with so many tokens."""
+    def truncate(self, num_tokens: int) -> None:
+        """Drop the hashes of blocks that are not full with `num_tokens` tokens."""
         del self.hashes[num_tokens // self._block_size :]

@@ -1,64 +1,31 @@
-"""Every key in Redis, with the tag that keeps what one script touches together."""
+"""All Redis keys. A pool's keys share a hash tag, and a request's. Scripts of requests also take
+the leadership's key, so their keys are not in one slot of a Redis Cluster."""
 
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
 LEADERSHIP: Final = "quire:{leadership}:epoch"
 ENDED: Final = "quire:{requests}:ended"
 POOLS: Final = "quire:{pools}:incarnations"
+# The SCAN pattern of all request records.
+REQUEST_PATTERN: Final = "quire:{request:*}:record"
 
 
-@dataclass(frozen=True, slots=True)
 class PoolKeys:
     """The keys of one pool."""
 
-    incarnation: int
-
-    @property
-    def state(self) -> str:
-        return self._named("state")
-
-    @property
-    def free(self) -> str:
-        return self._named("free")
-
-    @property
-    def references(self) -> str:
-        return self._named("references")
-
-    @property
-    def hashes(self) -> str:
-        return self._named("hashes")
-
-    @property
-    def index(self) -> str:
-        return self._named("index")
-
-    @property
-    def published(self) -> str:
-        return self._named("published")
-
-    @property
-    def journal(self) -> str:
-        return self._named("journal")
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """What blocks.lua works on, in its order."""
-        return (self.state, self.free, self.references, self.hashes, self.index)
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (*self.blocks, self.published, self.journal)
-
-    def _named(self, name: str) -> str:
-        return f"quire:{{pool:{self.incarnation:016x}}}:{name}"
-
-
-def request_pattern() -> str:
-    """What SCAN finds all records by."""
-    return "quire:{request:*}:record"
+    def __init__(self, incarnation: int) -> None:
+        prefix = f"quire:{{pool:{incarnation:016x}}}"
+        self.state = f"{prefix}:state"
+        self.free = f"{prefix}:free"
+        self.references = f"{prefix}:references"
+        self.hashes = f"{prefix}:hashes"
+        self.index = f"{prefix}:index"
+        self.published = f"{prefix}:published"
+        self.journal = f"{prefix}:journal"
+        # The KEYS of blocks.lua, in its order.
+        self.blocks = (self.state, self.free, self.references, self.hashes, self.index)
+        self.all = (*self.blocks, self.published, self.journal)
 
 
 def request_keys(principal: str, request_id: str) -> tuple[str, str]:

@@ -1,48 +1,27 @@
-"""The right to write: an epoch, held by a lease."""
+"""The leadership lease in Redis; its epoch is the fencing token of every write."""
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Connection
-from scheduler_svc.store.errors import LeadLost
+from scheduler_svc.store.errors import LeadershipLost
 from scheduler_svc.store.keys import LEADERSHIP
-
-_STORED = ("epoch", "holder", "address", "renewed_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """A fencing number and its holder's random id; every writing script demands both."""
+    """A fencing token and its holder's random id; every writing script checks both."""
 
     epoch: int
     holder: bytes  # 16 bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Leader:
-    """Who is stored as the leader."""
+class LeaseStore:
+    """Acquires, renews and releases the lease.
 
-    epoch: int
-    holder: bytes  # empty: the lead was released
-    address: str
-    idle_ms: int | None  # by Redis' clock, since the last renewal; None: the lead was released
-    run_id: str  # Redis' own
-
-
-@dataclass(frozen=True, slots=True)
-class Renewal:
-    """What a leader hears when it has renewed."""
-
-    run_id: str  # Redis' own: another one after every restart
-
-
-class Lease:
-    """Taking, keeping and leaving the lead.
-
-    A take without an answer may have been carried out: it is repeated with the same holder, so
-    that nobody waits for his own lease to run out.
+    An acquisition without a reply may have been executed: it is repeated with the same holder, so
+    that a scheduler never waits for its own lease to expire.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -52,63 +31,51 @@ class Lease:
 
     @property
     def held(self) -> Leadership:
-        """The leadership taken last and not released. LeadLost if there is none."""
+        """The leadership acquired last, even if lost since. LeadershipLost if none or released."""
         if self._held is None:
-            raise LeadLost("the lead was not taken")
+            raise LeadershipLost("the lease was not acquired")
         return self._held
 
-    async def leader(self) -> Leader | None:
-        stored, now, server = await self._connection.snapshot(
-            ("HMGET", LEADERSHIP, *_STORED), ("TIME",), ("INFO", "server")
-        )
-        epoch, holder, address, renewed_ms = stored
-        if epoch is None:
-            return None
-        return Leader(
-            epoch=int(epoch),
-            holder=holder or b"",
-            address=(address or b"").decode(),
-            idle_ms=None if holder is None else _ms(now) - int(renewed_ms),
-            run_id=_run_id(server),
-        )
+    async def leader_address(self) -> str | None:
+        """Address of the stored leader; empty if it released the lease, None if there never was
+        one. Needs no leadership."""
+        epoch, address = await self._connection.execute("HMGET", LEADERSHIP, "epoch", "address")
+        return None if epoch is None else (address or b"").decode()
 
-    async def take(self, address: str, lease_ms: int) -> Leadership | None:
+    async def acquire(self, address: str, lease_ms: int) -> Leadership | None:
+        """Acquire the lease if it was released, not renewed for `lease_ms` or never held; None if
+        another scheduler holds it. From then on the writes of all earlier leaders are refused.
+
+        `address` is where gateways and standbys reach the leader.
+        """
         holder = self._next_holder
         args = (holder, address, lease_ms)
-        epoch = await self._connection.run(scripts.TAKE_LEAD, (LEADERSHIP,), args)
+        epoch = await self._connection.run(scripts.ACQUIRE_LEASE, (LEADERSHIP,), args)
         return self._hold(int(epoch), holder) if epoch else None
 
-    async def retake(self, address: str) -> Leadership:
+    async def reacquire(self, address: str) -> Leadership:
+        """Acquire a higher epoch as a leader whose entry was or may be lost. Existing pools become
+        stale; get and open them again. StaleEpoch, without effect, if another scheduler leads."""
         held, holder = self.held, self._next_holder
         args = (held.epoch, held.holder, holder, address)
-        epoch = await self._connection.run(scripts.RETAKE_LEAD, (LEADERSHIP,), args)
+        epoch = await self._connection.run(scripts.REACQUIRE_LEASE, (LEADERSHIP,), args)
         return self._hold(int(epoch), holder)
 
-    async def renew(self) -> Renewal:
-        held = self.held
-        args = (held.epoch, held.holder)
-        run_id = await self._connection.run(scripts.RENEW_LEAD, (LEADERSHIP,), args)
-        return Renewal(run_id.decode())
+    async def renew(self) -> str:
+        """Extend the lease; return Redis' run id, which changes with every restart. StaleEpoch if
+        another scheduler leads, LeadershipLost if the entry is missing or has a lower epoch."""
+        args = (self.held.epoch, self.held.holder)
+        run_id = await self._connection.run(scripts.RENEW_LEASE, (LEADERSHIP,), args)
+        return str(run_id.decode())
 
     async def release(self) -> None:
+        """Free the lease for standbys; no effect if not held. Write nothing afterwards."""
         if self._held is not None:
             args = (self._held.epoch, self._held.holder)
-            await self._connection.run(scripts.RELEASE_LEAD, (LEADERSHIP,), args)
+            await self._connection.run(scripts.RELEASE_LEASE, (LEADERSHIP,), args)
             self._held = None
 
     def _hold(self, epoch: int, holder: bytes) -> Leadership:
         self._held = Leadership(epoch, holder)
         self._next_holder = secrets.token_bytes(16)
         return self._held
-
-
-def _run_id(server: bytes) -> str:
-    """Of the lines of Redis' INFO."""
-    [run_id] = [line[7:] for line in server.decode().splitlines() if line.startswith("run_id:")]
-    return run_id
-
-
-def _ms(time: Any) -> int:
-    """Of Redis' TIME: seconds and microseconds."""
-    seconds, microseconds = time
-    return int(seconds) * 1000 + int(microseconds) // 1000

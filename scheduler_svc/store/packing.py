@@ -1,26 +1,26 @@
-"""Commits, matches and replies as the packed arrays that the scripts read and write."""
+"""Packs and unpacks the arrays that scripts read and write: commits, matches, replies, journals."""
 
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from scheduler_svc.store.types import Commit, CommitReply, PrefixMatch
+from scheduler_svc.store.types import Commit, CommitReply, JournalEntry, PrefixMatch, TokenRanges
 
-# Arguments of commit behind the log-probabilities.
+# Number of the commit's arguments after the log-probabilities.
 _NUM_CHANGES = 13
 
 
 def mapping(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Names and values in turn, as Redis gives them."""
+    """Convert a flat reply of alternating names and values."""
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def pack_u32s(numbers: Iterable[int]) -> bytes:
-    """Little-endian, as the scripts read them. Arrays of the type `I` are quickest."""
+    """Pack as little-endian u32. Arrays of type `I` are fastest."""
     if not numbers:
-        # Most of what a step could say it does not.
+        # The most common case: most arrays of a step are empty.
         return b""
     packed = numbers if isinstance(numbers, array) else array("I", numbers)
     if sys.byteorder == "big":
@@ -34,7 +34,7 @@ def unpack_u32s(packed: bytes) -> tuple[int, ...]:
 
 
 def pack_parts(parts: Iterable[bytes]) -> bytes:
-    """Each part behind its length as little-endian u32."""
+    """Pack each part after its length as little-endian u32."""
     return b"".join([piece for part in parts for piece in (struct.pack("<I", len(part)), part)])
 
 
@@ -58,7 +58,7 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 
 
 def pack_queries(queries: Sequence[Sequence[bytes]]) -> tuple[bytes, bytes]:
-    """The ARGV of match."""
+    """The ARGV of match_prefixes."""
     return pack_u32s([len(query) for query in queries]), b"".join(chain.from_iterable(queries))
 
 
@@ -72,39 +72,39 @@ def unpack_matches(packed: bytes) -> list[PrefixMatch]:
 
 def pack_commit(commit: Commit) -> list[bytes]:
     """The ARGV of commit, from the withdrawals on."""
-    publications, runs = commit.publications, commit.runs
+    publications, ranges = commit.publications, commit.token_ranges
     return [
         pack_u32s(commit.withdrawals),
         pack_u32s([publication.block_id for publication in publications]),
         b"".join([publication.block_hash for publication in publications]),
-        pack_ids(runs.sequence_ids),
-        pack_u32s(runs.first_indices),
-        pack_u32s(runs.next_indices),
-        pack_u32s(runs.token_ids),
-        pack_parts(runs.logprobs),
+        pack_ids(ranges.sequence_ids),
+        pack_u32s(ranges.first_indices),
+        pack_u32s(ranges.next_indices),
+        pack_u32s(ranges.token_ids),
+        pack_parts(ranges.logprobs),
         *_pack_changes(commit),
     ]
 
 
 def _pack_changes(commit: Commit) -> list[bytes]:
-    """What it says of blocks, and of sequences that come and go: in most steps nothing."""
-    joined, admissions = commit.joined, commit.admissions
+    """The arguments for blocks and for added or removed sequences; all empty in most steps."""
+    added, admissions = commit.added, commit.admissions
     if not (
-        commit.forgotten
+        commit.removed
         or commit.shared_blocks
         or commit.returned_blocks
         or commit.taken_references
-        or joined
+        or added
         or admissions
     ):
         return [b""] * _NUM_CHANGES
     return [
-        pack_ids(commit.forgotten),
+        pack_ids(commit.removed),
         pack_u32s(commit.shared_blocks),
         pack_u32s(commit.returned_blocks),
         pack_u32s(commit.taken_references),
-        pack_ids([entry.sequence_id for entry in joined]),
-        pack_u32s([entry.num_output_tokens for entry in joined]),
+        pack_ids([entry.sequence_id for entry in added]),
+        pack_u32s([entry.num_output_tokens for entry in added]),
         pack_ids([admission.sequence_id for admission in admissions]),
         pack_u32s([admission.num_output_tokens for admission in admissions]),
         pack_u32s([len(admission.hit_hashes) for admission in admissions]),
@@ -116,7 +116,7 @@ def _pack_changes(commit: Commit) -> list[bytes]:
 
 
 def unpack_reply(commit: Commit, packed: bytes) -> CommitReply:
-    """What a commit handed out, entry by entry."""
+    """Unpack the blocks that a commit allocated, entry by entry."""
     numbers = iter(unpack_u32s(packed))
     return CommitReply(
         num_free_blocks=next(numbers),
@@ -127,3 +127,15 @@ def unpack_reply(commit: Commit, packed: bytes) -> CommitReply:
 
 def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
     return tuple(islice(numbers, count))
+
+
+def unpack_journal_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> JournalEntry:
+    """An entry of a pool's journal stream, as commit wrote it."""
+    ranges = TokenRanges(
+        list(unpack_ids(fields[b"sequences"])),
+        list(unpack_u32s(fields[b"first_indices"])),
+        list(unpack_u32s(fields[b"next_indices"])),
+        list(unpack_u32s(fields[b"token_ids"])),
+        unpack_parts(fields.get(b"logprobs", b"")),
+    )
+    return JournalEntry(int(entry_id.split(b"-")[0]), ranges)

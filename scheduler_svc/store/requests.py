@@ -1,4 +1,4 @@
-"""Request records: what a scheduler needs to go on with a request that it has accepted."""
+"""Request records: all that a scheduler needs to continue an accepted request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class RequestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Request ids are scoped by the principal they belong to."""
+    """A request id, and the principal that owns it; empty without authentication."""
 
     principal: str
     request_id: str
@@ -29,34 +29,35 @@ class RequestRecord:
 
     key: RequestKey
     digest: bytes  # of the client's message before defaults
-    prompt_token_ids: Sequence[int]  # arrays of the type `I` are quickest
+    prompt_token_ids: Sequence[int]  # arrays of type `I` are fastest
     params: bytes  # serialized ResolvedParams
-    sequence_id: int  # of choice 0; that of choice i is i above
+    sequence_id: int  # of choice 0; choice i has this + i
     deadline_ms: int | None = None  # Unix time
-    opaque: bytes = b""  # the gateway's own
+    opaque: bytes = b""  # the gateway's ResumeState, returned to it with an acceptance
     num_choices: int = 1
     priority: int = 0
     cache_salt: bytes = b""
+    # How long the request runs on after its client has disconnected; None: it is cancelled.
     resume_window_s: int | None = None
 
 
-class Recorded(IntEnum):
-    """What became of a record that was to be written. The values are record.lua's."""
+class RecordOutcome(IntEnum):
+    """Outcome of writing a record; the values are record_requests.lua's."""
 
     NEW = 1  # written
-    KNOWN = 2  # there already, with the same digest: live or ended
+    EXISTS = 2  # exists with the same digest, live or ended
     CONFLICT = 3  # its id is taken by another request
 
 
 @dataclass(frozen=True, slots=True)
-class OutputRun:
-    """Output tokens to be folded into a record."""
+class OutputRange:
+    """Output tokens to append to a record."""
 
     key: RequestKey
     choice: int
     first_index: int
     token_ids: Sequence[int]
-    # Of the tokens, packed: equally many bytes for each.
+    # Packed log-probabilities of the tokens, equally many bytes for each.
     logprobs: bytes = b""
 
 
@@ -72,24 +73,24 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class StoredRequest:
-    """A record as Redis has it."""
+    """A record as stored in Redis."""
 
     record: RequestRecord
     state: RequestState
-    output_token_ids: Mapping[int, Sequence[int]]  # by choice, as far as they are folded
-    status: bytes = b""  # as its ending said
+    output_token_ids: Mapping[int, Sequence[int]]  # by choice, as far as compacted
+    status: bytes = b""  # see Ending
     num_cached_tokens: int = 0
-    # Packed, of choices that have some.
+    # Packed, by choice, where there are any.
     output_logprobs: Mapping[int, bytes] = field(default_factory=dict)
 
 
 def pack_record(record: RequestRecord) -> bytes:
-    """A record without output, as it travels: see records.lua."""
+    """Pack a record without output, as in records.lua."""
     return pack_parts(_values(record))
 
 
 def pack_live(request: StoredRequest) -> bytes:
-    """A record with its output, as it travels."""
+    """Pack a record with its output, as in records.lua."""
     values = _values(request.record)
     for choice, token_ids in request.output_token_ids.items():
         values += (_digits(choice), pack_u32s(token_ids))
@@ -99,7 +100,7 @@ def pack_live(request: StoredRequest) -> bytes:
 
 
 def unpack_live(packed: bytes) -> StoredRequest:
-    """A live record with its output, from how it travels."""
+    """Unpack a live record with its output."""
     values = unpack_parts(packed)
     fields, rest = values[: len(_FIELDS)], values[len(_FIELDS) :]
     output = dict(zip(rest[::2], rest[1::2], strict=True))
@@ -112,7 +113,7 @@ def unpack_live(packed: bytes) -> StoredRequest:
 
 
 def unpack_request(fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes]) -> StoredRequest:
-    """A record from its hash and its output."""
+    """Build a record from its two hashes in Redis."""
     return StoredRequest(
         _record(fields),
         RequestState(fields[b"state"].decode()),
@@ -129,7 +130,7 @@ _FIELDS: Final = (
     b"deadline_ms", b"opaque", b"num_choices", b"priority", b"cache_salt", b"resume_window_s",
 )  # fmt: skip
 
-# Behind a choice, in the output's fields.
+# Suffix of a choice in the names of output fields.
 _LOGPROBS: Final = b"/logprobs"
 
 

@@ -1,43 +1,51 @@
-"""The values that go into a pool's scripts and come out of them."""
+"""Arguments and results of a pool's scripts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRuns:
-    """Output tokens that became known: parallel lists, an interval of one sequence per place."""
+class TokenRanges:
+    """Sampled tokens: parallel lists, one range of a sequence's output per place."""
 
     sequence_ids: list[int] = field(default_factory=list)  # below 2**64
     first_indices: list[int] = field(default_factory=list)  # within the sequence's output
-    next_indices: list[int] = field(default_factory=list)  # behind the run's last token
+    next_indices: list[int] = field(default_factory=list)  # one past the range's last token
     token_ids: list[int] = field(default_factory=list)  # concatenated
-    # Packed, a string per run; no strings at all where no run has any.
+    # Packed, a string per range; empty if no range has any.
     logprobs: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """The tokens of one commit, as journaled."""
+
+    step: int
+    token_ranges: TokenRanges
+
+
+@dataclass(frozen=True, slots=True)
 class Publication:
-    """A held block whose content is now known, and may be hit."""
+    """A held block whose content is now final, and may be hit."""
 
     block_id: int
     block_hash: bytes  # 32 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A sequence whose tokens are journaled from now on, without an admission (a fork)."""
+class ForkedSequence:
+    """A sequence that is forked and not admitted; its tokens are journaled from now on."""
 
     sequence_id: int
-    num_output_tokens: int  # the index that its next journaled token has
+    num_output_tokens: int  # index of its next journaled token
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence that wants a row. Its block table is its hits, then its new blocks."""
+    """A sequence to admit. Its block table is its hits, then its new blocks."""
 
     sequence_id: int
-    num_output_tokens: int  # the index that its next journaled token has
+    num_output_tokens: int  # index of its next journaled token
     hit_hashes: Sequence[bytes]
     num_new_blocks: int
     fill_hashes: Sequence[bytes] = ()  # of the first new blocks, filled by this plan
@@ -50,22 +58,23 @@ class Commit:
     step: int
     withdrawals: Sequence[int] = ()  # block ids whose hash is removed
     publications: Sequence[Publication] = ()
-    runs: TokenRuns = field(default_factory=TokenRuns)
-    forgotten: Sequence[int] = ()  # sequence ids whose tokens are journaled no more
-    shared_blocks: Sequence[int] = ()  # held; each gets one reference more per place
-    returned_blocks: Sequence[int] = ()  # each loses one; a table is listed from last to first
-    taken_references: Sequence[int] = ()  # a block is taken per place, with so many references
-    joined: Sequence[Joined] = ()
-    admissions: Sequence[Admission] = ()  # these join, too
+    token_ranges: TokenRanges = field(default_factory=TokenRanges)
+    removed: Sequence[int] = ()  # sequence ids that are no longer journaled
+    shared_blocks: Sequence[int] = ()  # held; each gains a reference per place
+    returned_blocks: Sequence[int] = ()  # each loses a reference; tables are listed last to first
+    taken_references: Sequence[int] = ()  # one block is taken per place, with this many references
+    added: Sequence[ForkedSequence] = ()
+    # Sequences whose whole block table is allocated here; these are added as well.
+    admissions: Sequence[Admission] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CommitReply:
-    """What a commit handed out; entries stand in the order of the commit's."""
+    """The blocks that a commit allocated, in the order of the commit's entries."""
 
     num_free_blocks: int
     taken: tuple[int, ...]
-    admitted: tuple[tuple[int, ...] | None, ...]  # block tables; None: left out, without effect
+    admitted: tuple[tuple[int, ...] | None, ...]  # block tables; None: not admitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +82,4 @@ class PrefixMatch:
     """The longest cached prefix of a query."""
 
     num_hits: int
-    num_free_hits: int  # hit blocks without references now: taking them uses free blocks
+    num_free_hits: int  # hits without references: using them takes free blocks

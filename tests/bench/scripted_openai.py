@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
-# What a server that knows vLLM's extensions streams, and one that knows none.
+# Streams of a server with vLLM's extensions, and of one without.
 WITH_IDS = [
     {"choices": [{"text": "a", "token_ids": [5]}]},
     {"choices": [{"text": "", "token_ids": [6, 7]}]},
@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert self.path == "/v1/models"
-        self._answer(200, "application/json", json.dumps({"data": [{"id": "served"}]}))
+        self._respond(200, "application/json", json.dumps({"data": [{"id": "served"}]}))
 
     def do_POST(self) -> None:
         assert self.path == "/v1/completions"
@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         events = [json.dumps(chunk) for chunk in self.chunks]
         match body["prompt"][0]:
             case 0:
-                self._answer(400, "application/json", '{"error": "no such parameter"}')
+                self._respond(400, "application/json", '{"error": "no such parameter"}')
                 return
             case 1:
                 events = events[:1]
@@ -48,9 +48,9 @@ class Handler(BaseHTTPRequestHandler):
                 events = [*events[:1], json.dumps({"error": {"message": "out of memory"}})]
             case _:
                 events.append("[DONE]")
-        self._answer(200, "text/event-stream", "".join(f"data: {e}\n\n" for e in events))
+        self._respond(200, "text/event-stream", "".join(f"data: {e}\n\n" for e in events))
 
-    def _answer(self, status: int, kind: str, text: str) -> None:
+    def _respond(self, status: int, kind: str, text: str) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))

@@ -1,4 +1,4 @@
-"""`quire bench` against the whole stack, with a simulated worker."""
+"""`quire bench` against a stack with a simulated worker."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SMALL = ("--num-prompts", "12", "--prompt-len", "4-20", "--output-len", "3-9")
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Two gateways' worth of service would add nothing: one of each."""
+    """The address of a stack with one process per service."""
     folder: Path = tmp_path_factory.mktemp("bench")
     llama().save_pretrained(folder)
     save_tokenizer(folder, VOCAB_SIZE)
@@ -37,11 +37,11 @@ def bench(*arguments: str, **environment: str):
     return CliRunner(env=environment).invoke(app, ["bench", *arguments])
 
 
-def test_figures_of_a_run_are_printed(target):
+def test_results_are_printed(target):
     result = bench("--target", target, *SMALL, "--request-rate", "400", "--goodput", "ttft:5000")
     assert result.exit_code == 0, result.output
     rows = [re.split(r"\s{2,}", line) for line in result.stdout.splitlines()]
-    # A fast machine's thousands have commas.
+    # Thousands have commas.
     lines = {row[0]: row[-1].replace(",", "") for row in rows}
     assert lines["requests"] == "12"
     assert float(lines["output tokens/s"]) > 0
@@ -50,7 +50,7 @@ def test_figures_of_a_run_are_printed(target):
     assert result.stderr == ""
 
 
-def test_everything_is_in_the_json_and_equal_seeds_ask_the_same(target, tmp_path):
+def test_the_json_is_complete_and_equal_seeds_give_equal_loads(target, tmp_path):
     file = tmp_path / "bench.json"
     for place in ("-", str(file)):
         result = bench("--target", target, *SMALL, "--seed", "5", "--json", place)
@@ -66,19 +66,19 @@ def test_everything_is_in_the_json_and_equal_seeds_ask_the_same(target, tmp_path
     assert set(ours["ttft"]) == {"mean", "p50", "p90", "p99", "max"}
 
 
-def test_every_output_has_the_length_that_was_drawn(target):
+def test_every_output_has_its_drawn_length(target):
     lengths = ("--prompt-len", "4", "--output-len", "7")
     result = bench("--target", target, *SMALL[:2], *lengths, "--json", "-")
     assert json.loads(result.stdout)["servers"][0]["num_output_tokens"] == 12 * 7
 
 
-def test_what_is_too_long_for_the_model_is_cut(target):
+def test_prompts_are_truncated_to_the_models_length(target):
     result = bench("--target", target, *SMALL[:2], "--prompt-len", "500", "--json", "-")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["servers"][0]["num_output_tokens"] == 12
 
 
-def test_another_server_gets_the_same_load_and_stands_beside(target, url):
+def test_an_openai_server_receives_the_same_load_and_is_compared(target, url):
     result = bench("--target", target, "--openai", url, *SMALL)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0].split() == ["quire", "openai", "quire", "/", "openai"]
@@ -86,19 +86,19 @@ def test_another_server_gets_the_same_load_and_stands_beside(target, url):
     assert len(Handler.bodies) == 1 + 12
 
 
-def test_another_server_may_be_alone(url):
+def test_an_openai_server_can_be_measured_alone(url):
     result = bench("--openai", url, *SMALL, "--vocab-size", "100", "--json", "-")
     assert result.exit_code == 0, result.output
     [report] = json.loads(result.stdout)["servers"]
     assert (report["server"], report["num_output_tokens"]) == ("openai", 12 * 3)
 
 
-def test_places_may_be_few(target):
+def test_concurrency_can_be_limited(target):
     result = bench("--target", target, *SMALL, "--max-concurrency", "1", "--warmups", "0")
     assert result.exit_code == 0, result.output
 
 
-def test_a_failed_request_is_counted_by_its_reason_and_is_the_exit_status(target):
+def test_a_failed_request_is_counted_by_its_reason_and_sets_the_exit_status(target):
     wrong = ("--vocab-size", str(100 * VOCAB_SIZE), "--warmups", "0")
     result = bench("--target", target, *SMALL, *wrong)
     assert result.exit_code == 1
@@ -106,10 +106,10 @@ def test_a_failed_request_is_counted_by_its_reason_and_is_the_exit_status(target
     assert "requests failed: " in result.stdout
 
 
-def test_a_server_that_answers_no_request_is_told(target):
+def test_a_server_that_fails_the_warm_up_is_reported(target):
     result = bench("--target", target, *SMALL, "--vocab-size", str(1000 * VOCAB_SIZE))
     assert result.exit_code == 1
-    assert result.stderr.startswith("quire: no request is answered: quire: ")
+    assert result.stderr.startswith("quire: no request succeeded: quire: ")
 
 
 @pytest.mark.parametrize(
@@ -128,19 +128,19 @@ def test_a_server_that_answers_no_request_is_told(target):
         (("--json", "nowhere/bench.json"), "--json: there is no folder nowhere"),
     ],
 )
-def test_what_makes_no_sense_is_shown(target, arguments, words):
+def test_an_invalid_argument_is_shown(target, arguments, words):
     result = bench("--target", target, *SMALL, *arguments)
     assert result.exit_code == 1
     assert words in result.stderr
 
 
-def test_without_a_server_it_says_where_it_looked():
+def test_an_absent_server_is_reported_with_its_address():
     result = bench("--target", "127.0.0.1:1")
     assert result.exit_code == 1
-    assert "no server answers at 127.0.0.1:1" in result.stderr
+    assert "no server responds at 127.0.0.1:1" in result.stderr
 
 
-def test_an_openai_server_alone_needs_to_know_the_vocabulary():
+def test_an_openai_server_alone_needs_a_vocabulary_size():
     result = bench("--openai", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert "--vocab-size" in result.stderr

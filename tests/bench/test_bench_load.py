@@ -1,4 +1,4 @@
-"""Loads on servers that are scripted, in this process."""
+"""Loads on scripted servers in this process."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
@@ -8,15 +8,15 @@ import pytest
 
 from quire.bench.lengths import lengths
 from quire.bench.load import Listener, run_load
-from quire.bench.objectives import Objectives
-from quire.bench.run import Load, run
+from quire.bench.objectives import ServiceLevelObjectives
+from quire.bench.run import LoadSpec, run
 from quire.bench.server import Message, RequestFailed
 from quire.bench.workload import BenchRequest, Workload
 
 
 class ScriptedServer:
-    """Writes a token per message; a prompt that begins with 0 fails after its first, one that
-    begins with 1 waits until the server is opened."""
+    """Streams a token per message. A prompt that begins with 0 fails after its first token; one
+    that begins with 1 waits until the server is opened."""
 
     def __init__(self, name: str = "scripted", first_token_id: int = 100) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class ScriptedServer:
                 await asyncio.sleep(0)
                 yield Message(1, [self._first_token_id + at])
                 if request.prompt_token_ids[0] == 0:
-                    raise RequestFailed("as told")
+                    raise RequestFailed("scripted failure")
             yield Message(0, num_counted_tokens=request.max_tokens)
         finally:
             self.num_running -= 1
@@ -53,7 +53,7 @@ async def server() -> ScriptedServer:
     return ScriptedServer()
 
 
-def load(**changes) -> Load:
+def load(**changes) -> LoadSpec:
     values = {
         "workload": Workload(
             num_requests=6,
@@ -65,10 +65,10 @@ def load(**changes) -> Load:
         "arrival": "poisson",
         "max_concurrency": None,
         "num_warmups": 0,
-        "objectives": Objectives(),
+        "objectives": ServiceLevelObjectives(),
         **changes,
     }
-    return Load(**values)
+    return LoadSpec(**values)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def unwatched(_server: str, _num_requests: int) -> Iterator[Listener]:
     yield lambda _: None
 
 
-async def test_traces_say_what_came_in_the_order_of_the_requests(server):
+async def test_traces_are_in_the_order_of_the_requests(server):
     requests = [BenchRequest([2], 3), BenchRequest([2], 1)]
     first, second = await run_load(server, requests, [0.0, 0.0])
     assert (first.counts, first.token_ids) == ([1, 1, 1], [100, 101, 102])
@@ -85,12 +85,12 @@ async def test_traces_say_what_came_in_the_order_of_the_requests(server):
     assert 0 <= first.sent_s <= first.times_s[0] <= first.times_s[-1] <= first.ended_s
 
 
-async def test_a_request_is_sent_when_it_is_due_whether_or_not_others_have_ended(server):
-    """The first one hangs until the second has been there."""
+async def test_a_request_is_sent_at_its_arrival_even_if_earlier_ones_run(server):
+    """The first request hangs until the second has had a token."""
     seen: list[int] = []
 
-    def listen(trace) -> None:
-        seen.append(trace.num_prompt_tokens)
+    def listen(timings) -> None:
+        seen.append(timings.num_prompt_tokens)
         server.opened.set()
 
     requests = [BenchRequest([1], 1), BenchRequest([2, 2], 1)]
@@ -100,53 +100,53 @@ async def test_a_request_is_sent_when_it_is_due_whether_or_not_others_have_ended
     assert seen[0] == 2
 
 
-async def test_a_failure_is_noted_and_the_others_go_on(server):
+async def test_a_failure_is_recorded_and_other_requests_continue(server):
     requests = [BenchRequest([0], 4), BenchRequest([2], 4)]
     failed, done = await run_load(server, requests, [0.0, 0.0])
-    assert (failed.error, failed.counts) == ("as told", [1])
+    assert (failed.error, failed.counts) == ("scripted failure", [1])
     assert done.is_complete
 
 
-async def test_no_more_are_under_way_than_places(server):
+async def test_max_concurrency_limits_the_requests_in_flight(server):
     requests = [BenchRequest([2], 3)] * 9
-    traces = await run_load(server, requests, [0.0] * 9, max_concurrency=2)
+    timings = await run_load(server, requests, [0.0] * 9, max_concurrency=2)
     assert server.most_running == 2
-    # They were due when they got their places.
-    assert all(trace.late_s == 0 for trace in traces)
-    assert traces[-1].due_s > 0
+    # Their arrival is the time of sending.
+    assert all(request.late_s == 0 for request in timings)
+    assert timings[-1].due_s > 0
 
 
-async def test_a_listener_hears_of_every_message_and_every_end(server):
-    heard = []
+async def test_a_listener_is_called_for_every_message_and_every_end(server):
+    calls = []
     await run_load(
-        server, [BenchRequest([2], 3)], [0.0], on_change=lambda t: heard.append(bool(t.ended_s))
+        server, [BenchRequest([2], 3)], [0.0], on_change=lambda t: calls.append(bool(t.ended_s))
     )
-    assert heard == [False, False, False, True]
+    assert calls == [False, False, False, True]
 
 
-async def test_several_servers_get_the_same_and_are_compared(server):
+async def test_several_servers_receive_equal_requests_and_are_compared(server):
     other = ScriptedServer("other")
-    outcome = await run(load(), [server, other], unwatched)
+    result = await run(load(), [server, other], unwatched)
     assert server.requests == other.requests
-    assert [report.server for report in outcome.reports] == ["scripted", "other"]
-    assert outcome.equality is not None
-    assert outcome.equality.tokens == 1.0
+    assert [report.server for report in result.reports] == ["scripted", "other"]
+    assert result.equality is not None
+    assert result.equality.tokens == 1.0
     third = ScriptedServer("third", first_token_id=7)
-    outcome = await run(load(), [server, third], unwatched)
-    assert outcome.equality is not None
-    assert outcome.equality.tokens == 0.0
+    result = await run(load(), [server, third], unwatched)
+    assert result.equality is not None
+    assert result.equality.tokens == 0.0
 
 
-async def test_a_single_server_is_equal_to_nobody(server):
+async def test_a_single_server_has_no_equality(server):
     assert (await run(load(), [server], unwatched)).equality is None
 
 
-async def test_warm_ups_come_first_do_not_count_and_are_other_prompts(server):
-    outcome = await run(load(num_warmups=2), [server], unwatched)
+async def test_warm_ups_are_first_not_counted_and_have_other_prompts(server):
+    result = await run(load(num_warmups=2), [server], unwatched)
     measured = load().workload.requests()
     assert server.requests[2:] == measured
     assert server.requests[0].prompt_token_ids == measured[0].prompt_token_ids[::-1]
-    assert outcome.reports[0].num_requests == 6
+    assert result.reports[0].num_requests == 6
 
 
 async def test_a_server_that_fails_the_warm_up_is_not_measured(server):
@@ -156,5 +156,5 @@ async def test_a_server_that_fails_the_warm_up_is_not_measured(server):
         output_lengths=lengths("1"),
         token_ids=range(1),
     )
-    with pytest.raises(RequestFailed, match="scripted: as told"):
+    with pytest.raises(RequestFailed, match="scripted: scripted failure"):
         await run(load(workload=failing, num_warmups=1), [server], unwatched)

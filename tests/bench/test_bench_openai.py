@@ -1,4 +1,4 @@
-"""The OpenAI side of the load, against a real HTTP server that is scripted."""
+"""The OpenAI client of the load generator, against a scripted HTTP server."""
 
 import pytest
 from scripted_openai import WITHOUT_IDS, Handler
@@ -9,7 +9,7 @@ from quire.bench.server import RequestFailed
 from quire.bench.workload import BenchRequest
 
 
-async def traced(url: str, *prompts: list[int], ignore_eos: bool = True):
+async def run_at(url: str, *prompts: list[int], ignore_eos: bool = True):
     server = OpenAIServer(url, "served", 0.5, ignore_eos, "secret")
     try:
         requests = [BenchRequest(prompt, 3) for prompt in prompts]
@@ -19,20 +19,20 @@ async def traced(url: str, *prompts: list[int], ignore_eos: bool = True):
 
 
 async def test_tokens_are_counted_by_their_ids(url):
-    [trace] = await traced(url, [9, 8])
-    assert (trace.error, trace.counts, trace.token_ids) == (None, [1, 2], [5, 6, 7])
-    assert trace.num_output_tokens == 3
+    [timings] = await run_at(url, [9, 8])
+    assert (timings.error, timings.counts, timings.token_ids) == (None, [1, 2], [5, 6, 7])
+    assert timings.num_output_tokens == 3
 
 
-async def test_without_ids_the_server_counts(url, monkeypatch):
+async def test_without_ids_the_servers_count_is_used(url, monkeypatch):
     monkeypatch.setattr(Handler, "chunks", WITHOUT_IDS)
-    [trace] = await traced(url, [9, 8])
-    assert (trace.counts, trace.token_ids, trace.num_output_tokens) == ([1, 1], [], 3)
+    [timings] = await run_at(url, [9, 8])
+    assert (timings.counts, timings.token_ids, timings.num_output_tokens) == ([1, 1], [], 3)
 
 
-async def test_a_request_has_token_ids_and_what_was_asked_for(url):
-    await traced(url, [9, 8])
-    await traced(url, [9, 8], ignore_eos=False)
+async def test_a_request_has_token_ids_and_its_options(url):
+    await run_at(url, [9, 8])
+    await run_at(url, [9, 8], ignore_eos=False)
     extended, plain = Handler.bodies
     assert plain == {
         "model": "served",
@@ -46,18 +46,18 @@ async def test_a_request_has_token_ids_and_what_was_asked_for(url):
     assert Handler.authorizations == ["Bearer secret"] * 2
 
 
-async def test_what_fails_is_told_and_the_others_go_on(url):
-    refused, cut, broken, done = await traced(url, [0], [1], [2], [9])
+async def test_failures_are_recorded_and_other_requests_continue(url):
+    refused, cut, broken, done = await run_at(url, [0], [1], [2], [9])
     assert refused.error == 'HTTP 400: {"error": "no such parameter"}'
     assert cut.error == "the stream ended without [DONE]"
     assert broken.error == "out of memory"
     assert done.error is None
 
 
-async def test_a_server_that_is_not_there_fails_each_request():
-    [trace] = await traced("http://127.0.0.1:1", [9])
-    assert trace.error is not None
-    assert trace.error.startswith("ConnectError")
+async def test_an_absent_server_fails_each_request():
+    [timings] = await run_at("http://127.0.0.1:1", [9])
+    assert timings.error is not None
+    assert timings.error.startswith("ConnectError")
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
@@ -71,7 +71,7 @@ def test_a_server_of_another_kind_is_named():
 
 
 @pytest.mark.parametrize("error", ['{"message": "too long"}', '"too long"'])
-def test_an_error_in_a_stream_is_one(error):
+def test_an_error_in_a_stream_fails_its_request(error):
     with pytest.raises(RequestFailed, match=r"^too long$"):
         message_of(f'{{"error": {error}}}')
 
@@ -90,11 +90,11 @@ def test_an_error_in_a_stream_is_one(error):
         '{"choices": [], "usage": {"completion_tokens": "x"}}',
     ],
 )
-def test_what_is_no_chunk_fails_its_request(chunk):
-    with pytest.raises(RequestFailed, match="no chunk of completions: "):
+def test_an_invalid_chunk_fails_its_request(chunk):
+    with pytest.raises(RequestFailed, match="invalid chunk of completions: "):
         message_of(chunk)
 
 
-def test_fields_may_be_null_and_others_may_be_there():
+def test_fields_may_be_null_or_unknown():
     assert message_of('{"choices": null, "usage": null, "error": null}').count == 0
     assert message_of('{"choices": [{"text": "a", "token_ids": null, "more": 1}]}').count == 1

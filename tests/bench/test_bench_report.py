@@ -1,17 +1,13 @@
-import json
-
 import pytest
 
-from quire.bench.equality import Equality, equality
-from quire.bench.objectives import Objectives, objectives
-from quire.bench.report import Report
-from quire.bench.spread import Spread, percentile
-from quire.bench.table import report_lines
-from quire.bench.trace import Trace
+from quire.bench.objectives import ServiceLevelObjectives, objectives
+from quire.bench.report import Equality, LatencySummary, Report, equality, percentile
+from quire.bench.request_timings import RequestTimings
+from quire.cli.bench_report import report_lines
 
 
-def trace(**changes) -> Trace:
-    """Four tokens in three messages, the first 0.2 s after it was due."""
+def timings(**changes) -> RequestTimings:
+    """Four tokens in three messages, the first 0.2 s after the arrival."""
     values = {
         "num_prompt_tokens": 10,
         "due_s": 1.0,
@@ -22,32 +18,32 @@ def trace(**changes) -> Trace:
         "ended_s": 1.6,
         **changes,
     }
-    return Trace(**values)
+    return RequestTimings(**values)
 
 
-FAILED = trace(times_s=[], counts=[], token_ids=[], error="UNAVAILABLE", ended_s=2.0)
+FAILED = timings(times_s=[], counts=[], token_ids=[], error="UNAVAILABLE", ended_s=2.0)
 
 
-def test_latencies_count_from_the_moment_a_request_was_due():
-    one = trace()
+def test_latencies_count_from_the_arrival():
+    one = timings()
     assert one.first_token_s == pytest.approx(0.2)
     assert one.latency_s == pytest.approx(0.6)
     assert one.late_s == pytest.approx(0.01)
     assert one.gaps_s == pytest.approx([0.1, 0.2])
 
 
-def test_a_token_behind_the_first_takes_its_share_of_the_time():
-    assert trace().per_output_token_s == pytest.approx(0.1)
-    assert trace(times_s=[1.2], counts=[1]).per_output_token_s is None
+def test_time_per_output_token_is_the_mean_after_the_first_token():
+    assert timings().per_output_token_s == pytest.approx(0.1)
+    assert timings(times_s=[1.2], counts=[1]).per_output_token_s is None
     assert FAILED.per_output_token_s is None
 
 
-def test_a_server_that_counts_itself_is_believed():
-    assert trace().num_output_tokens == 4
-    assert trace(num_counted_tokens=9).num_output_tokens == 9
+def test_the_servers_own_count_of_tokens_is_used():
+    assert timings().num_output_tokens == 4
+    assert timings(num_counted_tokens=9).num_output_tokens == 9
 
 
-def test_percentiles_lie_between_the_nearest_ranks():
+def test_percentiles_are_interpolated_between_ranks():
     assert percentile([1, 2, 3, 4], 50) == 2.5
     assert percentile([1, 2, 3, 4], 0) == 1
     assert percentile([1, 2, 3, 4], 100) == 4
@@ -55,48 +51,49 @@ def test_percentiles_lie_between_the_nearest_ranks():
     assert percentile([7.0], 90) == 7.0
 
 
-def test_a_spread_needs_no_order_and_there_is_none_of_nothing():
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 2.0, 2.8, 2.98, 3.0)
-    assert Spread.of([]) is None
+def test_a_summary_needs_no_order_and_is_none_without_values():
+    expected = LatencySummary(2.0, 2.0, 2.8, 2.98, 3.0)
+    assert LatencySummary.of([3.0, 1.0, 2.0]) == expected
+    assert LatencySummary.of([]) is None
 
 
 @pytest.mark.parametrize(
     ("limits", "is_met"),
     [
-        (Objectives(), True),
-        (Objectives(ttft=200.1, tpot=100.1, e2el=600.1), True),
-        (Objectives(ttft=199), False),
-        (Objectives(tpot=99), False),
-        (Objectives(e2el=599), False),
+        (ServiceLevelObjectives(), True),
+        (ServiceLevelObjectives(ttft=200.1, tpot=100.1, e2el=600.1), True),
+        (ServiceLevelObjectives(ttft=199), False),
+        (ServiceLevelObjectives(tpot=99), False),
+        (ServiceLevelObjectives(e2el=599), False),
     ],
 )
-def test_objectives_are_met_all_of_them_or_not(limits, is_met):
-    assert limits.met_by(trace()) is is_met
+def test_a_request_meets_all_objectives_or_none(limits, is_met):
+    assert limits.met_by(timings()) is is_met
 
 
-def test_who_failed_met_nothing():
-    assert not Objectives().met_by(FAILED)
+def test_a_failed_request_does_not_meet_objectives():
+    assert not ServiceLevelObjectives().met_by(FAILED)
 
 
-def test_a_limit_on_what_did_not_happen_is_kept():
-    assert Objectives(tpot=1).met_by(trace(times_s=[1.2], counts=[1]))
+def test_a_latency_that_does_not_exist_is_within_its_limit():
+    assert ServiceLevelObjectives(tpot=1).met_by(timings(times_s=[1.2], counts=[1]))
 
 
-def test_objectives_as_they_are_written():
-    assert objectives(["ttft:200", "tpot:12.5"]) == Objectives(ttft=200, tpot=12.5)
+def test_objectives_are_parsed():
+    assert objectives(["ttft:200", "tpot:12.5"]) == ServiceLevelObjectives(ttft=200, tpot=12.5)
     assert not objectives([]).are_set
 
 
 @pytest.mark.parametrize("form", ["ttft", "ttft:", "ttft:0", "ttft:nan", "itl:5", ":5"])
-def test_what_is_no_objective_is_shown(form):
+def test_an_invalid_objective_is_shown(form):
     with pytest.raises(ValueError, match="goodput: ") as caught:
         objectives([form])
     assert repr(form) in str(caught.value)
 
 
-def test_a_report_counts_what_completed_and_names_what_did_not():
-    slow = trace(due_s=0.0, sent_s=0.0, ended_s=1.6)
-    report = Report.of("quire", [trace(), slow, FAILED], Objectives(ttft=300))
+def test_a_report_counts_completed_requests_and_errors():
+    slow = timings(due_s=0.0, sent_s=0.0, ended_s=1.6)
+    report = Report.of("quire", [timings(), slow, FAILED], ServiceLevelObjectives(ttft=300))
     assert (report.num_requests, report.num_failed) == (3, 1)
     assert report.errors == {"UNAVAILABLE": 1}
     assert report.duration_s == 2.0
@@ -111,18 +108,18 @@ def test_a_report_counts_what_completed_and_names_what_did_not():
 
 
 def test_without_objectives_there_is_no_goodput():
-    assert Report.of("quire", [trace()], Objectives()).goodput_per_s is None
+    assert Report.of("quire", [timings()], ServiceLevelObjectives()).goodput_per_s is None
 
 
-def test_a_report_of_failures_alone_has_no_latencies():
-    report = Report.of("quire", [FAILED], Objectives())
+def test_a_report_of_failed_requests_has_no_latencies():
+    report = Report.of("quire", [FAILED], ServiceLevelObjectives())
     assert (report.ttft, report.itl, report.tpot, report.e2el) == (None, None, None, None)
-    assert json.loads(json.dumps(report.as_dict()))["errors"] == {"UNAVAILABLE": 1}
+    assert report.errors == {"UNAVAILABLE": 1}
     assert "-" in "\n".join(report_lines([report]))
 
 
 def test_one_server_has_a_column():
-    report = Report.of("quire", [trace()], Objectives())
+    report = Report.of("quire", [timings()], ServiceLevelObjectives())
     lines = report_lines([report])
     assert lines[0].split() == ["quire"]
     assert any(line.split() == ["output", "tokens/s", "2.5"] for line in lines)
@@ -130,9 +127,9 @@ def test_one_server_has_a_column():
     assert not any("goodput" in line or "failed" in line for line in lines)
 
 
-def test_two_servers_stand_side_by_side_with_their_ratio():
-    ours = Report.of("quire", [trace()], Objectives(ttft=300))
-    theirs = Report.of("openai", [trace(ended_s=3.2), FAILED], Objectives(ttft=300))
+def test_two_servers_have_two_columns_and_their_ratio():
+    ours = Report.of("quire", [timings()], ServiceLevelObjectives(ttft=300))
+    theirs = Report.of("openai", [timings(ended_s=3.2), FAILED], ServiceLevelObjectives(ttft=300))
     lines = report_lines([ours, theirs])
     assert lines[0].split() == ["quire", "openai", "quire", "/", "openai"]
     assert any(line.split() == ["output", "tokens/s", "2.5", "1.2", "2.00"] for line in lines)
@@ -140,17 +137,17 @@ def test_two_servers_stand_side_by_side_with_their_ratio():
     assert len({len(line) for line in lines if line.endswith("2.00")}) == 1
 
 
-def test_equality_counts_tokens_up_to_the_first_that_differs():
+def test_equality_counts_tokens_before_the_first_difference():
     ours = [[1, 2, 3, 4], [1, 2]]
     assert equality(ours, ours) == Equality(1.0, 1.0)
     assert equality(ours, [[1, 2, 9, 4], [1, 2]]) == Equality(4 / 6, 0.5)
     assert equality(ours, [[1, 2, 3, 4, 5], [1, 2]]) == Equality(6 / 7, 0.5)
 
 
-def test_there_is_no_equality_with_what_tells_no_tokens():
+def test_without_tokens_there_is_no_equality():
     assert equality([[1], [2]], [[], []]) is None
 
 
-def test_outputs_of_other_requests_are_not_compared():
+def test_different_numbers_of_outputs_are_not_compared():
     with pytest.raises(ValueError, match="zip"):
         equality([[1]], [[1], [2]])

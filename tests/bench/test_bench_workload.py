@@ -4,9 +4,8 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
-from quire.bench.arrivals import arrival_named, arrival_times
 from quire.bench.lengths import lengths
-from quire.bench.workload import Workload
+from quire.bench.workload import Workload, arrival_times, parse_arrival
 
 
 def drawn(form: str, count: int = 4000) -> list[int]:
@@ -26,15 +25,15 @@ def workload(**changes) -> Workload:
     return Workload(**values)
 
 
-def test_a_number_is_every_length():
+def test_a_single_number_is_a_fixed_length():
     assert set(drawn("128")) == {128}
 
 
-def test_two_numbers_are_the_ends_of_a_uniform_distribution():
+def test_two_numbers_are_the_limits_of_a_uniform_distribution():
     assert set(drawn("3-6")) == {3, 4, 5, 6}
 
 
-def test_normal_and_lognormal_lengths_have_their_middles_and_widths():
+def test_normal_and_lognormal_lengths_have_their_parameters():
     normal = drawn("normal:200,20")
     assert fmean(normal) == pytest.approx(200, abs=2)
     assert pstdev(normal) == pytest.approx(20, abs=2)
@@ -50,18 +49,18 @@ def test_no_length_is_less_than_one():
 @pytest.mark.parametrize(
     "form", ["", "0", "9-3", "-4", "a", "normal:5", "normal:0,1", "normal:1.2.3,1", "zipf:1,2"]
 )
-def test_what_is_no_distribution_is_shown(form):
+def test_an_invalid_distribution_is_shown(form):
     with pytest.raises(ValueError, match=r"lengths: .*got") as caught:
         lengths(form)
     assert repr(form) in str(caught.value)
 
 
-def test_equal_seeds_give_equal_requests_and_others_do_not():
+def test_only_equal_seeds_give_equal_requests():
     assert workload(seed=3).requests() == workload(seed=3).requests()
     assert workload(seed=3).requests() != workload(seed=4).requests()
 
 
-def test_prompts_are_of_the_given_tokens_and_lengths():
+def test_prompts_have_the_given_tokens_and_lengths():
     requests = workload().requests()
     assert {len(request.prompt_token_ids) for request in requests} == set(range(3, 10))
     assert {id_ for request in requests for id_ in request.prompt_token_ids} == set(range(10, 20))
@@ -74,7 +73,7 @@ def test_all_prompts_begin_with_the_shared_prefix():
     assert {len(request.prompt_token_ids) for request in requests} == set(range(11, 18))
 
 
-def test_what_the_model_has_no_room_for_is_cut():
+def test_requests_are_truncated_to_the_models_length():
     requests = workload(prompt_lengths=lengths("8-30"), max_model_len=12).requests()
     assert all(len(r.prompt_token_ids) + r.max_tokens <= 12 for r in requests)
     assert max(len(request.prompt_token_ids) for request in requests) == 11
@@ -82,12 +81,12 @@ def test_what_the_model_has_no_room_for_is_cut():
 
 
 @pytest.mark.parametrize("changes", [{"num_requests": 0}, {"token_ids": range(0)}])
-def test_a_workload_of_nothing_is_refused(changes):
+def test_an_empty_workload_is_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         workload(**changes)
 
 
-def test_an_infinite_rate_has_all_arrive_at_once():
+def test_at_an_infinite_rate_all_arrive_at_once():
     assert arrival_times(3, float("inf"), "poisson") == [0.0, 0.0, 0.0]
 
 
@@ -95,7 +94,7 @@ def test_fixed_arrivals_have_equal_gaps():
     assert arrival_times(4, 2.0, "fixed") == [0.0, 0.5, 1.0, 1.5]
 
 
-def test_poisson_arrivals_have_their_rate_and_scatter_as_exponential_gaps_do():
+def test_poisson_arrivals_have_exponential_gaps_of_the_rate():
     times = arrival_times(4001, 10.0, "poisson", seed=1)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert times[0] == 0.0
@@ -116,6 +115,6 @@ def test_a_rate_is_above_zero(rate):
 
 
 def test_an_unknown_arrival_is_shown():
-    assert arrival_named("fixed") == "fixed"
+    assert parse_arrival("fixed") == "fixed"
     with pytest.raises(ValueError, match="'uniform'"):
-        arrival_named("uniform")
+        parse_arrival("uniform")

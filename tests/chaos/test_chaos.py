@@ -1,4 +1,4 @@
-"""Each fault once, under load: nothing is lost, and nothing is left behind."""
+"""Injects each fault once under load: nothing is lost, and nothing is left behind."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ _ARGUMENTS = ("--times=1", "--requests=32", "--bound-s=45")
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
+def test_no_fault_loses_anything(tmp_path: Path) -> None:
     assert main([*_ARGUMENTS, "--seed=1", f"--logs={tmp_path}"]) == 0

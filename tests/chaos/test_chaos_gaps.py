@@ -1,4 +1,4 @@
-"""Pauses, and what is said of many of them."""
+"""Pauses of streams, their percentiles, and the threshold of a gap."""
 
 import pytest
 
@@ -15,19 +15,19 @@ def seconds(times_s: list[float]) -> float | None:
 def test_a_pause_counts_where_it_overlaps_the_window():
     assert seconds([9.0, 12.0, 13.0, 18.0, 19.0]) == 5.0
     assert longest_pause([9.0, 12.0, 13.0], WINDOW) == Pause(9.0, 12.0)
-    # Whole, also what lies outside.
+    # In full length, including the part outside of the window.
     assert seconds([2.0, 11.0, 12.0]) == 9.0
     assert seconds([19.0, 26.0]) == 7.0
     assert seconds([1.0, 30.0]) == 29.0
 
 
-def test_pauses_outside_do_not_count():
+def test_pauses_outside_the_window_do_not_count():
     assert seconds([1.0, 9.0, 11.0, 12.0, 21.0, 22.0, 40.0]) == 9.0
     assert longest_pause([1.0, 8.0, 10.0], WINDOW) is None
     assert longest_pause([20.0, 25.0], WINDOW) is None
 
 
-def test_a_request_of_which_nothing_is_known_has_no_pause():
+def test_fewer_than_two_times_have_no_pause():
     assert longest_pause([], WINDOW) is None
     assert longest_pause([15.0], WINDOW) is None
 
@@ -46,10 +46,10 @@ def test_a_spread_of_nothing_counts_nothing():
     assert Spread.of([2.0, 1.0, 4.0]) == Spread(3, 2.0, 4.0, 4.0)
 
 
-def test_a_gap_is_told_from_the_ordinary_pace():
+def test_the_threshold_follows_ordinary_pauses_within_limits():
     assert threshold_s([]) == 0.25
     assert threshold_s([0.03] * 200) == 0.25
     assert threshold_s([0.1] * 200) == pytest.approx(0.3)
-    # One that was slow does not decide.
+    # A single outlier has no effect.
     assert threshold_s([0.1] * 199 + [9.0]) == pytest.approx(0.3)
     assert threshold_s([2.0] * 200) == 0.5

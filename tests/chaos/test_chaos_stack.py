@@ -1,4 +1,4 @@
-"""Logs are searched for what must not be in them."""
+"""Search of the services' logs for tracebacks and broken rules."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ AssertionError: twice
 """
 
 
-def test_errors_of_programs_and_broken_rules_are_found(tmp_path: Path):
+def test_tracebacks_and_broken_rules_are_found(tmp_path: Path):
     log = tmp_path / "scheduler.log"
     log.write_text(_LOG)
     error, rule = complaints(log)
@@ -24,7 +24,7 @@ def test_errors_of_programs_and_broken_rules_are_found(tmp_path: Path):
     assert "(rule: rows)" in rule
 
 
-def test_a_traceback_that_is_cut_off_is_one(tmp_path: Path):
+def test_a_truncated_traceback_is_found(tmp_path: Path):
     log = tmp_path / "scheduler.log"
     log.write_text('Traceback (most recent call last):\n  File "a.py", line 1\n')
     [error] = complaints(log)

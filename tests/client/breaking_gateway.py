@@ -1,4 +1,4 @@
-"""A real gRPC server whose streams break where a script says so."""
+"""A gRPC server whose streams fail as scripted."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,12 @@ UNKNOWN = failed(
 )
 REFUSED = failed(grpc.StatusCode.INVALID_ARGUMENT, "BAD", "bad")
 
-# The text of choice c is "c0 c1 c2 ...", a token for each word, which says how likely it was.
+# The text of choice c is "c0 c1 c2 ...", one token per word, with log-probabilities.
 NUM_TOKENS = 6
 
 
-class Try:
-    """What happens to one call: where it begins and how it ends."""
+class ScriptedCall:
+    """The script of one call: where its response begins and how it ends."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Try:
         skew: int = 0,
         hang: bool = False,
     ) -> None:
-        """It breaks with `error` after so many messages, all if absent; answers begin `skew`
-        tokens away from where they were asked for; it hangs where it would break."""
+        """The call fails with `error`, or hangs, after `after` messages, by default all. Responses
+        begin `skew` tokens away from the requested one."""
         self.error = error
         self.after = after
         self.skew = skew
@@ -53,11 +53,11 @@ class Try:
 
 
 class Gateway(InferenceServiceServicer):
-    """Answers each call by the next try of its script, and in full behind the script's end."""
+    """Responds to each call by the next entry of its script, and in full after the last one."""
 
-    def __init__(self, *script: Try) -> None:
+    def __init__(self, *script: ScriptedCall) -> None:
         self.script = list(script)
-        self.asked: list = []
+        self.requests: list = []
         self.seconds_left: list[float | None] = []
         self.cancelled_ids: list[str] = []
         self.cancelled = threading.Event()
@@ -70,19 +70,19 @@ class Gateway(InferenceServiceServicer):
         self._server.start()
 
     def Generate(self, request, context):  # noqa: N802
-        one = self._next_try(request, context)
+        one = self._next_call(request, context)
         self._end(one, context)
         return inference_pb2.GenerateResponse(
             request_id=request.request_id, usage=inference_pb2.Usage(completion_tokens=NUM_TOKENS)
         )
 
     def StreamGenerate(self, request, context) -> Iterator:  # noqa: N802
-        one = self._next_try(request, context)
+        one = self._next_call(request, context)
         n = request.sampling_params.n or 1
         yield from self._messages(one, context, request.request_id, [0] * n)
 
     def ResumeGenerate(self, request, context) -> Iterator:  # noqa: N802
-        one = self._next_try(request, context)
+        one = self._next_call(request, context)
         begins = [index + one.skew for index in request.next_token_indices] or [0]
         yield from self._messages(one, context, request.request_id, begins)
 
@@ -99,18 +99,20 @@ class Gateway(InferenceServiceServicer):
     def resumed(self) -> list[list[int]]:
         """The indices of each ResumeGenerate."""
         return [
-            list(ask.next_token_indices)
-            for ask in self.asked
-            if isinstance(ask, inference_pb2.ResumeGenerateRequest)
+            list(request.next_token_indices)
+            for request in self.requests
+            if isinstance(request, inference_pb2.ResumeGenerateRequest)
         ]
 
-    def _next_try(self, request, context) -> Try:
+    def _next_call(self, request, context) -> ScriptedCall:
         with self._lock:
-            self.asked.append(request)
+            self.requests.append(request)
             self.seconds_left.append(context.time_remaining())
-            return self.script.pop(0) if self.script else Try()
+            return self.script.pop(0) if self.script else ScriptedCall()
 
-    def _messages(self, one: Try, context, request_id: str, begins: Sequence[int]) -> Iterator:
+    def _messages(
+        self, one: ScriptedCall, context, request_id: str, begins: Sequence[int]
+    ) -> Iterator:
         message = inference_pb2.StreamGenerateResponse
         messages = [message(request_id=request_id)]
         for at in range(NUM_TOKENS):
@@ -127,7 +129,7 @@ class Gateway(InferenceServiceServicer):
         yield from messages[: one.after]
         self._end(one, context)
 
-    def _end(self, one: Try, context) -> None:
+    def _end(self, one: ScriptedCall, context) -> None:
         if one.hang:
             self.hanging.set()
             context.add_callback(self._released.set)

@@ -1,4 +1,4 @@
-"""A real gRPC server that answers operators by a script."""
+"""A gRPC server with scripted statuses."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from quire.service.channels import server_options
 
 
 class ScriptedScheduler(operations_pb2_grpc.OperationsServiceServicer):
-    """Gives its readings one after the other, and the last one for ever."""
+    """Returns its statuses in order, and then always the last one."""
 
     def __init__(self, address: str, readings: Sequence[GetStatusResponse] = ()) -> None:
         self._readings = list(readings)

@@ -1,4 +1,4 @@
-"""A real gRPC server whose answers follow the prompt's words."""
+"""A gRPC server whose responses depend on the prompt's words."""
 
 import threading
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ MAX_CALLS = 16
 
 
 class ScriptedInference(InferenceServiceServicer):
-    """`bad` is refused (`bad later`: once a call hangs), `busy` and `full` are sent away, `hang`
-    ends only with its call, `meet N` answers when N such calls are there at once; anything else is
-    answered in capital letters, each word once more in each further choice. Streams write choices
-    word by word, and end the last one first."""
+    """`bad` is refused (`bad later`: once a call hangs); `busy` and `full` return a time to
+    retry; `hang` ends only with its call; `barrier N` responds once N such calls run. The response
+    to other prompts is the prompt in capital letters, with each word repeated once more in each
+    further choice. Streams send choices word by word and end the last one first."""
 
     def __init__(self) -> None:
         self.requests: list = []
-        # What each call has left, None without a deadline.
+        # Time left of each call; None without a deadline.
         self.seconds_left: list[float | None] = []
         self.hanging = threading.Event()
         self.released = threading.Event()
@@ -100,10 +100,10 @@ class ScriptedInference(InferenceServiceServicer):
                 description = "must not be negative (got -1.0)"
                 _abort(context, invalid("sampling_params.temperature", "NEGATIVE", description))
             case ["busy"]:
-                _abort(context, unavailable("NO_WORKER", "no worker is attached", 2.5))
+                _abort(context, unavailable("NO_WORKER", "no worker has joined", 2.5))
             case ["full"]:
                 _abort(context, _FULL)
-            case ["meet", number]:
+            case ["barrier", number]:
                 self._barrier(int(number)).wait()
             case ["hang"]:
                 context.add_callback(self.released.set)

@@ -16,18 +16,18 @@ async def async_client(server: ScriptedServer) -> AsyncIterator[AsyncClient]:
 
 
 async def test_calls_run_at_the_same_time(async_client):
-    prompt = f"meet {MAX_CALLS}"
+    prompt = f"barrier {MAX_CALLS}"
     outputs = await asyncio.gather(*(async_client.generate(prompt) for _ in range(MAX_CALLS)))
     assert {output.outputs[0].text for output in outputs} == {prompt.upper()}
 
 
-async def test_a_stream_gives_text_and_usage(async_client):
+async def test_a_stream_has_text_and_usage(async_client):
     deltas = [delta async for delta in async_client.stream_generate("one two")]
     assert "".join(delta.text for delta in deltas) == "ONETWO"
     assert deltas[-1].usage == Usage(3, 1, 2)
 
 
-async def test_a_stream_tells_the_completions_apart(async_client):
+async def test_the_deltas_of_a_stream_have_their_index(async_client):
     params = SamplingParams(n=2)
     texts = ["", ""]
     async for delta in async_client.stream_generate("one two", params, priority=1):
@@ -36,11 +36,11 @@ async def test_a_stream_tells_the_completions_apart(async_client):
     assert texts == ["ONETWO", "ONEONETWOTWO"]
 
 
-async def test_a_stream_and_an_answer_have_logprobs(async_client):
+async def test_streamed_and_unary_outputs_have_logprobs(async_client):
     params = SamplingParams(logprobs=1)
     deltas = [d async for d in async_client.stream_generate("one two", params)]
-    told = [one for d in deltas for output in d.outputs for one in output.logprobs]
-    assert [list(one) for one in told] == [[0], [1, 0]]
+    logprobs = [one for d in deltas for output in d.outputs for one in output.logprobs]
+    assert [list(one) for one in logprobs] == [[0], [1, 0]]
     output = await async_client.generate("one", params)
     assert [list(one) for one in output.outputs[0].logprobs] == [[1, 0], [2, 0]]
 
@@ -80,7 +80,7 @@ async def test_cancel_tokenize_detokenize_and_models(async_client, server):
     assert [model.name for model in await async_client.list_models()] == ["scripted"]
 
 
-def test_a_client_may_be_made_where_no_loop_runs(server):
+def test_a_client_can_be_created_without_a_running_loop(server):
     client = AsyncClient(server.target)
 
     async def ask() -> str:
@@ -90,7 +90,7 @@ def test_a_client_may_be_made_where_no_loop_runs(server):
     assert asyncio.run(ask()) == "HELLO"
 
 
-async def test_a_closed_client_says_so(async_client):
+async def test_a_closed_client_refuses_calls(async_client):
     await async_client.close()
     with pytest.raises(ValueError, match="the client is closed"):
         await async_client.generate("hello")
@@ -98,7 +98,7 @@ async def test_a_closed_client_says_so(async_client):
         await anext(async_client.stream_generate("hello"))
 
 
-async def test_what_cannot_be_sent_is_refused_at_once(async_client, server):
+async def test_invalid_arguments_are_refused_at_once(async_client, server):
     with pytest.raises(TypeError, match="prompt: must be"):
         async_client.stream_generate(5)
     with pytest.raises(ValueError, match="timeout_s: must be"):

@@ -6,13 +6,13 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.turns import Turns
-from quire.outputs import CompletionDelta
+from quire.cli.inference import OrderedPrinter
+from quire.client.outputs import CompletionDelta
 
 
 @pytest.fixture
 def quire(server):
-    """Runs the command against the scripted server."""
+    """Run the command against the scripted server."""
 
     def run(*arguments: str, **environment: str):
         return CliRunner(env={"QUIRE_TARGET": server.target, **environment}).invoke(app, arguments)
@@ -35,13 +35,13 @@ def test_generate_streams_the_text(quire, server):
     assert request.model == "m"
 
 
-def test_what_no_option_says_is_left_to_the_server(quire, server):
+def test_absent_options_are_not_sent(quire, server):
     assert quire("generate", "a").exit_code == 0
     [request] = server.inference.requests
     assert request.sampling_params.ListFields() == []
 
 
-def test_generate_at_once_and_as_a_message(quire, server):
+def test_generate_without_streaming_and_as_a_message(quire, server):
     assert quire("generate", "a b", "--no-stream").stdout == "A B\n"
     assert quire("generate", "Hi", "--chat").exit_code == 0
     [message] = server.inference.requests[-1].conversation.messages
@@ -52,7 +52,7 @@ def test_generate_at_once_and_as_a_message(quire, server):
     ("option", "texts"),
     [("--stream", ["AB", "AABB", "AAABBB"]), ("--no-stream", ["A B", "AA BB", "AAA BBB"])],
 )
-def test_several_texts_are_printed_one_after_the_other(quire, server, option, texts):
+def test_several_texts_are_printed_one_after_another(quire, server, option, texts):
     result = quire("generate", "a b", "--n", "3", "--priority", "-1", option)
     assert result.exit_code == 0
     assert result.stdout == "[1/3]\n{}\n\n[2/3]\n{}\n\n[3/3]\n{}\n".format(*texts)
@@ -60,18 +60,17 @@ def test_several_texts_are_printed_one_after_the_other(quire, server, option, te
     assert (request.sampling_params.n, request.priority) == (3, -1)
 
 
-def test_a_text_whose_turn_it_is_is_told_as_it_is_written():
-    told = []
-    turns = Turns(2, told.append)
-    turns.add(CompletionDelta(1, "later", 0, [1], None, None))
-    assert told == []
-    turns.add(CompletionDelta(0, "now", 0, [1], None, None))
-    assert told == ["[1/2]\n", "now"]
-    turns.add(CompletionDelta(0, "", 1, [], "length", None))
-    assert "".join(told) == "[1/2]\nnow\n\n[2/2]\nlater"
+def test_parts_of_later_texts_are_held_back(capsys):
+    printer = OrderedPrinter(2)
+    printer.add(CompletionDelta(1, "later", 0, [1], None, None))
+    assert capsys.readouterr().out == ""
+    printer.add(CompletionDelta(0, "now", 0, [1], None, None))
+    assert capsys.readouterr().out == "[1/2]\nnow"
+    printer.add(CompletionDelta(0, "", 1, [], "length", None))
+    assert capsys.readouterr().out == "\n\n[2/2]\nlater"
 
 
-def test_an_error_is_one_clear_line_and_status_1(quire):
+def test_an_error_is_one_line_and_status_1(quire):
     result = quire("generate", "bad")
     assert result.exit_code == 1
     assert result.stderr == (
@@ -83,24 +82,24 @@ def test_an_absent_server_is_named(quire):
     result = quire("generate", "a", "--target", "127.0.0.1:1", "--resume-timeout", "0")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
-    assert "no server answers at 127.0.0.1:1" in result.stderr
+    assert "no server responds at 127.0.0.1:1" in result.stderr
 
 
-def test_a_server_that_does_not_come_is_told_at_once_and_in_the_end(quire):
+def test_an_absent_server_is_reported_at_the_first_and_the_last_failure(quire):
     result = quire("generate", "a", "--target", "127.0.0.1:1", "--resume-timeout", "0.2")
     assert result.exit_code == 1
     first, last = result.stderr.splitlines()
     assert first.endswith("; trying again")
-    assert "no server answers at 127.0.0.1:1" in first
-    assert "no server answers at 127.0.0.1:1" in last
+    assert "no server responds at 127.0.0.1:1" in first
+    assert "no server responds at 127.0.0.1:1" in last
 
 
-def test_a_gateway_that_is_not_there_is_passed_over(quire, server):
+def test_an_absent_gateway_is_skipped(quire, server):
     result = quire("generate", "a b", "--target", f"127.0.0.1:1,{server.target}")
     assert (result.exit_code, result.stdout) == (0, "AB\n")
 
 
-def test_a_number_that_cannot_be_sent_is_shown(quire):
+def test_a_number_out_of_range_is_shown(quire):
     result = quire("generate", "a", "--top-k", "-1")
     assert result.exit_code == 1
     assert "top_k: must not be negative (got -1)" in result.stderr
@@ -121,20 +120,20 @@ def test_an_infinite_timeout_is_none(quire):
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:50051", ""])
 @pytest.mark.parametrize("command", [("generate", "a"), ("health",)])
-def test_what_is_no_address_is_shown(quire, command, target):
+def test_an_invalid_address_is_shown(quire, command, target):
     result = quire(*command, "--target", target)
     assert result.exit_code == 1
     assert result.stderr == f"quire: target: expected host:port or unix:/path (got {target!r})\n"
 
 
-def test_a_prompt_that_is_no_text_is_told(server):
+def test_a_prompt_that_is_not_utf8_is_reported(server):
     command = [sys.executable, "-m", "quire", "generate", b"a\xff", "--target", server.target]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert result.stderr == "quire: prompt: no valid UTF-8 at character 1\n"
 
 
-def test_a_reader_that_leaves_ends_the_command_in_silence(server):
+def test_a_closed_output_ends_the_command_silently(server):
     prompt = "word " * 4000
     command = [sys.executable, "-m", "quire", "generate", prompt, "--target", server.target]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -153,7 +152,7 @@ def test_version(quire):
 
 
 @pytest.mark.parametrize("option", ["--temperature", "--top-k", "--n", "--priority", "--timeout"])
-def test_a_word_where_a_number_belongs_is_shown(quire, option):
+def test_an_invalid_number_is_shown(quire, option):
     result = quire("generate", "a", option, "hot")
     assert result.exit_code == 2
     assert "'hot'" in result.stderr
@@ -179,9 +178,9 @@ def test_health_is_the_exit_status(quire, server):
     result = quire("health", "--service", "ready")
     assert result.exit_code == 1
     assert "not serving" in result.stderr
-    result = quire("health", "--service", "nobody")
+    result = quire("health", "--service", "other")
     assert result.exit_code == 1
-    assert result.stderr == f"quire: NOT_FOUND: no service 'nobody' at {server.target}\n"
+    assert result.stderr == f"quire: NOT_FOUND: no service 'other' at {server.target}\n"
     assert quire("health", "--target", "127.0.0.1:1").exit_code == 1
 
 
@@ -194,7 +193,7 @@ def test_an_interrupt_cancels_the_call(server):
     assert server.inference.released.wait(10)
 
 
-def test_demo_says_where_its_model_should_be(quire, tmp_path, monkeypatch):
+def test_demo_reports_the_folder_of_its_model(quire, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = quire("demo")
     assert result.exit_code == 1

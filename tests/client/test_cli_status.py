@@ -11,8 +11,7 @@ from scripted_scheduler import ScriptedScheduler
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.block_map import draw, legend
-from quire.cli.status_report import report
+from quire.cli.status_report import block_map_legend, draw_block_map, report
 from quire.internal.v1.operations_pb2 import GetStatusResponse, QueueStatus, WorkerStatus
 
 MS_PER_S, NS_PER_S = 1000, 10**9
@@ -64,7 +63,7 @@ def address(tmp_path_factory) -> str:
 
 @pytest.fixture
 def scheduler(address) -> Iterator[Callable[..., None]]:
-    """Starts a scripted scheduler at the address."""
+    """Start a scripted scheduler at the address."""
     started = []
     yield lambda *readings: started.append(ScriptedScheduler(address, readings))
     for one in started:
@@ -73,7 +72,7 @@ def scheduler(address) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def watching(address: str, **options) -> Iterator[subprocess.Popen]:
-    """The command, looking as often as it may, ended by an interrupt."""
+    """Run the command with the shortest interval, and end it by an interrupt."""
     command = [sys.executable, "-m", "quire", "status", "--interval", "0.05", "--target", address]
     process = subprocess.Popen(command, **options)
     try:
@@ -85,7 +84,7 @@ def watching(address: str, **options) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
-def test_two_looks_give_rates(address, scheduler):
+def test_two_statuses_give_rates(address, scheduler):
     scheduler(reading(60, 100, 1000, busy_s=10), reading(62, 150, 41000, busy_s=11))
     result = quire("status", "--once", "--interval", "0.05", "--target", address)
     assert result.exit_code == 0
@@ -110,7 +109,7 @@ def test_two_looks_give_rates(address, scheduler):
     assert cells == "####++...."
 
 
-def test_without_an_earlier_reading_of_the_same_leadership_there_are_no_rates():
+def test_without_a_previous_status_of_the_same_leadership_there_are_no_rates():
     now = reading(1, 150, 300)
     for before in (None, reading(60, 100, 100, epoch=6)):
         lines = report(now, before, width=100)
@@ -118,7 +117,7 @@ def test_without_an_earlier_reading_of_the_same_leadership_there_are_no_rates():
         assert lines[4].split()[4:8] == ["-", "-", "-", "-"]
 
 
-def test_a_worker_that_is_new_drains_and_has_no_map():
+def test_a_new_draining_worker_has_no_rates_and_no_map():
     before, now = reading(1, 1, 1), reading(2, 2, 2)
     worker = WorkerStatus(incarnation=1, num_blocks=4, num_free_blocks=1, draining=True)
     now.workers.append(worker)
@@ -131,29 +130,30 @@ def test_a_worker_that_is_new_drains_and_has_no_map():
     assert [line for line in lines if "# held" in line] == lines[-2:-1]
 
 
-def test_a_large_pool_is_drawn_small():
+def test_a_cell_of_a_large_pool_is_several_blocks():
     kinds = bytes([NULL, *[HELD] * 500, *[CACHED] * 300, *[FREE] * 203])
-    lines, per_cell = draw(kinds, width=20, height=5)
+    lines, per_cell = draw_block_map(kinds, width=20, height=5)
     assert per_cell == 11
     assert [len(line) for line in lines] == [20, 20, 20, 20, 12]
     cells = "".join(lines)
     assert cells == "#" * 45 + "+" * 28 + "." * 19
-    assert legend(kinds, per_cell) == (
+    assert block_map_legend(kinds, per_cell) == (
         "# held 50%  + cached 30%  . free 20%  of 1,003 blocks, 11 to a character"
     )
 
 
-def test_a_cell_shows_what_is_used_more_where_two_are_equal():
-    assert draw(bytes([NULL, HELD, FREE, CACHED, FREE]), width=2, height=1) == (["#+"], 2)
+def test_of_equally_frequent_kinds_a_cell_shows_the_more_used_one():
+    pool = bytes([NULL, HELD, FREE, CACHED, FREE])
+    assert draw_block_map(pool, width=2, height=1) == (["#+"], 2)
 
 
-def test_a_pool_without_blocks_is_nothing():
-    assert draw(bytes([NULL]), width=20, height=5) == ([], 1)
+def test_a_pool_without_blocks_has_an_empty_map():
+    assert draw_block_map(bytes([NULL]), width=20, height=5) == ([], 1)
 
 
-def test_it_waits_for_a_scheduler_and_ends_with_an_interrupt(address, scheduler):
+def test_status_waits_for_a_scheduler_and_ends_with_an_interrupt(address, scheduler):
     with watching(address, stdout=subprocess.PIPE, text=True) as process:
-        assert f"no server answers at {address}" in process.stdout.readline()
+        assert f"no server responds at {address}" in process.stdout.readline()
         assert process.stdout.readline() == "Trying again ...\n"
         scheduler(reading(60, 100, 1000))
         for line in process.stdout:
@@ -164,7 +164,7 @@ def test_it_waits_for_a_scheduler_and_ends_with_an_interrupt(address, scheduler)
     process.stdout.close()
 
 
-def test_on_a_terminal_a_frame_takes_the_place_of_the_one_before(address, scheduler):
+def test_on_a_terminal_a_frame_replaces_the_previous_one(address, scheduler):
     scheduler(reading(60, 100, 1000), reading(61, 100, 1000))
     terminal, end = pty.openpty()
     environment = {**os.environ, "COLUMNS": "60", "LINES": "24"}
@@ -175,23 +175,23 @@ def test_on_a_terminal_a_frame_takes_the_place_of_the_one_before(address, schedu
     os.close(end)
     os.close(terminal)
     first, second, third, *_ = seen.decode().split("\x1b[J")
-    # Each frame goes back over all the lines of the one before.
+    # Each frame moves the cursor up by the lines of the previous one.
     assert (first, third.count("\r\n")) == ("", 8)
     assert second.endswith("\x1b[8F")
     assert max(map(len, third.split("\r\n"))) == 60
 
 
-def test_a_server_that_is_no_scheduler_is_told(server):
+def test_a_server_that_is_not_a_scheduler_is_reported(server):
     for command in ("status", "reset-cache"):
         result = quire(command, "--target", server.target)
         assert result.exit_code == 1
         assert result.stderr == f"quire: UNIMPLEMENTED: no scheduler at {server.target}\n"
 
 
-def test_a_scheduler_that_is_away_ends_a_single_look(address):
+def test_once_fails_without_a_scheduler(address):
     result = quire("status", "--once", "--target", address)
     assert result.exit_code == 1
-    assert f"no server answers at {address}" in result.stderr
+    assert f"no server responds at {address}" in result.stderr
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf"])
@@ -201,7 +201,7 @@ def test_an_interval_is_a_number_of_seconds(interval):
     assert "must be a number of seconds" in result.stderr
 
 
-def test_reset_cache_says_how_many_blocks_were_forgotten(address, scheduler):
+def test_reset_cache_prints_the_number_of_removed_blocks(address, scheduler):
     scheduler()
     result = quire("reset-cache", "--target", address)
-    assert (result.exit_code, result.stdout) == (0, "12 blocks forgotten\n")
+    assert (result.exit_code, result.stdout) == (0, "12 blocks removed from the prefix cache\n")

@@ -13,7 +13,7 @@ from quire import (
 )
 
 
-def test_generate_gives_the_whole_answer(client, server):
+def test_generate_returns_the_whole_output(client, server):
     output = client.generate(
         "hello",
         SamplingParams(seed=4),
@@ -33,7 +33,7 @@ def test_generate_gives_the_whole_answer(client, server):
     assert request.sampling_params.seed == 4
 
 
-def test_what_is_not_said_is_not_sent(client, server):
+def test_absent_options_are_not_sent(client, server):
     client.generate("hello", model=None, priority=None)
     [request] = server.inference.requests
     assert [field.name for field, _ in request.ListFields()] == ["request_id", "text"]
@@ -62,10 +62,10 @@ def test_token_ids_and_conversations_are_prompts(client, server):
         ("a\udcff", "prompt: no valid UTF-8 at character 1"),
     ],
 )
-def test_what_is_no_prompt_is_refused_before_it_is_sent(client, server, prompt, message):
+def test_an_invalid_prompt_is_refused_before_it_is_sent(client, server, prompt, message):
     with pytest.raises((TypeError, ValueError), match=message):
         client.generate(prompt)
-    # Before the first message is asked for, too.
+    # Also before the first message is requested.
     with pytest.raises((TypeError, ValueError), match=message):
         client.stream_generate(prompt)
     assert server.inference.requests == []
@@ -85,7 +85,7 @@ def test_what_is_no_prompt_is_refused_before_it_is_sent(client, server, prompt, 
         ({"timeout_s": "5"}, r"timeout_s: must be a number \(got '5'\)"),
     ],
 )
-def test_what_is_no_option_is_refused_before_it_is_sent(client, server, options, message):
+def test_an_invalid_option_is_refused_before_it_is_sent(client, server, options, message):
     with pytest.raises(TypeError, match=message):
         client.generate("hello", **options)
     assert server.inference.requests == []
@@ -110,14 +110,14 @@ def test_zero_is_a_priority(client, server):
     assert request.HasField("priority")
 
 
-def test_n_completions_come_in_the_order_of_their_indices(client):
+def test_n_completions_are_in_the_order_of_their_indices(client):
     output = client.generate("a b", SamplingParams(n=3))
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert [completion.text for completion in output.outputs] == ["A B", "AA BB", "AAA BBB"]
 
 
-def told_of(k, *token_ids):
-    """What comes with these tokens."""
+def expected_logprobs(k, *token_ids):
+    """The scripted log-probabilities of these tokens."""
     if k is None:
         return []
     return [
@@ -127,21 +127,25 @@ def told_of(k, *token_ids):
 
 
 @pytest.mark.parametrize("k", [None, 0, 1, 2, 20])
-def test_logprobs_come_with_their_tokens(client, k):
+def test_logprobs_are_in_the_message_of_their_tokens(client, k):
     params = SamplingParams(n=2, logprobs=k)
     for completion in client.generate("a b", params).outputs:
-        assert completion.logprobs == told_of(k, 1, 2)
+        assert completion.logprobs == expected_logprobs(k, 1, 2)
     outputs = [o for d in client.stream_generate("a b", params) for o in d.outputs if o.index]
-    assert [delta.logprobs for delta in outputs] == [told_of(k, 0), told_of(k, 1), []]
+    assert [delta.logprobs for delta in outputs] == [
+        expected_logprobs(k, 0),
+        expected_logprobs(k, 1),
+        [],
+    ]
 
 
-def test_a_tokens_own_logprob_comes_first(client):
+def test_the_sampled_tokens_logprob_is_first(client):
     [completion] = client.generate("a", SamplingParams(logprobs=2)).outputs
     # The second token is beyond the most likely ones, the first is one of them.
     assert [list(one) for one in completion.logprobs] == [[1, 0], [2, 0, 1]]
 
 
-def test_the_deltas_of_a_stream_tell_the_completions_apart(client):
+def test_the_deltas_of_a_stream_have_their_completions_index(client):
     texts = ["", ""]
     ended = []
     for delta in client.stream_generate("a b", SamplingParams(n=2)):
@@ -153,7 +157,7 @@ def test_the_deltas_of_a_stream_tell_the_completions_apart(client):
     assert (texts, ended) == (["AB", "AABB"], [1, 0])
 
 
-def test_what_the_other_calls_cannot_send_is_named(client):
+def test_invalid_arguments_of_other_calls_are_named(client):
     with pytest.raises(TypeError, match=r"prompt: must be a text or a conversation \(got \[5\]\)"):
         client.tokenize([5])
     with pytest.raises(TypeError, match="add_special_tokens: must be True or False"):
@@ -168,7 +172,7 @@ def test_what_the_other_calls_cannot_send_is_named(client):
 
 @pytest.mark.parametrize("target", [None, 50051, "", "http://127.0.0.1:50051", "localhost"])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_what_is_no_address_is_refused(kind, target):
+def test_an_invalid_address_is_refused(kind, target):
     with pytest.raises((TypeError, ValueError), match=r"target: .* host:port or unix:/path"):
         kind(target)
 
@@ -178,7 +182,7 @@ def test_addresses(target):
     Client(target).close()
 
 
-def test_a_closed_client_says_so(server):
+def test_a_closed_client_refuses_calls(server):
     client = Client(server.target)
     client.close()
     client.close()
@@ -192,7 +196,7 @@ def test_a_message_has_a_role_and_a_content(client):
         client.generate([{"role": "user", "text": "Hi"}])
 
 
-def test_outputs_come_in_the_order_of_the_prompts(client):
+def test_outputs_are_in_the_order_of_the_prompts(client):
     prompts = [f"prompt {i}" for i in range(100)]
     outputs = client.generate_all(prompts, [None] * 100)
     assert [output.prompt for output in outputs] == prompts
@@ -200,7 +204,7 @@ def test_outputs_come_in_the_order_of_the_prompts(client):
 
 
 def test_prompts_run_at_the_same_time(client):
-    outputs = client.generate_all([f"meet {MAX_CALLS}"] * MAX_CALLS, [None] * MAX_CALLS)
+    outputs = client.generate_all([f"barrier {MAX_CALLS}"] * MAX_CALLS, [None] * MAX_CALLS)
     assert len(outputs) == MAX_CALLS
 
 
@@ -214,16 +218,16 @@ def test_a_status_becomes_an_error_that_names_the_field(client):
     assert error.retry_after_s is None
 
 
-def test_an_error_says_when_to_come_again(server):
+def test_an_error_has_the_time_to_retry(server):
     with Client(server.target, resume_timeout_s=0) as client, pytest.raises(QuireError) as caught:
         list(client.stream_generate("busy"))
     assert caught.value.retry_after_s == 2.5
     assert caught.value.reason == "NO_WORKER"
-    assert caught.value.message == "no worker is attached"
+    assert caught.value.message == "no worker has joined"
 
 
 @pytest.mark.parametrize("call", ["generate", "stream_generate"])
-def test_a_full_queue_says_when_to_come_again(client, call):
+def test_a_full_queue_has_the_time_to_retry(client, call):
     with pytest.raises(QuireError, match="RESOURCE_EXHAUSTED: too many requests wait") as caught:
         list(getattr(client, call)("full"))
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -239,7 +243,7 @@ def test_the_first_failure_raises_and_cancels_the_others(client, server):
 def test_an_absent_server_is_named():
     with (
         Client("127.0.0.1:1", resume_timeout_s=0) as client,
-        pytest.raises(QuireError, match=r"no server answers at 127\.0\.0\.1:1"),
+        pytest.raises(QuireError, match=r"no server responds at 127\.0\.0\.1:1"),
     ):
         client.generate("hello")
 
@@ -255,27 +259,27 @@ def test_a_timeout_is_a_deadline_for_the_server_too(client, server):
     client.generate("hello", timeout_s=60)
     list(client.stream_generate("hello", timeout_s=60))
     none, *left = server.inference.seconds_left
-    # Without a deadline gRPC gives None, or time without end.
+    # Without a deadline gRPC returns None or infinity.
     assert none is None or none > 1e6
     # gRPC rounds up what it sends.
     assert all(0 < seconds <= 62 for seconds in left)
 
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e12])
-def test_a_timeout_beyond_all_bounds_is_none(client, server, timeout_s):
+def test_a_huge_timeout_is_no_timeout(client, server, timeout_s):
     client.generate("hello", timeout_s=timeout_s)
     [left] = server.inference.seconds_left
     assert left is None or left > 1e6
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), -1, -float("inf")])
-def test_a_timeout_that_is_none_is_refused(client, server, timeout_s):
+def test_an_invalid_timeout_is_refused(client, server, timeout_s):
     with pytest.raises(ValueError, match="timeout_s: must be a number of seconds from 0"):
         client.generate("hello", timeout_s=timeout_s)
     assert server.inference.requests == []
 
 
-def test_a_stream_gives_acceptance_then_deltas_then_usage(client):
+def test_a_stream_has_acceptance_then_deltas_then_usage(client):
     accepted, *words, last = client.stream_generate("one two three")
     assert (accepted.request_id, accepted.text, accepted.outputs) == ("r1", "", [])
     assert [delta.text for delta in words] == ["ONE", "TWO", "THREE"]

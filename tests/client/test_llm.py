@@ -20,7 +20,7 @@ def test_a_single_prompt_gives_a_list_of_one(llm, prompt):
     assert len(llm.generate(prompt)) == 1
 
 
-def test_no_prompts_no_outputs(llm):
+def test_without_prompts_there_are_no_outputs(llm):
     assert llm.generate([]) == []
 
 
@@ -53,7 +53,7 @@ def test_a_priority_for_all_prompts(llm, server):
     assert [request.priority for request in server.inference.requests] == [-1, -1, 2, 3]
 
 
-def test_as_many_parameters_as_prompts(llm):
+def test_parameters_must_match_the_prompts(llm):
     with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()])
 
@@ -65,7 +65,7 @@ def test_chat_takes_one_conversation_or_several(llm, server):
     assert all(len(r.conversation.messages) == 1 for r in server.inference.requests)
 
 
-def test_prompts_as_the_users_of_vllm_write_them(llm, server):
+def test_prompts_in_vllms_form(llm, server):
     outputs = llm.generate([{"prompt": "one"}, {"prompt_token_ids": [1, 2]}])
     assert [output.prompt for output in outputs] == ["one", None]
     assert outputs[1].prompt_token_ids == [1, 2]
@@ -74,7 +74,7 @@ def test_prompts_as_the_users_of_vllm_write_them(llm, server):
 
 
 @pytest.mark.parametrize("prompts", [{"text": "hello"}, b"hello", 5, None])
-def test_what_is_no_prompt_is_refused(llm, server, prompts):
+def test_an_invalid_prompt_is_refused(llm, server, prompts):
     with pytest.raises(TypeError, match="prompts: must be a text, token ids or a conversation"):
         llm.generate(prompts)
     assert server.inference.requests == []
@@ -83,14 +83,14 @@ def test_what_is_no_prompt_is_refused(llm, server, prompts):
 @pytest.mark.parametrize(
     "messages", ["hi", ["hi"], [], [[]], [5, 6], {"role": "user", "content": "hi"}, None]
 )
-def test_what_is_no_conversation_is_refused(llm, server, messages):
+def test_an_invalid_conversation_is_refused(llm, server, messages):
     with pytest.raises(TypeError, match="messages: must be a conversation"):
         llm.chat(messages)
     assert server.inference.requests == []
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, 5, [{"max_tokens": 3}]])
-def test_what_are_no_parameters_is_refused(llm, server, params):
+def test_invalid_parameters_are_refused(llm, server, params):
     with pytest.raises(TypeError, match="sampling_params: must be SamplingParams"):
         llm.generate("a", params)
     assert server.inference.requests == []
@@ -128,7 +128,7 @@ def test_needs_a_model_or_a_target():
 )
 def test_a_running_server_cannot_be_configured(server, setting):
     with pytest.raises(
-        ValueError, match=f"a running server has its settings: {next(iter(setting))}"
+        ValueError, match=f"settings of a running server cannot be set: {next(iter(setting))}"
     ):
         LLM(target=server.target, **setting)
 

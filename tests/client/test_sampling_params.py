@@ -36,7 +36,7 @@ def test_every_field_arrives():
     assert not message.skip_special_tokens
 
 
-def test_one_stop_string_is_one():
+def test_a_single_stop_string_may_be_a_text():
     assert list(SamplingParams(stop="END").to_proto().stop) == ["END"]
 
 
@@ -50,7 +50,7 @@ def test_one_stop_string_is_one():
         ("stop_token_ids", [5, -7], "-7"),
     ],
 )
-def test_what_no_message_can_carry_is_named_with_its_value(name, value, shown):
+def test_a_value_out_of_range_is_named(name, value, shown):
     with pytest.raises(ValueError, match=rf"{name}.*: must .* \(got {shown}\)"):
         SamplingParams(**{name: value})
 

@@ -1,4 +1,4 @@
-"""A service in containers: the repository's compose file, under a name and a port of its own."""
+"""The repository's compose file as a project with its own name and port."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from typing import Any
 import redis
 from pool_watch import PoolWatch
 
-from quire.errors import QuireError
+from quire.client.errors import QuireError
+from quire.client.health_probe import is_serving
+from quire.client.operations import Operations
 from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
-from quire.operations import Operations
-from quire.probe import is_serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "ofthetests"
-# One of them leads.
+# One of them is the leader.
 SCHEDULERS = ("scheduler", "scheduler-standby")
 PORTS = {
     "gateway": 50051,
@@ -28,7 +28,7 @@ PORTS = {
     "scheduler-standby": 50052,
     "worker": 50053,
 }
-# Tagged apart from the images that somebody may be using.
+# Separate tags: images of the user are not overwritten.
 IMAGE = "quire-test"
 _SETTINGS = {
     "QUIRE_IMAGE": IMAGE,
@@ -36,7 +36,7 @@ _SETTINGS = {
     "QUIRE_MODEL_DIR": "./demo/model",
     "QUIRE_MODEL": "/model",
     "QUIRE_MODEL_NAME": "demo",
-    # Threads cost more than they bring to a model this small.
+    # The model is too small to gain from threads.
     "QUIRE_WORKER_THREADS": "1",
     "QUIRE_WORKER_KV_CACHE_MEMORY": "64MiB",
     "QUIRE_SCHEDULER_CHECK_EVERY_STEP": "true",
@@ -45,7 +45,7 @@ _SETTINGS = {
 
 
 def run(*command: str, env: dict[str, str] | None = None, timeout_s: float = 600) -> str:
-    """What a command prints; AssertionError with all of it if it fails."""
+    """Return the output of a command; AssertionError with all output if it fails."""
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
     )
@@ -59,20 +59,20 @@ def docker(*arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Container:
-    """One container as it was when it was looked at."""
+    """A snapshot of one container."""
 
     id: str
     service: str
     number: int
-    # By the host's count; 0 if it does not run.
+    # On the host; 0 if it does not run.
     pid: int
-    # On each network that it is connected to, by the network's own name.
+    # By the name of the network.
     addresses: dict[str, str]
     is_running: bool
     exit_code: int
     num_restarts: int
     restart_policy: str
-    # Of the last five, those of its start included.
+    # Of the last five checks, including those in the start period.
     failing_checks: int
     published: dict[str, Any]
 
@@ -124,14 +124,14 @@ class ComposeProject:
         self.compose("up", "--detach", *arguments, **settings)
 
     def scale(self, num_workers: int) -> None:
-        """Adds or removes workers; returns when those removed have drained and stopped."""
+        """Add or remove workers; return when removed workers have drained and stopped."""
         self.up("--no-recreate", "--scale", f"worker={num_workers}")
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "1")
 
     def pause(self, container: Container) -> bool:
-        """Whether it has been stopped; on a busy machine that may fail."""
+        """Pause a container and return whether that succeeded; it may fail on a busy machine."""
         return (
             subprocess.run(["docker", "pause", container.id], capture_output=True).returncode == 0
         )
@@ -139,10 +139,8 @@ class ComposeProject:
     def make(self, target: str) -> str:
         return run("make", target, env=self.env)
 
-    # What is there
-
     def containers(self, service: str | None = None) -> list[Container]:
-        """By number, the stopped ones too."""
+        """Return the containers by number, including stopped ones."""
         labels = {"project": self.name, "service": service}
         filters = [
             f"--filter=label=com.docker.compose.{label}={value}"
@@ -152,18 +150,18 @@ class ComposeProject:
         ids = docker("ps", "--all", "--quiet", *filters).split()
         return sorted(_inspected(ids), key=lambda container: container.number)
 
-    def again(self, container: Container) -> Container:
-        """The same one as it is now."""
+    def refreshed(self, container: Container) -> Container:
+        """Return the present state of a container."""
         [now] = _inspected([container.id])
         return now
 
     def the(self, service: str) -> Container:
-        """The one container of a service."""
+        """Return the only container of a service."""
         [container] = self.containers(service)
         return container
 
     def leftovers(self) -> list[str]:
-        """Ids and names of all that still carries the project's label."""
+        """Return ids and names of everything that has the project's label."""
         mine = f"--filter=label=com.docker.compose.project={self.name}"
         return [
             *docker("ps", "--all", "--quiet", mine).split(),
@@ -172,43 +170,41 @@ class ComposeProject:
         ]
 
     def log(self, service: str) -> list[dict[str, Any]]:
-        """The lines that a service of one container has logged."""
+        """Return the log records of a service with one container."""
         return _log_of(self.the(service))
 
     @property
     def network(self) -> str:
-        """The one that all are on but Redis."""
+        """The network of all services except Redis."""
         return f"{self.name}_default"
 
     def address_of(self, container: Container) -> str:
-        """Where its service is reached from this machine."""
+        """Return the address of its service as seen from this machine."""
         return f"{container.addresses[self.network]}:{PORTS[container.service]}"
 
-    # How it is
-
     def is_ready(self) -> bool:
-        return answers(self.target)
+        return serves(self.target)
 
     def logged_at(self, container: Container, event: str) -> float:
-        """When a container first logged an event, in seconds since 1970."""
+        """Return when a container first logged an event, in seconds since 1970."""
         first = next(line for line in _log_of(container) if line["event"] == event)
         return datetime.fromisoformat(first["timestamp"]).timestamp()
 
     def ready_workers(self) -> list[Container]:
-        return [worker for worker in self.containers("worker") if self.answers(worker)]
+        return [worker for worker in self.containers("worker") if self.serves(worker)]
 
-    def answers(self, container: Container, service: str = "ready") -> bool:
-        return container.is_running and answers(self.address_of(container), service)
+    def serves(self, container: Container, service: str = "ready") -> bool:
+        return container.is_running and serves(self.address_of(container), service)
 
     def leader(self) -> Container | None:
-        """The scheduler that leads; None while none does."""
+        """Return the leading scheduler; None while there is none."""
         for scheduler in map(self.the, SCHEDULERS):
-            if self.answers(scheduler, "lead"):
+            if self.serves(scheduler, "lead"):
                 return scheduler
         return None
 
     def status(self) -> GetStatusResponse | None:
-        """What the leader says; None while nobody leads."""
+        """Return the leader's status; None while there is no leader."""
         leader = self.leader()
         if leader is None:
             return None
@@ -219,7 +215,7 @@ class ComposeProject:
             return None
 
     def lanes(self) -> list[WorkerStatus]:
-        """The workers that the leader has; none while nobody leads."""
+        """Return the leader's workers; empty while there is no leader."""
         status = self.status()
         return list(status.workers) if status else []
 
@@ -227,13 +223,13 @@ class ComposeProject:
         return len(self.lanes()) == count
 
     def is_idle(self) -> bool:
-        """There are workers, and all their blocks are free; no request is recorded as live."""
+        """Return whether there are workers, all blocks are free, and no request is live."""
         lanes = self.lanes()
         num_held = sum(lane.num_blocks - lane.num_free_blocks for lane in lanes)
         return bool(lanes) and num_held == 0 and not self.pools().live_requests()
 
     def redis(self) -> redis.Redis:
-        address = self.the("redis").addresses[f"{self.name}_ledger"]
+        address = self.the("redis").addresses[f"{self.name}_store"]
         return redis.Redis(host=address, password=PASSWORD, socket_timeout=5)
 
     def pools(self) -> PoolWatch:
@@ -241,7 +237,7 @@ class ComposeProject:
 
 
 def crash(container: Container) -> None:
-    """Ends its process behind the engine's back, which then does what it does after a crash."""
+    """Kill the container's process, which Docker then treats as a crash."""
     code = f"import os; os.kill({container.pid}, 9)"
     host = ("--pid=host", "--user=0", "--entrypoint=python")
     docker("run", "--rm", *host, f"{IMAGE}-gateway:latest", "-c", code)
@@ -251,8 +247,8 @@ def _inspected(ids: list[str]) -> list[Container]:
     return list(map(Container.inspected, json.loads(docker("inspect", *ids)) if ids else []))
 
 
-def answers(target: str, service: str = "ready") -> bool:
-    """Whether a server on this machine is serving; a silent one is not."""
+def serves(target: str, service: str = "ready") -> bool:
+    """Return whether a health service is SERVING; False if the server does not respond."""
     try:
         return is_serving(target, service, timeout_s=2.0)
     except QuireError:

@@ -1,4 +1,4 @@
-"""Images that are built once, and a service in containers that most tests share."""
+"""Fixtures: images built once, and a compose project that most tests share."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +12,7 @@ BRING_UP_S = 120
 
 @pytest.fixture(scope="session")
 def images() -> dict[str, str]:
-    """The images of gateway, scheduler and worker as they are now, by target."""
+    """Images of gateway, scheduler and worker, built from the present tree, by target."""
     ComposeProject("quire-test-build").compose("build")
     return {name: f"{IMAGE}-{name}:latest" for name in ("gateway", "scheduler", "worker")}
 
@@ -29,20 +29,20 @@ def shared_project(images: dict[str, str]) -> Iterator[ComposeProject]:
 
 @pytest.fixture
 async def service(shared_project: ComposeProject) -> AsyncIterator[ComposeProject]:
-    """A ready service with one worker. The test may do what it wants to it; afterwards all blocks
-    of all pools are free, if there is a Redis to ask."""
+    """A ready service with one worker, which the test may change at will. Afterwards all blocks of
+    all pools are free, if Redis runs."""
     project = shared_project
     project.up("--scale", "worker=1")
     await until(project.is_ready, "readiness", BRING_UP_S)
     yield project
     if project.the("redis").is_running:
-        await until(project.is_idle, "the blocks' return", BRING_UP_S)
+        await until(project.is_idle, "release of all blocks", BRING_UP_S)
         assert project.pools().is_conserved
 
 
 @pytest.fixture
 def project(images: dict[str, str]) -> Iterator[ComposeProject]:
-    """One of the test's own, with nothing started yet."""
+    """A project for one test, not started."""
     project = ComposeProject("quire-test-own")
     project.down()
     try:

@@ -1,5 +1,4 @@
-"""Streams that are open while something is done to a service, each compared with the same request
-undisturbed."""
+"""Streams that are open during a fault, each compared with the same request without faults."""
 
 import math
 import time
@@ -11,65 +10,67 @@ from dataclasses import replace
 from waiting import until
 
 from benchmarks.chaos.gaps import Window, percentile
-from benchmarks.chaos.mix import KINDS, Ask, catalogue
+from benchmarks.chaos.mix import KINDS, Request, catalogue
 from benchmarks.chaos.stack import LOGPROB_TOLERANCES
 from benchmarks.chaos.streams import Reference, Streams
-from quire.client import Client
-from quire.outputs import RequestOutput
+from quire.client.client import Client
+from quire.client.outputs import RequestOutput
 
 _NUM_STREAMS = 16
 _NUM_REQUESTS = 24
 _SEED = 5
-# The last streams of a test end soon.
+# Short, so that a test ends soon.
 _MOST_TOKENS = 128
 _SHORTER = [
     replace(kind, max_tokens=(min(kind.max_tokens[0], _MOST_TOKENS // 2), _MOST_TOKENS))
     for kind in KINDS
 ]
-# A service of the images takes a while to start on a busy machine.
-GOES_ON_S = 60.0
+# Containers start slowly on a busy machine.
+PROGRESS_TIMEOUT_S = 60.0
 
 
-def undisturbed(target: str) -> list[Reference]:
-    """A mix of requests, and what comes of them when nothing is done to the service."""
-    asks = catalogue(_SEED, _NUM_REQUESTS, _SHORTER)
-    with Client(target) as client, ThreadPoolExecutor(len(asks)) as threads:
+def make_references(target: str) -> list[Reference]:
+    """Run a mix of requests without faults."""
+    requests = catalogue(_SEED, _NUM_REQUESTS, _SHORTER)
+    with Client(target) as client, ThreadPoolExecutor(len(requests)) as threads:
 
-        def ask(one: Ask) -> RequestOutput:
+        def request(one: Request) -> RequestOutput:
             return client.generate(one.prompt, one.params, timeout_s=120)
 
         tolerance = LOGPROB_TOLERANCES["demo"]
-        outputs = threads.map(ask, asks)
-        return [Reference(*pair, tolerance) for pair in zip(asks, outputs, strict=True)]
+        outputs = threads.map(request, requests)
+        return [Reference(*pair, tolerance) for pair in zip(requests, outputs, strict=True)]
 
 
 @asynccontextmanager
 async def streaming(target: str, references: Sequence[Reference]) -> AsyncIterator[Streams]:
-    """Streams that are always open within the context. In the end nothing has been lost, repeated
-    or changed, and none has failed or stands still."""
+    """Keep streams open within the context, then check that nothing was lost, repeated or changed,
+    and that none has failed or stalled."""
     streams = Streams([target], references, _NUM_STREAMS, time.time_ns())
     streams.start()
     try:
-        await until(lambda: len(streams.unmoved_since(math.inf)) == _NUM_STREAMS, "all streams")
-        await go_on(streams)
+        await until(lambda: len(streams.stalled_since(math.inf)) == _NUM_STREAMS, "all streams")
+        await wait_for_progress(streams)
         yield streams
-        assert await streams.finish(GOES_ON_S) == []
+        assert await streams.finish(PROGRESS_TIMEOUT_S) == []
         streams.check()
     finally:
         await streams.close()
-    assert {str(life): life.comparison.findings for life in streams.wrong} == {}
+    assert {str(stream): stream.comparison.findings for stream in streams.wrong} == {}
 
 
-async def go_on(streams: Streams) -> None:
-    """Returns when every stream has moved."""
+async def wait_for_progress(streams: Streams) -> None:
+    """Wait until every stream has received a message."""
     now_s = time.monotonic()
-    await until(lambda: not streams.unmoved_since(now_s), "all streams' going on", GOES_ON_S)
+    await until(
+        lambda: not streams.stalled_since(now_s), "progress of all streams", PROGRESS_TIMEOUT_S
+    )
 
 
 @contextmanager
-def told(what: str, streams: Streams) -> Iterator[None]:
-    """Prints how long the streams stood still while something was done."""
-    streams.forget()
+def reported_pauses(what: str, streams: Streams) -> Iterator[None]:
+    """Print the streams' longest pauses within the context."""
+    streams.clear_finished()
     begin_s = time.monotonic()
     yield
     window = Window(begin_s, time.monotonic())

@@ -1,4 +1,4 @@
-"""Waiting for containers, without holding up the clients that share the event loop."""
+"""Waiting for containers without blocking the clients on the same event loop."""
 
 import asyncio
 import time
@@ -9,8 +9,8 @@ _POLL_S = 0.1
 
 
 async def until(predicate: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Waits for a predicate, asked in a thread; says what did not come."""
+    """Wait for a predicate, which is called in a thread; AssertionError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not await asyncio.to_thread(predicate):
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        assert time.monotonic() < deadline, f"timed out waiting for: {what}"
         await asyncio.sleep(_POLL_S)

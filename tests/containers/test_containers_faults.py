@@ -1,4 +1,4 @@
-"""Starts in any order, wrong settings, and stops of what others depend on."""
+"""Start order, wrong settings, and stops of services that others depend on."""
 
 import asyncio
 import itertools
@@ -11,11 +11,11 @@ import pytest
 from compose_project import SCHEDULERS, ComposeProject, docker
 from container_waiting import until
 
-from quire.async_client import AsyncClient
-from quire.client import Client
-from quire.errors import QuireError
-from quire.outputs import RequestOutput
-from quire.sampling import SamplingParams
+from quire.client.async_client import AsyncClient
+from quire.client.client import Client
+from quire.client.errors import QuireError
+from quire.client.outputs import RequestOutput
+from quire.client.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
@@ -34,13 +34,13 @@ def errors(service: ComposeProject, name: str) -> list[dict[str, Any]]:
     return [line for line in service.log(name) if line["level"] == "error"]
 
 
-async def test_any_order_of_start_ends_in_a_service(project: ComposeProject) -> None:
+async def test_the_service_becomes_ready_in_any_order_of_start(project: ComposeProject) -> None:
     orders = list(itertools.permutations(SERVICES))
     for order in [SERVICES[::-1], random.choice(orders)]:
         print("order", order)
         for name in order:
             project.up("--no-deps", name)
-            # Each is alive before the next one is there, whatever it waits for.
+            # Each is alive before the next is started, although it waits for others.
             await until(lambda name=name: is_alive(project, name), f"{name}, alive", BRING_UP_S)
         await until(project.is_ready, "readiness", BRING_UP_S)
         assert len(generate(project.target).outputs[0].token_ids) > 0
@@ -52,12 +52,12 @@ def is_alive(project: ComposeProject, name: str) -> bool:
     container = project.the(name)
     if name == "redis":
         return container.is_running
-    return project.answers(container, service="")
+    return project.serves(container, service="")
 
 
-async def test_redis_comes_back_with_its_data(service: ComposeProject) -> None:
+async def test_redis_keeps_its_data_over_a_restart(service: ComposeProject) -> None:
     generate(service.target, request_id="before")
-    await until(service.is_idle, "the blocks' return")
+    await until(service.is_idle, "release of all blocks")
     service.compose("restart", "redis")
     await until(lambda: service.redis().ping(), "Redis")
     assert service.redis().keys("quire:{request:*before*")
@@ -67,7 +67,9 @@ async def test_redis_comes_back_with_its_data(service: ComposeProject) -> None:
     assert service.redis().keys("quire:{request:*after*")
 
 
-async def test_a_wrong_password_is_said_once_and_is_not_ready(project: ComposeProject) -> None:
+async def test_a_wrong_password_is_logged_once_and_prevents_readiness(
+    project: ComposeProject,
+) -> None:
     project.up("--no-deps", "redis")
     project.up("--no-deps", "scheduler", REDIS_PASSWORD="wrong")
     await stays_up_unhealthy(project, "scheduler")
@@ -76,7 +78,7 @@ async def test_a_wrong_password_is_said_once_and_is_not_ready(project: ComposePr
     assert "wrong" not in error["why"].split()
 
 
-async def test_a_missing_model_is_said_once_and_is_not_ready(
+async def test_a_missing_model_is_logged_once_and_prevents_readiness(
     project: ComposeProject, tmp_path: Path
 ) -> None:
     project.up(QUIRE_MODEL_DIR=str(tmp_path))
@@ -84,33 +86,33 @@ async def test_a_missing_model_is_said_once_and_is_not_ready(
         await stays_up_unhealthy(project, name)
         [error] = errors(project, name)
         assert "/model" in error["reason"]
-    # The schedulers have all that they depend on; that there is no worker is told by readiness.
+    # The schedulers' container checks pass without a worker, their readiness does not.
     for name in SCHEDULERS:
         assert project.the(name).failing_checks == 0
-        assert not project.answers(project.the(name))
+        assert not project.serves(project.the(name))
     with pytest.raises(QuireError) as caught:
         generate(project.target)
     assert caught.value.code.name == "UNAVAILABLE"
 
 
 async def stays_up_unhealthy(project: ComposeProject, name: str) -> None:
-    """The process answers, its container's checks fail, and it has not been started again."""
+    """Check that the process is alive, its container's checks fail, and it is not restarted."""
     await until(lambda: is_alive(project, name), f"{name}, alive", BRING_UP_S)
     await until(lambda: project.the(name).failing_checks > 2, f"{name}'s checks", BRING_UP_S)
     await until(lambda: is_alive(project, name), f"{name}, alive")
-    assert not project.answers(project.the(name))
+    assert not project.serves(project.the(name))
     assert project.the(name).num_restarts == 0
 
 
 async def test_a_stop_under_load_ends_every_stream_with_a_status(service: ComposeProject) -> None:
     async with AsyncClient(service.target, resume_timeout_s=0) as client:
         streams = [asyncio.create_task(follow(client, seed)) for seed in range(24)]
-        await until(lambda: num_running(service) == 24, "streams that run", 60)
+        await until(lambda: num_running(service) == 24, "running streams", 60)
         stopping = asyncio.create_task(asyncio.to_thread(service.compose, "stop"))
         ends = await asyncio.gather(*streams)
         await stopping
     assert set(ends) <= {"length", "UNAVAILABLE"}
-    # 137 is what a container that had to be killed ends with.
+    # A container that had to be killed has 137.
     assert [container.exit_code for container in service.containers()] == [0] * 5
 
 
@@ -119,7 +121,7 @@ def num_running(service: ComposeProject) -> int:
 
 
 async def follow(client: AsyncClient, seed: int) -> str:
-    """How a stream ended: its finish reason, or its status."""
+    """Read a stream; return its finish reason or its status."""
     try:
         reason = "without an end"
         params = replace(LONG, seed=seed)

@@ -1,4 +1,4 @@
-"""What is in the images, and what is not."""
+"""Contents of the images."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def inspected(image: str) -> dict[str, Any]:
 
 
 def num_bytes(image: str) -> int:
-    """Of all layers."""
+    """Return the size of all layers."""
     sizes = docker("history", "--human=false", "--format", "{{.Size}}", image)
     return sum(map(int, sizes.split()))
 
@@ -41,7 +41,7 @@ def test_gateway_and_scheduler_have_no_torch(images: dict[str, str], service: st
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler"])
-def test_gateway_and_scheduler_add_little_to_their_base(
+def test_gateway_and_scheduler_add_at_most_150_mb_to_their_base(
     images: dict[str, str], base_image: str, service: str
 ) -> None:
     assert 0 < num_bytes(images[service]) - num_bytes(base_image) <= LARGEST_ADDITION
@@ -57,17 +57,17 @@ def test_images_run_without_root_and_compilers(images: dict[str, str], service: 
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_images_say_how_they_are_stopped_and_checked(images: dict[str, str], service: str) -> None:
+def test_images_declare_stop_signal_and_health_check(images: dict[str, str], service: str) -> None:
     config = inspected(images[service])["Config"]
     assert config["StopSignal"] == "SIGTERM"
-    # The process alone: what it depends on is for compose to ask.
+    # Checks only the process; compose checks its dependencies.
     assert config["Healthcheck"]["Test"][-2:] == ["--service", ""]
 
 
 def test_a_change_of_code_is_one_layer(
     images: dict[str, str], base_image: str, build_image: str, tmp_path: Path
 ) -> None:
-    """What takes minutes, the dependencies, is taken as it is."""
+    """Dependencies, which take minutes, are not installed again."""
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     for name in files.stdout.splitlines():
         if (ROOT / name).is_file() and not name.startswith("demo/model"):

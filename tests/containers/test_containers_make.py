@@ -1,4 +1,4 @@
-"""From `make up` to `make down`, as somebody does it by hand."""
+"""`make up` and `make down`."""
 
 import sys
 from typing import Any
@@ -11,13 +11,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from quire.client import Client
+from quire.client.client import Client
+from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
-from quire.sampling import SamplingParams
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
-# What `make demo` asks first.
+# The first request of `make demo`.
 PROMPT = "Return a list of"
 PARAMS = SamplingParams(temperature=0.8, max_tokens=96, seed=1)
 
@@ -50,7 +50,7 @@ def generated_by_command(target: str) -> str:
 
 
 def generated_through_reflection(target: str) -> str:
-    """By a client that knows nothing but the address and some names."""
+    """Generate through server reflection, without stubs."""
     with grpc.insecure_channel(target) as channel:
         pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         service = pool.FindServiceByName("quire.v1.InferenceService")
@@ -63,8 +63,8 @@ def generated_through_reflection(target: str) -> str:
             request_serializer=type(request).SerializeToString,
             response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
         )
-        answer = json_format.MessageToDict(call(request, timeout=60))
-    return str(answer["choices"][0]["text"])
+        response = json_format.MessageToDict(call(request, timeout=60))
+    return str(response["choices"][0]["text"])
 
 
 def generated_locally() -> str:

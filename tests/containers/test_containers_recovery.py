@@ -1,4 +1,4 @@
-"""What is done to the parts of a busy service, none of which its streams notice."""
+"""Faults in a busy service, none of which affects the output of its streams."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -6,7 +6,13 @@ from datetime import UTC, datetime
 
 import pytest
 from compose_project import SCHEDULERS, ComposeProject, Container, crash, docker
-from container_streams import GOES_ON_S, go_on, streaming, told, undisturbed
+from container_streams import (
+    PROGRESS_TIMEOUT_S,
+    make_references,
+    reported_pauses,
+    streaming,
+    wait_for_progress,
+)
 from container_waiting import until
 
 from benchmarks.chaos.streams import Reference, Streams
@@ -14,11 +20,11 @@ from benchmarks.chaos.streams import Reference, Streams
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 NUM_WORKERS = 3
-# Within which a worker that says nothing is given up.
-NOTICED_S = 3.5
+# Limit for the detection of a silent worker.
+DETECTED_S = 3.5
 SETTINGS = {
     "QUIRE_WORKER_ENGINE": "sim",
-    # Slow, so that the clients have time to read.
+    # Slow enough for the clients to read.
     "QUIRE_WORKER_SIM_STEP_MS": "50",
     "QUIRE_WORKER_MAX_MODEL_LEN": "1024",
     "QUIRE_WORKER_NUM_BLOCKS": "1025",
@@ -40,36 +46,36 @@ def simulated(images: dict[str, str]) -> Iterator[ComposeProject]:
 @pytest.fixture(scope="module")
 def references(simulated: ComposeProject) -> list[Reference]:
     asyncio.run(until(lambda: is_whole(simulated), "the service", 120))
-    return undisturbed(simulated.target)
+    return make_references(simulated.target)
 
 
 @pytest.fixture
 async def service(
     simulated: ComposeProject, references: list[Reference]
 ) -> AsyncIterator[ComposeProject]:
-    """All of it is there, before and afterwards; in the end all blocks are free."""
+    """The service, complete before and after the test; afterwards all blocks are free."""
     await until(lambda: is_whole(simulated), "the service", 120)
     yield simulated
     await until(lambda: is_whole(simulated), "the service", 120)
-    await until(simulated.is_idle, "the blocks' return", 60)
+    await until(simulated.is_idle, "release of all blocks", 60)
     assert simulated.pools().is_conserved
 
 
 def is_whole(service: ComposeProject) -> bool:
     return (
         service.is_ready()
-        and all(service.answers(service.the(name), "") for name in SCHEDULERS)
+        and all(service.serves(service.the(name), "") for name in SCHEDULERS)
         and service.has_lanes(NUM_WORKERS)
     )
 
 
-async def whole_again(service: ComposeProject, streams: Streams) -> None:
-    await until(lambda: is_whole(service), "the whole service", GOES_ON_S)
-    await go_on(streams)
+async def wait_for_recovery(service: ComposeProject, streams: Streams) -> None:
+    await until(lambda: is_whole(service), "the whole service", PROGRESS_TIMEOUT_S)
+    await wait_for_progress(streams)
 
 
-async def do(*arguments: str) -> None:
-    """The clients read on meanwhile."""
+async def run_docker(*arguments: str) -> None:
+    """Run docker in a thread, so that the clients continue to read."""
     await asyncio.to_thread(docker, *arguments)
 
 
@@ -85,17 +91,17 @@ def the_leader(service: ComposeProject) -> Container:
     return leader
 
 
-async def test_a_worker_that_is_killed_is_not_missed(
+async def test_streams_survive_a_killed_worker(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
         worker = busiest_worker(service)
-        with told("worker killed", streams):
-            await do("kill", worker.id)
+        with reported_pauses("worker killed", streams):
+            await run_docker("kill", worker.id)
             await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
-            await go_on(streams)
-        await do("start", worker.id)
-        await whole_again(service, streams)
+            await wait_for_progress(streams)
+        await run_docker("start", worker.id)
+        await wait_for_recovery(service, streams)
 
 
 async def test_the_standby_takes_over_when_the_leader_is_killed(
@@ -103,67 +109,67 @@ async def test_the_standby_takes_over_when_the_leader_is_killed(
 ) -> None:
     async with streaming(service.target, references) as streams:
         leader = the_leader(service)
-        with told("leader killed", streams):
-            await do("kill", leader.id)
-            await until(lambda: service.has_lanes(NUM_WORKERS), "the other one's leading")
-            await go_on(streams)
+        with reported_pauses("leader killed", streams):
+            await run_docker("kill", leader.id)
+            await until(lambda: service.has_lanes(NUM_WORKERS), "the standby's takeover")
+            await wait_for_progress(streams)
         assert the_leader(service).service != leader.service
-        await do("start", leader.id)
-        await whole_again(service, streams)
+        await run_docker("start", leader.id)
+        await wait_for_recovery(service, streams)
         assert the_leader(service).service != leader.service
 
 
 @pytest.mark.parametrize("name", ["gateway", "redis"])
-async def test_streams_wait_for_what_there_is_one_of(
+async def test_streams_survive_a_restart_of_a_single_service(
     service: ComposeProject, references: Sequence[Reference], name: str
 ) -> None:
     async with streaming(service.target, references) as streams:
-        with told(f"{name} killed and started", streams):
-            await do("kill", service.the(name).id)
-            await do("start", service.the(name).id)
-            await whole_again(service, streams)
+        with reported_pauses(f"{name} killed and started", streams):
+            await run_docker("kill", service.the(name).id)
+            await run_docker("start", service.the(name).id)
+            await wait_for_recovery(service, streams)
 
 
-async def test_what_dies_by_itself_is_started_again(
+async def test_crashed_containers_are_restarted(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     assert {container.restart_policy for container in service.containers()} == {"unless-stopped"}
     async with streaming(service.target, references) as streams:
         for victim in (busiest_worker(service), service.the("gateway")):
-            with told(f"{victim.service} crashed", streams):
+            with reported_pauses(f"{victim.service} crashed", streams):
                 await asyncio.to_thread(crash, victim)
                 await until(
                     lambda victim=victim: is_started_again(service, victim),
-                    "the engine's start of it",
+                    "a restart by Docker",
                 )
-                await whole_again(service, streams)
+                await wait_for_recovery(service, streams)
 
 
-def is_started_again(service: ComposeProject, former: Container) -> bool:
-    now = service.again(former)
-    return now.num_restarts > former.num_restarts and now.is_running
+def is_started_again(service: ComposeProject, before: Container) -> bool:
+    now = service.refreshed(before)
+    return now.num_restarts > before.num_restarts and now.is_running
 
 
-async def test_a_paused_worker_is_given_up_and_comes_back(
+async def test_a_paused_worker_is_dropped_and_rejoins(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
         worker = busiest_worker(service)
-        with told("worker paused", streams):
+        with reported_pauses("worker paused", streams):
             await until(lambda: service.pause(worker), "the pause")
             paused_at = datetime.now(UTC)
             await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
-            await go_on(streams)
-        # What it was doing comes now, late.
-        await do("unpause", worker.id)
-        await whole_again(service, streams)
-    noticed_s = (left_at(service, worker) - paused_at).total_seconds()
-    print(f"noticed after {noticed_s:.1f} s")
-    assert noticed_s < NOTICED_S
+            await wait_for_progress(streams)
+        # The result of its step arrives late.
+        await run_docker("unpause", worker.id)
+        await wait_for_recovery(service, streams)
+    detected_s = (dropped_at(service, worker) - paused_at).total_seconds()
+    print(f"detected after {detected_s:.1f} s")
+    assert detected_s < DETECTED_S
 
 
-def left_at(service: ComposeProject, worker: Container) -> datetime:
-    """When the leader last gave a worker up, by its log."""
+def dropped_at(service: ComposeProject, worker: Container) -> datetime:
+    """Return when the leader last dropped a worker, by its log."""
     times = [
         line["timestamp"]
         for line in service.log(the_leader(service).service)
@@ -172,49 +178,49 @@ def left_at(service: ComposeProject, worker: Container) -> datetime:
     return datetime.fromisoformat(times[-1])
 
 
-async def test_a_worker_that_was_cut_off_comes_back(
+async def test_a_disconnected_worker_rejoins(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
         worker = busiest_worker(service)
-        with told("worker cut off", streams):
-            await do("network", "disconnect", service.network, worker.id)
+        with reported_pauses("worker disconnected", streams):
+            await run_docker("network", "disconnect", service.network, worker.id)
             await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
-            await go_on(streams)
-        await do("network", "connect", "--alias", "worker", service.network, worker.id)
-        await whole_again(service, streams)
+            await wait_for_progress(streams)
+        await run_docker("network", "connect", "--alias", "worker", service.network, worker.id)
+        await wait_for_recovery(service, streams)
 
 
-async def test_scaling_down_to_one(
+async def test_streams_survive_scaling_down_to_one_worker(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
-        with told("two of three workers removed", streams):
+        with reported_pauses("two of three workers removed", streams):
             await asyncio.to_thread(service.scale, 1)
-            await go_on(streams)
+            await wait_for_progress(streams)
         assert service.has_lanes(1)
         await asyncio.to_thread(service.scale, NUM_WORKERS)
-        await whole_again(service, streams)
+        await wait_for_recovery(service, streams)
 
 
-async def test_every_container_is_replaced_one_service_after_the_other(
+async def test_streams_survive_a_rolling_replacement_of_all_containers(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     before = service.containers()
     async with streaming(service.target, references) as streams:
         for name in ("redis", *reversed(SCHEDULERS), "gateway"):
-            with told(f"{name} replaced", streams):
+            with reported_pauses(f"{name} replaced", streams):
                 await asyncio.to_thread(service.up, "--no-deps", "--force-recreate", name)
-                await whole_again(service, streams)
-        with told("workers replaced", streams):
+                await wait_for_recovery(service, streams)
+        with reported_pauses("workers replaced", streams):
             await replace_workers(service)
-            await whole_again(service, streams)
+            await wait_for_recovery(service, streams)
     assert not {c.id for c in before} & {c.id for c in service.containers()}
 
 
 async def replace_workers(service: ComposeProject) -> None:
-    former = [worker.id for worker in service.containers("worker")]
+    old = [worker.id for worker in service.containers("worker")]
     await asyncio.to_thread(service.scale, 2 * NUM_WORKERS)
-    await until(lambda: service.has_lanes(2 * NUM_WORKERS), "the new workers", GOES_ON_S)
-    await do("stop", "--time", "40", *former)
-    await do("rm", *former)
+    await until(lambda: service.has_lanes(2 * NUM_WORKERS), "the new workers", PROGRESS_TIMEOUT_S)
+    await run_docker("stop", "--time", "40", *old)
+    await run_docker("rm", *old)

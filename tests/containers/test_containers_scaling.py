@@ -1,4 +1,4 @@
-"""Workers that join, leave and die while the service is busy."""
+"""Workers that join, drain and crash while the service is busy."""
 
 import asyncio
 
@@ -7,27 +7,27 @@ from compose_project import ComposeProject, docker
 from container_load import Load
 from container_waiting import until
 
-from quire.async_client import AsyncClient
-from quire.sampling import SamplingParams
+from quire.client.async_client import AsyncClient
+from quire.client.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 JOINED_S = 2.0
-# A lane's first step may come without any work.
+# A lane's first step may have no rows.
 WORKED_STEPS = 3
-# Short, so that there are always new requests to be placed.
+# Short, so that new requests are placed all the time.
 NUM_TOKENS = 16
 LONG_PROMPT = "Read the records of a file and return them as a list of tuples. " * 8
 
 
 def num_working(service: ComposeProject) -> int:
-    """Workers that have been given steps."""
+    """Return the number of workers that have run steps."""
     return sum(lane.num_steps >= WORKED_STEPS for lane in service.lanes())
 
 
 async def num_cached(client: AsyncClient) -> int:
-    """Tokens of the long prompt that the prefix cache has when it is asked again at once: the load
-    fills the small pools within seconds."""
+    """Return the cached tokens of the long prompt on its second run. The two runs are consecutive
+    because the load evicts blocks within seconds."""
     for _ in range(2):
         output = await client.generate(LONG_PROMPT, SamplingParams(temperature=0, max_tokens=2))
     return output.usage.cached_prompt_tokens
@@ -47,7 +47,7 @@ async def test_scaling_under_load_loses_no_request(service: ComposeProject) -> N
             await until(lambda n=count: len(service.ready_workers()) >= n, f"{count} workers", 120)
             await until(lambda n=count: num_working(service) >= n, f"work for {count} workers")
         await scaling
-        # By their own clocks: asking takes long while three workers load and run a model.
+        # By the workers' own logs: polling is slow while three workers load and run a model.
         for worker in service.containers("worker"):
             if worker.id not in known:
                 ready_s = service.logged_at(worker, "ready")
@@ -55,16 +55,16 @@ async def test_scaling_under_load_loses_no_request(service: ComposeProject) -> N
         assert await num_cached(client) > 0
 
         await asyncio.to_thread(service.scale, 1)
-        await until(lambda: service.has_lanes(1), "the others' leaving")
+        await until(lambda: service.has_lanes(1), "removal of the other workers")
         done = load.num_done
-        await until(lambda: load.num_done > done + 16, "work on the one that stays", 60)
+        await until(lambda: load.num_done > done + 16, "work on the remaining worker", 60)
         assert await num_cached(client) > 0
 
     assert load.failures == []
     assert all(len(output.outputs[0].token_ids) == NUM_TOKENS for output in load.outputs)
 
 
-async def test_a_killed_worker_fails_nothing_and_is_used_again(service: ComposeProject) -> None:
+async def test_a_killed_worker_fails_no_request_and_rejoins(service: ComposeProject) -> None:
     service.scale(2)
     await until(lambda: len(service.ready_workers()) == 2, "two workers", 120)
     async with Load(service.target, num_clients=8) as load:
@@ -74,7 +74,7 @@ async def test_a_killed_worker_fails_nothing_and_is_used_again(service: ComposeP
         await asyncio.to_thread(docker, "kill", victim.id)
         await until(lambda: service.has_lanes(1), "the loss of the worker")
         done = load.num_done
-        await until(lambda: load.num_done > done + 16, "the others' going on", 60)
+        await until(lambda: load.num_done > done + 16, "progress of the others", 60)
 
         await asyncio.to_thread(docker, "start", victim.id)
         await until(lambda: num_working(service) == 2, "work on both again", 120)

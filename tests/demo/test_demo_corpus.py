@@ -12,6 +12,7 @@ def documents() -> list[str]:
     return collect_documents()
 
 
+@pytest.mark.slow
 def test_another_process_collects_the_same_corpus(documents: list[str]) -> None:
     script = "from demo.corpus import *; print(digest(collect_documents()))"
     other = subprocess.run(
@@ -35,7 +36,7 @@ def test_documents_hold_prose_and_no_examples(documents: list[str]) -> None:
     assert all(document.isascii() for document in documents)
 
 
-def test_the_digest_tells_documents_apart() -> None:
+def test_the_digest_differs_between_documents() -> None:
     assert digest(["ab", "c"]) != digest(["a", "bc"])
 
 

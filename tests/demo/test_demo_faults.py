@@ -1,7 +1,7 @@
-"""What the second act says of a stream."""
+"""The recorder of a stream with faults."""
 
-from quire.demo_faults import Witness
-from quire.outputs import CompletionDelta, RequestDelta
+from quire.client.outputs import CompletionDelta, RequestDelta
+from quire.demo.faults import StreamRecorder
 
 
 class Clock:
@@ -18,31 +18,34 @@ def _delta(first, *token_ids):
     )
 
 
-def test_a_text_that_is_whole_lost_nothing():
-    witness = Witness()
-    witness.see(_delta(0, 7))
-    witness.see(_delta(1, 8, 9))
-    assert witness.verdict([7, 8, 9]) == "0 tokens lost, 0 repeated, 0 changed"
+def test_a_complete_text_has_no_losses():
+    recorder = StreamRecorder()
+    recorder.record(_delta(0, 7))
+    recorder.record(_delta(1, 8, 9))
+    assert recorder.verdict([7, 8, 9]) == "0 tokens lost, 0 repeated, 0 changed"
 
 
-def test_what_is_lost_repeated_and_changed_is_counted():
-    witness = Witness()
+def test_lost_repeated_and_changed_tokens_are_counted():
+    recorder = StreamRecorder()
     for first, token_id in ((0, 7), (0, 7), (2, 5)):
-        witness.see(_delta(first, token_id))
-    assert witness.verdict([7, 8, 9]) == "1 tokens lost, 1 repeated, 1 changed"
+        recorder.record(_delta(first, token_id))
+    assert recorder.verdict([7, 8, 9]) == "1 tokens lost, 1 repeated, 1 changed"
 
 
-def test_the_longest_pause_behind_a_fault_is_its_gap():
+def test_the_gap_of_a_fault_is_the_longest_pause_after_it():
     clock = Clock()
-    witness = Witness(clock)
+    recorder = StreamRecorder(clock)
     clock.now = 9.0
-    witness.see(_delta(0, 7))
-    witness.killed("worker-0")
-    # What was under way comes at once.
-    for clock.now, place in ((9.1, 1), (9.9, 2), (10.0, 3)):
-        witness.see(_delta(place, 7))
-    witness.killed("scheduler-1")
+    recorder.record(_delta(0, 7))
+    recorder.killed("worker-0")
+    # Tokens in flight arrive at once.
+    for clock.now, index in ((9.1, 1), (9.9, 2), (10.0, 3)):
+        recorder.record(_delta(index, 7))
+    recorder.killed("scheduler-1")
     clock.now = 12.0
-    witness.see(_delta(4, 7))
-    assert [(f.name, f.num_tokens) for f in witness.faults] == [("worker-0", 1), ("scheduler-1", 4)]
-    assert [round(f.gap_s, 1) for f in witness.faults] == [0.8, 2.0]
+    recorder.record(_delta(4, 7))
+    assert [(f.name, f.num_tokens) for f in recorder.faults] == [
+        ("worker-0", 1),
+        ("scheduler-1", 4),
+    ]
+    assert [round(f.gap_s, 1) for f in recorder.faults] == [0.8, 2.0]

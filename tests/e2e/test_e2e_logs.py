@@ -1,4 +1,4 @@
-"""Logs tell what happened to requests, and nothing of what they say."""
+"""Logs record requests without their prompts and outputs."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import pytest
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 from tiny_tokenizer import save_tokenizer
 
-from quire.client import Client
-from quire.errors import QuireError
+from quire.client.client import Client
+from quire.client.errors import QuireError
+from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
-from quire.sampling import SamplingParams
 
 PROMPT = "t71 t72 t73 t74 t75 t76 t77"
 SERVICES = ("GATEWAY", "SCHEDULER", "WORKER")

@@ -16,11 +16,11 @@ from tiny_tokenizer import save_tokenizer
 from waiting import until
 
 from quire import LLM
-from quire.async_client import AsyncClient
-from quire.errors import QuireError
+from quire.client.async_client import AsyncClient
+from quire.client.errors import QuireError
+from quire.client.sampling_params import SamplingParams
 from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.stack import LocalStack
-from quire.sampling import SamplingParams
 
 SETTINGS = {
     "QUIRE_WORKER_BLOCK_SIZE": "4",
@@ -55,14 +55,14 @@ def address(
         settings=SETTINGS,
     ) as stack:
         yield stack.address
-    # They stay for the next scheduler, which may find the workers alive; nothing is held.
+    # The pools outlive the scheduler, because its successor can reuse them. No block is held.
     assert watch.num_pools == 2
     assert watch.num_held == 0
 
 
 @pytest.fixture(autouse=True)
 async def conservation(address: str, watch: PoolWatch) -> None:
-    """After every test all blocks are free again and no request lives on."""
+    """Check after every test that all blocks are free and no request is live."""
     await until(lambda: watch.num_pools == 2, "both workers")
     yield
     await until(lambda: watch.num_held == 0, "the blocks' return")
@@ -71,7 +71,7 @@ async def conservation(address: str, watch: PoolWatch) -> None:
 
 
 BAD_INPUT = {
-    "an unknown model": ("t1", {}, {"model": "nobody"}, "NOT_FOUND", "model"),
+    "an unknown model": ("t1", {}, {"model": "unknown"}, "NOT_FOUND", "model"),
     "an empty prompt": ("", {}, {}, "INVALID_ARGUMENT", "prompt"),
     "a prompt as long as the model": (
         [1] * MAX_MODEL_LEN,
@@ -126,7 +126,7 @@ async def test_bad_input_is_refused_by_its_field_and_the_next_request_works(
         assert len(output.outputs[0].token_ids) == 3
 
 
-async def test_a_killed_client_gives_its_blocks_back_within_a_second(
+async def test_the_blocks_of_a_killed_client_are_free_within_a_second(
     address: str, watch: PoolWatch
 ) -> None:
     client = subprocess.Popen(  # noqa: ASYNC220  (short, and killed)
@@ -143,9 +143,7 @@ async def test_a_killed_client_gives_its_blocks_back_within_a_second(
     client.wait()
 
 
-async def test_a_client_that_leaves_and_a_deadline_free_the_blocks(
-    address: str, watch: PoolWatch
-) -> None:
+async def test_a_disconnect_and_a_deadline_free_the_blocks(address: str, watch: PoolWatch) -> None:
     async with AsyncClient(address) as client:
         stream = client.stream_generate([1, 2, 3, 4, 5, 6, 7], LONG)
         async for delta in stream:
@@ -153,7 +151,7 @@ async def test_a_client_that_leaves_and_a_deadline_free_the_blocks(
                 break
         await stream.aclose()
         await until(lambda: watch.num_held == 0, "the blocks' return", timeout_s=1.0)
-        # Several times as long as the deadline: each token is a plan, with much to tell.
+        # Takes several times the deadline.
         slow = replace(LONG, n=8, temperature=1, logprobs=20)
         with pytest.raises(QuireError) as caught:
             async for _ in client.stream_generate([1, 2, 3], slow, timeout_s=0.05):
@@ -183,9 +181,7 @@ async def test_a_stop_string_ends_one_choice_of_several(address: str) -> None:
     assert stop_reasons == {0: None, 1: None, 2: stop, 3: None}
 
 
-async def test_a_client_that_leaves_several_choices_frees_all_blocks(
-    address: str, watch: PoolWatch
-) -> None:
+async def test_a_disconnect_frees_the_blocks_of_all_choices(address: str, watch: PoolWatch) -> None:
     async with AsyncClient(address) as client:
         stream = client.stream_generate([1, 2, 3, 4, 5, 6, 7], replace(LONG, n=4, temperature=1))
         seen: set[int] = set()
@@ -197,7 +193,7 @@ async def test_a_client_that_leaves_several_choices_frees_all_blocks(
         await until(lambda: watch.num_held == 0, "the blocks' return", timeout_s=1.0)
 
 
-async def test_finished_requests_leave_only_keys_with_a_time_to_live(
+async def test_keys_of_finished_requests_have_a_time_to_live(
     address: str, redis_server: EmbeddedRedis, watch: PoolWatch
 ) -> None:
     async with AsyncClient(address) as client:

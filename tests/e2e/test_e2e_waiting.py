@@ -1,4 +1,4 @@
-"""The whole stack with one row: who waits is served by priority, and nobody waits without end."""
+"""A stack with one row: waiting requests are served by priority, and their number is limited."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
@@ -7,11 +7,11 @@ import pytest
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 from tiny_tokenizer import save_tokenizer
 
-from quire.async_client import AsyncClient
-from quire.errors import QuireError
+from quire.client.async_client import AsyncClient
+from quire.client.errors import QuireError
+from quire.client.outputs import RequestDelta
+from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
-from quire.outputs import RequestDelta
-from quire.sampling import SamplingParams
 
 SETTINGS = {
     "QUIRE_WORKER_MAX_NUM_SEQS": "1",

@@ -63,9 +63,9 @@ async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[S
     address = await gateway.start()
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         stack = Stack(gateway, scheduler, port, address, channel)
-        await asyncio.wait_for(stack.becomes(health_pb2.HealthCheckResponse.SERVING), 10)
+        await asyncio.wait_for(stack.wait_for_status(health_pb2.HealthCheckResponse.SERVING), 10)
         yield stack
-        await asyncio.wait_for(gateway.calls.none_live(), 5)
+        await asyncio.wait_for(gateway.calls.wait_until_idle(), 5)
         assert stack.is_idle()
     await gateway.stop()
     await scheduler.stop()

@@ -1,4 +1,4 @@
-"""A scheduler that does what a test says, behind a real gRPC server."""
+"""A scheduler scripted by tests, behind a real gRPC server."""
 
 import asyncio
 import struct
@@ -11,15 +11,15 @@ from quire.internal.v1 import scheduler_pb2 as pb
 from quire.internal.v1 import scheduler_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
 from quire.service.errors import abort, unavailable
-from quire.service.protocol import PROTOCOL_VERSION
+from quire.service.protocol_version import PROTOCOL_VERSION
 
 MAX_MODEL_LEN = 64
 
-Wanted = pb.Submission | pb.Attachment
+StreamRequest = pb.Submission | pb.Attachment
 
 
 class Entry(NamedTuple):
-    """How likely a token was."""
+    """A token's log-probability and rank."""
 
     token_id: int
     logprob: float
@@ -27,17 +27,20 @@ class Entry(NamedTuple):
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """One gateway at a time. What it says waits in queues, by kind. It leads, unless told not to:
-    then it turns gateways away.
+    """Serves one gateway at a time and queues the parts of its frames by kind. Refuses gateways
+    while `leads` is False.
     """
 
     def __init__(self) -> None:
         self.hello = pb.SchedulerHello(
-            protocol_version=PROTOCOL_VERSION, holder=b"me", ready=True, max_model_len=MAX_MODEL_LEN
+            protocol_version=PROTOCOL_VERSION,
+            holder=b"fake",
+            ready=True,
+            max_model_len=MAX_MODEL_LEN,
         )
         self.epoch = 7
         self.leads = True
-        self.hangs_up = False
+        self.ends_streams = False
         self.num_connects = 0
         self.connected = asyncio.Event()
         self.submissions = asyncio.Queue[pb.Submission]()
@@ -73,7 +76,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             yield pb.ConnectResponse(epoch=self.epoch, hello=self.hello)
             self.connected.set()
-            if self.hangs_up:
+            if self.ends_streams:
                 return
             while (frame := await self._frames.get()) is not None:
                 yield frame
@@ -99,36 +102,42 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     def drop_stream(self) -> None:
         self._frames.put_nowait(None)
 
-    def say(self, **parts: Any) -> None:
+    def send(self, **parts: Any) -> None:
         self._frames.put_nowait(pb.ConnectResponse(**{"epoch": self.epoch, **parts}))
 
-    def accept(self, wanted: Wanted, opaque: bytes = b"", **parts: Any) -> None:
-        turn = wanted.turn if wanted.HasField("turn") else pb.Turn(epoch=self.epoch, number=1)
-        acceptance = pb.Acceptance(attachment=wanted.attachment, opaque=opaque, turn=turn)
-        self.say(acceptances=[acceptance], **parts)
+    def accept(self, wanted: StreamRequest, opaque: bytes = b"", **parts: Any) -> None:
+        generation = (
+            wanted.attachment_generation
+            if wanted.HasField("attachment_generation")
+            else pb.AttachmentGeneration(epoch=self.epoch, number=1)
+        )
+        acceptance = pb.Acceptance(
+            attachment=wanted.attachment, opaque=opaque, attachment_generation=generation
+        )
+        self.send(acceptances=[acceptance], **parts)
 
     def write(
-        self, submission: Wanted, first: int, token_ids: Sequence[int], choice: int = 0
+        self, submission: StreamRequest, first: int, token_ids: Sequence[int], choice: int = 0
     ) -> None:
-        self.say(deltas=deltas(Delta(submission, first, token_ids, choice)))
+        self.send(deltas=deltas(Delta(submission, first, token_ids, choice)))
 
     def end(
         self,
-        submission: Wanted,
+        submission: StreamRequest,
         num_tokens: int,
         reason: pb.EndReason.ValueType = pb.END_REASON_LENGTH,
         **parts: Any,
     ) -> None:
-        self.say(choice_ends=[choice_end(submission, num_tokens, reason, **parts)])
+        self.send(choice_ends=[choice_end(submission, num_tokens, reason, **parts)])
 
-    def fail(self, submission: Wanted, code: grpc.StatusCode, **parts: Any) -> None:
+    def fail(self, submission: StreamRequest, code: grpc.StatusCode, **parts: Any) -> None:
         failure = pb.RequestFailure(
             attachment=submission.attachment, code=code.value[0], message="no", **parts
         )
-        self.say(failures=[failure])
+        self.send(failures=[failure])
 
     async def serve_one(self, token_ids: Sequence[int]) -> pb.Submission:
-        """Takes the next request and answers it whole."""
+        """Accept the next request and send its whole output."""
         submission = await self.submissions.get()
         self.accept(submission)
         self.write(submission, 0, token_ids)
@@ -139,11 +148,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 class Delta(NamedTuple):
     """New tokens of one choice."""
 
-    submission: Wanted
+    submission: StreamRequest
     first: int
     token_ids: Sequence[int]
     choice: int = 0
-    # For each token its own entry and the most likely ones; for none of them if nobody asked.
+    # For each token its own entry and the most likely ones; empty unless requested.
     logprobs: Sequence[Sequence[Entry]] = ()
 
 
@@ -155,7 +164,7 @@ def deltas(*entries: Delta) -> pb.TokenDeltas:
         token_ids=[id_ for entry in entries for id_ in entry.token_ids],
         num_tokens=[len(entry.token_ids) for entry in entries],
         num_logprobs=_counts(entries),
-        logprobs=pack(told for entry in entries for one in entry.logprobs for told in one),
+        logprobs=pack(e for entry in entries for token in entry.logprobs for e in token),
     )
 
 
@@ -169,7 +178,7 @@ def pack(entries: Iterable[Entry]) -> bytes:
 
 
 def choice_end(
-    submission: Wanted,
+    submission: StreamRequest,
     num_tokens: int,
     reason: pb.EndReason.ValueType = pb.END_REASON_LENGTH,
     **parts: Any,

@@ -26,27 +26,27 @@ class Stack:
         self.models = model_pb2_grpc.ModelServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
-    async def becomes(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
-        async for answer in self.health.Watch(health_pb2.HealthCheckRequest(service="ready")):
-            if answer.status == status:
+    async def wait_for_status(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        async for response in self.health.Watch(health_pb2.HealthCheckRequest(service="ready")):
+            if response.status == status:
                 return
 
     def encode(self, text: str) -> list[int]:
-        model = self.gateway.served.named(None)
+        model = self.gateway.served.get(None)
         return list(model.files.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    async def the_next_request_works(self) -> None:
-        """And all that was said to the scheduler before has arrived there."""
+    async def check_next_request(self) -> None:
+        """Serve a request; all parts sent to the scheduler before it have arrived then."""
         call = self.inference.Generate(inference_pb2.GenerateRequest(text="The"))
         await self.scheduler.serve_one(self.encode("fox"))
         assert (await call).choices[0].text == "fox"
 
     def is_idle(self) -> bool:
-        return self.gateway.link.requests.is_idle and not self.gateway.calls.num_live
+        return self.gateway.scheduler.requests.is_idle and not self.gateway.calls.num_live
 
 
 def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
-    """The error's reason and what it says of it."""
+    """The error's reason and metadata."""
     info = error_details_pb2.ErrorInfo()
     status = rpc_status.from_call(error)
     assert status is not None

@@ -1,4 +1,4 @@
-"""Small real tokenizers, built on the spot."""
+"""Small real tokenizers, trained or defined in memory."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -12,7 +12,7 @@ BOS = "<s>"
 
 
 def byte_level(vocab_size: int = 400) -> Tokenizer:
-    """As GPT-2's and Llama 3's: every token is some bytes, not always whole characters."""
+    """As GPT-2's and Llama 3's: tokens are byte strings, not always whole characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,7 +27,7 @@ def byte_level(vocab_size: int = 400) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: words begin with U+2581, what has no token is written in byte tokens."""
+    """As Llama 2's: words begin with U+2581, characters without a token become byte tokens."""
     pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "c", "d", "e", "é", "日", "!", "\N{REPLACEMENT CHARACTER}"]
     merges = [("▁", "a"), ("▁a", "b"), ("c", "d"), ("▁", "▁")]
@@ -58,7 +58,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """The same vocabulary with the decoder that older SentencePiece conversions carry."""
+    """The same vocabulary with the decoder of older SentencePiece conversions."""
     tokenizer = byte_fallback()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     return tokenizer

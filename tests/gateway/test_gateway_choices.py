@@ -1,11 +1,11 @@
-"""Several choices of one request: written at once, ended one by one."""
+"""Several choices of one request: streamed together, ended one by one."""
 
 import grpc
 import pytest
 from gateway_fake_scheduler import Delta, choice_end, deltas
 from gateway_stack import Stack
 
-from gateway_svc.multiplexer import Multiplexer
+from gateway_svc.scheduler.multiplexer import Multiplexer
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError
 from quire.v1 import inference_pb2 as pb
@@ -18,7 +18,7 @@ def request(n: int, **params: object) -> pb.StreamGenerateRequest:
 
 
 async def written(call: grpc.aio.UnaryStreamCall) -> tuple[list[list[pb.ChoiceDelta]], pb.Usage]:
-    """The deltas of each choice, and the usage; what every stream keeps to is asserted."""
+    """The deltas of each choice, and the usage; asserts the invariants of every stream."""
     responses = [response async for response in call]
     assert not any(response.HasField("usage") for response in responses[:-1])
     by_choice: dict[int, list[pb.ChoiceDelta]] = {}
@@ -44,7 +44,7 @@ def tokens_of(parts: list[pb.ChoiceDelta]) -> list[int]:
     return [id_ for part in parts for id_ in part.token_ids]
 
 
-async def test_choices_are_written_together_and_end_in_any_order(stack: Stack) -> None:
+async def test_choices_are_streamed_together_and_end_in_any_order(stack: Stack) -> None:
     ids = [stack.encode(text) for text in TEXTS]
     call = stack.inference.StreamGenerate(request(3))
     submission = await stack.scheduler.submissions.get()
@@ -56,7 +56,7 @@ async def test_choices_are_written_together_and_end_in_any_order(stack: Stack) -
             for choice in (2, 0, 1)
             if at < len(ids[choice])
         ]
-        stack.scheduler.say(deltas=deltas(*entries))
+        stack.scheduler.send(deltas=deltas(*entries))
     for choice in (1, 2, 0):
         stack.scheduler.end(
             submission, len(ids[choice]), choice=choice, num_cached_prompt_tokens=choice + 1
@@ -71,14 +71,14 @@ async def test_choices_are_written_together_and_end_in_any_order(stack: Stack) -
     )
 
 
-async def test_one_message_carries_what_one_frame_says_of_all_choices(stack: Stack) -> None:
+async def test_one_message_carries_one_frame_of_all_choices(stack: Stack) -> None:
     ids = [stack.encode(text) for text in TEXTS]
     call = stack.inference.StreamGenerate(request(3))
     submission = await stack.scheduler.submissions.get()
     stack.scheduler.accept(submission)
     await call.read()
     entries = (Delta(submission, 0, ids[choice], choice) for choice in (1, 0, 2))
-    stack.scheduler.say(deltas=deltas(*entries), choice_ends=[choice_end(submission, len(ids[0]))])
+    stack.scheduler.send(deltas=deltas(*entries), choice_ends=[choice_end(submission, len(ids[0]))])
     response = await call.read()
     assert [(delta.index, delta.text) for delta in response.deltas] == list(enumerate(TEXTS))
     assert [delta.finish_reason for delta in response.deltas] == [pb.FINISH_REASON_LENGTH, 0, 0]
@@ -91,7 +91,7 @@ async def test_one_message_carries_what_one_frame_says_of_all_choices(stack: Sta
     assert await call.read() == grpc.aio.EOF
 
 
-async def test_generate_answers_once_with_all_choices_in_order(stack: Stack) -> None:
+async def test_generate_returns_all_choices_in_order(stack: Stack) -> None:
     ids = [stack.encode(text) for text in TEXTS]
     params = pb.SamplingParams(n=3)
     call = stack.inference.Generate(pb.GenerateRequest(text="The", sampling_params=params))
@@ -100,18 +100,18 @@ async def test_generate_answers_once_with_all_choices_in_order(stack: Stack) -> 
     for choice in (2, 1, 0):
         stack.scheduler.write(submission, 0, ids[choice], choice)
         stack.scheduler.end(submission, len(ids[choice]), choice=choice)
-    answer = await call
-    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(TEXTS))
-    assert [list(choice.token_ids) for choice in answer.choices] == ids
-    assert answer.usage.completion_tokens == sum(map(len, ids))
+    response = await call
+    assert [(choice.index, choice.text) for choice in response.choices] == list(enumerate(TEXTS))
+    assert [list(choice.token_ids) for choice in response.choices] == ids
+    assert response.usage.completion_tokens == sum(map(len, ids))
 
 
-async def test_a_stop_string_ends_its_choice_while_the_others_go_on(stack: Stack) -> None:
+async def test_a_stop_string_ends_only_its_choice(stack: Stack) -> None:
     ids = [stack.encode(text) for text in ("one two three", "one STOP two", "STO three")]
     call = stack.inference.StreamGenerate(request(3, stop=["STOP"]))
     submission = await stack.scheduler.submissions.get()
     stack.scheduler.accept(submission)
-    stack.scheduler.say(deltas=deltas(*(Delta(submission, 0, ids[c][:3], c) for c in range(3))))
+    stack.scheduler.send(deltas=deltas(*(Delta(submission, 0, ids[c][:3], c) for c in range(3))))
     for at in range(3, len(ids[1])):
         stack.scheduler.write(submission, at, ids[1][at : at + 1], choice=1)
     finish = await stack.scheduler.finishes.get()
@@ -128,7 +128,7 @@ async def test_a_stop_string_ends_its_choice_while_the_others_go_on(stack: Stack
     assert list(map(tokens_of, parts)) == [ids[0], kept, ids[2]]
     assert [choice[-1].stop_string for choice in parts] == ["", "STOP", ""]
     assert usage.completion_tokens == len(ids[0]) + len(kept) + len(ids[2])
-    await stack.the_next_request_works()
+    await stack.check_next_request()
     assert stack.scheduler.finishes.empty()
 
 
@@ -136,8 +136,8 @@ async def test_a_choice_that_has_ended_is_not_finished_again(stack: Stack) -> No
     ids = stack.encode("ab STOP")
     call = stack.inference.StreamGenerate(request(2, stop=["STOP"]))
     submission = await stack.scheduler.submissions.get()
-    # Both are there when the gateway looks for the stop string.
-    stack.scheduler.say(
+    # Both are queued when the gateway checks for the stop string.
+    stack.scheduler.send(
         deltas=deltas(Delta(submission, 0, ids, choice=1)),
         choice_ends=[choice_end(submission, len(ids), choice=1)],
     )
@@ -146,11 +146,11 @@ async def test_a_choice_that_has_ended_is_not_finished_again(stack: Stack) -> No
     parts, _ = await written(call)
     assert list(map(text_of, parts)) == ["a", "ab "]
     assert parts[1][-1].stop_string == "STOP"
-    await stack.the_next_request_works()
+    await stack.check_next_request()
     assert stack.scheduler.finishes.empty()
 
 
-async def test_the_first_end_of_a_choice_wins(stack: Stack) -> None:
+async def test_events_after_the_end_of_a_choice_are_dropped(stack: Stack) -> None:
     ids = stack.encode("abcd")
     call = stack.inference.StreamGenerate(request(2))
     submission = await stack.scheduler.submissions.get()
@@ -164,7 +164,7 @@ async def test_the_first_end_of_a_choice_wins(stack: Stack) -> None:
     )
     stack.scheduler.write(submission, 2, ids[2:], choice=1)
     stack.scheduler.end(submission, 4, choice=1)
-    # Nobody asked for a third choice.
+    # Not requested: a third choice.
     stack.scheduler.write(submission, 0, ids, choice=2)
     stack.scheduler.write(submission, 0, ids)
     stack.scheduler.end(submission, 4)
@@ -184,12 +184,12 @@ async def test_a_failure_ends_the_whole_request(stack: Stack) -> None:
         async for _ in call:
             pass
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert stack.gateway.link.requests.is_idle
-    await stack.the_next_request_works()
+    assert stack.gateway.scheduler.requests.is_idle
+    await stack.check_next_request()
     assert stack.scheduler.cancellations.empty()
 
 
-async def test_a_gap_in_one_choice_asks_again_for_all(stack: Stack) -> None:
+async def test_a_gap_in_one_choice_attaches_again_for_all(stack: Stack) -> None:
     ids = stack.encode("ab")
     call = stack.inference.StreamGenerate(request(2))
     submission = await stack.scheduler.submissions.get()
@@ -197,7 +197,7 @@ async def test_a_gap_in_one_choice_asks_again_for_all(stack: Stack) -> None:
     stack.scheduler.write(submission, 1, ids[1:], choice=1)
     again = await stack.scheduler.submissions.get()
     assert again.next_indices == [1, 0]
-    # A late one of the attachment that was given up.
+    # Late, of the attachment that was replaced.
     stack.scheduler.write(submission, 1, [5])
     for choice, first in enumerate(again.next_indices):
         stack.scheduler.write(again, first, ids[first:], choice)
@@ -206,7 +206,7 @@ async def test_a_gap_in_one_choice_asks_again_for_all(stack: Stack) -> None:
     assert list(map(tokens_of, parts)) == [ids, ids]
 
 
-async def test_a_client_that_leaves_while_a_choice_is_written_cancels(stack: Stack) -> None:
+async def test_a_client_that_disconnects_between_the_ends_of_choices_cancels(stack: Stack) -> None:
     ids = stack.encode("ab")
     call = stack.inference.StreamGenerate(request(2))
     submission = await stack.scheduler.submissions.get()
@@ -218,15 +218,15 @@ async def test_a_client_that_leaves_while_a_choice_is_written_cancels(stack: Sta
     assert (await stack.scheduler.cancellations.get()).attachment == submission.attachment
 
 
-async def test_the_bound_of_queued_tokens_is_the_requests() -> None:
-    """One that fills it gets no more, and is cancelled though a choice has ended meanwhile."""
+async def test_the_bound_of_queued_tokens_covers_all_choices() -> None:
+    """A stream that exceeds it fails and detaches, although one choice ended meanwhile."""
     requests = Multiplexer(10, wait_s=30)
-    requests.open()
+    requests.on_connected()
     submission = scheduler_pb2.Submission()
-    state = gateway_pb2.StreamState(num_choices=2)
+    state = gateway_pb2.ResumeState(num_choices=2)
     overflows: list[bool] = []
     stream = requests.submit(submission, state, lambda: overflows.append(True))
-    await requests.outbox.take()
+    await requests.send_queue.get()
     entries = [Delta(submission, 0, [5] * 5, choice) for choice in range(2)]
     requests.deliver(scheduler_pb2.ConnectResponse(deltas=deltas(*entries)))
     assert not overflows
@@ -239,21 +239,21 @@ async def test_the_bound_of_queued_tokens_is_the_requests() -> None:
     assert overflows == [True]
     late = Delta(submission, 6, [5], choice=1)
     requests.deliver(scheduler_pb2.ConnectResponse(deltas=deltas(late)))
-    with pytest.raises(RequestError, match="more than 10 tokens waited"):
-        await stream.take()
-    requests.leave(stream)
-    frame = await requests.outbox.take()
+    with pytest.raises(RequestError, match="more than 10 tokens were queued"):
+        await stream.get()
+    requests.close(stream)
+    frame = await requests.send_queue.get()
     [detachment] = frame.detachments
     assert detachment == scheduler_pb2.Detachment(attachment=submission.attachment)
     assert not frame.cancellations
     assert requests.is_idle
 
 
-async def test_what_was_there_before_an_acceptance_fills_no_queue() -> None:
+async def test_replayed_tokens_do_not_count_towards_the_bound() -> None:
     requests = Multiplexer(10, wait_s=30)
-    requests.open()
+    requests.on_connected()
     submission = scheduler_pb2.Submission()
-    state = gateway_pb2.StreamState(num_choices=2)
+    state = gateway_pb2.ResumeState(num_choices=2)
     stream = requests.submit(submission, state, lambda: None)
     replay = [Delta(submission, 0, [5] * 100, choice) for choice in range(2)]
     acceptance = scheduler_pb2.Acceptance(attachment=submission.attachment)

@@ -1,3 +1,5 @@
+"""Incremental detokenization against decoding all tokens at once."""
+
 from itertools import pairwise
 
 import gateway_tokenizers
@@ -6,30 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway_svc.detokenizer import Detokenizer, Vocabulary
+from gateway_svc.text.detokenizer import Detokenizer, Vocabulary
 
 VOCABULARIES = {
-    "byte_level": Vocabulary.of(gateway_tokenizers.byte_level()),
-    "byte_fallback": Vocabulary.of(gateway_tokenizers.byte_fallback()),
-    "metaspace": Vocabulary.of(gateway_tokenizers.metaspace()),
+    "byte_level": Vocabulary.from_tokenizer(gateway_tokenizers.byte_level()),
+    "byte_fallback": Vocabulary.from_tokenizer(gateway_tokenizers.byte_fallback()),
+    "metaspace": Vocabulary.from_tokenizer(gateway_tokenizers.metaspace()),
 }
 MOST_IDS = 420
 every_vocabulary = pytest.mark.parametrize("name", VOCABULARIES)
-# Up to beyond every vocabulary.
+# Includes ids beyond every vocabulary.
 token_ids = st.lists(st.integers(0, MOST_IDS), max_size=60)
 
 
-def written(detokenizer: Detokenizer, token_ids: list[int]) -> str:
-    return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+def decoded_text(detokenizer: Detokenizer, token_ids: list[int]) -> str:
+    return "".join(detokenizer.push([id_]) for id_ in token_ids) + detokenizer.flush()
 
 
 @every_vocabulary
 @given(ids=token_ids, skip=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_joined_deltas_are_the_decoding_of_all(name: str, ids: list[int], skip: bool) -> None:
+def test_joined_deltas_equal_decoding_all_at_once(name: str, ids: list[int], skip: bool) -> None:
     vocabulary = VOCABULARIES[name]
     whole = vocabulary.tokenizer.decode(ids, skip_special_tokens=skip)
-    assert written(Detokenizer(vocabulary, skip), ids) == whole
+    assert decoded_text(Detokenizer(vocabulary, skip), ids) == whole
 
 
 @every_vocabulary
@@ -42,7 +44,7 @@ def test_deltas_of_a_text_never_split_a_character(name: str, text: str) -> None:
     detokenizer = Detokenizer(vocabulary)
     sent = ""
     for id_ in ids:
-        sent += detokenizer.push(id_)
+        sent += detokenizer.push([id_])
         assert whole.startswith(sent)
     assert sent + detokenizer.flush() == whole
 
@@ -59,7 +61,7 @@ def test_a_context_keeps_the_space_between_prompt_and_text(name: str, text: str,
     prompt = vocabulary.decode(ids[:cut])
     if prompt.endswith("\N{REPLACEMENT CHARACTER}"):
         return
-    text_after = written(Detokenizer(vocabulary, context=ids[:cut]), ids[cut:])
+    text_after = decoded_text(Detokenizer(vocabulary, context=ids[:cut]), ids[cut:])
     assert prompt + text_after == vocabulary.decode(ids)
 
 
@@ -71,14 +73,14 @@ def test_a_context_keeps_the_space_between_prompt_and_text(name: str, text: str,
     context=st.lists(st.integers(0, MOST_IDS), max_size=6),
 )
 @settings(max_examples=300, deadline=None)
-def test_tokens_give_the_same_together_as_one_by_one(
+def test_tokens_pushed_together_give_the_text_of_single_pushes(
     name: str, ids: list[int], cuts: list[int], skip: bool, context: list[int]
 ) -> None:
     one_by_one = Detokenizer(VOCABULARIES[name], skip, context)
     together = Detokenizer(VOCABULARIES[name], skip, context)
     for begin, end in pairwise([0, *sorted(cuts), len(ids)]):
         piece = ids[begin:end]
-        assert together.push_all(piece) == "".join(map(one_by_one.push, piece))
+        assert together.push(piece) == "".join(one_by_one.push([id_]) for id_ in piece)
     assert together.flush() == one_by_one.flush()
 
 
@@ -88,8 +90,8 @@ def test_unfinished_characters_end_as_the_replacement_character() -> None:
     byte_ids = [vocabulary.tokenizer.token_to_id(byte) for byte in "æĹ"]
     assert smile
     detokenizer = Detokenizer(vocabulary)
-    assert detokenizer.push(byte_ids[0]) == ""
-    assert detokenizer.push(byte_ids[1]) == ""
+    assert detokenizer.push(byte_ids[:1]) == ""
+    assert detokenizer.push(byte_ids[1:]) == ""
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
@@ -112,11 +114,11 @@ def test_a_token_is_decoded_a_bounded_number_of_times(
     for pattern in ([letter], [broken], [letter, broken]):
         decoded = 0
         ids = pattern * (3000 // len(pattern))
-        written(Detokenizer(vocabulary), ids)
+        decoded_text(Detokenizer(vocabulary), ids)
         assert decoded < 20 * len(ids)
 
 
 def test_ids_without_a_token_have_no_text() -> None:
     tokenizer: Tokenizer = VOCABULARIES["byte_level"].tokenizer
     assert tokenizer.id_to_token(MOST_IDS) is None
-    assert written(Detokenizer(VOCABULARIES["byte_level"]), [MOST_IDS]) == ""
+    assert decoded_text(Detokenizer(VOCABULARIES["byte_level"]), [MOST_IDS]) == ""

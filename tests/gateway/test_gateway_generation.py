@@ -1,3 +1,5 @@
+"""Unary and streaming generation, from the client's request to the scheduler and back."""
+
 import asyncio
 import hashlib
 
@@ -49,7 +51,7 @@ async def test_a_stream_from_acceptance_to_usage(stack: Stack) -> None:
     )
 
 
-async def test_generate_answers_once(stack: Stack) -> None:
+async def test_generate_returns_one_response(stack: Stack) -> None:
     ids = stack.encode("brown" + EOS)
     call = stack.inference.Generate(pb.GenerateRequest(text="The"))
     submission = await stack.scheduler.submissions.get()
@@ -89,7 +91,7 @@ async def test_a_stop_string_ends_the_choice_and_never_leaks(stack: Stack) -> No
     for index, id_ in enumerate(ids):
         stack.scheduler.write(submission, index, [id_])
     finish = await stack.scheduler.finishes.get()
-    model = stack.gateway.served.named(None)
+    model = stack.gateway.served.get(None)
     kept = model.vocabulary.decode(ids[: finish.num_tokens])
     assert "STOP" in kept
     assert "STOP" not in model.vocabulary.decode(ids[: finish.num_tokens - 1])
@@ -103,7 +105,7 @@ async def test_a_stop_string_ends_the_choice_and_never_leaks(stack: Stack) -> No
     assert responses[-1].usage.completion_tokens == finish.num_tokens
 
 
-async def test_a_stop_string_in_the_last_tokens_wins_over_length(stack: Stack) -> None:
+async def test_a_stop_string_in_the_last_tokens_takes_precedence_over_length(stack: Stack) -> None:
     ids = stack.encode("ab STOP")
     params = pb.SamplingParams(stop=["STOP"])
     call = stack.inference.Generate(pb.GenerateRequest(text="x", sampling_params=params))
@@ -112,7 +114,7 @@ async def test_a_stop_string_in_the_last_tokens_wins_over_length(stack: Stack) -
     assert (choice.text, choice.stop_string) == ("ab ", "STOP")
 
 
-async def test_the_beginning_of_a_stop_string_comes_out_at_the_end(stack: Stack) -> None:
+async def test_the_beginning_of_a_stop_string_is_emitted_at_the_end(stack: Stack) -> None:
     params = pb.SamplingParams(stop=["STOP"])
     call = stack.inference.Generate(pb.GenerateRequest(text="x", sampling_params=params))
     await stack.scheduler.serve_one(stack.encode("ab STO"))
@@ -138,7 +140,7 @@ async def test_characters_of_several_tokens_are_never_split(stack: Stack) -> Non
     assert written == text
 
 
-async def test_tokens_told_twice_are_dropped_and_missing_ones_asked_for(stack: Stack) -> None:
+async def test_repeated_tokens_are_dropped_and_missing_ones_requested(stack: Stack) -> None:
     ids = stack.encode("abcdef")
     call = stack.inference.StreamGenerate(request())
     submission = await stack.scheduler.submissions.get()
@@ -163,9 +165,7 @@ async def test_tokens_told_twice_are_dropped_and_missing_ones_asked_for(stack: S
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
-async def test_a_scheduler_that_skips_tokens_for_ever_is_at_fault(
-    stack: Stack, at_the_end: bool
-) -> None:
+async def test_repeated_gaps_fail_the_request(stack: Stack, at_the_end: bool) -> None:
     call = stack.inference.StreamGenerate(request())
     for _ in range(4):
         submission = await stack.scheduler.submissions.get()
@@ -191,14 +191,14 @@ async def test_sixty_four_requests_share_frames(stack: Stack) -> None:
     assert stack.scheduler.num_frames <= len(calls)
     for index, id_ in enumerate(ids):
         entries = (Delta(submission, index, [id_]) for submission in submissions)
-        stack.scheduler.say(deltas=deltas(*entries))
+        stack.scheduler.send(deltas=deltas(*entries))
     for submission in submissions:
         stack.scheduler.end(submission, len(ids))
     for response in await asyncio.gather(*pending):
         assert response.choices[0].text == "The quick brown fox"
 
 
-async def test_a_conversation_is_rendered_as_the_template_says(stack: Stack) -> None:
+async def test_a_conversation_is_rendered_with_the_template(stack: Stack) -> None:
     messages = [pb.Message(role="user", content="hi"), pb.Message(role="assistant", content="yo")]
     conversation = pb.Conversation(messages=messages)
     call = stack.inference.Generate(pb.GenerateRequest(conversation=conversation))
@@ -208,7 +208,7 @@ async def test_a_conversation_is_rendered_as_the_template_says(stack: Stack) -> 
     assert (await call).choices[0].text == "ab"
 
 
-async def test_salt_and_digest_travel(stack: Stack) -> None:
+async def test_salt_and_digest_are_sent(stack: Stack) -> None:
     async def submit(**parts: object) -> scheduler_pb2.Submission:
         call = stack.inference.Generate(pb.GenerateRequest(text="x", request_id="a", **parts))
         submission = await stack.scheduler.serve_one([3])
@@ -220,7 +220,7 @@ async def test_salt_and_digest_travel(stack: Stack) -> None:
     assert (first.cache_salt, other.cache_salt) == (b"", b"s")
 
 
-async def test_the_priority_travels(stack: Stack) -> None:
+async def test_the_priority_is_sent(stack: Stack) -> None:
     async def submit(**parts: object) -> scheduler_pb2.Submission:
         call = stack.inference.Generate(pb.GenerateRequest(text="x", **parts))
         submission = await stack.scheduler.serve_one([3])

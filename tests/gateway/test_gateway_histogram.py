@@ -1,4 +1,4 @@
-"""Histograms are told as prometheus_client tells its own."""
+"""Histograms are exposed as prometheus_client exposes its own."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Theirs
 from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
 
-from gateway_svc.histogram import Histogram
+from gateway_svc.metrics.histogram import Histogram
 
 BOUNDS = (0.001, 0.0025, 0.5, 1.0, 40.0)
 
 
-def told(registry: CollectorRegistry, generate: Callable[..., bytes]) -> list[tuple[str, object]]:
-    """Lines and their values. Sums may differ in their last digits, times of creation in all."""
+def samples(
+    registry: CollectorRegistry, generate: Callable[..., bytes]
+) -> list[tuple[str, object]]:
+    """Lines and their values; sums rounded, times of creation dropped."""
     found: list[tuple[str, object]] = []
     for line in generate(registry).decode().splitlines():
         name, _, value = line.rpartition(" ")
@@ -32,7 +34,7 @@ def told(registry: CollectorRegistry, generate: Callable[..., bytes]) -> list[tu
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_it_tells_what_theirs_tells(observed: list[tuple[float, int]]) -> None:
+def test_exposition_equals_that_of_prometheus_client(observed: list[tuple[float, int]]) -> None:
     our_registry, their_registry = CollectorRegistry(), CollectorRegistry()
     ours = Histogram("quire:seconds", "Time.", BOUNDS, our_registry)
     theirs = Theirs("quire:seconds", "Time.", buckets=BOUNDS, registry=their_registry)
@@ -41,4 +43,4 @@ def test_it_tells_what_theirs_tells(observed: list[tuple[float, int]]) -> None:
         for _ in range(times):
             theirs.observe(value)
     for generate in (generate_latest, generate_open_metrics):
-        assert told(our_registry, generate) == told(their_registry, generate)
+        assert samples(our_registry, generate) == samples(their_registry, generate)

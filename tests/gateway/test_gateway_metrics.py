@@ -1,4 +1,4 @@
-"""What a gateway tells of the times and ends of its requests."""
+"""Latencies and outcomes of requests, as the gateway's metrics report them."""
 
 import asyncio
 import urllib.request
@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
-from gateway_svc.choice import Outcome, Written
-from gateway_svc.metrics import GatewayMetrics
+from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
+from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.service.channels import channel_options
@@ -21,7 +21,7 @@ from quire.v1 import inference_pb2 as pb
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -31,7 +31,7 @@ class Clock:
 
 
 async def scrape(gateway: Gateway) -> dict[tuple[str, ...], float]:
-    """Samples by name and labels' values."""
+    """Samples by name and label values."""
     server = gateway.metrics_server
     assert server is not None
 
@@ -57,13 +57,13 @@ async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[S
     address = await gateway.start()
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         stack = Stack(gateway, scheduler, port, address, channel)
-        await asyncio.wait_for(stack.becomes(health_pb2.HealthCheckResponse.SERVING), 10)
+        await asyncio.wait_for(stack.wait_for_status(health_pb2.HealthCheckResponse.SERVING), 10)
         yield stack
     await gateway.stop()
     await scheduler.stop()
 
 
-async def test_times_and_ends_of_requests_are_told(stack: Stack) -> None:
+async def test_latencies_and_outcomes_are_counted(stack: Stack) -> None:
     seen = await scrape(stack.gateway)
     assert seen["request_success_total", "stop"] == seen["request_success_total", "length"] == 0
     params = pb.SamplingParams(n=2)
@@ -76,7 +76,7 @@ async def test_times_and_ends_of_requests_are_told(stack: Stack) -> None:
     await anext(responses)
     for at in (0, 1):
         entries = (Delta(submission, at, [at + 5], choice) for choice in (0, 1))
-        stack.scheduler.say(deltas=deltas(*entries))
+        stack.scheduler.send(deltas=deltas(*entries))
         await anext(responses)
     for choice in (0, 1):
         stack.scheduler.end(submission, 2, choice=choice)
@@ -89,17 +89,17 @@ async def test_times_and_ends_of_requests_are_told(stack: Stack) -> None:
     assert ("request_failure_total", "cancelled") not in seen
 
 
-async def test_failures_are_told_by_their_codes(stack: Stack) -> None:
+async def test_failures_are_counted_by_code(stack: Stack) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await stack.inference.Generate(pb.GenerateRequest())
     failing = stack.inference.Generate(pb.GenerateRequest(text="The"))
     stack.scheduler.fail(await stack.scheduler.submissions.get(), grpc.StatusCode.UNAVAILABLE)
     with pytest.raises(grpc.aio.AioRpcError):
         await failing
-    left = stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="The"))
+    cancelled = stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="The"))
     stack.scheduler.accept(await stack.scheduler.submissions.get())
-    await left.read()
-    left.cancel()
+    await cancelled.read()
+    cancelled.cancel()
     await until(stack.is_idle, "the end of the cancelled call")
     seen = await scrape(stack.gateway)
     for code in ("invalid_argument", "unavailable", "cancelled"):
@@ -107,24 +107,24 @@ async def test_failures_are_told_by_their_codes(stack: Stack) -> None:
     assert seen["e2e_request_latency_seconds_count",] == 0
 
 
-async def test_tokens_that_come_together_share_their_time() -> None:
+async def test_tokens_received_together_share_their_time() -> None:
     clock = Clock()
     metrics = GatewayMetrics(clock)
     with metrics.request() as times:
         clock.now += 2
 
-        async def updates() -> AsyncIterator[list[Written]]:
+        async def updates() -> AsyncIterator[list[ChoiceUpdate]]:
             yield []
             clock.now += 1
-            yield [Written(0, "a", (1, 2), 0, None), Written(1, "a", (1,), 0, None)]
+            yield [ChoiceUpdate(0, "a", (1, 2), 0, None), ChoiceUpdate(1, "a", (1,), 0, None)]
             clock.now += 0.3
-            yield [Written(0, "bcd", (3, 4, 5), 2, None)]
+            yield [ChoiceUpdate(0, "bcd", (3, 4, 5), 2, None)]
             clock.now += 0.1
-            yield [Written(1, "b", (2,), 1, Outcome(0, stop_string="b"))]
+            yield [ChoiceUpdate(1, "b", (2,), 1, ChoiceEnd(0, stop_string="b"))]
             clock.now += 0.5
-            yield [Written(0, "", (), 5, Outcome(0))]
+            yield [ChoiceUpdate(0, "", (), 5, ChoiceEnd(0))]
 
-        assert [len(update) async for update in times.of(updates())] == [0, 2, 1, 1, 1]
+        assert [len(update) async for update in times.measure(updates())] == [0, 2, 1, 1, 1]
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"quire:{name}", labels)
@@ -140,7 +140,7 @@ async def test_tokens_that_come_together_share_their_time() -> None:
     assert value("request_success_total", finished_reason="length") == 1
 
 
-async def test_a_port_in_use_ends_the_start(
+async def test_a_metrics_port_in_use_fails_the_start(
     stack: Stack, settings_for: Callable[..., GatewaySettings]
 ) -> None:
     server = stack.gateway.metrics_server

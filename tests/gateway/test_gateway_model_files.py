@@ -1,3 +1,5 @@
+"""Reading model folders and rendering chat templates."""
+
 import json
 import shutil
 from pathlib import Path
@@ -5,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway_svc import model_files
-from gateway_svc.chat_template import ChatTemplate, TemplateError
-from gateway_svc.model_files import ModelFilesError
+from gateway_svc.text import model_files
+from gateway_svc.text.chat_template import ChatTemplate, TemplateError
+from gateway_svc.text.model_files import ModelFilesError
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_a_folder_is_read(folder: Path) -> None:
         ({"vocab_size": 3}, (3, None, ())),
     ],
 )
-def test_numbers_from_wherever_a_config_has_them(
+def test_numbers_from_every_place_in_a_config(
     folder: Path, config: dict[str, Any], expected: tuple[int, int | None, tuple[int, ...]]
 ) -> None:
     (folder / "generation_config.json").unlink()
@@ -69,7 +71,7 @@ def test_a_template_in_the_tokenizer_config(folder: Path, named: bool) -> None:
     assert template.render([{"role": "user", "content": "hi"}], True) == "</s>hi"
 
 
-def test_a_tokenizer_in_slow_form_only_is_refused_by_name(folder: Path) -> None:
+def test_a_slow_tokenizer_is_refused_by_name(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"")
     write(folder / "tokenizer_config.json", {"tokenizer_class": "SlowTokenizer"})
@@ -87,7 +89,7 @@ def test_missing_and_broken_files_are_named(folder: Path, name: str) -> None:
         model_files.load(str(folder), None)
 
 
-def test_a_folder_that_is_not_there() -> None:
+def test_a_missing_folder() -> None:
     with pytest.raises(ModelFilesError, match=r"\./nowhere: no such folder"):
         model_files.load("./nowhere", None)
 
@@ -105,7 +107,7 @@ def test_a_folder_that_is_not_there() -> None:
         ("{{ tools is none }} {{ strftime_now('%Y') | length }}", "True 4"),
     ],
 )
-def test_templates_are_rendered_as_models_expect(source: str, expected: str) -> None:
+def test_templates_are_rendered_as_in_transformers(source: str, expected: str) -> None:
     assert ChatTemplate(source, {}).render([{"role": "a", "content": "hi"}], True) == expected
 
 
@@ -120,6 +122,6 @@ def test_templates_are_rendered_as_models_expect(source: str, expected: str) -> 
         "{{ ''.__class__.__mro__ }}",
     ],
 )
-def test_a_template_that_fails_raises_its_own_error(source: str) -> None:
+def test_a_failing_template_raises_template_error(source: str) -> None:
     with pytest.raises(TemplateError):
         ChatTemplate(source, {}).render([{"role": "a", "content": "hi"}], True)

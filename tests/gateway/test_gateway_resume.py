@@ -1,4 +1,4 @@
-"""Streams that clients go on with, windows in which they may, and ids that are asked for again."""
+"""Resumed streams, resume windows, and ids that are submitted again."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from waiting import until
 
+from gateway_svc.generation.submission import request_digest
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
-from gateway_svc.submission import digest_of
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.channels import channel_options
 from quire.v1 import inference_pb2 as pb
@@ -25,7 +25,7 @@ PARAMS = pb.SamplingParams(n=3, stop=["STOP"], skip_special_tokens=False)
 
 
 async def begun(stack: Stack, **parts: object) -> scheduler_pb2.Submission:
-    """A request whose client has left when this returns."""
+    """Submit a request and disconnect its client."""
     request = pb.StreamGenerateRequest()
     request.MergeFrom(REQUEST)
     request.MergeFrom(pb.StreamGenerateRequest(**parts))
@@ -57,7 +57,7 @@ def replay(
     ids: Sequence[Sequence[int]],
     ends: Sequence[int],
 ) -> None:
-    """Everything of a request that has ended, in one frame."""
+    """Send all of a request that has ended, in one frame."""
     entries = [Delta(attachment, 0, ids[choice], choice) for choice in range(len(ids))]
     stack.scheduler.accept(
         attachment,
@@ -70,15 +70,15 @@ def replay(
     )
 
 
-async def test_a_stream_goes_on_where_its_client_is(stack: Stack) -> None:
+async def test_a_stream_is_resumed_at_its_clients_index(stack: Stack) -> None:
     submission = await begun(stack, sampling_params=PARAMS)
     ids = [stack.encode(text) for text in TEXTS]
-    decode = stack.gateway.served.named(None).vocabulary.decode
+    decode = stack.gateway.served.get(None).vocabulary.decode
     stop_at = next(k for k in range(len(ids[0])) if "STOP" in decode(ids[0][:k]))
     ends = [stop_at, len(ids[1]), len(ids[2])]
     whole = ["Größe 🙂 ", *TEXTS[1:]]
     texts: list[dict[int, str]] = [{}, {}, {}]
-    # From before the first token up to behind the last one of each.
+    # From before the first token to after the last one of each.
     for next_indices in zip(*(range(end, -1, -1) for end in ends), strict=False):
         call = resume(stack, *next_indices)
         attachment = await attached(stack)
@@ -111,7 +111,7 @@ async def test_a_stream_goes_on_where_its_client_is(stack: Stack) -> None:
     assert got == whole
 
 
-async def test_a_live_stream_is_taken_over_and_its_stop_string_told(stack: Stack) -> None:
+async def test_a_live_stream_is_taken_over_and_finished_at_its_stop_string(stack: Stack) -> None:
     submission = await begun(stack, sampling_params=PARAMS)
     ids = stack.encode(TEXTS[0])
     call = resume(stack, 2)
@@ -123,12 +123,12 @@ async def test_a_live_stream_is_taken_over_and_its_stop_string_told(stack: Stack
     finish = await asyncio.wait_for(stack.scheduler.finishes.get(), 10)
     assert (finish.attachment, finish.choice) == (attachment.attachment, 0)
     call.cancel()
-    for left in (submission, attachment):
+    for closed in (submission, attachment):
         cancellation = await asyncio.wait_for(stack.scheduler.cancellations.get(), 10)
-        assert cancellation.attachment == left.attachment
+        assert cancellation.attachment == closed.attachment
 
 
-async def test_a_resumed_stream_outlives_the_link(stack: Stack) -> None:
+async def test_a_resumed_stream_survives_the_loss_of_the_connection(stack: Stack) -> None:
     submission = await begun(stack)
     ids = stack.encode("brown fox")
     call = resume(stack, 1)
@@ -146,11 +146,11 @@ async def test_a_resumed_stream_outlives_the_link(stack: Stack) -> None:
     stack.scheduler.write(again, 2, ids[2:])
     stack.scheduler.end(again, len(ids))
     text += "".join([part.text async for r in responses for part in r.deltas])
-    model = stack.gateway.served.named(None)
+    model = stack.gateway.served.get(None)
     assert model.vocabulary.decode(ids[:1]) + text == "brown fox"
 
 
-async def test_a_long_replay_fills_no_queue(stack: Stack) -> None:
+async def test_a_long_replay_does_not_count_towards_the_bound(stack: Stack) -> None:
     submission = await begun(stack)
     [x] = stack.encode("x")
     count = 50_000
@@ -158,12 +158,12 @@ async def test_a_long_replay_fills_no_queue(stack: Stack) -> None:
     replay(stack, await attached(stack), submission.opaque, [[x] * count], [count])
     texts = [part.text async for r in call for part in r.deltas]
     assert "".join(texts) == "x" * (count - 10)
-    # Written in pieces: others have their turn.
+    # Split into chunks, so that other requests are served in between.
     assert len(texts) > 100
 
 
 @pytest.mark.parametrize("reason", ["UNKNOWN_REQUEST", "TAKEN_OVER"])
-async def test_what_the_scheduler_says_passes_through(stack: Stack, reason: str) -> None:
+async def test_errors_of_the_scheduler_are_passed_on(stack: Stack, reason: str) -> None:
     code = grpc.StatusCode.NOT_FOUND if reason == "UNKNOWN_REQUEST" else grpc.StatusCode.ABORTED
     metadata = {"resumable": "false" if reason == "UNKNOWN_REQUEST" else "true"}
     detail = any_pb2.Any()
@@ -184,7 +184,7 @@ async def test_what_the_scheduler_says_passes_through(stack: Stack, reason: str)
         ("mine", [0] * 17, "next_token_indices"),
     ],
 )
-async def test_what_is_wrong_is_named_before_anything_is_taken(
+async def test_invalid_requests_are_refused_before_attaching(
     stack: Stack, request_id: str, next_indices: list[int], field: str
 ) -> None:
     request = pb.ResumeGenerateRequest(request_id=request_id, next_token_indices=next_indices)
@@ -198,7 +198,7 @@ async def test_what_is_wrong_is_named_before_anything_is_taken(
 @pytest.mark.parametrize(
     ("next_indices", "field"), [([0, 0], "next_token_indices"), ([5], "next_token_indices[0]")]
 )
-async def test_indices_that_are_not_the_requests_cost_it_nothing(
+async def test_wrong_indices_do_not_end_the_request(
     stack: Stack, next_indices: list[int], field: str
 ) -> None:
     submission = await begun(stack)
@@ -216,13 +216,13 @@ async def test_indices_that_are_not_the_requests_cost_it_nothing(
     if len(next_indices) > 1:
         detachment = await asyncio.wait_for(stack.scheduler.detachments.get(), 10)
         assert detachment == scheduler_pb2.Detachment(attachment=attachment.attachment)
-    await stack.the_next_request_works()
-    # Nothing but the one that began it.
+    await stack.check_next_request()
+    # Only that of the call that submitted it.
     assert stack.scheduler.cancellations.qsize() == 1
 
 
-async def test_a_request_of_another_model_is_let_go(stack: Stack) -> None:
-    state = gateway_pb2.StreamState(model="another", num_choices=1)
+async def test_a_request_of_another_model_is_detached(stack: Stack) -> None:
+    state = gateway_pb2.ResumeState(model="another", num_choices=1)
     call = resume(stack)
     attachment = await attached(stack)
     stack.scheduler.accept(attachment, state.SerializeToString())
@@ -234,7 +234,7 @@ async def test_a_request_of_another_model_is_let_go(stack: Stack) -> None:
     assert not detachment.client_gone
 
 
-async def test_a_state_that_nobody_can_read(stack: Stack) -> None:
+async def test_a_malformed_state_is_an_internal_error(stack: Stack) -> None:
     call = resume(stack)
     stack.scheduler.accept(await attached(stack), b"\xff\xff")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -243,7 +243,7 @@ async def test_a_state_that_nobody_can_read(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("window_s", [None, 0, 60])
-async def test_a_client_that_leaves_may_come_back_in_its_window(
+async def test_a_disconnected_client_may_resume_within_its_window(
     stack: Stack, window_s: int | None
 ) -> None:
     submission = await begun(stack, resume_window_s=window_s)
@@ -256,17 +256,17 @@ async def test_a_client_that_leaves_may_come_back_in_its_window(
     else:
         cancellation = await asyncio.wait_for(stack.scheduler.cancellations.get(), 10)
         assert cancellation.attachment == submission.attachment
-    # So it is for whoever goes on with it.
+    # The same applies to a client that resumes it.
     call = resume(stack)
     attachment = await attached(stack)
     stack.scheduler.accept(attachment, submission.opaque)
     await call.read()
     call.cancel()
-    left = stack.scheduler.detachments if window_s else stack.scheduler.cancellations
-    assert (await asyncio.wait_for(left.get(), 10)).attachment == attachment.attachment
+    parts = stack.scheduler.detachments if window_s else stack.scheduler.cancellations
+    assert (await asyncio.wait_for(parts.get(), 10)).attachment == attachment.attachment
 
 
-async def test_a_window_has_a_bound(stack: Stack) -> None:
+async def test_the_resume_window_is_bounded(stack: Stack) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.inference.Generate(pb.GenerateRequest(text="x", resume_window_s=3601))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -276,7 +276,7 @@ async def test_a_window_has_a_bound(stack: Stack) -> None:
 def test_the_same_request_has_the_same_digest() -> None:
     parts = {"text": "x", "request_id": "a", "sampling_params": pb.SamplingParams(n=2)}
     digests = {
-        digest_of(request)
+        request_digest(request)
         for request in (
             pb.GenerateRequest(**parts),
             pb.StreamGenerateRequest(**parts),
@@ -285,10 +285,10 @@ def test_the_same_request_has_the_same_digest() -> None:
         )
     }
     assert len(digests) == 1
-    assert digest_of(pb.GenerateRequest(**parts, priority=0)) not in digests
+    assert request_digest(pb.GenerateRequest(**parts, priority=0)) not in digests
 
 
-async def test_an_id_that_is_asked_for_again_goes_to_the_newer_call(stack: Stack) -> None:
+async def test_an_id_submitted_again_goes_to_the_newer_call(stack: Stack) -> None:
     detail = any_pb2.Any()
     detail.Pack(
         error_details_pb2.ErrorInfo(
@@ -296,11 +296,11 @@ async def test_an_id_that_is_asked_for_again_goes_to_the_newer_call(stack: Stack
         )
     )
     ids = stack.encode("fox")
-    former = stack.inference.StreamGenerate(REQUEST)
+    older = stack.inference.StreamGenerate(REQUEST)
     first = await stack.scheduler.submissions.get()
     stack.scheduler.accept(first)
     stack.scheduler.write(first, 0, ids[:1])
-    await former.read()
+    await older.read()
     newer = asyncio.ensure_future(
         stack.inference.Generate(pb.GenerateRequest(text="The quick", request_id="mine"))
     )
@@ -311,14 +311,14 @@ async def test_an_id_that_is_asked_for_again_goes_to_the_newer_call(stack: Stack
     stack.scheduler.end(second, len(ids))
     assert (await newer).choices[0].text == "fox"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await all_of(former)
+        await all_of(older)
     assert caught.value.code() is grpc.StatusCode.ABORTED
     assert info_of(caught.value).metadata == {"resumable": "true"}
-    await stack.the_next_request_works()
+    await stack.check_next_request()
     assert stack.scheduler.cancellations.empty()
 
 
-async def test_a_gateway_that_stops_lets_go_of_its_streams(
+async def test_a_stopping_gateway_detaches_its_streams(
     settings_for: Callable[..., GatewaySettings],
 ) -> None:
     scheduler = FakeScheduler()
@@ -327,7 +327,7 @@ async def test_a_gateway_that_stops_lets_go_of_its_streams(
     address = await gateway.start()
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         stack = Stack(gateway, scheduler, port, address, channel)
-        await asyncio.wait_for(stack.becomes(health_pb2.HealthCheckResponse.SERVING), 10)
+        await asyncio.wait_for(stack.wait_for_status(health_pb2.HealthCheckResponse.SERVING), 10)
         stream = stack.inference.StreamGenerate(REQUEST)
         unary = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
         submissions = [await scheduler.submissions.get() for _ in range(2)]

@@ -1,3 +1,5 @@
+"""The services through a real server, and the gateway as a process."""
+
 import asyncio
 import json
 import os
@@ -18,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from tokenizers import processors
 
-from gateway_svc import tokenizer_servicer
+from gateway_svc.rpc import model_servicers
 from gateway_svc.server import SERVICES, Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.v1 import inference_pb2 as pb
@@ -28,8 +30,8 @@ from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
 async def test_reflection_lists_every_service(stack: Stack) -> None:
     reflection = reflection_pb2_grpc.ServerReflectionStub(stack.channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async for answer in reflection.ServerReflectionInfo(iter([request])):
-        names = {service.name for service in answer.list_services_response.service}
+    async for response in reflection.ServerReflectionInfo(iter([request])):
+        names = {service.name for service in response.list_services_response.service}
     assert {*SERVICES, "grpc.health.v1.Health"} <= names
 
 
@@ -38,18 +40,18 @@ async def test_the_model_is_described(stack: Stack) -> None:
     got = (await stack.models.GetModel(model_pb2.GetModelRequest(name="tiny"))).model
     assert list(listed) == [got]
     assert (got.name, got.max_model_len, got.has_chat_template) == ("tiny", MAX_MODEL_LEN, True)
-    assert got.vocab_size == stack.gateway.served.named(None).files.tokenizer.get_vocab_size()
+    assert got.vocab_size == stack.gateway.served.get(None).files.tokenizer.get_vocab_size()
     assert list(got.eos_token_ids) == stack.encode("</s>")
 
 
-async def test_tokens_there_and_back(stack: Stack) -> None:
+async def test_tokenize_and_detokenize(stack: Stack) -> None:
     text = "Größe 🙂</s>"
-    answer = await stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))
-    assert list(answer.token_ids) == stack.encode(text)
-    assert not answer.HasField("rendered")
+    response = await stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))
+    assert list(response.token_ids) == stack.encode(text)
+    assert not response.HasField("rendered")
     for skip, expected in ((None, "Größe 🙂"), (True, "Größe 🙂"), (False, text)):
         request = tokenizer_pb2.DetokenizeRequest(
-            token_ids=answer.token_ids, skip_special_tokens=skip
+            token_ids=response.token_ids, skip_special_tokens=skip
         )
         assert (await stack.tokenizer.Detokenize(request)).text == expected
 
@@ -59,9 +61,9 @@ async def test_a_conversation_is_rendered_and_tokenized(stack: Stack) -> None:
         messages=[pb.Message(role="user", content="hi")], add_generation_prompt=False
     )
     request = tokenizer_pb2.TokenizeRequest(conversation=conversation)
-    answer = await stack.tokenizer.Tokenize(request)
-    assert answer.rendered == "<s><|user|>hi\n"
-    assert list(answer.token_ids) == stack.encode(answer.rendered)
+    response = await stack.tokenizer.Tokenize(request)
+    assert response.rendered == "<s><|user|>hi\n"
+    assert list(response.token_ids) == stack.encode(response.rendered)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ async def test_a_conversation_is_rendered_and_tokenized(stack: Stack) -> None:
         ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1] * (2**17 + 1)), "token_ids"),
     ],
 )
-async def test_the_tokenizer_names_what_is_wrong(
+async def test_the_tokenizer_names_the_invalid_field(
     stack: Stack, method: str, request_: object, field: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -81,7 +83,7 @@ async def test_the_tokenizer_names_what_is_wrong(
     assert str(caught.value.details()).startswith(f"{field}: ")
 
 
-async def test_as_many_ids_as_are_allowed_become_text(stack: Stack) -> None:
+async def test_the_maximum_number_of_ids_is_detokenized(stack: Stack) -> None:
     [x] = stack.encode("x")
     request = tokenizer_pb2.DetokenizeRequest(token_ids=[x] * 2**17)
     assert (await stack.tokenizer.Detokenize(request)).text == "x" * 2**17
@@ -94,10 +96,10 @@ async def test_as_many_ids_as_are_allowed_become_text(stack: Stack) -> None:
         ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[50] * 100), "token_ids"),
     ],
 )
-async def test_an_answer_beyond_the_limit_of_messages(
+async def test_a_response_beyond_the_message_limit_is_refused(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, method: str, request_: object, field: str
 ) -> None:
-    monkeypatch.setattr(tokenizer_servicer, "PUBLIC_MESSAGE_BYTES", 64)
+    monkeypatch.setattr(model_servicers, "PUBLIC_MESSAGE_BYTES", 64)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await getattr(stack.tokenizer, method)(request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -105,10 +107,10 @@ async def test_an_answer_beyond_the_limit_of_messages(
 
 
 @pytest.mark.parametrize("add_special_tokens", [None, True, False])
-async def test_a_conversation_has_the_special_tokens_of_its_template(
+async def test_a_conversation_has_only_the_special_tokens_of_its_template(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, add_special_tokens: bool | None
 ) -> None:
-    tokenizer = stack.gateway.served.named(None).files.tokenizer
+    tokenizer = stack.gateway.served.get(None).files.tokenizer
     bos = tokenizer.token_to_id("<s>")
     monkeypatch.setattr(
         tokenizer,
@@ -121,24 +123,24 @@ async def test_a_conversation_has_the_special_tokens_of_its_template(
         ({"conversation": conversation}, False),
     ):
         request = tokenizer_pb2.TokenizeRequest(**parts, add_special_tokens=add_special_tokens)
-        answer = await stack.tokenizer.Tokenize(request)
-        assert list(answer.token_ids) == [bos] * has_bos + stack.encode(answer.rendered or "hi")
+        response = await stack.tokenizer.Tokenize(request)
+        assert list(response.token_ids) == [bos] * has_bos + stack.encode(response.rendered or "hi")
 
 
-async def test_what_nobody_foresaw_is_internal(
+async def test_an_unexpected_exception_is_an_internal_error(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(name: str | None) -> None:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(stack.gateway.served, "named", broken)
+    monkeypatch.setattr(stack.gateway.served, "get", broken)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.models.ListModels(model_pb2.ListModelsRequest())
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in str(caught.value.details())
 
 
-async def test_without_its_model_a_gateway_lives_but_is_not_ready(
+async def test_a_gateway_without_its_model_is_alive_but_not_ready(
     settings_for: Callable[..., GatewaySettings], tmp_path: Path
 ) -> None:
     gateway = Gateway(settings_for(model=str(tmp_path), served_model_name=None))
@@ -159,7 +161,7 @@ async def test_without_its_model_a_gateway_lives_but_is_not_ready(
     await gateway.stop()
 
 
-async def test_draining_lets_streams_end_then_ends_them(
+async def test_draining_waits_for_streams_and_stopping_ends_them(
     settings_for: Callable[..., GatewaySettings],
 ) -> None:
     scheduler = FakeScheduler()
@@ -168,30 +170,30 @@ async def test_draining_lets_streams_end_then_ends_them(
     address = await gateway.start()
     async with grpc.aio.insecure_channel(address) as channel:
         stack = Stack(gateway, scheduler, port, address, channel)
-        await asyncio.wait_for(stack.becomes(health_pb2.HealthCheckResponse.SERVING), 10)
+        await asyncio.wait_for(stack.wait_for_status(health_pb2.HealthCheckResponse.SERVING), 10)
         calls = [stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="x")) for _ in "ab"]
         submissions = [await scheduler.submissions.get() for _ in calls]
         for submission in submissions:
             scheduler.accept(submission)
-        answers = {}
+        calls_by_id = {}
         for call in map(aiter, calls):
-            answers[(await anext(call)).request_id] = call
+            calls_by_id[(await anext(call)).request_id] = call
         watch = aiter(stack.health.Watch(health_pb2.HealthCheckRequest(service="ready")))
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
         draining = asyncio.create_task(gateway.drain())
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
-        lucky, late = submissions
-        scheduler.write(lucky, 0, stack.encode("fox"))
-        scheduler.end(lucky, len(stack.encode("fox")))
-        texts = [part async for part in answers[lucky.request_id]]
+        finishing, unfinished = submissions
+        scheduler.write(finishing, 0, stack.encode("fox"))
+        scheduler.end(finishing, len(stack.encode("fox")))
+        texts = [part async for part in calls_by_id[finishing.request_id]]
         assert texts[-1].HasField("usage")
         assert not draining.done()
         draining.cancel()
         await asyncio.wait([draining])
         stopping = asyncio.create_task(gateway.stop())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(answers[late.request_id])
+            await anext(calls_by_id[unfinished.request_id])
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         details = rpc_status.from_call(caught.value).details
         assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details)
@@ -214,7 +216,7 @@ def gateway_process(address_file: Path, *flags: str) -> Iterator[subprocess.Pope
 def log_until(process: subprocess.Popen[str], event: str) -> list[dict[str, object]]:
     lines = []
     assert process.stderr is not None
-    # gRPC's core writes lines of its own, which are no JSON.
+    # Skips lines of gRPC's core, which are not JSON.
     for line in (line for line in process.stderr if line.startswith("{")):
         lines.append(json.loads(line))
         if lines[-1]["event"] == event:
@@ -228,8 +230,8 @@ def test_the_process_stops_on_a_signal(model_folder: Path, tmp_path: Path) -> No
         log_until(process, "model loaded")
         with grpc.insecure_channel(address_file.read_text()) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=10)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            response = health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
         process.send_signal(signal.SIGTERM)
         log_until(process, "stopped")
         assert process.wait(10) == 0
@@ -256,7 +258,7 @@ def test_wrong_settings_stop_the_process(flags: list[str], value: str, tmp_path:
         assert process.wait(10) == 2
 
 
-def test_an_address_in_use_is_told(stack_address: str, tmp_path: Path) -> None:
+def test_an_address_in_use_is_reported(stack_address: str, tmp_path: Path) -> None:
     with gateway_process(
         tmp_path / "address", "--model", "x", "--listen", stack_address
     ) as process:

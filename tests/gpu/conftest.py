@@ -1,4 +1,4 @@
-"""What is here runs on a CUDA device, and is skipped where there is none."""
+"""These tests run on a CUDA device, and are skipped where there is none."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The kernels of a GPU against their twins, which run on the processor on the same numbers."""
+"""The kernels of a GPU against their references, which run on the processor on the same numbers."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
 from kernels.kv_write import kv_write, kv_write_reference
 from kernels.sampling import (
     NO_TOKEN,
-    RowParams,
+    SamplingTensors,
     gumbel_noise,
     keep_most_likely,
     sample,
@@ -146,10 +146,10 @@ def test_copies_and_swaps(device: torch.device) -> None:
         assert host[8].equal(expected[5])
 
 
-def _params(num_rows: int) -> RowParams:
+def _params(num_rows: int) -> SamplingTensors:
     """All filters, alone and together, beside rows without any and greedy ones."""
     rows = torch.arange(num_rows)
-    return RowParams(
+    return SamplingTensors(
         temperatures=torch.linspace(0, 2, num_rows),
         top_ks=rows % 5 * 40,
         top_ps=torch.where(rows % 3 > 0, torch.linspace(0.1, 1, num_rows), 1.0),
@@ -159,12 +159,12 @@ def _params(num_rows: int) -> RowParams:
     )
 
 
-def _to(params: RowParams, device: torch.device) -> RowParams:
-    return RowParams(**{name: value.to(device) for name, value in vars(params).items()})
+def _to(params: SamplingTensors, device: torch.device) -> SamplingTensors:
+    return SamplingTensors(**{name: value.to(device) for name, value in vars(params).items()})
 
 
 @pytest.mark.parametrize("vocab_size", [130, 32000, 151936])
-def test_tokens_are_the_twin_s_where_there_is_a_margin(
+def test_tokens_are_the_reference_s_where_there_is_a_margin(
     device: torch.device, vocab_size: int
 ) -> None:
     logits, params = torch.randn(48, vocab_size) * 3, _params(48)

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
-from worker_svc.device_inputs import PassInputs
-from worker_svc.device_pass import DevicePass
-from worker_svc.engine import Engine
-from worker_svc.graphs import DecodeGraphs
-from worker_svc.pipelined_runner import PipelinedRunner
-from worker_svc.plans import plan_from_proto
-from worker_svc.rounds import RoundsRunner
+from worker_svc.gpu.device_forward import DeviceForward
+from worker_svc.gpu.device_inputs import ForwardInputs
+from worker_svc.gpu.graphs import DecodeGraphs
+from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.plan.plans import plan_from_proto
+from worker_svc.runner.multi_step import MultiStepRunner
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.settings import WorkerSettings
-from worker_svc.torch_engine import load_engine
 
 _ROWS, _BUDGET, _DEPTH = 20, 64, 2
 _BLOCK_SIZE, _NUM_BLOCKS = 4, 400
@@ -40,7 +40,7 @@ def llama_model(tmp_path: Path) -> Path:
     return save_model(llama(), tmp_path / "model")
 
 
-def loaded(model: Path, **changes: Any) -> Engine:
+def load(model: Path, **changes: Any) -> LoadedRunner:
     values: dict[str, Any] = {
         "model": str(model),
         "device": "cuda",
@@ -50,7 +50,7 @@ def loaded(model: Path, **changes: Any) -> Engine:
         "max_num_batched_tokens": _BUDGET,
         **changes,
     }
-    return load_engine(WorkerSettings(_cli_parse_args=[], **values))
+    return load_runner(WorkerSettings(_cli_parse_args=[], **values))
 
 
 def work() -> Work:
@@ -62,15 +62,15 @@ def work() -> Work:
     return Work(prompts, [draw.randrange(4, 20) for _ in prompts])
 
 
-def outputs(engine: Engine, given: Work | None = None) -> list[list[int]]:
+def outputs(loaded: LoadedRunner, given: Work | None = None) -> list[list[int]]:
     """The work's tokens, each step launched before the one before has ended; no launch waits for
     the device."""
     given = given or work()
-    identity = engine.identity
+    identity = loaded.identity
     written: list[list[int]] = [[] for _ in given.prompts]
     waiting: deque[Any] = deque()
 
-    def settle() -> None:
+    def complete_oldest() -> None:
         sampling, launched = waiting.popleft()
         output = launched.output()
         assert not output.failures
@@ -87,22 +87,22 @@ def outputs(engine: Engine, given: Work | None = None) -> list[list[int]]:
         plan = plan_from_proto(step.plan)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            waiting.append((step.sampling, engine.runner.launch(plan)))
+            waiting.append((step.sampling, loaded.runner.launch(plan)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if len(waiting) == _DEPTH:
-            settle()
+            complete_oldest()
     while waiting:
-        settle()
-    engine.runner.clear()
+        complete_oldest()
+    loaded.runner.clear()
     return written
 
 
 def test_tokens_are_those_of_transformers_with_graphs_and_without(model: Path) -> None:
     with capture_logs() as logs:
-        with_graphs = outputs(loaded(model))
+        with_graphs = outputs(load(model))
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
-    assert with_graphs == outputs(loaded(model, enforce_eager=True))
+    assert with_graphs == outputs(load(model, enforce_eager=True))
     network = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )
@@ -125,26 +125,26 @@ def test_more_rows_than_the_largest_graph_has(llama_model: Path) -> None:
     many = Work(
         [[row % 200, row // 200] for row in range(600)], [3 + row % 5 for row in range(600)]
     )
-    expected = outputs(loaded(llama_model, enforce_eager=True, **limits), many)
-    assert outputs(loaded(llama_model, **limits), many) == expected
+    expected = outputs(load(llama_model, enforce_eager=True, **limits), many)
+    assert outputs(load(llama_model, **limits), many) == expected
 
 
 def test_a_model_that_cannot_be_recorded_has_its_steps_launched_anew(
     llama_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = outputs(loaded(llama_model))
-    decode = DevicePass._decode
+    expected = outputs(load(llama_model))
+    decode = DeviceForward._decode
 
-    def waiting(self: DevicePass, inputs: PassInputs, size: int) -> None:
+    def waiting(self: DeviceForward, inputs: ForwardInputs, size: int) -> None:
         decode(self, inputs, size)
         inputs.seq_lens.sum().item()
 
-    monkeypatch.setattr(DevicePass, "_decode", waiting)
+    monkeypatch.setattr(DeviceForward, "_decode", waiting)
     with capture_logs() as logs:
-        engine = loaded(llama_model)
+        loaded = load(llama_model)
     [warning] = [entry for entry in logs if entry["log_level"] == "warning"]
     assert "synchronizing" in warning["reason"]
-    assert outputs(engine) == expected
+    assert outputs(loaded) == expected
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class Logits:
     found: list[torch.Tensor]
 
     @classmethod
-    def of(cls, engine: Engine) -> "Logits":
-        assert isinstance(engine.runner, RoundsRunner)
-        runner = engine.runner.runner
+    def of(cls, loaded: LoadedRunner) -> "Logits":
+        assert isinstance(loaded.runner, MultiStepRunner)
+        runner = loaded.runner.runner
         assert isinstance(runner, PipelinedRunner)
         logits = cls(runner, [])
         original = runner._sample
@@ -182,7 +182,7 @@ class Logits:
             num_blocks=_NUM_BLOCKS,
         ):
             if step.num_scheduled_tokens:
-                self.runner.run(plan_from_proto(step.plan))
+                self.runner.launch(plan_from_proto(step.plan)).output()
         self.runner.clear()
         return self.found[:2]
 
@@ -196,13 +196,13 @@ def assert_near(found: list[torch.Tensor], others: list[torch.Tensor], tolerance
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
 def test_logits_of_a_graph_are_those_of_the_pass(model: Path, dtype: str, num_rows: int) -> None:
     """What the graph gives for padded rows, against the same rows launched anew."""
-    check_graphs(loaded(model, dtype=dtype), num_rows, _TOLERANCES[dtype])
+    check_graphs(load(model, dtype=dtype), num_rows, _TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_logits_of_a_graph_on_a_cache_of_8_bits(llama_model: Path, kv_cache_dtype: str) -> None:
-    engine = loaded(llama_model, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
-    check_graphs(engine, 3, _TOLERANCES["bfloat16"])
+    loaded = load(llama_model, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    check_graphs(loaded, 3, _TOLERANCES["bfloat16"])
 
 
 @pytest.mark.parametrize("family", sorted(MIXTURES))
@@ -212,22 +212,22 @@ def test_logits_of_a_graph_of_experts(family: str, tmp_path: Path) -> None:
     # Rows of a multiple of 16 bytes.
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 64, 16
     with capture_logs() as logs:
-        engine = loaded(save_model(config, tmp_path / "experts"), dtype="bfloat16")
+        loaded = load(save_model(config, tmp_path / "experts"), dtype="bfloat16")
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
-    check_graphs(engine, 3, _TOLERANCES["bfloat16"])
+    check_graphs(loaded, 3, _TOLERANCES["bfloat16"])
 
 
-def check_graphs(engine: Engine, num_rows: int, tolerance: float) -> None:
-    logits = Logits.of(engine)
+def check_graphs(loaded: LoadedRunner, num_rows: int, tolerance: float) -> None:
+    logits = Logits.of(loaded)
     with_graphs = logits.steps(num_rows)
-    logits.runner._pass._graphs = DecodeGraphs({})
+    logits.runner._forward._graphs = DecodeGraphs({})
     assert_near(with_graphs, logits.steps(num_rows), tolerance)
 
 
 def test_logits_of_a_compiled_model_are_the_model_s(model: Path) -> None:
     with capture_logs() as logs:
-        compiled = loaded(model, enable_torch_compile=True)
+        compiled = load(model, enable_torch_compile=True)
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
     for num_rows in (1, 17):
-        own = Logits.of(loaded(model)).steps(num_rows)
+        own = Logits.of(load(model)).steps(num_rows)
         assert_near(Logits.of(compiled).steps(num_rows), own, _TOLERANCES["float32"])

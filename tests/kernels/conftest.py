@@ -1,4 +1,4 @@
-"""How many threads the tests of kernels have, whatever other tests have set for the process."""
+"""The number of threads for tests of kernels, independent of other tests in the process."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""FlashAttention: when it serves, and what its functions are called with."""
+"""FlashAttention: when it is chosen, and the arguments of its functions."""
 
 import inspect
 from dataclasses import replace
@@ -12,9 +12,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from kernels import flash
 from kernels.attention import paged_attention_reference
-from kernels.choice import NoSuchKernel
+from kernels.dispatch import NoSuchKernel
 from kernels.flash import FlashAttention, FlashBatch, PackageFlash, TorchFlash, find_flash
-from kernels.flash_choice import AttentionNeeds, FlashChoice, FlashKind, choose_flash
+from kernels.flash_dispatch import AttentionNeeds, FlashChoice, FlashKind, choose_flash
 
 _NEEDS = AttentionNeeds(
     device_type="cuda",
@@ -140,7 +140,7 @@ def test_a_setting_names_one_or_none() -> None:
     assert choose_flash(_NEEDS, {}, "paged").kind is None
     named = {_PACKAGE: "the setting is torch-varlen"}
     assert choose_flash(_NEEDS, {}, "torch-varlen") == FlashChoice(_TORCH, named)
-    # Also before what is said of the other kernels.
+    # Also before the setting of the other kernels.
     needs = replace(_NEEDS, kernels="triton")
     assert choose_flash(needs, {}, "torch-varlen") == FlashChoice(_TORCH, named)
     why = dict.fromkeys(FlashKind, "the kernels are set: triton")
@@ -152,18 +152,18 @@ def test_a_setting_names_one_or_none() -> None:
 
 
 class Recorder:
-    """A function of a published signature, which every call has to fit; gives one answer."""
+    """A function that checks calls against a published signature and returns one result."""
 
-    def __init__(self, published: Any, answer: torch.Tensor) -> None:
+    def __init__(self, published: Any, result: torch.Tensor) -> None:
         self._signature = inspect.signature(published)
-        self._answer = answer
+        self._result = result
         self.calls: list[dict[str, Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         self.calls.append(bound.arguments)
-        return self._answer
+        return self._result
 
 
 def mixed_case(max_lens: tuple[int, int] | None = None) -> PagedCase:
@@ -309,7 +309,7 @@ def obvious_varlen(
 @pytest.mark.parametrize("sliding_window", [None, 1, 4, 64])
 @pytest.mark.parametrize("case", [mixed_case(), decode_case()])
 def test_the_documented_meaning_is_ours(case: PagedCase, sliding_window: int | None) -> None:
-    """Read by FlashAttention's documentation, the arguments ask for what the reference computes."""
+    """According to FlashAttention's documentation, the arguments request the reference's result."""
     lens = case.batch.seq_lens.tolist()
 
     def varlen(q: Any, k: Any, v: Any, starts: Any, _: Any, *maxima: int, **given: Any) -> Any:

@@ -9,7 +9,7 @@ from paged_cases import PagedCase, paged_case, relative_rms
 
 from kernels.attention import PagedBatch, paged_attention_reference
 from kernels.flash import FlashBatch, find_flash
-from kernels.flash_choice import FlashKind
+from kernels.flash_dispatch import FlashKind
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def on_gpu(case: PagedCase) -> PagedCase:
         case.k_cache.cuda(),
         case.v_cache.cuda(),
         PagedBatch(
-            # What lies behind a sequence's last block is read by nobody.
+            # Entries after a sequence's last block are never read.
             batch.block_table.clamp(min=0, max=len(case.k_cache) - 1).cuda(),
             batch.query_start_loc.cuda(),
             batch.seq_lens.cuda(),
@@ -74,7 +74,7 @@ def test_equals_the_reference(
 
 
 @pytest.mark.parametrize("kind", list(FlashKind))
-def test_padding_rows_disturb_nobody(kind: FlashKind) -> None:
+def test_padding_rows_change_no_other_row(kind: FlashKind) -> None:
     """As graphs have them: length 0, a table of zeros, a query that is anything."""
     found, missing = find_flash()
     if kind in missing:

@@ -7,7 +7,7 @@ import torch
 from paged_cases import FP8, implementations
 
 from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
-from kernels.choice import Implementation
+from kernels.dispatch import Implementation
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, *FP8]
 
@@ -66,9 +66,9 @@ def test_copies_within_all_layers(
 ) -> None:
     layers = caches(5)
     expected = [cache.clone() for cache in layers]
-    for cache, former in zip(expected, caches(5), strict=True):
+    for cache, original in zip(expected, caches(5), strict=True):
         for source, destination in zip(source_ids, destination_ids, strict=True):
-            cache[destination] = former[source]
+            cache[destination] = original[source]
     ids = (torch.tensor(source_ids).long(), torch.tensor(destination_ids).long())
     copy_blocks(layers, *ids, implementation=implementation)
     assert_same_bytes(layers, expected)

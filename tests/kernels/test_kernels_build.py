@@ -1,6 +1,7 @@
-"""The C++ kernels are compiled once, whoever else wants them at the same time."""
+"""The headers of the C++ kernels, and their build, also by concurrent processes."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,23 +9,51 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.library import build_folder, complete_mark, library_file
+from kernels.cpu.library import SOURCE_FOLDER, build_folder, complete_mark, library_file
 
 _ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = {
+    path.relative_to(SOURCE_FOLDER).as_posix(): path.read_text()
+    for path in SOURCE_FOLDER.rglob("*.*")
+    if path.suffix in (".h", ".cpp")
+}
 
 
-def test_each_content_has_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def includes() -> dict[str, set[str]]:
+    """The headers that each source and header includes, by their paths in the folder."""
+    # foreach_isa.h includes the header that this macro names.
+    pattern = re.compile(r'^#(?:include|define QUIRE_ISA_INCLUDE) "(.+)"$', re.MULTILINE)
+    return {name: set(pattern.findall(text)) for name, text in _SOURCES.items()}
+
+
+def test_headers_do_not_include_each_other_in_a_circle(includes: dict[str, set[str]]) -> None:
+    left = dict(includes)
+    while left:
+        free = {name for name, included in left.items() if not included & left.keys()}
+        assert free, f"these include each other: {sorted(left)}"
+        left = {name: included for name, included in left.items() if name not in free}
+
+
+def test_every_header_is_included(includes: dict[str, set[str]]) -> None:
+    headers = {name for name in includes if name.endswith(".h")}
+    assert set().union(*includes.values()) == headers
+
+
+def test_one_header_selects_instruction_sets() -> None:
+    selecting = [name for name, text in _SOURCES.items() if "GCC target" in text]
+    assert selecting == ["isa/foreach_isa.h"]
+
+
+def test_each_content_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(_ROOT / "kernels" / "cpu", sources)
-    monkeypatch.setattr("kernels.cpu.library._HERE", sources)
     monkeypatch.setenv("QUIRE_KERNEL_CACHE", str(tmp_path / "cache"))
-    before = build_folder()
-    assert before == build_folder()
+    before = build_folder(sources)
+    assert before == build_folder(sources) == build_folder()
     assert before.parent == tmp_path / "cache"
-    (sources / "tile.h").write_text("// another\n")
-    assert build_folder() != before
+    (sources / "isa" / "vec.h").write_text("// another\n")
+    assert build_folder(sources) != before
 
 
 @pytest.mark.slow
@@ -34,7 +63,7 @@ def test_two_processes_that_build_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("QUIRE_KERNEL_CACHE", str(tmp_path))
     folder = build_folder()
     folder.mkdir()
-    # As a build that was killed leaves it.
+    # Left behind by a build that was killed.
     (folder / "lock").touch()
     command = [sys.executable, "-m", "kernels.cpu.build"]
     builds = [

@@ -1,32 +1,39 @@
-"""What decoder layers and passes in one call refuse; what they give is in the tests of the worker's
-layers."""
+"""Invalid arguments of decoder layers and passes. The worker's tests of layers check results."""
 
 import pytest
 import torch
 
-from kernels.choice import Implementation, cpp_implementations
-from kernels.decoder import DecoderWeights, Ends, LayerWeights, decoder_layers, decoder_pass
+from kernels.decoder import (
+    DecoderWeights,
+    EmbeddingAndHead,
+    LayerWeights,
+    decoder_forward,
+    decoder_layers,
+)
+from kernels.dispatch import Implementation, cpp_implementations
 from kernels.fused import Activation
-from kernels.linear import PackedWeight, Product
-from kernels.paged_batch import PagedBatch
+from kernels.inputs.paged_batch import PagedBatch
+from kernels.linear import PackedLinear, PackedWeight
 
 _HIDDEN, _DIM = 8, 4
 
 
 def layer(implementation: Implementation) -> LayerWeights:
-    def product(num_inputs: int, num_outputs: int) -> Product:
-        return Product(PackedWeight.of(torch.randn(num_outputs, num_inputs), implementation), None)
+    def product(num_inputs: int, num_outputs: int) -> PackedLinear:
+        return PackedLinear(
+            PackedWeight.of(torch.randn(num_outputs, num_inputs), implementation), None
+        )
 
     ones = torch.ones(_HIDDEN)
     return LayerWeights(
         attention_norm=ones,
         attention_epsilon=1e-6,
-        heads=product(_HIDDEN, 4 * _DIM),
+        qkv_proj=product(_HIDDEN, 4 * _DIM),
         head_norms=None,
         head_epsilon=0.0,
         scale=0.5,
         sliding_window=None,
-        out=product(2 * _DIM, _HIDDEN),
+        o_proj=product(2 * _DIM, _HIDDEN),
         mlp_norm=ones,
         mlp_epsilon=1e-6,
         gate=product(_HIDDEN, 12),
@@ -49,7 +56,7 @@ def test_what_does_not_fit_is_refused(implementation: Implementation) -> None:
         return decoder_layers(states, angles, angles, weights, caches, batch, slots, [1.0] * 4)
 
     assert run(states, angles, caches).isfinite().all()
-    with pytest.raises(RuntimeError, match="equally many layers"):
+    with pytest.raises(RuntimeError, match="the same number of layers"):
         run(states, angles, caches[:2])
     with pytest.raises(RuntimeError, match="states must be dense"):
         run(states.unsqueeze(0), angles, caches)
@@ -67,7 +74,7 @@ def test_what_is_not_there_is_refused(implementation: Implementation) -> None:
         torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 3]), torch.tensor([3]), 4
     )
     caches = [torch.zeros(1, 4, 1, _DIM) for _ in range(2)]
-    head = Product(PackedWeight.of(torch.randn(10, _HIDDEN), implementation), None)
+    head = PackedLinear(PackedWeight.of(torch.randn(10, _HIDDEN), implementation), None)
 
     def run(
         ids: list[int],
@@ -78,9 +85,9 @@ def test_what_is_not_there_is_refused(implementation: Implementation) -> None:
     ) -> torch.Tensor:
         angles = torch.randn(6, _DIM, dtype=table)
         embedding = torch.randn(9, hidden, 1)
-        ends = Ends(embedding, 9, angles, angles, torch.ones(_HIDDEN), 1e-6, head)
+        ends = EmbeddingAndHead(embedding, 9, angles, angles, torch.ones(_HIDDEN), 1e-6, head)
         numbers = (torch.tensor(one, dtype=torch.int64) for one in (ids, positions, kept))
-        return decoder_pass(*numbers, ends, weights, caches, batch, torch.arange(3), [1.0, 1.0])
+        return decoder_forward(*numbers, ends, weights, caches, batch, torch.arange(3), [1.0, 1.0])
 
     assert run([0, 8, 2], [0, 5, 1], [2, 0]).shape == (2, 10)
     assert run([0, 8, 2], [0, 5, 1], []).shape == (0, 10)
@@ -95,7 +102,7 @@ def test_what_is_not_there_is_refused(implementation: Implementation) -> None:
             run(ids, positions, kept)
     with pytest.raises(RuntimeError, match="rows must be 3 dense"):
         run([0, 8, 2], [0, 5], [0])
-    with pytest.raises(RuntimeError, match="as many numbers of their dtype"):
+    with pytest.raises(RuntimeError, match="the output must be"):
         run([0, 8, 2], [0, 5, 1], [0], table=torch.bfloat16)
     with pytest.raises(RuntimeError, match="a number per column"):
         run([0, 8, 2], [0, 5, 1], [0], hidden=2 * _HIDDEN)

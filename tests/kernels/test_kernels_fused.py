@@ -1,20 +1,20 @@
-"""Chains of elementwise operations: every C++ implementation against the twin."""
+"""Chains of elementwise operations: every C++ implementation against the reference."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.choice import Implementation, cpp_implementations
+from kernels.dispatch import Implementation, cpp_implementations
 from kernels.fused import (
     Activation,
     gated_activation,
     gated_activation_reference,
+    qk_norm_rope,
+    qk_norm_rope_reference,
     rms_norm,
     rms_norm_reference,
-    rotate,
-    rotate_reference,
-    turn_heads,
-    turn_heads_reference,
+    rope,
+    rope_reference,
 )
 
 pytestmark = pytest.mark.parametrize("implementation", cpp_implementations())
@@ -95,8 +95,8 @@ def test_rotation(
     query, key = states(heads[0]), states(heads[1])
     angles = torch.randn(1, num_tokens, dim)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-    turned = rotate(query, key, cosines, sines, implementation=implementation)
-    for result, expected in zip(turned, rotate_reference(query, key, cosines, sines), strict=True):
+    rotated = rope(query, key, cosines, sines, implementation=implementation)
+    for result, expected in zip(rotated, rope_reference(query, key, cosines, sines), strict=True):
         assert_near(result, expected)
 
 
@@ -105,7 +105,7 @@ def test_rotation(
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "dim"), [(1, 1, 2), (5, 6, 80), (100, 12, 64)], ids=str
 )
-def test_heads_are_turned_in_their_place(
+def test_heads_are_rotated_in_place(
     implementation: Implementation,
     dtype: torch.dtype,
     has_norms: bool,
@@ -120,13 +120,13 @@ def test_heads_are_turned_in_their_place(
     angles = torch.randn(1, num_tokens, dim)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = torch.rand(num_heads, dim) if has_norms else None
-    expected = turn_heads_reference(heads, cosines, sines, norms, 1e-6)
-    turn_heads(heads, cosines, sines, norms, 1e-6, implementation=implementation)
+    expected = qk_norm_rope_reference(heads, cosines, sines, norms, 1e-6)
+    qk_norm_rope(heads, cosines, sines, norms, 1e-6, implementation=implementation)
     assert_near(heads, expected)
     assert beside[:, num_heads:].equal(others)
 
 
-def test_heads_that_cannot_be_turned_are_refused(implementation: Implementation) -> None:
+def test_heads_that_cannot_be_rotated_are_refused(implementation: Implementation) -> None:
     heads, angles = torch.randn(3, 2, 8), torch.randn(1, 3, 8)
     for wrong in (
         (heads[..., :7], angles, angles),
@@ -136,4 +136,4 @@ def test_heads_that_cannot_be_turned_are_refused(implementation: Implementation)
         (heads, angles, angles, torch.ones(3, 8)),
     ):
         with pytest.raises(RuntimeError, match=r"must be|heads are"):
-            turn_heads(*wrong, epsilon=1e-6, implementation=implementation)
+            qk_norm_rope(*wrong, epsilon=1e-6, implementation=implementation)

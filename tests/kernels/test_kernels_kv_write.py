@@ -1,4 +1,4 @@
-"""Writing cache entries: every implementation against the twin."""
+"""Writing cache entries: every implementation against the reference."""
 
 from itertools import product
 from typing import Any
@@ -9,7 +9,7 @@ from kv_write_cases import SIZES, bits, kv_write_case
 from paged_cases import FP8, implementations
 from pairwise import pairwise
 
-from kernels.choice import Implementation
+from kernels.dispatch import Implementation
 from kernels.kv_write import kv_write, kv_write_reference
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,19 +45,19 @@ def test_writes_each_token_into_its_slot_and_nothing_else(
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_any_format_into_any(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     for size, scales in product(SIZES, _SCALES):
-        assert_all_write_what_the_twin_writes((*size, dtype, cache_dtype), scales)
+        assert_all_write_what_the_reference_writes((*size, dtype, cache_dtype), scales)
 
 
 @pytest.mark.parametrize("factors", pairwise(_FACTORS), ids=str)
 def test_sizes_of_models(factors: dict[str, Any]) -> None:
     size = (factors["num_tokens"], factors["num_heads"], factors["head_dim"], factors["head_dim"])
     formats = (factors["dtype"], factors["cache_dtype"])
-    assert_all_write_what_the_twin_writes(
+    assert_all_write_what_the_reference_writes(
         (*size, *formats, factors["block_size"]), factors["scales"]
     )
 
 
-def assert_all_write_what_the_twin_writes(
+def assert_all_write_what_the_reference_writes(
     arguments: tuple[Any, ...], scales: tuple[float, float]
 ) -> None:
     """Bit for bit. `arguments` are those of `kv_write_case`."""

@@ -1,14 +1,14 @@
-"""Products with packed weights: every C++ implementation against the twin."""
+"""Products with packed weights: every C++ implementation against the reference."""
 
 import pytest
 import torch
 
-from kernels.choice import Implementation, cpp_implementations
+from kernels.dispatch import Implementation, cpp_implementations
 from kernels.fused import Activation
 from kernels.linear import (
     WEIGHT_DTYPES,
+    PackedLinear,
     PackedWeight,
-    Product,
     gated_linear,
     gated_linear_reference,
     linear,
@@ -103,8 +103,8 @@ def test_a_row_s_result_is_the_same_in_every_batch(
 def test_blocks_of_rows_are_parted(
     implementation: Implementation, dtype: torch.dtype, num_rows: int
 ) -> None:
-    """One panel and much work per row: each tile is a piece, and the last block has fewer. (Of 29
-    rows with AMX, whose tiles have 32, all are one; of 75 some pieces have none.)"""
+    """One panel and much work per row: each tile is a chunk, and the last block has fewer. (Of 29
+    rows with AMX, whose tiles have 32, all are one; of 75 some chunks have none.)"""
     torch.manual_seed(0)
     states, residual = torch.randn(num_rows, 22_000).to(dtype), torch.randn(num_rows, 5).to(dtype)
     weight = PackedWeight.of(torch.randn(5, 22_000).to(dtype), implementation)
@@ -191,7 +191,7 @@ def test_the_largest_numbers_stay_finite(implementation: Implementation) -> None
 def test_panels_stay_for_some_tiles(
     implementation: Implementation, num_rows: int, num_outputs: int
 ) -> None:
-    """One thread has pieces of one tile and of several, and of one panel and of several."""
+    """One thread has chunks of one tile and of several, and of one panel and of several."""
     torch.manual_seed(0)
     states = torch.randn(num_rows, 1024).bfloat16()
     gate, up = (
@@ -235,13 +235,13 @@ def test_products_are_joined(implementation: Implementation, biased: tuple[int, 
     torch.manual_seed(0)
     counts, states = (33, 8, 100), torch.randn(5, 40)
     products = [
-        Product(
+        PackedLinear(
             PackedWeight.of(torch.randn(count, 40), implementation),
             torch.randn(count) if index in biased else None,
         )
         for index, count in enumerate(counts)
     ]
-    joined = Product.joined(products)
+    joined = PackedLinear.joined(products)
     assert (joined.bias is None) == (not biased)
     parts = joined(states).split(counts, -1)
     for part, product in zip(parts, products, strict=True):
@@ -258,7 +258,7 @@ def test_a_wrong_number_of_inputs_is_refused(
     with pytest.raises(RuntimeError, match="bias must be"):
         linear(torch.randn(2, 40), weight, torch.randn(23))
     for residual in (torch.randn(2, 23), torch.randn(24, 2).T, torch.randn(2, 24).double()):
-        with pytest.raises(RuntimeError, match="what is added must be"):
+        with pytest.raises(RuntimeError, match="the residual must be"):
             linear(torch.randn(2, 40), weight, residual=residual)
     other = PackedWeight.of(torch.randn(23, 40), implementation)
     with pytest.raises(ValueError, match="24 outputs for 23"):
@@ -268,7 +268,7 @@ def test_a_wrong_number_of_inputs_is_refused(
 def test_nothing_is_added_to_gated_products(implementation: Implementation) -> None:
     panels = PackedWeight.of(torch.randn(24, 40), implementation).panels
     states, residual = torch.randn(2, 40), torch.randn(2, 24)
-    with pytest.raises(RuntimeError, match="nothing is added to gated products"):
+    with pytest.raises(RuntimeError, match="a residual is not supported for gated products"):
         torch.ops.quire.linear(
             states, panels, 24, None, panels, None, Activation.SILU, residual, implementation.isa
         )

@@ -1,5 +1,5 @@
-"""The generator against published vectors, what is drawn with it, and each implementation against
-its twin."""
+"""The generator against published vectors, the distribution of draws, and each implementation
+against its reference."""
 
 import math
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import torch
 from sampling_cases import has_margin, mixed_params, params
 from torch import Tensor
 
-from kernels.choice import Implementation, cpp_implementations
-from kernels.philox import philox4x32, random_words
+from kernels.dispatch import Implementation, cpp_implementations
+from kernels.philox import philox4x32
 from kernels.sampling import (
     NO_TOKEN,
-    RowParams,
+    SamplingTensors,
     TokenLogprobs,
     gumbel_noise,
     sample,
@@ -22,7 +22,7 @@ from kernels.sampling import (
     token_logprobs,
 )
 
-Sample = Callable[[Tensor, RowParams], Tensor]
+Sample = Callable[[Tensor, SamplingTensors], Tensor]
 Logprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
 
 _ONES = 0xFFFFFFFF
@@ -40,7 +40,7 @@ def logprobs(request: pytest.FixtureRequest) -> Logprobs:
     return partial(token_logprobs, implementation=request.param)
 
 
-# The known-answer vectors of Random123, the authors' own library.
+# The known test vectors of Random123, the authors' own library.
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
@@ -57,7 +57,7 @@ def logprobs(request: pytest.FixtureRequest) -> Logprobs:
         ),
     ],
 )
-def test_philox_known_answers(
+def test_philox_known_vectors(
     counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
@@ -67,11 +67,16 @@ def test_philox_known_answers(
 
 @pytest.mark.parametrize("implementation", cpp_implementations())
 def test_random_bits_are_the_same_everywhere(implementation: Implementation) -> None:
-    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
-    positions = torch.tensor([0, 1, 2**31 - 1, 77, 4095, 131_071])
-    for num_words in (1, 3, 63, 64, 65, 1003):
-        words = torch.ops.quire.random_words(seeds, positions, num_words, implementation.isa)
-        assert words.equal(random_words(seeds, positions, num_words))
+    """Of equal logits the one with the largest noise is drawn."""
+    torch.manual_seed(0)
+    edges = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
+    seeds = torch.cat([edges, torch.randint(-(2**63), 2**63 - 1, (300,))])
+    ends = torch.tensor([0, 1, 2**31 - 1, 77, 4095, 131_071])
+    positions = torch.cat([ends, torch.randint(0, 2**31, (300,))])
+    drawing = params(len(seeds), temperatures=1.0, seeds=seeds, positions=positions)
+    for vocab_size in (1, 3, 63, 64, 65, 1003):
+        tokens = sample(torch.zeros(len(seeds), vocab_size), drawing, implementation=implementation)
+        assert tokens.equal(gumbel_noise(seeds, positions, vocab_size).argmax(-1))
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> float:
@@ -138,7 +143,7 @@ def test_a_row_does_not_depend_on_its_batch(draw: Sample) -> None:
         *((1003, 0.1), (1003, 1.0), (1003, 8.0), (8192, 1.0), (50_257, 3.0)),
     ],
 )
-def test_every_token_is_the_twin_s(
+def test_every_token_is_the_reference_s(
     vocab_size: int, spread: float, implementation: Implementation
 ) -> None:
     torch.manual_seed(vocab_size)
@@ -151,7 +156,7 @@ def test_every_token_is_the_twin_s(
 
 
 @pytest.mark.parametrize("implementation", cpp_implementations())
-def test_every_token_is_the_twin_s_with_masked_and_equal_logits(
+def test_every_token_is_the_reference_s_with_masked_and_equal_logits(
     implementation: Implementation,
 ) -> None:
     torch.manual_seed(1)

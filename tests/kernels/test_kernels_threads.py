@@ -1,4 +1,4 @@
-"""However many threads work together, and whoever of them is held up: the same bits."""
+"""Results do not depend on the number of threads or on delays of some."""
 
 import os
 import sys
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.choice import cpp_implementations
 from kernels.decoder import DecoderWeights, LayerWeights, decoder_layers
+from kernels.dispatch import cpp_implementations
 from kernels.fused import Activation
-from kernels.linear import PackedWeight, Product
-from kernels.paged_batch import PagedBatch
+from kernels.inputs.paged_batch import PagedBatch
+from kernels.linear import PackedLinear, PackedWeight
 
 pytestmark = pytest.mark.skipif(not cpp_implementations(), reason="no compiled kernels")
 
@@ -25,19 +25,19 @@ _BLOCK_SIZE, _NUM_BLOCKS = 8, 300
 def _layer() -> LayerWeights:
     implementation = cpp_implementations()[-1]
 
-    def product(num_inputs: int, num_outputs: int) -> Product:
+    def product(num_inputs: int, num_outputs: int) -> PackedLinear:
         weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
-        return Product(PackedWeight.of(weight, implementation), None)
+        return PackedLinear(PackedWeight.of(weight, implementation), None)
 
     return LayerWeights(
         attention_norm=torch.ones(_HIDDEN),
         attention_epsilon=1e-6,
-        heads=product(_HIDDEN, (_NUM_HEADS + 4) * _DIM),
+        qkv_proj=product(_HIDDEN, (_NUM_HEADS + 4) * _DIM),
         head_norms=None,
         head_epsilon=0.0,
         scale=0.25,
         sliding_window=None,
-        out=product(_NUM_HEADS * _DIM, _HIDDEN),
+        o_proj=product(_NUM_HEADS * _DIM, _HIDDEN),
         mlp_norm=torch.ones(_HIDDEN),
         mlp_epsilon=1e-6,
         gate=product(_HIDDEN, 320),
@@ -47,8 +47,7 @@ def _layer() -> LayerWeights:
 
 
 def _layers(seq_lens: list[int], query_lens: list[int]) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A call of some layers, with what it has to be given; it returns what they made, and the
-    caches."""
+    """A call of some layers with its arguments; it returns the output and the caches."""
     torch.manual_seed(0)
     weights = DecoderWeights([_layer() for _ in range(_NUM_LAYERS)], _NUM_HEADS, Activation.SILU)
     num_tokens = sum(query_lens)
@@ -88,15 +87,21 @@ _BATCHES = {
     "decoding": ([31, 17, 40, 1, 8, 9, 25, 33], [1] * 8),
     "one row": ([450], [1]),
     "prompts": ([60, 100, 37], [60, 64, 37]),
-    # So many that results take each other's places.
+    # So many tokens that results share buffers.
     "long prompts": ([700, 700, 700], [700, 700, 700]),
 }
 
 
-@pytest.mark.parametrize("lengths", _BATCHES.values(), ids=_BATCHES.keys())
-def test_who_does_what_changes_no_bit(lengths: tuple[list[int], list[int]]) -> None:
-    """More threads than there are cores stand still in the midst of pieces, which others do once
-    more. How a long sequence is cut depends on their number: then sums are rounded elsewhere."""
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(lengths, id=name, marks=[] if name == "long prompts" else pytest.mark.slow)
+        for name, lengths in _BATCHES.items()
+    ],
+)
+def test_scheduling_of_threads_changes_no_bit(lengths: tuple[list[int], list[int]]) -> None:
+    """With more threads than cores, some stall during a chunk, which others execute again. The
+    partitions of a long sequence depend on the number of threads, and with them rounding."""
     call = _layers(*lengths)
     torch.set_num_threads(1)
     alone = call()
@@ -109,7 +114,7 @@ def test_who_does_what_changes_no_bit(lengths: tuple[list[int], list[int]]) -> N
             assert all(one.equal(other) for one, other in zip(call(), first, strict=True))
 
 
-def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
+def test_concurrent_callers() -> None:
     call = _layers(*_BATCHES["decoding"])
     torch.set_num_threads(2)
     expected, _ = call()
@@ -121,7 +126,7 @@ def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
 _FORKED = """
 import os, sys
 import torch
-from kernels.choice import cpp_implementations
+from kernels.dispatch import cpp_implementations
 from kernels.linear import PackedWeight, linear
 
 weight = PackedWeight.of(torch.randn(256, 64), cpp_implementations()[-1])
@@ -137,7 +142,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_process_computes_on() -> None:
-    """It has none of its parent's threads, and gets its own."""
+def test_a_forked_process_computes() -> None:
+    """It has none of its parent's threads, and starts its own."""
     done = run([sys.executable, "-c", _FORKED], timeout=120)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""What the compiler makes of attention and of cache writes for an H200, without one."""
+"""The code of attention and of cache writes that is compiled for an H200, without one."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def test_cache_entries_are_written_by_16_bytes(launches: list[Launch]) -> None:
 
 
 def test_steps_of_any_size_run_the_same_code(launches: list[Launch]) -> None:
-    """A new size must not compile anew while requests wait."""
+    """A new size must not cause a compilation while requests wait."""
     for kernel, kinds in (
         # For short queries, whole and in partitions, and for long ones.
         ("paged_attention_kernel", 3),

@@ -1,4 +1,4 @@
-"""Blocks copied by Triton, within caches and between them, whatever their bytes are."""
+"""Copies of blocks by Triton, within caches and between them, of any bytes."""
 
 from itertools import product
 
@@ -7,7 +7,7 @@ import torch
 from triton_devices import DEVICES
 
 from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
-from kernels.choice import Implementation
+from kernels.dispatch import Implementation
 
 pytest.importorskip("triton")
 from kernels.gpu import blocks as triton_blocks
@@ -113,7 +113,7 @@ def test_blocks_of_models_are_moved_bit_for_bit(
     draw = torch.Generator().manual_seed(num_moves)
     ids = [torch.randperm(135, generator=draw)[:num_moves] for _ in range(2)]
     for sources, destinations in ((layers, others), (layers, layers)):
-        # Bytes: not all of torch's operations know 8-bit numbers.
+        # Bytes: not all of torch's operations support 8-bit numbers.
         expected = [cache.view(torch.uint8) for cache in on_host(destinations)]
         swap_blocks_reference([c.view(torch.uint8) for c in on_host(sources)], expected, *ids)
         if destinations is sources:

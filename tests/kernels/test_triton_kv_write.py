@@ -1,4 +1,4 @@
-"""Writing cache entries in Triton, against the twin."""
+"""Writing cache entries in Triton, against the reference."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from paged_cases import FP8
 from pairwise import pairwise
 from triton_devices import DEVICES, NEEDS_GPU, skip_what_is_not_interpreted
 
-from kernels.choice import Implementation
+from kernels.dispatch import Implementation
 from kernels.kv_write import kv_write, kv_write_reference
 
 TRITON = Implementation.TRITON
@@ -36,7 +36,7 @@ def test_any_format_into_any(
 ) -> None:
     skip_what_is_not_interpreted(device, dtype, cache_dtype)
     for size in SIZES:
-        assert_writes_what_the_twin_writes((*size, dtype, cache_dtype), scales, device)
+        assert_writes_what_the_reference_writes((*size, dtype, cache_dtype), scales, device)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_sizes_of_models(factors: dict[str, Any], device: str) -> None:
     size = (factors["num_tokens"], factors["num_heads"], factors["head_dim"], factors["head_dim"])
     formats = (factors["dtype"], factors["cache_dtype"])
     arguments = (*size, *formats, factors["block_size"])
-    assert_writes_what_the_twin_writes(arguments, factors["scales"], device)
+    assert_writes_what_the_reference_writes(arguments, factors["scales"], device)
 
 
-def assert_writes_what_the_twin_writes(
+def assert_writes_what_the_reference_writes(
     arguments: tuple[Any, ...], scales: tuple[float, float], device: str
 ) -> None:
     """Bit for bit. `arguments` are those of `kv_write_case`."""
@@ -85,14 +85,14 @@ def assert_writes_what_the_twin_writes(
 @pytest.mark.parametrize("cache_dtype", FP8)
 def test_eight_bits_are_copied(cache_dtype: torch.dtype, device: str) -> None:
     arguments = (13, 2, 16, 9, cache_dtype, cache_dtype)
-    assert_writes_what_the_twin_writes(arguments, (1.0, 1.0), device)
+    assert_writes_what_the_reference_writes(arguments, (1.0, 1.0), device)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16, *FP8])
 def test_every_number_is_rounded_as_torch_does(cache_dtype: torch.dtype, device: str) -> None:
-    """All numbers of half precision, many of single, and the ties between the former, or between
+    """All numbers of half precision, many of single, and the ties between the half ones, or between
     those of 8 bits, with their neighbours; infinity and NaN among them."""
     skip_what_is_not_interpreted(device, cache_dtype)
     halves = torch.arange(2**16).to(torch.uint16).view(torch.float16).float()

@@ -1,4 +1,4 @@
-"""How Triton's kernels are launched: tiles that fit, and enough programs."""
+"""Launch parameters of Triton's kernels: tiles that fit, and enough programs."""
 
 from itertools import product
 
@@ -53,7 +53,7 @@ def test_a_token_s_heads_fill_a_tile(group_size: int, rows: int) -> None:
     assert decode_tile_rows(group_size, torch.float32, 256) == 16
 
 
-def test_kernels_are_told_what_the_compiler_does_not_find_out() -> None:
+def test_stride_unit_is_given_where_the_compiler_does_not_detect_it() -> None:
     assert stride_unit([2048, 128, 16]) == 1
     assert stride_unit([960, 120, 16]) == 8
     assert stride_unit([960, 120, 4]) == 1

@@ -1,4 +1,4 @@
-"""Sampling in Triton against its twin: the same random bits, the same tokens, the same ranks."""
+"""Sampling in Triton against its reference: the same random bits, tokens and ranks."""
 
 from collections.abc import Callable
 from itertools import product
@@ -9,11 +9,11 @@ from sampling_cases import has_margin, mixed_params, params
 from torch import Tensor
 from triton_devices import DEVICES
 
-from kernels.choice import Implementation
+from kernels.dispatch import Implementation
 from kernels.philox import random_words
 from kernels.sampling import (
     NO_TOKEN,
-    RowParams,
+    SamplingTensors,
     TokenLogprobs,
     sample,
     sample_reference,
@@ -35,7 +35,7 @@ TRITON = Implementation.TRITON
 slow = pytest.mark.slow
 # Runs that a GPU alone can do.
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
-Draw = Callable[[Tensor, RowParams], Tensor]
+Draw = Callable[[Tensor, SamplingTensors], Tensor]
 Logprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
 
 
@@ -47,9 +47,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def draw(device: str) -> Draw:
-    """Samples there, from logits of the host to tokens of the host."""
+    """Sample there, from logits of the host to tokens of the host."""
 
-    def run(logits: Tensor, drawing: RowParams) -> Tensor:
+    def run(logits: Tensor, drawing: SamplingTensors) -> Tensor:
         found = sample(logits.to(device), on(drawing, device), implementation=TRITON)
         return found.cpu()
 
@@ -66,12 +66,12 @@ def logprobs(device: str) -> Logprobs:
     return run
 
 
-def on(drawing: RowParams, device: str) -> RowParams:
-    return RowParams(*(getattr(drawing, name).to(device) for name in vars(drawing)))
+def on(drawing: SamplingTensors, device: str) -> SamplingTensors:
+    return SamplingTensors(*(getattr(drawing, name).to(device) for name in vars(drawing)))
 
 
-def assert_tokens_are_the_twin_s(
-    draw: Draw, logits: Tensor, drawing: RowParams, fewest_clear: int | None = None
+def assert_tokens_are_the_reference_s(
+    draw: Draw, logits: Tensor, drawing: SamplingTensors, fewest_clear: int | None = None
 ) -> None:
     """Wherever rounding cannot change them, which is so in nearly all rows."""
     tokens, expected = draw(logits, drawing), sample_reference(logits.float(), drawing)
@@ -112,23 +112,23 @@ def test_random_bits_are_the_same(device: str) -> None:
         ),
     ],
 )
-def test_every_token_is_the_twin_s(
+def test_every_token_is_the_reference_s(
     draw: Draw, vocab_size: int, spread: float, num_rows: int
 ) -> None:
     torch.manual_seed(vocab_size)
     logits = torch.randn(num_rows, vocab_size) * spread
-    assert_tokens_are_the_twin_s(draw, logits, mixed_params(num_rows))
+    assert_tokens_are_the_reference_s(draw, logits, mixed_params(num_rows))
 
 
-def test_every_token_is_the_twin_s_with_masked_and_equal_logits(draw: Draw) -> None:
+def test_every_token_is_the_reference_s_with_masked_and_equal_logits(draw: Draw) -> None:
     torch.manual_seed(1)
     # Halves, so that most logits have equals; nine of ten tokens are masked.
     logits = (torch.randn(15, 777) * 4).round() / 2
     logits[torch.rand(15, 777) < 0.9] = -_INF
-    assert_tokens_are_the_twin_s(draw, logits, mixed_params(15))
+    assert_tokens_are_the_reference_s(draw, logits, mixed_params(15))
 
 
-def test_every_token_is_the_twin_s_with_likely_logits_in_two_tiles(draw: Draw) -> None:
+def test_every_token_is_the_reference_s_with_likely_logits_in_two_tiles(draw: Draw) -> None:
     """Few enough to be collected, most of them of the second tile, and filters that often refuse
     the first winner."""
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_every_token_is_the_twin_s_with_likely_logits_in_two_tiles(draw: Draw) -
         top_ps=torch.tensor([1.0, 0.8, 0.5, 0.6, 0.4, 0.7]),
         seeds=torch.arange(6),
     )
-    assert_tokens_are_the_twin_s(draw, logits, drawing)
+    assert_tokens_are_the_reference_s(draw, logits, drawing)
 
 
 @pytest.mark.parametrize(
@@ -169,21 +169,21 @@ def test_filters_at_their_edges(draw: Draw, temperature: float) -> None:
         seeds=seeds,
     )
     logits = (torch.randn(len(edges), vocab_size) * 6).round() / 2
-    assert_tokens_are_the_twin_s(draw, logits, drawing, fewest_clear=len(edges) // 2)
+    assert_tokens_are_the_reference_s(draw, logits, drawing, fewest_clear=len(edges) // 2)
 
 
 # The interpreter's: the largest float minus the smallest.
 @pytest.mark.filterwarnings("ignore:overflow encountered in subtract")
 @pytest.mark.parametrize("top_p", [0.9, pytest.param(1.0, marks=slow)])
 def test_top_k_is_exact_wherever_logits_lie(draw: Draw, top_p: float) -> None:
-    """Logits that no step of equal width tells apart: near each other, and far."""
+    """Logits that no equidistant steps distinguish: near each other, and far."""
     powers = -(2.0 ** torch.arange(-60, 60, dtype=torch.float32))
     neighbours = (torch.tensor(1.0).view(torch.int32) + torch.arange(120)).int().view(torch.float32)
     extremes = torch.cat([torch.tensor([3e38, -3e38, -3.3e38, 1e-45, -1e-45]), powers[:115]])
     logits = torch.stack([powers, neighbours, extremes, -neighbours * 1e30]).repeat(4, 1)
     top_ks = torch.tensor([1, 3, 50, 119]).repeat_interleave(4)
     drawing = params(16, top_ks=top_ks, top_ps=top_p, seeds=torch.arange(16))
-    assert_tokens_are_the_twin_s(draw, logits, drawing, fewest_clear=8)
+    assert_tokens_are_the_reference_s(draw, logits, drawing, fewest_clear=8)
 
 
 def test_rows_that_allow_no_token_have_none(draw: Draw) -> None:
@@ -236,7 +236,7 @@ def test_logits_may_be_rows_of_a_wider_tensor_and_have_16_bits(draw: Draw) -> No
     torch.manual_seed(0)
     wide = torch.randn(6, 200).half()
     drawing = params(6, seeds=torch.arange(6), top_ps=0.8)
-    assert_tokens_are_the_twin_s(draw, wide[:, 50:150], drawing)
+    assert_tokens_are_the_reference_s(draw, wide[:, 50:150], drawing)
 
 
 def test_a_batch_may_have_no_rows(draw: Draw, logprobs: Logprobs) -> None:
@@ -264,7 +264,7 @@ def assert_same_logprobs(found: TokenLogprobs, expected: TokenLogprobs) -> None:
         ),
     ],
 )
-def test_logprobs_and_ranks_are_the_twin_s(
+def test_logprobs_and_ranks_are_the_reference_s(
     logprobs: Logprobs, vocab_size: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -272,7 +272,7 @@ def test_logprobs_and_ranks_are_the_twin_s(
     logits = (torch.randn(4, vocab_size) * 6).round() / 2
     logits[:2, 40:] = -_INF
     chosen = torch.randint(min(40, vocab_size), (4,))
-    # More than MAX_TOP the twin gives, which takes 32 bits.
+    # More than MAX_TOP the reference gives, which takes 32 bits.
     more = (MAX_TOP + 1, 300) if dtype == torch.float32 else ()
     for num_top in (0, 1, 20, MAX_TOP, *more):
         if num_top <= vocab_size:
@@ -296,7 +296,7 @@ def test_large_vocabularies(
 ) -> None:
     torch.manual_seed(vocab_size)
     logits = (torch.randn(48, vocab_size) * 3).to(dtype)
-    assert_tokens_are_the_twin_s(draw, logits, mixed_params(48))
+    assert_tokens_are_the_reference_s(draw, logits, mixed_params(48))
     chosen = torch.randint(vocab_size, (48,))
     found = logprobs(logits, chosen, min(20, vocab_size))
     expected = token_logprobs_reference(logits.float(), chosen, min(20, vocab_size))

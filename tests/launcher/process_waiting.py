@@ -1,4 +1,4 @@
-"""Waits for what another process does."""
+"""Waits for changes in other processes."""
 
 import os
 import time
@@ -13,7 +13,7 @@ def wait_until(predicate: Callable[[], bool], what: str, timeout_s: float = 20.0
 
 
 def is_alive(pid: int) -> bool:
-    """A process that runs; one that has ended and waits to be collected does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat") as file:

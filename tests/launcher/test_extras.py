@@ -1,10 +1,10 @@
 import pytest
 
 from quire.launcher.errors import LaunchError
-from quire.launcher.extras import check_installed
+from quire.launcher.services import check_installed
 
 
-def test_nothing_is_missing_here():
+def test_no_package_is_missing():
     check_installed()
 
 
@@ -13,6 +13,6 @@ def test_a_missing_package_is_named_with_its_extra():
         check_installed({"gateway": "grpc", "worker": "no_such_thing"})
 
 
-def test_all_extras_at_once():
+def test_if_all_packages_are_missing_the_extra_is_all():
     with pytest.raises(LaunchError, match=r"pip install 'quire\[all\]'"):
         check_installed({"gateway": "no_such_thing", "worker": "nor_such_thing"})

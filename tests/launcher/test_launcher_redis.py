@@ -1,4 +1,4 @@
-"""The private Redis as a thing that is killed, paused and started again."""
+"""The private Redis is killed, paused and restarted."""
 
 import redis
 from process_waiting import wait_until
@@ -6,7 +6,7 @@ from process_waiting import wait_until
 from quire.launcher.redis import EmbeddedRedis
 
 
-def test_with_a_file_it_comes_back_with_what_it_held(tmp_path):
+def test_with_a_file_data_survives_a_restart(tmp_path):
     with EmbeddedRedis(tmp_path, appendonly=True) as server:
         with redis.Redis.from_url(server.url) as client:
             client.set("key", "value")
@@ -20,7 +20,7 @@ def test_with_a_file_it_comes_back_with_what_it_held(tmp_path):
             assert client.config_get("appendfsync") == {"appendfsync": "everysec"}
 
 
-def test_without_a_file_it_comes_back_empty(tmp_path):
+def test_without_a_file_data_is_lost_at_a_restart(tmp_path):
     with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         client.set("key", "value")
         server.restart()
@@ -28,7 +28,7 @@ def test_without_a_file_it_comes_back_empty(tmp_path):
         assert client.dbsize() == 0
 
 
-def test_paused_it_does_not_answer_and_goes_on_later(tmp_path):
+def test_a_paused_redis_does_not_respond_until_it_is_resumed(tmp_path):
     with EmbeddedRedis(tmp_path) as server:
         server.pause()
         with redis.Redis.from_url(server.url, socket_timeout=0.1) as client:
@@ -37,11 +37,11 @@ def test_paused_it_does_not_answer_and_goes_on_later(tmp_path):
             except redis.TimeoutError:
                 pass
             else:
-                raise AssertionError("answered")
+                raise AssertionError("responded")
         server.resume()
         with redis.Redis.from_url(server.url) as client:
             assert client.ping()
 
 
-def test_stopping_one_that_was_never_started_is_nothing(tmp_path):
+def test_stop_before_the_first_start_does_nothing(tmp_path):
     EmbeddedRedis(tmp_path).stop()

@@ -1,4 +1,4 @@
-"""The real thing: Redis, scheduler, workers and gateway as processes on this machine."""
+"""Local stacks: Redis, scheduler, workers and gateway as processes on this machine."""
 
 import gc
 import os
@@ -30,7 +30,7 @@ def short_tmp(tmp_path_factory, monkeypatch) -> Path:
     return path
 
 
-def test_an_llm_of_its_own_lives_as_long_as_somebody_holds_it(model, short_tmp):
+def test_the_stack_of_an_llm_stops_when_the_object_is_collected(model, short_tmp):
     params = SamplingParams(max_tokens=8, seed=3)
     llm = LLM(model, num_workers=2, block_size=8)
     [directory] = short_tmp.iterdir()
@@ -50,13 +50,13 @@ def test_an_llm_of_its_own_lives_as_long_as_somebody_holds_it(model, short_tmp):
     assert list(short_tmp.iterdir()) == []
 
 
-def test_a_setting_that_a_service_refuses_is_told_with_its_value(model, short_tmp):
+def test_a_setting_that_a_service_refuses_is_reported_with_its_value(model, short_tmp):
     with pytest.raises(LaunchError, match=r"worker-0 ended with status 2(.|\n)*sixteen"):
         LLM(model, block_size="sixteen")
     assert list(short_tmp.iterdir()) == []
 
 
-def test_a_model_that_is_none_is_told(tmp_path, short_tmp):
+def test_an_empty_folder_is_reported_as_no_model(tmp_path, short_tmp):
     with pytest.raises(
         LaunchError, match=r"gateway cannot load the model(.|\n)*config.json: no such"
     ):
@@ -64,17 +64,17 @@ def test_a_model_that_is_none_is_told(tmp_path, short_tmp):
     assert list(short_tmp.iterdir()) == []
 
 
-def test_a_redis_that_is_not_there_ends_the_start(model, short_tmp):
+def test_the_start_fails_if_redis_is_unreachable(model, short_tmp):
     url = f"unix://{short_tmp}/no-redis.sock"
-    stack = LocalStack(model, redis_url=url, redis_patience_s=0.5)
+    stack = LocalStack(model, redis_url=url, redis_timeout_s=0.5)
     with pytest.raises(
-        LaunchError, match=r"scheduler cannot reach Redis; its log says:\n.*no-redis"
+        LaunchError, match=r"scheduler cannot reach Redis; warnings and errors.*:\n.*no-redis"
     ):
         stack.start()
     assert list(short_tmp.iterdir()) == []
 
 
-def test_a_redis_url_that_is_none_is_told(model, short_tmp):
+def test_an_invalid_redis_url_is_reported(model, short_tmp):
     with pytest.raises(
         LaunchError, match=r"scheduler ended with status 2(.|\n)*--redis-url.*'foo'"
     ):
@@ -88,7 +88,7 @@ def test_a_stack_that_does_not_run_has_no_address(model):
         _ = LocalStack(model).scheduler_address
 
 
-def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
+def test_serve_drains_on_a_signal_and_removes_its_files(model, tmp_path):
     command = [sys.executable, "-m", "quire", "serve", model, "--listen", "127.0.0.1:0"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     server = subprocess.Popen(
@@ -104,7 +104,7 @@ def test_serve_stays_up_drains_on_a_signal_and_leaves_nothing(model, tmp_path):
     target = welcome.split(" on ")[1].split()[0].rstrip(".")
     with LLM(target=target) as llm:
         assert llm.generate("t1", SamplingParams(max_tokens=4))[0].usage.completion_tokens == 4
-    # What else it says to try works as it is written.
+    # The suggested commands work as printed.
     status = next(line for line in server.stdout if "quire status" in line)
     command = [sys.executable, "-m", *status.split(), "--once", "--interval", "0.05"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

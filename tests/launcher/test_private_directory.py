@@ -24,7 +24,7 @@ def base(tmp_path_factory, monkeypatch):
     return path
 
 
-def test_only_this_user_may_enter(base):
+def test_only_this_user_has_access(base):
     private = PrivateDirectory.make()
     assert list(base.iterdir()) == [private.path]
     assert private.path.stat().st_mode & 0o777 == 0o700
@@ -32,7 +32,7 @@ def test_only_this_user_may_enter(base):
     assert list(base.iterdir()) == []
 
 
-def test_the_next_one_removes_what_killed_owners_left_and_nothing_else(base):
+def test_making_a_directory_removes_only_those_of_ended_processes(base):
     command = [sys.executable, "-c", _OWNER]
     environment = {**os.environ, "TMPDIR": str(base)}
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -56,7 +56,7 @@ def test_the_next_one_removes_what_killed_owners_left_and_nothing_else(base):
     assert {path.name for path in base.iterdir()} == others
 
 
-def test_another_users_directory_stays(base, monkeypatch):
+def test_another_users_directory_is_kept(base, monkeypatch):
     (base / "quire-stack-theirs").mkdir()
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
     PrivateDirectory.make().remove()

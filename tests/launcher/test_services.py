@@ -1,27 +1,17 @@
-"""What the services of a local stack are started with."""
+"""Environments of the services of a local stack."""
 
 from pathlib import Path
 
 import pytest
 
-from quire.launcher.services import Services
+from quire.launcher.processes import ServiceSpec, StartCheck
+from quire.launcher.services import ServiceSpecs
 
 
-def services(num_workers: int, settings: dict[str, str] | None = None) -> Services:
-    return Services(
-        directory=Path("/private"),
-        model="/model",
-        revision=None,
-        served_model_name=None,
-        num_workers=num_workers,
-        num_schedulers=1,
-        num_gateways=1,
-        gateway_listen="127.0.0.1:0",
-        redis_url="unix:///private/redis.sock",
-        redis_patience_s=1.0,
-        settings=settings or {},
-        verbose=False,
-    )
+def worker_specs(num_workers: int, settings: dict[str, str] | None = None) -> list[ServiceSpec]:
+    specs = ServiceSpecs(Path("/private"), num_workers, settings or {}, verbose=False)
+    sockets = specs.sockets("worker", num_workers)
+    return specs.make("worker", sockets, {}, StartCheck("model", "load the model"))
 
 
 @pytest.mark.parametrize(("num_workers", "share"), [(1, 0.9), (2, 0.45), (3, 0.3)])
@@ -29,7 +19,7 @@ def test_workers_share_the_machine(
     num_workers: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    workers = services(num_workers).workers()
+    workers = worker_specs(num_workers)
     assert len(workers) == num_workers
     for worker in workers:
         environment = worker.environment
@@ -37,8 +27,8 @@ def test_workers_share_the_machine(
         assert int(environment["QUIRE_WORKER_THREADS"]) == 8 // num_workers
 
 
-def test_what_is_said_goes_before_an_equal_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_overrides_the_equal_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_WORKER_GPU_MEMORY_UTILIZATION", "0.2")
-    [worker] = services(1, {"QUIRE_WORKER_THREADS": "7"}).workers()
+    [worker] = worker_specs(1, {"QUIRE_WORKER_THREADS": "7"})
     assert worker.environment["QUIRE_WORKER_GPU_MEMORY_UTILIZATION"] == "0.2"
     assert worker.environment["QUIRE_WORKER_THREADS"] == "7"

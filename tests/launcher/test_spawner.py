@@ -5,7 +5,7 @@ import pytest
 from quire.launcher.spawner import Spawner
 
 
-def test_all_calls_run_in_one_thread_of_their_own(spawner):
+def test_all_calls_run_in_one_separate_thread(spawner):
     first = spawner.call(threading.get_ident)
     assert first == spawner.call(threading.get_ident)
     assert first != threading.get_ident()
@@ -14,7 +14,7 @@ def test_all_calls_run_in_one_thread_of_their_own(spawner):
 def test_errors_reach_the_caller(spawner):
     with pytest.raises(ZeroDivisionError):
         spawner.call(lambda: 1 // 0)
-    assert spawner.call(lambda: "still there") == "still there"
+    assert spawner.call(lambda: "result") == "result"
 
 
 def test_the_thread_ends_when_closed():

@@ -1,4 +1,4 @@
-"""What tests of faults do to a stack."""
+"""Stacks whose processes are killed."""
 
 import pytest
 from process_waiting import wait_until
@@ -6,7 +6,7 @@ from tiny_models import VOCAB_SIZE, llama, save_model
 from tiny_tokenizer import save_tokenizer
 
 from quire import Client, LaunchError, LocalStack, SamplingParams
-from quire.demo_faults import busiest_worker
+from quire.demo.faults import busiest_worker
 
 _SIM = {"QUIRE_WORKER_ENGINE": "sim", "QUIRE_WORKER_SIM_STEP_MS": "10"}
 
@@ -18,7 +18,7 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_every_process_can_be_had_by_its_role_and_comes_back_when_it_is_killed(model):
+def test_a_killed_process_is_restarted_at_its_address(model):
     ends: list[LaunchError] = []
     stack = LocalStack(
         model,
@@ -46,8 +46,8 @@ def test_every_process_can_be_had_by_its_role_and_comes_back_when_it_is_killed(m
         wait_until(lambda: len(ends) == 2, "the ends")
         for process in (gateways[1], workers[0]):
             wait_until(lambda process=process: process.num_starts == 2, "the second start")
-            process.wait_until_ready(timeout_s=30)
-        # A gateway is where it was.
+            wait_until(process.is_ready, f"{process.name} is ready", timeout_s=30)
+        # A restarted gateway keeps its address.
         assert stack.addresses == addresses
         stack.check()
         with Client(addresses[1]) as client:
@@ -55,7 +55,7 @@ def test_every_process_can_be_had_by_its_role_and_comes_back_when_it_is_killed(m
             assert output.usage.completion_tokens == 4
 
 
-def test_a_stream_outlives_the_worker_the_leader_and_the_gateway_that_serve_it(model):
+def test_a_stream_continues_after_worker_leader_and_gateway_are_killed(model):
     params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
     stack = LocalStack(
         model, num_workers=2, num_schedulers=2, num_gateways=2, settings=_SIM, restart=True
@@ -78,10 +78,10 @@ def test_a_stream_outlives_the_worker_the_leader_and_the_gateway_that_serve_it(m
         wait_until(lambda: stack.leader() is not None, "a leader")
 
 
-def test_a_stack_on_somebody_elses_redis_has_none(model, redis_url, lasting_keys):
-    # Pools outlive their scheduler, for the next one to find them.
+def test_a_stack_on_a_given_redis_has_no_private_one(model, redis_url, lasting_keys):
+    # Pools outlive their scheduler, so that the next one can use them.
     lasting_keys.append("quire:{pool:*}:*")
-    none = pytest.raises(LaunchError, match="no Redis of its own")
+    none = pytest.raises(LaunchError, match="no private Redis")
     with LocalStack(model, redis_url=redis_url, settings=_SIM) as stack, none:
         _ = stack.redis
 

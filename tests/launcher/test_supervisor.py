@@ -1,18 +1,18 @@
-"""What ends is started again, unless it was meant to end."""
+"""Ended processes are restarted unless they were drained."""
 
 import signal
 
 import pytest
+from fake_services import FakeServices
 from process_waiting import is_alive, wait_until
-from stand_ins import StandIns
 
 from quire.launcher.processes import ProcessGroup
 from quire.launcher.supervisor import Supervisor
 
 
 @pytest.fixture
-def stand_ins(tmp_path):
-    return StandIns(tmp_path)
+def fake_services(tmp_path):
+    return FakeServices(tmp_path)
 
 
 @pytest.fixture
@@ -41,10 +41,12 @@ def supervise(ends):
         supervisor.close()
 
 
-def test_a_process_that_is_killed_is_started_again_and_its_end_is_told(
-    group, stand_ins, supervise, ends
+def test_a_killed_process_is_restarted_and_its_end_is_reported(
+    group, fake_services, supervise, ends
 ):
-    [worker, other] = group.start([stand_ins.ready("worker-0"), stand_ins.ready("worker-1")])
+    [worker, other] = group.start(
+        [fake_services.ready("worker-0"), fake_services.ready("worker-1")]
+    )
     group.wait_until_ready(timeout_s=30)
     supervise(group.processes)
     first = worker.pid
@@ -56,36 +58,38 @@ def test_a_process_that_is_killed_is_started_again_and_its_end_is_told(
     assert [str(end).partition(";")[0] for end in ends] == ["worker-0 ended by SIGKILL"]
 
 
-def test_one_that_ends_by_itself_comes_back_every_time_later(group, stand_ins, supervise, ends):
-    [worker] = group.start([stand_ins.failing("worker-0")])
+def test_a_process_that_keeps_failing_is_restarted_each_time(group, fake_services, supervise, ends):
+    [worker] = group.start([fake_services.failing("worker-0")])
     supervise([worker])
     wait_until(lambda: worker.num_starts == 3, "the third start")
     assert "ended with status 3" in str(ends[0])
 
 
-def test_one_that_is_retired_stays_away(group, stand_ins, supervise, ends):
-    [leaver, worker] = group.start([stand_ins.ready("worker-0"), stand_ins.ready("worker-1")])
+def test_a_drained_process_is_not_restarted(group, fake_services, supervise, ends):
+    [drained, worker] = group.start(
+        [fake_services.ready("worker-0"), fake_services.ready("worker-1")]
+    )
     group.wait_until_ready(timeout_s=30)
     supervise(group.processes)
-    leaver.retire(grace_s=20)
-    # The one behind it was looked at later.
+    drained.drain(grace_s=20)
+    # It is checked after the drained one.
     worker.kill()
     wait_until(lambda: worker.num_starts == 2, "the other's second start")
-    assert (leaver.num_starts, len(ends)) == (1, 1)
-    leaver.restart()
-    assert is_alive(leaver.pid)
+    assert (drained.num_starts, len(ends)) == (1, 1)
+    drained.restart()
+    assert is_alive(drained.pid)
 
 
-def test_a_closed_supervisor_starts_nothing(group, stand_ins, supervise):
-    [worker] = group.start([stand_ins.ready("worker-0")])
+def test_a_closed_supervisor_starts_nothing(group, fake_services, supervise):
+    [worker] = group.start([fake_services.ready("worker-0")])
     supervise([worker]).close()
     worker.kill()
     wait_until(lambda: not worker.is_alive, "the end")
     assert worker.num_starts == 1
 
 
-def test_a_process_can_be_paused_drained_and_started_again(group, stand_ins):
-    [worker] = group.start([stand_ins.ready("worker-0")])
+def test_a_process_can_be_paused_drained_and_started_again(group, fake_services):
+    [worker] = group.start([fake_services.ready("worker-0")])
     group.wait_until_ready(timeout_s=30)
     worker.pause()
     wait_until(lambda: _state(worker.pid) == "T", "the pause")
@@ -94,12 +98,12 @@ def test_a_process_can_be_paused_drained_and_started_again(group, stand_ins):
     worker.resume()
     assert worker.is_ready()
     worker.pause()
-    # Drains although it was paused.
+    # It drains although it was paused.
     worker.terminate()
     worker.wait(timeout_s=20)
     assert worker.status == 0
     worker.restart()
-    worker.wait_until_ready(timeout_s=30)
+    wait_until(worker.is_ready, "the worker is ready", timeout_s=30)
     worker.pause()
     worker.kill()
     worker.wait(timeout_s=20)

@@ -1,4 +1,4 @@
-"""What a scheduler leaves in Redis for the next one."""
+"""Fixtures: the Redis keys that may outlive a scheduler, and short socket paths."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def lasting_keys(lasting_keys: list[str]) -> list[str]:
-    """The pools of workers that may come back, and requests that nobody has ended."""
+    """Pools of workers that may reconnect, and requests that have not ended."""
     return [*lasting_keys, "quire:{pool:*", "quire:{request:*"]
 
 

@@ -1,21 +1,21 @@
-"""Requests on running schedulers, what may become of each, and a watchdog over all of them."""
+"""Requests on running schedulers, their permitted results, and a watchdog over all of them."""
 
 import asyncio
 import time
 from dataclasses import dataclass, field
 
 import redis
-from ledger_worker import LedgerWorker, token_at
-from scheduler_stack import CANCELLED, INTERNAL, Gateway, Heard, HeardChoice, Stack, info_of
+from checking_worker import CheckingWorker, token_at
+from scheduler_stack import CANCELLED, INTERNAL, Gateway, Received, ReceivedChoice, Stack, info_of
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
-from scheduler_svc.core.sequence import seed_of_choice
-from scheduler_svc.engine import Engine
+from scheduler_svc.core.request import seed_of_choice
+from scheduler_svc.engine.engine import Engine
 
 # Choices of these (seed, choice) fail when they sample.
 FAILING = ((900_000, 0), (900_001, 1))
-# Who is answered so asks again.
+# A request refused with one of these is submitted again.
 PASSING = ("REDIS_AWAY", "LEAD_ENDS")
 
 WATCHDOG_S = 8.0
@@ -24,11 +24,11 @@ POLL_S = 0.002
 
 @dataclass(eq=False)
 class Request:
-    """What was asked, and what was done to it since."""
+    """A submission and the events that affected it since."""
 
-    # Which of the load's; the stream there is the attachment's.
+    # Index in the load's gateways.
     gateway: int
-    heard: Heard
+    received: Received
     cancelled: bool = False
     # Workers that were lost while it may have run on them.
     num_lost_workers: int = 0
@@ -37,91 +37,95 @@ class Request:
 
     @property
     def attachment(self) -> int:
-        return self.heard.submission.attachment
+        return self.received.submission.attachment
 
     @property
-    def was_turned_away(self) -> bool:
-        """It is to be asked for again."""
-        failure = self.heard.failure
+    def was_refused(self) -> bool:
+        """Whether it must be submitted again."""
+        failure = self.received.failure
         return failure is not None and info_of(failure).reason in PASSING
 
     @property
-    def over(self) -> bool:
-        return self.heard.over and not self.was_turned_away
+    def is_ended(self) -> bool:
+        return self.received.is_ended and not self.was_refused
 
     @property
     def fails(self) -> bool:
-        """One of its rows fails, unless it ends before it samples."""
-        seed, choices = self.heard.seed, range(len(self.heard.choices))
+        """Whether one of its rows fails, unless it ends before it samples."""
+        seed, choices = self.received.seed, range(len(self.received.choices))
         return any(seed == bad and choice in choices for bad, choice in FAILING)
 
     def check(self) -> None:
-        """It ended as it may, with the tokens that it must have."""
-        heard = self.heard
-        if heard.failure is not None:
+        """Assert a permitted end and the expected tokens."""
+        received = self.received
+        if received.failure is not None:
             reasons = {(CANCELLED, "CANCELLED")} if self.cancelled else set()
             reasons |= {(INTERNAL, "ROW_FAILED")} if self.fails else set()
-            # Nobody can tell it from a request that kills workers.
+            # It cannot be distinguished from a request that kills workers.
             reasons |= {(INTERNAL, "POISON")} if self.num_lost_workers >= 2 else set()
-            assert (heard.failure.code, info_of(heard.failure).reason) in reasons, heard.failure
+            assert (received.failure.code, info_of(received.failure).reason) in reasons, (
+                received.failure
+            )
         else:
             assert not self.fails or self.cancelled or self.cuts
-        for index, choice in enumerate(heard.choices):
-            output = heard.output(index)
+        for index, choice in enumerate(received.choices):
+            output = received.output(index)
             assert choice.token_ids == output[: len(choice.token_ids)]
-            if heard.failure is None:
+            if received.failure is None:
                 self._check_end(index, choice, output)
 
-    def _check_end(self, index: int, choice: HeardChoice, output: list[int]) -> None:
+    def _check_end(self, index: int, choice: ReceivedChoice, output: list[int]) -> None:
         end = choice.end
         assert end is not None
         if index in self.cuts and self._is_cut(choice, end, self.cuts[index]):
             return
         assert choice.token_ids == output
         assert end.num_tokens == len(output)
-        is_stop = output[-1] in self.heard.stop_token_ids
+        is_stop = output[-1] in self.received.stop_token_ids
         reason = scheduler_pb2.END_REASON_STOP_TOKEN if is_stop else scheduler_pb2.END_REASON_LENGTH
         assert end.reason == reason
 
-    def _is_cut(self, choice: HeardChoice, end: scheduler_pb2.ChoiceEnd, cuts: list[int]) -> bool:
-        """It ended because its gateway wanted no more of it."""
+    def _is_cut(
+        self, choice: ReceivedChoice, end: scheduler_pb2.ChoiceEnd, cuts: list[int]
+    ) -> bool:
+        """Whether it ended because its gateway finished it."""
         if end.reason != scheduler_pb2.END_REASON_STOP_STRING:
-            # Where it has begun anew, the cut came before the tokens.
-            return self.heard.hears_again and end.num_tokens in cuts
-        # Its record does not say where it was cut: all that there is is said again.
-        is_whole = self.heard.hears_again or end.num_tokens == len(choice.token_ids)
+            # After a restart the cut may precede the tokens.
+            return self.received.is_redelivered and end.num_tokens in cuts
+        # Its record does not store the cut: all its tokens are delivered again.
+        is_whole = self.received.is_redelivered or end.num_tokens == len(choice.token_ids)
         assert end.num_tokens in cuts or (is_whole and end.num_tokens >= min(cuts))
         return True
 
 
 class Load:
-    """The requests of two gateways, which ask again for what they have lost the stream of."""
+    """The requests of two gateways, which resubmit requests whose stream is lost."""
 
     def __init__(
         self,
         stack: Stack,
-        workers: list[LedgerWorker],
+        workers: list[CheckingWorker],
         max_model_len: int,
-        all_patient: bool = False,
+        all_unary: bool = False,
     ) -> None:
-        """Every second request is patient, if not all are."""
+        """Every second request is unary, or all are."""
         self.stack = stack
         self.workers = workers
         self.requests: list[Request] = []
         self.gateways: list[Gateway] = []
         self._max_model_len = max_model_len
-        self._all_patient = all_patient
+        self._all_unary = all_unary
         self._num_submitted = 0
-        self._lost_workers: list[LedgerWorker] = []
+        self._lost_workers: list[CheckingWorker] = []
         for worker in workers:
-            _spoil(worker)
+            _add_failing_seeds(worker)
 
     async def start(self) -> None:
         self.gateways = [await self.stack.gateway() for _ in range(2)]
 
     @property
     def open(self) -> list[Request]:
-        return [request for request in self.requests if not request.over]
+        return [request for request in self.requests if not request.is_ended]
 
     @property
     def engine(self) -> Engine:
@@ -152,16 +156,16 @@ class Load:
             n=n,
             priority=priority,
             num_logprobs=num_logprobs,
-            patient=self._all_patient or self._num_submitted % 2 == 0,
+            deferred_delivery=self._all_unary or self._num_submitted % 2 == 0,
         )
-        self.requests.append(Request(gateway, stream.heard[attachment]))
+        self.requests.append(Request(gateway, stream.received[attachment]))
 
     async def cancel(self, request: Request) -> None:
         request.cancelled = True
         await self.gateways[request.gateway].cancel(request.attachment)
 
     async def cut(self, request: Request, choice: int, num_tokens: int) -> None:
-        """As where the gateway finds a stop string behind `num_tokens` tokens."""
+        """Finish a choice as if a stop string was found after `num_tokens` tokens."""
         request.cuts.setdefault(choice, []).append(num_tokens)
         finish = scheduler_pb2.Finish(
             attachment=request.attachment, choice=choice, num_tokens=num_tokens
@@ -169,7 +173,7 @@ class Load:
         await self.gateways[request.gateway].send(finishes=[finish])
 
     async def replace_gateway(self, index: int) -> None:
-        """One goes; another comes, and asks for its requests."""
+        """Replace a gateway by another one, which resubmits its requests."""
         await self.gateways[index].close()
         await self._reconnect(index)
 
@@ -177,105 +181,105 @@ class Load:
         stream = self.gateways[index] = await self.stack.gateway()
         for request in self.open:
             if request.gateway == index:
-                await self._ask_again(request, stream)
+                await self._resubmit(request, stream)
 
-    async def _ask_again(self, request: Request, stream: Gateway) -> None:
-        request.heard = stream.heard[await stream.submit_again(request.heard)]
+    async def _resubmit(self, request: Request, stream: Gateway) -> None:
+        request.received = stream.received[await stream.submit_again(request.received)]
 
-    async def mend(self) -> None:
-        """Does what gateways do whose streams have ended, and who were turned away."""
+    async def resubmit(self) -> None:
+        """Reconnect gateways whose streams have ended, and resubmit refused requests."""
         for index, gateway in enumerate(self.gateways):
             gateway.check()
             if gateway.lost is not None:
                 await self._reconnect(index)
         for request in self.requests:
-            if request.was_turned_away:
-                await self._ask_again(request, self.gateways[request.gateway])
+            if request.was_refused:
+                await self._resubmit(request, self.gateways[request.gateway])
 
-    async def replace_worker(self, index: int, successor: LedgerWorker) -> None:
-        """One is lost, and another one comes up at its address."""
-        former, name = self.workers[index], worker_name(index)
+    async def replace_worker(self, index: int, successor: CheckingWorker) -> None:
+        """Stop a worker, and start another one at its address."""
+        lost, name = self.workers[index], worker_name(index)
         await self.stack.stop_worker(name)
         for request in self.open:
             request.num_lost_workers += 1
-        self._lost_workers.append(former)
-        _spoil(successor)
+        self._lost_workers.append(lost)
+        _add_failing_seeds(successor)
         self.workers[index] = successor
         await self.stack.start_worker(name, successor)
 
     async def replace_leader(self, drained: bool) -> None:
-        """One dies or is drained; another one, which was there before, takes the lead."""
-        former = self.stack.member
+        """Kill or drain the leader; a standby that is already running takes over."""
+        leader = self.stack.member
         standby = self.stack.start_scheduler()
-        await until(lambda: standby.stands_by, "a standby")
+        await until(lambda: standby.is_standby, "a standby")
         if drained:
-            await former.drain()
+            await leader.drain()
         else:
-            await former.kill()
-            self.stack.lapse()
+            await leader.kill()
+            self.stack.expire_lease()
         await until(lambda: all(g.lost for g in self.gateways), "the streams' ends")
-        await self.mend()
+        await self.resubmit()
 
     async def empty_redis(self) -> None:
         for request in self.open:
-            # Where it has ended, and nobody has heard of it, it begins anew.
-            request.heard.hears_again = True
+            # A request whose end was not delivered starts again.
+            request.received.is_redelivered = True
         with redis.Redis.from_url(self.stack.redis_url) as client:
             client.flushall()
         await until(lambda: all(g.lost for g in self.gateways), "the streams' ends")
-        await self.mend()
+        await self.resubmit()
 
     def progress(self) -> int:
-        """Goes up with every plan, every token and every end."""
+        """A counter that increases with every plan, every token and every end."""
         count = sum(len(worker.plans) for worker in [*self.workers, *self._lost_workers])
         for request in self.requests:
-            heard = request.heard
-            count += heard.accepted + heard.over
+            received = request.received
+            count += received.accepted + received.is_ended
             count += sum(
-                len(choice.token_ids) + (choice.end is not None) for choice in heard.choices
+                len(choice.token_ids) + (choice.end is not None) for choice in received.choices
             )
         return count
 
-    async def pass_time(self, num_moves: int, num_turns: int = 20) -> None:
-        """Until so much has moved, but no more than a number of looks."""
+    async def pass_time(self, num_moves: int, num_polls: int = 20) -> None:
+        """Wait for progress by `num_moves`, at most for `num_polls` polls."""
         target = self.progress() + num_moves
-        for _ in range(num_turns):
+        for _ in range(num_polls):
             if self.progress() >= target:
                 return
             await asyncio.sleep(POLL_S)
 
-    async def settle(self) -> None:
-        """Until every request is over. Fails when nothing moves while some are not."""
+    async def finish(self) -> None:
+        """Wait until every request is over. Fails if there is no progress before that."""
         for worker in self.workers:
             worker.gate.set()
         seen, moved_at = -1, time.monotonic()
         while self.open:
             if self.stack.serving.done():
                 self.stack.serving.result()
-            await self.mend()
+            await self.resubmit()
             if (progress := self.progress()) != seen:
                 seen, moved_at = progress, time.monotonic()
-            assert time.monotonic() < moved_at + WATCHDOG_S, f"nothing moves: {self._state()}"
+            assert time.monotonic() < moved_at + WATCHDOG_S, f"no progress: {self._state()}"
             await asyncio.sleep(POLL_S)
 
     async def check(self) -> None:
-        """Every request ended as it should, and nothing is left of any."""
+        """Assert that every request ended as it should and holds no resources."""
         for request in self.requests:
             request.check()
         engine = self.engine
         joined = {worker.hello.incarnation for worker in self.workers}
         await until(lambda: engine.lanes.keys() == joined, "the lanes of all workers")
-        await until(lambda: not engine.live, "the end of those whose gateways have gone")
+        await until(lambda: not engine.live, "the end of requests without a gateway")
         await until(lambda: all(lane.is_empty for lane in engine.lanes.values()), "empty lanes")
         await until(lambda: not any(w.rows for w in self.workers), "the release of all rows")
         for worker in self.workers:
             await worker.check()
             lane = engine.lanes[worker.hello.incarnation]
             assert lane.num_free_blocks == worker.hello.num_blocks - 1
-            assert lane.roster.host_blocks.num_free == worker.hello.num_host_blocks
+            assert lane.table.swap_space.num_free == worker.hello.num_host_blocks
             await lane.check_integrity()
         for worker in self._lost_workers:
-            assert not worker.runner.ledger.violations
+            assert not worker.runner.kv_checker.violations
         assert not engine.waiting
         assert engine.waiting.num_tokens == 0
 
@@ -284,13 +288,13 @@ class Load:
             f"lane {lane.worker.incarnation}: {lane.num_free_blocks} blocks free, "
             f"rows {[one.sequence_id for one in lane.rows]}, "
             f"assigned {[one.sequence_id for one in lane.assigned]}, "
-            f"late {[one.sequence_id for one in lane.roster.late]}, "
-            f"parents {[(g.attachment, g.hold) for g in lane.roster.parents]}, "
-            f"{lane.num_swapped} swapped, {len(lane._flights)} in flight"
+            f"awaiting results {[one.sequence_id for one in lane.table.awaiting_results]}, "
+            f"forking {[(g.attachment, g.pinned_blocks) for g in lane.table.forking_groups]}, "
+            f"{lane.num_swapped} swapped, {lane.num_in_flight} in flight"
             for lane in self.engine.lanes.values()
         ]
         waiting = [sequence.sequence_id for sequence in self.engine.waiting]
-        violations = [worker.runner.ledger.violations for worker in self.workers]
+        violations = [worker.runner.kv_checker.violations for worker in self.workers]
         return f"{len(self.open)} open; waiting {waiting}; {lanes}; {violations}"
 
 
@@ -298,5 +302,5 @@ def worker_name(index: int) -> str:
     return f"w{index}"
 
 
-def _spoil(worker: LedgerWorker) -> None:
+def _add_failing_seeds(worker: CheckingWorker) -> None:
     worker.failing_seeds.update(seed_of_choice(*failing) for failing in FAILING)

@@ -1,4 +1,4 @@
-"""Real schedulers between ledger workers and gateways' streams, over real gRPC and Redis."""
+"""Real schedulers between KV-checking workers and gateway streams, over real gRPC and Redis."""
 
 import asyncio
 import contextlib
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import grpc
 import redis
+from checking_worker import CheckingWorker, entries_at, token_at
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from ledger_worker import LedgerWorker, entries_at, token_at
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from quire.service.lifecycle import Signals
-from quire.service.protocol import PROTOCOL_VERSION
-from scheduler_svc.core.sequence import seed_of_choice
-from scheduler_svc.engine import Engine
-from scheduler_svc.lanes.lane import Lane
+from quire.service.protocol_version import PROTOCOL_VERSION
+from scheduler_svc.core.request import seed_of_choice
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.lane.lane import Lane
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.keys import LEADERSHIP
@@ -30,7 +30,7 @@ CANCELLED, ALREADY_EXISTS, NOT_FOUND, ABORTED, INTERNAL, UNAVAILABLE = 1, 6, 5, 
 
 
 def info_of(error: grpc.aio.AioRpcError | scheduler_pb2.RequestFailure) -> Message:
-    """The error's reason, and what it says of it."""
+    """The error's ErrorInfo: its reason and metadata."""
     info = error_details_pb2.ErrorInfo()
     status = rpc_status.from_call(error) if isinstance(error, grpc.aio.AioRpcError) else error
     assert status is not None
@@ -43,25 +43,25 @@ def prompt(length: int, tag: int = 0) -> list[int]:
 
 
 @dataclass
-class HeardChoice:
-    """What a gateway has heard of one choice."""
+class ReceivedChoice:
+    """What a gateway has received of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     end: scheduler_pb2.ChoiceEnd | None = None
 
 
 @dataclass
-class Heard:
-    """What a gateway has heard of one request, and what it asked."""
+class Received:
+    """A submission and what its gateway has received of it."""
 
     submission: scheduler_pb2.Submission
-    choices: list[HeardChoice]
+    choices: list[ReceivedChoice]
     accepted: bool = False
     opaque: bytes = b""
-    turn: scheduler_pb2.Turn | None = None
+    attachment_generation: scheduler_pb2.AttachmentGeneration | None = None
     failure: scheduler_pb2.RequestFailure | None = None
-    # The scheduler may have lost what was heard; it is the same when it comes again.
-    hears_again: bool = False
+    # The scheduler may have lost what was delivered; it delivers the same tokens again.
+    is_redelivered: bool = False
 
     @property
     def seed(self) -> int:
@@ -92,12 +92,12 @@ class Heard:
         return [len(choice.token_ids) for choice in self.choices]
 
     @property
-    def over(self) -> bool:
+    def is_ended(self) -> bool:
         return self.failure is not None or all(choice.end for choice in self.choices)
 
     @property
     def is_whole(self) -> bool:
-        """Every choice has ended with all its tokens, and nothing else."""
+        """Whether every choice has ended with exactly its expected tokens."""
         return all(
             choice.end is not None
             and choice.token_ids == self.output(index)
@@ -106,39 +106,39 @@ class Heard:
         )
 
     def tokens(self, count: int, choice: int = 0) -> list[int]:
-        """The first tokens that a choice must have, stops left aside."""
+        """The first expected tokens of a choice, ignoring stops."""
         seed = seed_of_choice(self.seed, choice)
         first = self.num_prompt_tokens
         return [token_at(seed, position) for position in range(first, first + count)]
 
     def entries(self, choice: int, index: int) -> list[tuple[int, float, int]]:
-        """The log-probabilities that a token must have."""
+        """The expected log-probabilities of a token."""
         seed, position = seed_of_choice(self.seed, choice), self.num_prompt_tokens + index
         return entries_at(seed, position, self.submission.params.num_logprobs)
 
     def output(self, choice: int = 0) -> list[int]:
-        """All that a choice must have if nobody disturbs it."""
+        """The expected output of a choice that runs undisturbed."""
         tokens = self.tokens(self.max_tokens, choice)
         ends = [index for index, token in enumerate(tokens) if token in self.stop_token_ids]
         return tokens[: ends[0] + 1] if ends else tokens
 
 
 class Gateway:
-    """A gateway's end of one Connect stream. Every token must come once, in order, from the index
-    on that was asked for, with its log-probabilities."""
+    """A gateway's end of one Connect stream. Every token must arrive once, in order, from the
+    requested index on, with its log-probabilities."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.heard: dict[int, Heard] = {}
+        self.received: dict[int, Received] = {}
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.epoch = 0
-        # Those that bore tokens.
+        # Frames with tokens.
         self.num_token_frames = 0
         self.cancelled: dict[int, bool] = {}
         # How the stream ended, if it did.
         self.lost: grpc.aio.AioRpcError | None = None
-        # Not written to the call: a write that meets the end of the stream would hide why it ended.
+        # Not written to the call directly: a write at the end of the stream would hide its error.
         self._frames: asyncio.Queue[scheduler_pb2.ConnectRequest] = asyncio.Queue()
-        self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect(self._said())
+        self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect(self._requests())
         self._reader = asyncio.create_task(self._read())
         self._next = 1
 
@@ -146,7 +146,7 @@ class Gateway:
         hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
         await self.send(hello=hello)
 
-    async def _said(self) -> AsyncIterator[scheduler_pb2.ConnectRequest]:
+    async def _requests(self) -> AsyncIterator[scheduler_pb2.ConnectRequest]:
         while True:
             yield await self._frames.get()
 
@@ -161,7 +161,7 @@ class Gateway:
         num_logprobs: int = 0,
         **fields: object,
     ) -> int:
-        """`fields`: others of the submission."""
+        """Submit a request; `fields` are other fields of the submission. Its attachment."""
         fields.setdefault("digest", repr((prompt, max_tokens, seed, n)).encode())
         submission = scheduler_pb2.Submission(
             request_id=request_id or f"request-{self._next}",
@@ -176,50 +176,50 @@ class Gateway:
             ),
             **fields,
         )
-        return await self._submit(Heard(submission, [HeardChoice() for _ in range(n)]))
+        return await self._submit(Received(submission, [ReceivedChoice() for _ in range(n)]))
 
-    async def submit_again(self, heard: Heard) -> int:
-        """As a gateway does whose scheduler is gone: behind what was heard before."""
+    async def submit_again(self, received: Received) -> int:
+        """Resubmit after the loss of a scheduler, from the next missing token on."""
         submission = scheduler_pb2.Submission()
-        submission.CopyFrom(heard.submission)
+        submission.CopyFrom(received.submission)
         submission.again = True
-        return await self._submit(_still_heard(submission, heard))
+        return await self._submit(_without_ends(submission, received))
 
-    async def attach_again(self, heard: Heard) -> int:
-        """The same for a client that has been heard of elsewhere first."""
-        return await self._attach(_still_heard(heard.submission, heard))
+    async def attach_again(self, received: Received) -> int:
+        """Attach, instead of resubmitting, from the next missing token on."""
+        return await self._attach(_without_ends(received.submission, received))
 
-    async def _submit(self, heard: Heard) -> int:
-        submission = heard.submission
-        attachment = submission.attachment = self._listen(heard)
-        submission.next_indices[:] = heard.next_indices
-        if heard.turn is not None:
-            submission.turn.CopyFrom(heard.turn)
+    async def _submit(self, received: Received) -> int:
+        submission = received.submission
+        attachment = submission.attachment = self._register(received)
+        submission.next_indices[:] = received.next_indices
+        if received.attachment_generation is not None:
+            submission.attachment_generation.CopyFrom(received.attachment_generation)
         await self.send(submissions=[submission])
         return attachment
 
-    async def attach(self, heard: Heard, *next_indices: int) -> int:
-        """As for a client that has been heard of elsewhere, and has that many tokens."""
+    async def attach(self, received: Received, *next_indices: int) -> int:
+        """Attach for a client of another gateway that has `next_indices` tokens."""
         choices = [
-            HeardChoice(heard.output(choice)[: next_indices[choice] if next_indices else 0])
-            for choice in range(len(heard.choices))
+            ReceivedChoice(received.output(choice)[: next_indices[choice] if next_indices else 0])
+            for choice in range(len(received.choices))
         ]
-        return await self._attach(Heard(heard.submission, choices))
+        return await self._attach(Received(received.submission, choices))
 
-    async def _attach(self, heard: Heard) -> int:
-        attachment = self._listen(heard)
+    async def _attach(self, received: Received) -> int:
+        attachment = self._register(received)
         wanted = scheduler_pb2.Attachment(
             attachment=attachment,
-            request_id=heard.submission.request_id,
-            next_indices=heard.next_indices,
-            turn=heard.turn,
+            request_id=received.submission.request_id,
+            next_indices=received.next_indices,
+            attachment_generation=received.attachment_generation,
         )
         await self.send(attachments=[wanted])
         return attachment
 
-    def _listen(self, heard: Heard) -> int:
+    def _register(self, received: Received) -> int:
         attachment, self._next = self._next, self._next + 1
-        self.heard[attachment] = heard
+        self.received[attachment] = received
         return attachment
 
     async def send(self, **parts: object) -> None:
@@ -232,16 +232,17 @@ class Gateway:
     async def cancel(self, attachment: int) -> None:
         await self.send(cancellations=[scheduler_pb2.Cancellation(attachment=attachment)])
 
-    async def over(self, *attachments: int) -> list[Heard]:
-        """Waits for the ends of these requests, of all without arguments."""
-        heard = [self.heard[a] for a in attachments or self.heard]
+    async def wait_ended(self, *attachments: int) -> list[Received]:
+        """Wait for the ends of these requests; of all, without arguments."""
+        received = [self.received[a] for a in attachments or self.received]
         await until(
-            lambda: self.check() or all(one.over for one in heard), "the ends of all requests"
+            lambda: self.check() or all(one.is_ended for one in received),
+            "the ends of all requests",
         )
-        return heard
+        return received
 
     def check(self) -> None:
-        """Raises what was wrong with what was heard."""
+        """Raise the error of a frame that broke a rule."""
         if self._reader.done() and not self._reader.cancelled():
             self._reader.result()
 
@@ -263,19 +264,19 @@ class Gateway:
         if frame.HasField("hello"):
             self.hello = frame.hello
         for acceptance in frame.acceptances:
-            heard = self.heard[acceptance.attachment]
-            heard.accepted, heard.opaque = True, acceptance.opaque
-            heard.turn = acceptance.turn
+            received = self.received[acceptance.attachment]
+            received.accepted, received.opaque = True, acceptance.opaque
+            received.attachment_generation = acceptance.attachment_generation
         self._take_tokens(frame.deltas)
         self.num_token_frames += bool(frame.deltas.token_ids)
         for end in frame.choice_ends:
-            choice = self.heard[end.attachment].choices[end.choice]
+            choice = self.received[end.attachment].choices[end.choice]
             assert choice.end is None, "a choice ends once"
             choice.end = end
         for failure in frame.failures:
-            heard = self.heard[failure.attachment]
-            assert heard.failure is None, "a request fails once"
-            heard.failure = failure
+            received = self.received[failure.attachment]
+            assert received.failure is None, "a request fails once"
+            received.failure = failure
         for result in frame.cancellation_results:
             self.cancelled[result.tag] = result.found
 
@@ -284,39 +285,44 @@ class Gateway:
         for attachment, choice, first, count in zip(
             deltas.attachments, deltas.choices, deltas.first_indices, deltas.num_tokens, strict=True
         ):
-            heard = self.heard[attachment]
-            assert heard.accepted, "tokens come behind the acceptance"
-            assert not heard.over, "nothing comes behind the end"
-            token_ids = heard.choices[choice].token_ids
+            received = self.received[attachment]
+            assert received.accepted, "tokens follow the acceptance"
+            assert not received.is_ended, "nothing follows the end"
+            token_ids = received.choices[choice].token_ids
             run = [next(tokens) for _ in range(count)]
             for index in range(first, first + count):
-                assert next(entries) == heard.entries(choice, index), "log-probabilities"
+                assert next(entries) == received.entries(choice, index), "log-probabilities"
             num_known = len(token_ids) - first
             assert num_known >= 0, "indices go up without a gap"
-            assert num_known == 0 or heard.hears_again, "no token comes twice"
+            assert num_known == 0 or received.is_redelivered, "no token is sent twice"
             assert run[:num_known] == token_ids[first : first + count], "it is what it was"
             token_ids.extend(run[num_known:])
 
 
 def _entries(deltas: scheduler_pb2.TokenDeltas) -> Iterator[list[tuple[int, float, int]]]:
-    """The log-probabilities of each token."""
+    """The log-probabilities of each token in the deltas."""
     if not deltas.logprobs:
         assert not deltas.num_logprobs, "no counts where there are none"
         return repeat([])
     entries = struct.iter_unpack("<IfI", deltas.logprobs)
-    told = [
+    per_token = [
         list(islice(entries, width))
         for width, count in zip(deltas.num_logprobs, deltas.num_tokens, strict=True)
         for _ in range(count)
     ]
-    assert not list(entries), "no more than are counted"
-    return iter(told)
+    assert not list(entries), "as many entries as are counted"
+    return iter(per_token)
 
 
-def _still_heard(submission: scheduler_pb2.Submission, heard: Heard) -> Heard:
-    """Without the ends: they are said again."""
-    choices = [HeardChoice(list(choice.token_ids)) for choice in heard.choices]
-    return Heard(submission, choices, turn=heard.turn, hears_again=heard.hears_again)
+def _without_ends(submission: scheduler_pb2.Submission, received: Received) -> Received:
+    """A copy without the ends, which are delivered again."""
+    choices = [ReceivedChoice(list(choice.token_ids)) for choice in received.choices]
+    return Received(
+        submission,
+        choices,
+        attachment_generation=received.attachment_generation,
+        is_redelivered=received.is_redelivered,
+    )
 
 
 @dataclass
@@ -336,31 +342,31 @@ class Member:
         return engine
 
     @property
-    def stands_by(self) -> bool:
-        """It has asked Redis, and does not lead."""
+    def is_standby(self) -> bool:
+        """Whether it has reached Redis and does not lead."""
         standby = self.scheduler._standby
-        return standby is not None and standby.trouble is None and not self.scheduler.leading
+        return standby is not None and standby.redis_error is None and not self.scheduler.leading
 
     async def kill(self) -> None:
-        """Without a drain, and without giving up the lead."""
+        """Stop without a drain and without releasing the lease."""
         self.serving.cancel()
         await asyncio.gather(self.serving, return_exceptions=True)
 
     async def drain(self) -> None:
-        """As SIGTERM does. Raises what ended the scheduler, if anything else did."""
+        """Drain as on SIGTERM. Raises the error that ended the scheduler, if any."""
         self.signals.drain.set()
         await self.serving
 
 
 @dataclass
 class Stack:
-    """Running schedulers, of which `member` is the one that is talked to, and what is around."""
+    """Running schedulers, their workers and gateways; `member` is the scheduler in use."""
 
     redis_url: str
     directory: Path
     settings: dict[str, object]
     members: list[Member] = field(default_factory=list)
-    workers: dict[str, tuple[LedgerWorker, grpc.aio.Server]] = field(default_factory=dict)
+    workers: dict[str, tuple[CheckingWorker, grpc.aio.Server]] = field(default_factory=dict)
     gateways: list[Gateway] = field(default_factory=list)
 
     @property
@@ -393,7 +399,7 @@ class Stack:
         return lane
 
     def start_scheduler(self, **settings: object) -> Member:
-        """One more, which is talked to from here on."""
+        """Start another scheduler and use it from here on."""
         address = f"unix:{self.directory}/s{len(self.members)}.sock"
         given = {
             "listen": address,
@@ -411,13 +417,13 @@ class Stack:
         self.members.append(member)
         return member
 
-    def lapse(self) -> None:
-        """Redis' clock says that the lease is over."""
+    def expire_lease(self) -> None:
+        """Expire the lease in Redis."""
         with redis.Redis.from_url(self.redis_url) as client:
             if client.hexists(LEADERSHIP, "holder"):
                 client.hset(LEADERSHIP, "renewed_ms", 0)
 
-    async def start_worker(self, name: str, worker: LedgerWorker, *aliases: str) -> None:
+    async def start_worker(self, name: str, worker: CheckingWorker, *aliases: str) -> None:
         server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
         for address in (name, *aliases):
@@ -430,14 +436,14 @@ class Stack:
         await server.stop(grace=None)
 
     async def gateway(self) -> Gateway:
-        """Of a scheduler that leads, as soon as it does."""
+        """A gateway of the scheduler in use, once it leads."""
         await until(lambda: self.scheduler.leading, "a leading scheduler")
         gateway = await self.connect()
         await until(lambda: gateway.hello is not None, "the scheduler's hello")
         return gateway
 
     async def connect(self) -> Gateway:
-        """A stream, whatever is answered."""
+        """A stream, whatever the response."""
         gateway = Gateway(self.channel)
         self.gateways.append(gateway)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -451,16 +457,16 @@ class Stack:
         )
 
     async def stop(self) -> None:
-        """Each part, whatever another one raises: what was wrong with what a gateway heard, or what
-        ended the last scheduler, if it was not this."""
-        *former, last = self.members
+        """Stop each part, even if another one raises: a broken rule of a gateway's stream, or the
+        error that ended the last scheduler."""
+        *others, last = self.members
         async with contextlib.AsyncExitStack() as parts:
             for member in self.members:
                 parts.push_async_callback(member.channel.close)
             for _, server in self.workers.values():
                 parts.push_async_callback(server.stop, None)
             parts.push_async_callback(last.drain)
-            for member in former:
+            for member in others:
                 parts.push_async_callback(member.kill)
             for gateway in self.gateways:
                 parts.push_async_callback(gateway.close)
@@ -468,9 +474,9 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def running_stack(
-    redis_url: str, directory: Path, workers: dict[str, LedgerWorker], **settings: object
+    redis_url: str, directory: Path, workers: dict[str, CheckingWorker], **settings: object
 ) -> AsyncIterator[Stack]:
-    """Workers are named by their sockets; names without a worker may be started later."""
+    """A stack whose workers are named by their sockets; other `names` may start later."""
     names = settings.pop("names", tuple(workers))
     assert isinstance(names, tuple)
     settings["workers"] = ",".join(f"unix:{directory}/{name}.sock" for name in names)

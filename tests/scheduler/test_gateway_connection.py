@@ -1,16 +1,17 @@
-"""Frames to a gateway that reads slowly, or to which much is said again."""
+"""Frames to a gateway that reads slowly, or to which much output is replayed."""
 
 from array import array
 
 import pytest
+from bare_groups import bare_group
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
-from scheduler_svc.core.sequence import Delivery, Group, Nobody, Params, Sequence
-from scheduler_svc.gateways import connection as frames
-from scheduler_svc.gateways.connection import GatewayConnection
-from scheduler_svc.store.requests import RequestKey
+from scheduler_svc.core.request import Delivery, Params
+from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.gateway import connection as frames
+from scheduler_svc.gateway.connection import GatewayConnection
 
 
 async def always() -> None:
@@ -19,33 +20,33 @@ async def always() -> None:
 
 def with_output(num_tokens: int) -> Group:
     params = Params(temperature=0, top_k=0, top_p=1, seed=1, max_tokens=num_tokens + 1)
-    group = Group(RequestKey("", "r"), params, Nobody())
+    group = bare_group("r", params)
     tokens = array("I", range(1 + num_tokens))
     group.sequences = [Sequence(1, group, 0, tokens, num_prompt_tokens=1, num_tokens=1)]
     group.sequences[0].num_journaled = num_tokens
     return group
 
 
-async def said(connection: GatewayConnection) -> list[scheduler_pb2.ConnectResponse]:
+async def sent_frames(connection: GatewayConnection) -> list[scheduler_pb2.ConnectResponse]:
     connection.close()
     return [frame async for frame in connection.frames()]
 
 
-async def test_what_is_said_again_is_split_between_requests_and_never_too_much(monkeypatch):
+async def test_a_replay_is_split_between_requests_and_never_disconnects(monkeypatch):
     monkeypatch.setattr(frames, "LARGE_FRAME_TOKENS", 50)
     monkeypatch.setattr(frames, "MAX_PENDING_TOKENS", 50)
     connection = GatewayConnection(epoch=7, may_send=always)
     for attachment in range(1, 5):
         connection.replay(with_output(40), attachment, [])
-    heard = await said(connection)
-    assert [list(frame.deltas.attachments) for frame in heard] == [[1, 2], [3, 4]]
-    assert [[a.attachment for a in frame.acceptances] for frame in heard] == [[1, 2], [3, 4]]
-    assert [frame.epoch for frame in heard] == [7, 7]
-    assert all(list(frame.deltas.token_ids) == [*range(1, 41)] * 2 for frame in heard)
+    received = await sent_frames(connection)
+    assert [list(frame.deltas.attachments) for frame in received] == [[1, 2], [3, 4]]
+    assert [[a.attachment for a in frame.acceptances] for frame in received] == [[1, 2], [3, 4]]
+    assert [frame.epoch for frame in received] == [7, 7]
+    assert all(list(frame.deltas.token_ids) == [*range(1, 41)] * 2 for frame in received)
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 4])
-async def test_a_gateway_that_does_not_read_its_frames_is_cut_off(monkeypatch, num_logprobs):
+async def test_a_gateway_that_does_not_read_its_frames_is_disconnected(monkeypatch, num_logprobs):
     monkeypatch.setattr(frames, "MAX_PENDING_TOKENS", 50)
     connection = GatewayConnection(epoch=7, may_send=always)
     connection.replay(with_output(40), 1, [])
@@ -53,11 +54,11 @@ async def test_a_gateway_that_does_not_read_its_frames_is_cut_off(monkeypatch, n
     for index in range(51 // (1 + num_logprobs) + 1):
         connection.deliver(Delivery([1], [0], [40 + index], [1], [5], packed))
     with pytest.raises(RequestError) as refusal:
-        await said(connection)
+        await sent_frames(connection)
     assert refusal.value.code is StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_all_that_was_said_before_the_end_is_heard(monkeypatch):
+async def test_all_output_before_the_end_is_sent(monkeypatch):
     connection = GatewayConnection(epoch=7, may_send=always)
     connection.replay(with_output(3), 1, [])
     reading = aiter(connection.frames())

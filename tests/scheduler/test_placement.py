@@ -1,4 +1,4 @@
-"""Which lane gets a request, on literals."""
+"""Placement of a request on literal lanes."""
 
 from dataclasses import replace
 
@@ -18,12 +18,12 @@ def lane(
     return budget
 
 
-def test_the_lane_that_has_most_of_the_prompt_is_chosen():
+def test_the_lane_with_the_longest_cached_prefix_is_chosen():
     cached = replace(DEMAND, num_uncached_tokens=8)
     assert choose_lane([lane(), lane()], [DEMAND, cached]) == 1
 
 
-def test_what_is_queued_before_it_counts_as_much_as_what_it_computes():
+def test_queued_tokens_count_as_much_as_uncached_ones():
     cached = replace(DEMAND, num_uncached_tokens=8)
     assert choose_lane([lane(), lane(queued=(31,))], [DEMAND, cached]) == 1
     assert choose_lane([lane(), lane(queued=(33,))], [DEMAND, cached]) == 0
@@ -44,19 +44,19 @@ def test_a_lane_without_room_is_not_chosen():
     assert choose_lane([lane(num_rows=4), lane(num_rows=3)], [DEMAND] * 2) == 1
 
 
-def test_a_group_wants_a_row_for_each_choice_up_to_all_there_are():
+def test_a_group_needs_a_row_for_each_choice_up_to_max_num_seqs():
     assert choose_lane([lane(num_rows=2)], [replace(DEMAND, num_rows=2)]) == 0
     assert choose_lane([lane(num_rows=2)], [replace(DEMAND, num_rows=3)]) is None
     assert choose_lane([lane(num_rows=1)], [replace(DEMAND, num_rows=16)]) is None
     assert choose_lane([lane(num_rows=0)], [replace(DEMAND, num_rows=16)]) == 0
 
 
-def test_a_lane_that_has_nothing_takes_anything():
+def test_an_empty_lane_accepts_anything():
     huge = Demand(num_rows=16, num_new_blocks=1000, num_uncached_tokens=16_000, watermark=10)
     assert choose_lane([lane(num_rows=0)], [huge]) == 0
 
 
-def test_what_a_request_takes_is_gone_for_the_next_one():
+def test_a_placed_request_reduces_the_budget():
     budget = lane(num_rows=2, num_free_blocks=5)
     budget.take(DEMAND)
     assert budget.cost(DEMAND) == 40 + 40 + 3
@@ -64,14 +64,14 @@ def test_what_a_request_takes_is_gone_for_the_next_one():
     assert budget.has_room(replace(DEMAND, num_new_blocks=2))
 
 
-def test_long_prompts_count_as_far_as_a_step_takes_them():
+def test_long_prompts_count_by_their_chunk():
     limits = {"long_prefill_token_threshold": 20}
     assert lane(queued=(60, 60), **limits).has_room(DEMAND)
     assert not lane(queued=(60, 60, 60, 60), **limits).has_room(DEMAND)
     assert lane(queued=(60, 60), **limits).cost(DEMAND) == 120 + 40 + 1
 
 
-def test_long_prompts_that_are_too_many_leave_the_step_to_others():
+def test_long_prompts_beyond_the_limit_do_not_count():
     limits = {"long_prefill_token_threshold": 40, "max_long_partial_prefills": 1}
     assert lane(queued=(60, 60, 60), **limits).has_room(DEMAND)
     assert not lane(queued=(60, 60, 60, 24), **limits).has_room(DEMAND)

@@ -1,4 +1,4 @@
-"""The policy on literals: what one step runs, in which order, with which blocks."""
+"""The policy on literal inputs: what one step runs, in which order, with which blocks."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,15 +8,15 @@ import pytest
 
 from scheduler_svc.core.policy import fit, fit_of_prompt, schedule
 from scheduler_svc.core.view import (
+    BlockFit,
     Candidate,
-    Decision,
-    Fit,
     Forkable,
+    LaneView,
     Limits,
     Policy,
     PreemptionMode,
+    StepDecision,
     Swapped,
-    View,
 )
 
 LIMITS = Limits(block_size=16, max_num_batched_tokens=64, max_num_seqs=4, watermark=0)
@@ -57,7 +57,7 @@ def waiting(
     rows: int = 1,
     is_new: bool = True,
 ) -> Candidate[Row]:
-    """Equal tags: equal prompts, as far as they go."""
+    """Candidates with equal tags have equal prompts, up to the shorter length."""
     tag = arrival if tag is None else tag
     hashes = [bytes([tag, index]) * 16 for index in range(num_tokens // 16)]
     sequence = Row(f"w{arrival}", (0, arrival, 0), num_tokens)
@@ -73,22 +73,22 @@ def siblings(arrival: int, num_prompt_tokens: int, count: int) -> list[Row]:
 
 def lane(
     running: Iterable[Row] = (), num_free_blocks: int = 200, num_usable: int = 1000, **more: object
-) -> View[Row]:
-    """Blocks are counted as the tables and holds have them."""
+) -> LaneView[Row]:
+    """A view whose reference counts follow from the tables and pinned blocks."""
     running = list(running)
     references = Counter(block for one in running for block in one.block_ids)
     for group in more.get("forkable", ()):
-        references.update(group.hold or ())
-    return View(running, num_free_blocks, num_usable, references, **more)
+        references.update(group.pinned_blocks or ())
+    return LaneView(running, num_free_blocks, num_usable, references, **more)
 
 
-def scheduled(decision: Decision[Row]) -> dict[str, int]:
+def scheduled(decision: StepDecision[Row]) -> dict[str, int]:
     """Tokens of the running rows, in the order in which they were scheduled."""
     pairs = zip(decision.scheduled, decision.num_scheduled_tokens, strict=True)
     return {one.name: count for one, count in pairs}
 
 
-def admitted(decision: Decision[Row]) -> list[tuple[str, int, int, int]]:
+def admitted(decision: StepDecision[Row]) -> list[tuple[str, int, int, int]]:
     """Name, hits, tokens and new blocks."""
     return [
         (one.sequence.name, one.num_hits, one.num_scheduled_tokens, one.num_new_blocks)
@@ -99,20 +99,20 @@ def admitted(decision: Decision[Row]) -> list[tuple[str, int, int, int]]:
 # Order and budget
 
 
-def test_decodes_come_before_prefills_and_prefills_before_new_prompts():
+def test_decodes_precede_prefills_and_prefills_precede_new_prompts():
     running = [row(0, 100, 80, range(1, 8)), decoding(1, 20, [8, 9])]
     decision = schedule(LIMITS, lane(running, candidates=[waiting(2, 10)]))
     assert scheduled(decision) == {"r1.0": 1, "r0.0": 20}
     assert admitted(decision) == [("w2", 0, 10, 1)]
 
 
-def test_prefills_that_finish_in_this_step_come_before_those_that_do_not():
+def test_prefills_that_finish_in_this_step_precede_those_that_do_not():
     running = [row(0, 200, 64, range(1, 14)), row(1, 100, 64, range(14, 21))]
     decision = schedule(LIMITS, lane(running))
     assert list(scheduled(decision).items()) == [("r1.0", 36), ("r0.0", 28)]
 
 
-def test_those_who_finish_alike_come_in_order():
+def test_prefills_that_finish_in_the_same_step_are_in_order():
     running = [row(1, 40, 16, range(1, 4)), row(0, 40, 16, range(4, 7))]
     assert list(scheduled(schedule(LIMITS, lane(running)))) == ["r0.0", "r1.0"]
 
@@ -124,12 +124,12 @@ def test_a_prompt_is_chunked_to_what_decodes_leave_of_the_budget():
     assert scheduled(decision) == {"r1.0": 37}
 
 
-def test_who_gets_nothing_of_the_budget_waits():
+def test_a_prompt_without_remaining_budget_waits():
     decision = schedule(LIMITS, lane(candidates=[waiting(0, 64), waiting(1, 1)]))
     assert admitted(decision) == [("w0", 0, 64, 4)]
 
 
-def test_nobody_passes_who_does_not_fit():
+def test_no_prompt_overtakes_one_that_does_not_fit():
     view = lane(num_free_blocks=9, candidates=[waiting(0, 160), waiting(1, 10)])
     assert schedule(LIMITS, view).is_empty
     view = lane(num_free_blocks=10, candidates=[waiting(0, 160), waiting(1, 10)])
@@ -145,47 +145,47 @@ def test_rows_are_bounded():
 # Several rounds
 
 
-def often(running: Iterable[Row], num_rounds: int, **more: object) -> View[Row]:
+def rounds_view(running: Iterable[Row], num_rounds: int, **more: object) -> LaneView[Row]:
     return lane(running, num_rounds=num_rounds, **more)
 
 
-def test_decodes_run_as_often_as_the_view_has_it_and_no_further_than_their_last_tokens():
+def test_decodes_run_the_rounds_of_the_view_up_to_their_last_tokens():
     running = [decoding(0, 20, [1, 2]), decoding(1, 20, [3, 4]), decoding(2, 20, [5, 6])]
     running[1].max_num_tokens, running[2].max_num_tokens = 22, 21
-    decision = schedule(LIMITS, often(running, 4))
+    decision = schedule(LIMITS, rounds_view(running, 4))
     assert decision.only_decodes
     assert decision.num_rounds == [4, 2, 1]
     assert scheduled(decision) == {"r0.0": 1, "r1.0": 1, "r2.0": 1}
     assert schedule(LIMITS, lane(running)).num_rounds == []
     running[0].max_num_tokens = running[1].max_num_tokens = 21
-    assert schedule(LIMITS, often(running, 4)).num_rounds == []
+    assert schedule(LIMITS, rounds_view(running, 4)).num_rounds == []
 
 
-def test_rounds_have_their_blocks_from_the_start():
+def test_blocks_of_all_rounds_are_appended_at_once():
     # Of tokens 15, 16 and 17 the first two are written; of 16, 17 and 18 all but the last.
     short, long = decoding(0, 15, [1]), decoding(1, 16, [2])
-    assert schedule(LIMITS, often([short, long], 2)).appends == [(long, 1)]
-    assert schedule(LIMITS, often([short, long], 3)).appends == [(short, 1), (long, 1)]
+    assert schedule(LIMITS, rounds_view([short, long], 2)).appends == [(long, 1)]
+    assert schedule(LIMITS, rounds_view([short, long], 3)).appends == [(short, 1), (long, 1)]
     short.max_num_tokens = 17
-    assert schedule(LIMITS, often([short, long], 3)).appends == [(long, 1)]
+    assert schedule(LIMITS, rounds_view([short, long], 3)).appends == [(long, 1)]
     ahead = replace(LIMITS, num_lookahead_slots=1)
-    assert schedule(ahead, often([short, long], 3)).appends == [(short, 1), (long, 1)]
+    assert schedule(ahead, rounds_view([short, long], 3)).appends == [(short, 1), (long, 1)]
 
 
-def test_nobody_gives_way_for_rounds():
+def test_no_row_is_preempted_for_rounds():
     running = [decoding(0, 16, [1]), decoding(1, 16, [2])]
-    decision = schedule(LIMITS, often(running, 2, num_free_blocks=1))
+    decision = schedule(LIMITS, rounds_view(running, 2, num_free_blocks=1))
     assert (decision.preempted, decision.appends, decision.num_rounds) == ([], [], [])
     assert scheduled(decision) == {"r0.0": 1, "r1.0": 1}
 
 
-def test_where_others_run_or_come_there_is_one_round():
+def test_a_step_with_anything_but_decodes_has_one_round():
     one = decoding(0, 20, [1, 2])
     for view in (
-        often([one, row(1, 40, 16, [3, 4, 5])], 4),
-        often([one], 4, candidates=[waiting(1, 10)]),
-        often([one], 4, swapped=[Swapped([decoding(1, 20, [1, 2])], 2)]),
-        often([one], 4, forkable=[Forkable(siblings(0, 19, 1), one, None)]),
+        rounds_view([one, row(1, 40, 16, [3, 4, 5])], 4),
+        rounds_view([one], 4, candidates=[waiting(1, 10)]),
+        rounds_view([one], 4, swapped=[Swapped([decoding(1, 20, [1, 2])], 2)]),
+        rounds_view([one], 4, forkable=[Forkable(siblings(0, 19, 1), one, None)]),
     ):
         assert schedule(LIMITS, view).num_rounds == []
 
@@ -199,7 +199,7 @@ def test_a_decode_takes_a_block_exactly_where_the_last_one_is_full():
     assert schedule(LIMITS, lane([one])).appends == [(one, 1)]
 
 
-def test_exactly_enough_free_blocks_preempt_nobody_one_fewer_does():
+def test_a_row_is_preempted_if_one_free_block_is_missing():
     running = [decoding(0, 17, [1]), decoding(1, 33, [2, 3])]
     assert schedule(LIMITS, lane(running, num_free_blocks=2)).preempted == []
     decision = schedule(LIMITS, lane(running, num_free_blocks=1))
@@ -217,7 +217,7 @@ def test_the_watermark_binds_new_requests_only():
     assert schedule(limits, lane([one], num_free_blocks=1)).appends == [(one, 1)]
 
 
-def test_hits_on_free_blocks_cost_those_that_somebody_holds_do_not():
+def test_hits_on_free_blocks_cost_blocks_and_hits_on_held_ones_do_not():
     view = lane(num_free_blocks=2, candidates=[waiting(0, 48, hits=2, free_hits=2)])
     assert schedule(LIMITS, view).is_empty
     view = lane(num_free_blocks=3, candidates=[waiting(0, 48, hits=2, free_hits=2)])
@@ -233,13 +233,13 @@ def test_the_last_token_is_computed_whatever_the_cache_holds():
     assert admitted(schedule(LIMITS, view)) == [("w0", 3, 1, 1)]
 
 
-def test_who_comes_later_in_a_step_hits_what_an_earlier_one_fills():
+def test_a_prompt_hits_blocks_that_an_earlier_one_fills_in_the_same_step():
     limits = replace(LIMITS, max_num_batched_tokens=1024)
     view = lane(candidates=[waiting(0, 100, tag=7), waiting(1, 100, tag=7)])
     assert admitted(schedule(limits, view)) == [("w0", 0, 100, 7), ("w1", 6, 4, 1)]
 
 
-def test_planned_blocks_are_hit_behind_cached_ones():
+def test_planned_blocks_are_hit_after_cached_ones():
     limits = replace(LIMITS, max_num_batched_tokens=1024)
     first = waiting(0, 100, tag=7, hits=2, free_hits=2)
     second = waiting(1, 100, tag=7, hits=2, free_hits=2)
@@ -256,16 +256,17 @@ def test_what_a_chunk_does_not_fill_is_not_hit():
     assert admitted(schedule(limits, view)) == [("w0", 0, 40, 7), ("w1", 2, 30, 5)]
 
 
-def test_a_prompt_can_never_fit_where_it_needs_more_than_the_watermark_leaves():
+def test_a_prompt_never_fits_if_it_needs_more_than_the_watermark_leaves():
     limits = replace(LIMITS, watermark=2)
-    assert fit_of_prompt(128, limits, num_usable=10) is Fit.OK
-    assert fit_of_prompt(129, limits, num_usable=10) is Fit.NEVER
+    assert fit_of_prompt(128, limits, num_usable=10) is BlockFit.OK
+    assert fit_of_prompt(129, limits, num_usable=10) is BlockFit.NEVER
     limits = replace(limits, num_lookahead_slots=1)
-    assert fit_of_prompt(128, limits, num_usable=10) is Fit.NEVER
+    assert fit_of_prompt(128, limits, num_usable=10) is BlockFit.NEVER
 
 
 @pytest.mark.parametrize(
-    ("num_needed", "wanted"), [(3, Fit.OK), (4, Fit.LATER), (8, Fit.LATER), (9, Fit.NEVER)]
+    ("num_needed", "wanted"),
+    [(3, BlockFit.OK), (4, BlockFit.LATER), (8, BlockFit.LATER), (9, BlockFit.NEVER)],
 )
 def test_fit(num_needed, wanted):
     assert fit(num_needed, num_free=5, num_usable=10, watermark=2) is wanted
@@ -274,7 +275,7 @@ def test_fit(num_needed, wanted):
 # Long and partial prefills
 
 
-def test_long_prompts_are_cut_to_the_threshold_where_others_want_to_run():
+def test_long_prompts_are_chunked_to_the_threshold_beside_others():
     limits = replace(LIMITS, max_num_batched_tokens=1024, long_prefill_token_threshold=400)
     prompts = [waiting(arrival, 800) for arrival in range(3)]
     counts = [entry[2] for entry in admitted(schedule(limits, lane(candidates=prompts)))]
@@ -293,7 +294,7 @@ def test_long_prompts_are_cut_to_the_threshold_where_others_want_to_run():
     assert scheduled(schedule(limits, lane(running))) == {"r0.0": 1, "r1.0": 1, "r2.0": 352}
 
 
-def test_a_prompt_that_is_alone_is_not_cut_to_the_threshold():
+def test_a_prompt_alone_is_not_chunked_to_the_threshold():
     limits = replace(LIMITS, long_prefill_token_threshold=10)
     running = [decoding(0, 20, [1, 2])]
     decision = schedule(limits, lane(running, candidates=[waiting(1, 50)]))
@@ -304,7 +305,7 @@ def test_a_prompt_that_is_alone_is_not_cut_to_the_threshold():
 def test_partial_prefills_are_bounded():
     limits = replace(LIMITS, long_prefill_token_threshold=20, max_num_partial_prefills=1)
     view = lane(candidates=[waiting(0, 50), waiting(1, 50), waiting(2, 5)])
-    # The second one would be cut, too; and nobody passes it.
+    # The second one would be partial, too, and the third must not overtake it.
     assert admitted(schedule(limits, view)) == [("w0", 0, 20, 4)]
     view = lane([row(0, 90, 20, range(1, 7))], candidates=[waiting(1, 15), waiting(2, 50)])
     decision = schedule(limits, view)
@@ -312,7 +313,7 @@ def test_partial_prefills_are_bounded():
     assert admitted(decision) == [("w1", 0, 15, 1)]
 
 
-def test_a_short_prompt_passes_a_long_one_only_where_long_ones_are_too_many():
+def test_a_short_prompt_overtakes_a_long_one_only_beyond_the_limit_of_long_ones():
     limits = replace(LIMITS, long_prefill_token_threshold=20, max_long_partial_prefills=1)
     view = lane(candidates=[waiting(0, 50), waiting(1, 50), waiting(2, 5)])
     assert admitted(schedule(limits, view)) == [("w0", 0, 20, 4), ("w2", 0, 5, 1)]
@@ -330,18 +331,18 @@ def test_hits_make_a_long_prompt_short():
 # Groups
 
 
-def test_a_group_wants_a_row_for_each_choice():
+def test_a_group_needs_a_row_for_each_choice():
     one = [decoding(0, 20, [1, 2])]
     assert schedule(LIMITS, lane(one, candidates=[waiting(1, 5, rows=3)])).admitted
     assert not schedule(LIMITS, lane(one, candidates=[waiting(1, 5, rows=4)])).admitted
 
 
-def test_a_group_with_more_choices_than_rows_starts_where_nobody_runs():
+def test_a_group_with_more_choices_than_rows_starts_on_an_empty_lane():
     view = lane(candidates=[waiting(0, 5, rows=16), waiting(1, 5)])
     assert admitted(schedule(LIMITS, view)) == [("w0", 0, 5, 1)]
 
 
-def test_rows_are_kept_for_siblings_whose_prompt_is_not_computed_yet():
+def test_rows_are_reserved_for_siblings_whose_prompt_is_not_computed_yet():
     view = lane([row(0, 100, 40, range(1, 8))], num_reserved_rows=3, candidates=[waiting(1, 5)])
     assert schedule(LIMITS, view).admitted == []
     assert schedule(LIMITS, replace(view, num_reserved_rows=2)).admitted
@@ -355,7 +356,7 @@ def test_siblings_are_forked_with_one_block_and_one_token_each():
     assert scheduled(decision) == {"r0.0": 1}
 
 
-def test_siblings_get_rows_in_turns_and_nobody_passes_them():
+def test_siblings_get_rows_as_they_become_free_and_are_not_overtaken():
     source = decoding(0, 41, [1, 2, 3])
     group = Forkable(siblings(0, 40, 5), source, None)
     view = lane([source], forkable=[group], candidates=[waiting(1, 5)])
@@ -373,42 +374,42 @@ def test_siblings_are_forked_from_the_blocks_that_their_group_holds():
     assert [one.name for _, one in decision.forked] == ["s0.1"]
 
 
-def test_a_hold_is_given_up_before_anybody_is_preempted():
+def test_a_hold_is_dropped_before_a_row_is_preempted():
     one = decoding(1, 17, [4])
     group = Forkable(siblings(0, 40, 2), None, [1, 2, 3])
     decision = schedule(LIMITS, lane([one], num_free_blocks=0, forkable=[group]))
-    assert decision.unforked == [group]
+    assert decision.cancelled_forks == [group]
     assert decision.preempted == []
     assert decision.appends == [(one, 1)]
 
 
-def test_siblings_of_a_preempted_source_are_admitted_like_others():
+def test_siblings_of_a_preempted_source_are_not_forked():
     first, source = decoding(0, 17, [1]), decoding(1, 41, [2, 3, 4])
     group = Forkable(siblings(1, 40, 2), source, None)
     decision = schedule(LIMITS, lane([first, source], num_free_blocks=0, forkable=[group]))
     assert decision.preempted == [source]
-    assert decision.unforked == [group]
+    assert decision.cancelled_forks == [group]
     assert decision.forked == []
 
 
-def test_a_hold_that_nobody_can_be_forked_from_is_given_up_where_nothing_runs():
+def test_a_hold_without_room_for_forks_is_dropped_if_nothing_runs():
     group = Forkable(siblings(0, 40, 2), None, [1, 2, 3])
     decision = schedule(LIMITS, lane(num_free_blocks=0, forkable=[group]))
-    assert decision.unforked == [group]
+    assert decision.cancelled_forks == [group]
 
 
 # Preemption
 
 
-def short_of_blocks(num_host_blocks: int = 100, **more: object) -> View[Row]:
-    """A single sequence and, behind it, a group of two that share their first block; one block
+def short_of_blocks(num_host_blocks: int = 100, **more: object) -> LaneView[Row]:
+    """A single sequence and, after it, a group of two that share their first block; one block
     is missing."""
     first = decoding(0, 17, [1])
     group = [decoding(1, 20, [2, 3], choice=0), decoding(1, 20, [2, 4], choice=1)]
     return lane([first, *group], 0, num_free_host_blocks=num_host_blocks, **more)
 
 
-def test_the_last_in_order_is_preempted_wherever_it_stands():
+def test_the_last_in_order_is_preempted_whatever_its_position():
     running = [decoding(2, 20, [1, 2]), decoding(0, 17, [3]), decoding(1, 20, [4, 5])]
     decision = schedule(LIMITS, lane(running, num_free_blocks=0))
     assert decision.preempted == [running[0]]
@@ -427,14 +428,14 @@ def test_prefills_are_preempted_too_and_take_nothing_of_the_budget():
     assert scheduled(decision) == {"r0.0": 1}
 
 
-def test_as_many_are_preempted_as_it_takes():
+def test_as_many_rows_are_preempted_as_needed():
     running = [decoding(arrival, 17, [arrival + 1]) for arrival in range(4)]
     decision = schedule(LIMITS, lane(running, num_free_blocks=0))
     assert decision.preempted == [running[3], running[2]]
     assert decision.appends == [(running[0], 1), (running[1], 1)]
 
 
-def test_blocks_that_others_share_do_not_come_free():
+def test_shared_blocks_are_not_freed():
     shared = [1, 2]
     running = [
         decoding(0, 49, [*shared, 3]),
@@ -445,7 +446,7 @@ def test_blocks_that_others_share_do_not_come_free():
     assert decision.preempted == [running[2], running[1]]
 
 
-def test_who_runs_alone_and_cannot_go_on_gives_way_itself():
+def test_a_row_that_runs_alone_without_free_blocks_is_preempted():
     one = decoding(0, 17, [1])
     decision = schedule(LIMITS, lane([one], num_free_blocks=0))
     assert decision.preempted == [one]
@@ -505,7 +506,7 @@ def test_a_group_that_runs_alone_is_recomputed(mode):
     assert decision.swapped_out == []
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted_somebody():
+def test_no_prompt_is_admitted_in_a_step_that_preempts():
     running = [decoding(0, 17, [1]), decoding(1, 20, [2, 3])]
     decision = schedule(LIMITS, lane(running, 0, candidates=[waiting(2, 5)]))
     assert decision.preempted == [running[1]]
@@ -523,7 +524,7 @@ def swapped(arrival: int = 0, num_tokens: int = 20, count: int = 2) -> Swapped[R
     return Swapped(rows, num_blocks=count + 1)
 
 
-def test_a_swapped_group_comes_back_with_a_token_each():
+def test_a_swapped_in_group_computes_a_token_each():
     group = swapped()
     decision = schedule(LIMITS, lane(num_free_blocks=3, swapped=[group]))
     [back] = decision.swapped_in
@@ -540,13 +541,13 @@ def test_a_swapped_group_takes_the_blocks_that_its_next_tokens_need():
     assert schedule(LIMITS, lane(num_free_blocks=4, swapped=[group])).swapped_in == []
 
 
-def test_a_prompt_that_was_swapped_half_way_goes_on_in_the_next_step():
+def test_a_partial_prompt_swapped_in_continues_in_the_next_step():
     group = Swapped([row(0, 40, 16, [0, 1, 2])], 3)
     [back] = schedule(LIMITS, lane(swapped=[group])).swapped_in
     assert back.num_scheduled_tokens == [0]
 
 
-def test_swapped_groups_come_before_new_prompts_and_nobody_passes_them():
+def test_swapped_groups_precede_new_prompts_and_are_not_overtaken():
     view = lane(swapped=[swapped(5)], candidates=[waiting(1, 5)])
     decision = schedule(LIMITS, view)
     assert decision.swapped_in
@@ -558,24 +559,24 @@ def test_swapped_groups_come_before_new_prompts_and_nobody_passes_them():
     assert decision.swapped_in == decision.admitted == []
 
 
-def test_nobody_comes_back_in_a_step_that_preempted_somebody():
+def test_no_group_is_swapped_in_in_a_step_that_preempts():
     decision = schedule(LIMITS, short_of_blocks(swapped=[swapped(9, count=1)]))
     assert decision.swapped_out
     assert decision.swapped_in == []
 
 
-def test_a_swapped_group_that_can_never_come_back_as_it_is_is_given_up():
+def test_a_swapped_group_too_large_for_the_pool_is_discarded():
     group, later = swapped(0), swapped(1, count=1)
     view = lane(num_free_blocks=2, num_usable=2, swapped=[group, later])
     decision = schedule(LIMITS, view)
-    assert decision.given_up == [group]
+    assert decision.discarded == [group]
     assert [back.group for back in decision.swapped_in] == [later]
 
 
-def test_nobody_is_admitted_in_a_step_that_gives_a_group_up():
+def test_no_prompt_is_admitted_in_a_step_that_discards_a_group():
     view = lane(num_free_blocks=2, num_usable=2, swapped=[swapped(0)], candidates=[waiting(1, 5)])
     decision = schedule(LIMITS, view)
-    assert decision.given_up
+    assert decision.discarded
     assert decision.admitted == []
     assert schedule(LIMITS, replace(view, swapped=[])).admitted
 
@@ -590,7 +591,7 @@ def test_prefill_first_never_mixes():
     assert admitted(decision) == [("w2", 0, 10, 1)]
 
 
-def test_prefill_first_decodes_where_no_prompt_fits():
+def test_prefill_first_decodes_if_no_prompt_fits():
     one = decoding(0, 20, [1, 2])
     view = lane([one], num_free_blocks=0, candidates=[waiting(1, 10)])
     decision = schedule(PREFILL_FIRST, view)
@@ -608,7 +609,7 @@ def test_prefill_first_forks_in_a_step_of_decodes():
     assert decision.forked == []
 
 
-def test_prefill_first_admits_nobody_while_somebody_is_swapped():
+def test_prefill_first_admits_no_prompt_while_a_group_is_swapped():
     view = lane([decoding(0, 20, [1, 2])], swapped=[swapped(1)], candidates=[waiting(2, 10)])
     decision = schedule(PREFILL_FIRST, view)
     assert scheduled(decision) == {"r0.0": 1}
@@ -633,12 +634,12 @@ def test_lookahead_slots_do_not_count_in_a_step_of_prefills_only():
     assert admitted(schedule(limits, lane(candidates=[waiting(1, 14)]))) == [("w1", 0, 14, 1)]
 
 
-def test_no_slots_are_kept_beyond_the_longest_sequence():
+def test_no_slots_are_reserved_beyond_the_longest_sequence():
     limits = replace(LIMITS, num_lookahead_slots=4, max_model_len=32)
     assert schedule(limits, lane([decoding(0, 31, [1, 2])], num_free_blocks=0)).appends == []
     one = decoding(0, 13, [1])
     assert schedule(limits, lane([one], num_free_blocks=1)).appends == [(one, 1)]
-    assert fit_of_prompt(31, limits, num_usable=2) is Fit.OK
+    assert fit_of_prompt(31, limits, num_usable=2) is BlockFit.OK
     again = waiting(1, 31)
     view = lane([decoding(0, 10, [3])], num_free_blocks=2, candidates=[again])
     assert admitted(schedule(limits, view)) == [("w1", 0, 31, 2)]

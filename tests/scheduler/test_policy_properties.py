@@ -1,4 +1,4 @@
-"""What holds of any decision on any view."""
+"""Invariants of any decision on any view."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from scheduler_svc.core.policy import schedule
 from scheduler_svc.core.view import (
     Candidate,
-    Decision,
     Forkable,
+    LaneView,
     Limits,
     Policy,
     PreemptionMode,
+    StepDecision,
     Swapped,
-    View,
 )
 
 MAX_ROWS = 6
@@ -58,7 +58,7 @@ limits = st.builds(
 
 
 class Pool:
-    """Numbers blocks."""
+    """Allocates consecutive block numbers."""
 
     def __init__(self) -> None:
         self.next = 1
@@ -83,7 +83,7 @@ def running_groups(draw: st.DrawFn, limits: Limits, pool: Pool) -> list[list[Row
             num_tokens = draw(st.integers(max(1, len(shared) * limits.block_size), 12))
             is_decode = draw(st.booleans()) or count > 1
             computed = num_tokens - 1 if is_decode else draw(st.integers(0, num_tokens - 1))
-            # A decode has what its former tokens needed, or more; a prompt all it needs.
+            # A decode has the blocks of its earlier tokens, or more; a prompt has all of its own.
             least = ceil(computed, limits.block_size) if is_decode else 0
             num_blocks = max(
                 len(shared),
@@ -147,7 +147,7 @@ def forkables(draw: st.DrawFn, groups: list[list[Row]], pool: Pool) -> list[Fork
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Limits, View[Row]]:
+def cases(draw: st.DrawFn) -> tuple[Limits, LaneView[Row]]:
     bounds = draw(limits)
     pool = Pool()
     groups = draw(running_groups(bounds, pool))
@@ -155,11 +155,11 @@ def cases(draw: st.DrawFn) -> tuple[Limits, View[Row]]:
     forkable = draw(forkables(groups, pool))
     references = Counter(block for one in running for block in one.block_ids)
     for group in forkable:
-        references.update(group.hold or ())
+        references.update(group.pinned_blocks or ())
     num_free = draw(st.integers(0, 12))
     arrivals = range(draw(st.integers(0, 3)))
     swapped = [draw(swapped_groups(bounds)) for _ in range(draw(st.integers(0, 2)))]
-    return bounds, View(
+    return bounds, LaneView(
         running=running,
         num_free_blocks=num_free,
         num_usable_blocks=len(references) + num_free,
@@ -173,30 +173,36 @@ def cases(draw: st.DrawFn) -> tuple[Limits, View[Row]]:
     )
 
 
-def victims(decision: Decision[Row]) -> list[Row]:
+def victims(decision: StepDecision[Row]) -> list[Row]:
     return [*decision.preempted, *(one for group in decision.swapped_out for one in group)]
 
 
-def the_budget_of_tokens_is_kept(limits: Limits, view: View[Row], decision: Decision[Row]) -> None:
+def the_budget_of_tokens_is_kept(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
+) -> None:
     num_tokens = sum(decision.num_scheduled_tokens) + len(decision.forked)
     num_tokens += sum(sum(back.num_scheduled_tokens) for back in decision.swapped_in)
     num_tokens += sum(entry.num_scheduled_tokens for entry in decision.admitted)
     assert num_tokens <= limits.max_num_batched_tokens
 
 
-def there_is_a_row_for_everybody(limits: Limits, view: View[Row], decision: Decision[Row]) -> None:
+def every_sequence_has_a_row(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
+) -> None:
     num_rows = len(view.running) - len(victims(decision)) + len(decision.forked)
     num_rows += sum(len(back.group.sequences) for back in decision.swapped_in)
     num_rows += len(decision.admitted)
     assert num_rows <= limits.max_num_seqs
 
 
-def no_block_is_given_twice(limits: Limits, view: View[Row], decision: Decision[Row]) -> None:
+def no_block_is_given_twice(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
+) -> None:
     references = Counter(view.references)
     for one in victims(decision):
         references.subtract(one.block_ids)
-    for group in decision.unforked:
-        references.subtract(group.hold or ())
+    for group in decision.cancelled_forks:
+        references.subtract(group.pinned_blocks or ())
     assert min(references.values(), default=0) >= 0
     num_free = view.num_usable_blocks - sum(count > 0 for count in references.values())
     num_taken = sum(count for _, count in decision.appends) + len(decision.forked)
@@ -208,8 +214,8 @@ def no_block_is_given_twice(limits: Limits, view: View[Row], decision: Decision[
     assert num_taken <= num_free
 
 
-def everybody_has_the_blocks_that_the_step_writes(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+def every_sequence_has_the_blocks_that_the_step_writes(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     appended = dict(decision.appends)
     counts = decision.num_rounds or decision.num_scheduled_tokens
@@ -224,25 +230,27 @@ def everybody_has_the_blocks_that_the_step_writes(
         assert ceil(entry.sequence.num_tokens, limits.block_size) <= num_blocks
 
 
-def who_gives_way_is_last_in_order_and_does_not_run(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+def preempted_rows_are_last_in_order_and_do_not_run(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
-    gone = victims(decision)
-    assert len(set(gone)) == len(gone)
+    preempted = victims(decision)
+    assert len(set(preempted)) == len(preempted)
     in_order = sorted(view.running, key=lambda one: one.order)
-    assert set(gone) == set(in_order[len(in_order) - len(gone) :])
+    assert set(preempted) == set(in_order[len(in_order) - len(preempted) :])
     busy = {*decision.scheduled, *(one for one, _ in decision.appends)}
     busy |= {group.source for group, _ in decision.forked}
-    assert busy.isdisjoint(gone)
-    if gone:
+    assert busy.isdisjoint(preempted)
+    if preempted:
         assert not decision.admitted
         assert not decision.swapped_in
-        # No work is lost while a hold could be given up instead.
-        assert all(group in decision.unforked for group in view.forkable if group.hold)
+        # No work is lost while blocks could be unpinned instead.
+        assert all(
+            group in decision.cancelled_forks for group in view.forkable if group.pinned_blocks
+        )
 
 
-def all_who_decode_do_so_or_give_way_or_leave_the_step_to_prompts(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+def decodes_run_or_are_preempted_unless_the_step_is_for_prompts(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     decodes = {one for one in view.running if one.remaining == 1}
     done = decodes & {*decision.scheduled, *victims(decision)}
@@ -259,7 +267,7 @@ def all_who_decode_do_so_or_give_way_or_leave_the_step_to_prompts(
 
 
 def rounds_are_of_decodes_alone_and_end_with_their_last_tokens(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     if decision.num_rounds:
         assert decision.only_decodes
@@ -269,8 +277,8 @@ def rounds_are_of_decodes_alone_and_end_with_their_last_tokens(
             assert one.num_tokens + count <= one.max_num_tokens
 
 
-def chunks_are_parts_of_what_is_left(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+def chunks_are_parts_of_the_remaining_tokens(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     assert len(set(decision.scheduled)) == len(decision.scheduled)
     for one, count in zip(decision.scheduled, decision.num_scheduled_tokens, strict=True):
@@ -280,28 +288,28 @@ def chunks_are_parts_of_what_is_left(
         assert 0 < entry.num_scheduled_tokens <= remaining
 
 
-def nobody_is_passed_but_by_the_rule_of_long_prompts(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+def only_long_prompts_beyond_the_limit_are_overtaken(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     entries = {entry.sequence: entry for entry in decision.admitted}
     wanted = [one.sequence for one in view.candidates if one.sequence in entries]
     assert [entry.sequence for entry in decision.admitted] == wanted
     last = max((i for i, one in enumerate(view.candidates) if one.sequence in entries), default=0)
-    passed = [one for one in view.candidates[:last] if one.sequence not in entries]
-    if passed:
+    overtaken = [one for one in view.candidates[:last] if one.sequence not in entries]
+    if overtaken:
         assert limits.max_long_partial_prefills is not None
-        for one in passed:
+        for one in overtaken:
             assert one.sequence.num_tokens > limits.long_prefill_token_threshold > 0
     back = [one.group for one in decision.swapped_in]
-    assert [g for g in view.swapped if g not in decision.given_up][: len(back)] == back
-    if len(back) + len(decision.given_up) < len(view.swapped):
+    assert [g for g in view.swapped if g not in decision.discarded][: len(back)] == back
+    if len(back) + len(decision.discarded) < len(view.swapped):
         assert not decision.admitted or limits.policy is Policy.PREFILL_FIRST
-    if decision.given_up or (view.swapped and limits.policy is Policy.PREFILL_FIRST):
+    if decision.discarded or (view.swapped and limits.policy is Policy.PREFILL_FIRST):
         assert not decision.admitted
 
 
 def partial_and_long_prefills_are_bounded(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     counts = dict(zip(decision.scheduled, decision.num_scheduled_tokens, strict=True))
     old = [one for one in view.running if one.remaining > 1 and one not in victims(decision)]
@@ -323,7 +331,7 @@ def partial_and_long_prefills_are_bounded(
 
 
 def swaps_go_one_way_and_fit_on_the_host(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     assert not (decision.swapped_out and decision.swapped_in)
     blocks = [len({b for one in group for b in one.block_ids}) for group in decision.swapped_out]
@@ -335,18 +343,18 @@ def swaps_go_one_way_and_fit_on_the_host(
         assert not decision.swapped_out
 
 
-def something_moves_where_anybody_is_on_the_lane(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+def a_lane_that_is_not_empty_makes_progress(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
-    if view.running or any(group.hold for group in view.forkable):
+    if view.running or any(group.pinned_blocks for group in view.forkable):
         assert not decision.is_empty
 
 
-def groups_are_forked_or_given_up_not_both(
-    limits: Limits, view: View[Row], decision: Decision[Row]
+def groups_are_forked_or_cancelled_not_both(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
     forked = [group for group, _ in decision.forked]
-    assert not set(map(id, forked)) & set(map(id, decision.unforked))
+    assert not set(map(id, forked)) & set(map(id, decision.cancelled_forks))
     for group in view.forkable:
         mine = [sibling for one, sibling in decision.forked if one is group]
         assert mine == list(group.siblings)[: len(mine)]
@@ -354,22 +362,22 @@ def groups_are_forked_or_given_up_not_both(
 
 INVARIANTS = (
     the_budget_of_tokens_is_kept,
-    there_is_a_row_for_everybody,
+    every_sequence_has_a_row,
     no_block_is_given_twice,
-    everybody_has_the_blocks_that_the_step_writes,
-    who_gives_way_is_last_in_order_and_does_not_run,
-    all_who_decode_do_so_or_give_way_or_leave_the_step_to_prompts,
+    every_sequence_has_the_blocks_that_the_step_writes,
+    preempted_rows_are_last_in_order_and_do_not_run,
+    decodes_run_or_are_preempted_unless_the_step_is_for_prompts,
     rounds_are_of_decodes_alone_and_end_with_their_last_tokens,
-    chunks_are_parts_of_what_is_left,
-    nobody_is_passed_but_by_the_rule_of_long_prompts,
+    chunks_are_parts_of_the_remaining_tokens,
+    only_long_prompts_beyond_the_limit_are_overtaken,
     partial_and_long_prefills_are_bounded,
     swaps_go_one_way_and_fit_on_the_host,
-    something_moves_where_anybody_is_on_the_lane,
-    groups_are_forked_or_given_up_not_both,
+    a_lane_that_is_not_empty_makes_progress,
+    groups_are_forked_or_cancelled_not_both,
 )
 
 
-def check(case: tuple[Limits, View[Row]]) -> None:
+def check(case: tuple[Limits, LaneView[Row]]) -> None:
     limits, view = case
     decision = schedule(limits, view)
     for holds in INVARIANTS:
@@ -378,7 +386,7 @@ def check(case: tuple[Limits, View[Row]]) -> None:
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=300)
 @given(cases())
-def test_any_decision_keeps_the_rules(case):
+def test_any_decision_satisfies_the_invariants(case):
     check(case)
 
 
@@ -386,5 +394,5 @@ def test_any_decision_keeps_the_rules(case):
 @pytest.mark.timeout(600)
 @settings(database=None, deadline=None, max_examples=5_000)
 @given(cases())
-def test_any_of_many_decisions_keeps_the_rules(case):
+def test_any_of_many_decisions_satisfies_the_invariants(case):
     check(case)

@@ -1,31 +1,27 @@
-"""The order of those who wait."""
+"""The order of the waiting queue."""
 
 from array import array
 
 import pytest
+from bare_groups import bare_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.sequence import Group, Params, Sequence, Subscriber
-from scheduler_svc.store.requests import RequestKey
-
-
-class Nobody(Subscriber):
-    """Hears nothing."""
+from scheduler_svc.core.request import Params
+from scheduler_svc.core.sequence import Sequence
 
 
 def sequence(
     arrival: int, priority: int = 0, choice: int = 0, preempted: bool = False, length: int = 3
 ) -> Sequence:
     params = Params(1.0, 0, 1.0, 0, 8, frozenset())
-    group = Group(
-        RequestKey("", str(arrival)), params, Nobody(), arrival, order=(priority, arrival)
-    )
+    group = bare_group(str(arrival), params)
+    group.order = (priority, arrival)
     waiting = Sequence(
         arrival * 16 + choice, group, choice, array("I", range(length)), length, length
     )
-    waiting.was_preempted = preempted
+    waiting.has_precedence = preempted
     return waiting
 
 
@@ -34,7 +30,7 @@ def queue() -> WaitingQueue:
     return WaitingQueue()
 
 
-def test_who_came_first_is_first(queue):
+def test_the_first_arrival_is_the_head(queue):
     second, first = sequence(2), sequence(1)
     queue.add(second)
     queue.add(first)
@@ -42,14 +38,14 @@ def test_who_came_first_is_first(queue):
     assert queue.head is first
 
 
-def test_a_smaller_priority_comes_before_an_earlier_arrival(queue):
+def test_a_smaller_priority_precedes_an_earlier_arrival(queue):
     early, urgent = sequence(1, priority=1), sequence(2, priority=0)
     queue.add(early)
     queue.add(urgent)
     assert list(queue) == [urgent, early]
 
 
-def test_the_preempted_come_before_the_new_ones_whatever_their_priority(queue):
+def test_preempted_sequences_precede_new_ones_of_any_priority(queue):
     urgent, again = sequence(1, priority=-1), sequence(2, priority=5, preempted=True)
     queue.add(urgent)
     queue.add(again)
@@ -72,10 +68,10 @@ def test_tokens_are_counted(queue):
     assert queue.num_tokens == 100
 
 
-def test_who_is_not_here_is_not_removed(queue):
+def test_a_sequence_that_is_not_queued_is_not_removed(queue):
     queue.add(sequence(1))
     assert not queue.remove(sequence(2))
-    # In the same place, but another one.
+    # A different sequence with the same key.
     assert not queue.remove(sequence(1))
     assert len(queue) == 1
     assert queue.first(5) == list(queue)
@@ -96,7 +92,7 @@ def test_the_order_of_adding_does_not_matter(arrivals, data):
     queue = WaitingQueue()
     for one in waiting:
         queue.add(one)
-    wanted = sorted(waiting, key=lambda one: (not one.was_preempted, one.order))
+    wanted = sorted(waiting, key=lambda one: (not one.has_precedence, one.order))
     assert list(queue) == wanted
     for one in waiting:
         assert queue.remove(one)

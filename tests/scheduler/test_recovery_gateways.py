@@ -1,4 +1,4 @@
-"""Gateways that were away, cut off and back; their clients have gone on elsewhere meanwhile."""
+"""Gateways that lose their connection and return after their clients have resumed elsewhere."""
 
 import asyncio
 import gc
@@ -6,63 +6,63 @@ from typing import Any
 
 import pytest
 import redis
-from ledger_worker import LedgerWorker
-from scheduler_stack import Heard, info_of, prompt, running_stack
+from checking_worker import CheckingWorker
+from scheduler_stack import Received, info_of, prompt, running_stack
 from waiting import until
 
-from scheduler_svc.engine import Engine
-from scheduler_svc.store.requests import Recorded, RequestKey, StoredRequest
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.store.requests import RecordOutcome, RequestKey, StoredRequest
 from scheduler_svc.store.store import Store
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["begun there", "resumed there"])
-async def test_a_gateway_that_comes_back_leaves_a_stream_where_its_client_has_gone(
+async def test_a_returning_gateway_does_not_take_a_stream_from_the_gateway_of_its_client(
     redis_url, sockets, resumed
 ):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         first, other = await stack.gateway(), await stack.gateway()
-        asked = first.heard[await first.submit(prompt(9), max_tokens=12)]
-        await until(lambda: min(asked.next_indices) >= 3, "tokens")
+        original = first.received[await first.submit(prompt(9), max_tokens=50)]
+        await until(lambda: min(original.next_indices) >= 3, "tokens")
         worker.gate.clear()
         await first.close()
-        taken = other.heard[await other.attach(asked, 2)]
+        taken = other.received[await other.attach(original, 2)]
         await until(lambda: taken.accepted, "acceptance")
         back = await stack.gateway()
         if resumed:
-            known = back.heard[await back.attach_again(asked)]
+            known = back.received[await back.attach_again(original)]
         else:
-            known = back.heard[await back.submit_again(asked)]
+            known = back.received[await back.submit_again(original)]
         await until(lambda: known.failure is not None, "a refusal")
         assert info_of(known.failure).reason == "TAKEN_OVER"
         worker.gate.set()
-        await other.over()
+        await other.wait_ended()
         assert taken.is_whole
 
 
 @pytest.mark.parametrize("comes_first", ["the old one", "the new one"])
-async def test_the_newer_of_two_streams_has_a_request_also_under_the_next_leader(
+async def test_the_newer_of_two_streams_receives_the_request_under_the_next_leader(
     redis_url, sockets, comes_first
 ):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         old, new = await stack.gateway(), await stack.gateway()
-        asked = old.heard[await old.submit(prompt(9), max_tokens=40)]
-        await until(lambda: min(asked.next_indices) >= 3, "tokens")
-        moved = new.heard[await new.attach(asked, 2)]
+        original = old.received[await old.submit(prompt(9), max_tokens=40)]
+        await until(lambda: min(original.next_indices) >= 3, "tokens")
+        moved = new.received[await new.attach(original, 2)]
         await until(lambda: len(moved.token_ids) >= 3, "tokens elsewhere")
-        former, successor = stack.member, stack.start_scheduler()
-        await until(lambda: successor.stands_by, "a standby")
-        await former.kill()
-        stack.lapse()
+        previous, successor = stack.member, stack.start_scheduler()
+        await until(lambda: successor.is_standby, "a standby")
+        await previous.kill()
+        stack.expire_lease()
         worker.gate.clear()
         old, new = await stack.gateway(), await stack.gateway()
 
-        async def old_comes() -> Heard:
-            return old.heard[await old.submit_again(asked)]
+        async def old_comes() -> Received:
+            return old.received[await old.submit_again(original)]
 
-        async def new_comes() -> Heard:
-            return new.heard[await new.attach_again(moved)]
+        async def new_comes() -> Received:
+            return new.received[await new.attach_again(moved)]
 
         if comes_first == "the old one":
             ours = await old_comes()
@@ -75,58 +75,58 @@ async def test_the_newer_of_two_streams_has_a_request_also_under_the_next_leader
         await until(lambda: ours.failure is not None, "a refusal")
         assert info_of(ours.failure).reason == "TAKEN_OVER"
         worker.gate.set()
-        await new.over()
+        await new.wait_ended()
         assert theirs.is_whole
 
 
 def hold_records(monkeypatch: pytest.MonkeyPatch, count: int) -> list[asyncio.Event]:
-    """Answers of that many calls to record are held back until their events are set; an event is
-    here when its call has been carried out."""
-    record_in, answered = Store.record, []
+    """Hold the replies of the first `count` calls to record until their events are set. An event is
+    added when its call has been executed."""
+    record_in, held = Store.record, []
 
-    async def record(*args: Any) -> list[Recorded]:
-        answers = await record_in(*args)
-        if len(answered) < count:
-            answered.append(asyncio.Event())
-            await answered[-1].wait()
-        return answers
+    async def record(*args: Any) -> list[RecordOutcome]:
+        outcomes = await record_in(*args)
+        if len(held) < count:
+            held.append(asyncio.Event())
+            await held[-1].wait()
+        return outcomes
 
     monkeypatch.setattr(Store, "record", record)
-    return answered
+    return held
 
 
-async def test_a_gateway_that_has_gone_before_it_was_answered_does_not_take_a_stream_back(
+async def test_a_gateway_disconnected_before_its_response_does_not_take_a_stream_back(
     redis_url, sockets, monkeypatch
 ):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     worker.gate.clear()
-    answered = hold_records(monkeypatch, 2)
+    held = hold_records(monkeypatch, 2)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         first, second, third = [await stack.gateway() for _ in range(3)]
-        asked = first.heard[await first.submit(prompt(9), max_tokens=12)]
-        await until(lambda: len(answered) == 1, "its record")
-        await second.submit_again(asked)
-        await until(lambda: len(answered) == 2, "its record's repetition")
+        original = first.received[await first.submit(prompt(9), max_tokens=12)]
+        await until(lambda: len(held) == 1, "its record")
+        await second.submit_again(original)
+        await until(lambda: len(held) == 2, "its record's repetition")
         await second.close()
-        desk = stack.scheduler._servicer.desk
-        await until(lambda: len(desk._connections) == 2, "the end of its stream")
-        answered[0].set()
-        await until(lambda: asked.accepted, "acceptance")
-        taken = third.heard[await third.submit_again(asked)]
+        handler = stack.scheduler._servicer.handler
+        await until(lambda: len(handler._connections) == 2, "the end of its stream")
+        held[0].set()
+        await until(lambda: original.accepted, "acceptance")
+        taken = third.received[await third.submit_again(original)]
         await until(lambda: taken.accepted, "acceptance elsewhere")
-        answered[1].set()
-        await until(lambda: not desk._submissions._tasks, "the last answer")
+        held[1].set()
+        await until(lambda: not handler._submissions._tasks, "the last response")
         worker.gate.set()
-        await third.over()
+        await third.wait_ended()
         assert taken.is_whole
 
 
-async def test_what_is_forgotten_while_it_is_submitted_again_is_to_be_asked_for_once_more(
+async def test_a_record_that_expires_during_a_submission_makes_the_gateway_retry(
     redis_url, sockets, monkeypatch
 ):
-    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
         gateway = await stack.gateway()
-        [asked] = await gateway.over(await gateway.submit(prompt(9)))
+        [original] = await gateway.wait_ended(await gateway.submit(prompt(9)))
         load = Store.load
 
         async def forgotten(store: Store, key: RequestKey) -> StoredRequest | None:
@@ -134,31 +134,31 @@ async def test_what_is_forgotten_while_it_is_submitted_again_is_to_be_asked_for_
             return None
 
         monkeypatch.setattr(Store, "load", forgotten)
-        [refused] = await gateway.over(await gateway.submit_again(asked))
+        [refused] = await gateway.wait_ended(await gateway.submit_again(original))
         assert info_of(refused.failure).reason == "REDIS_AWAY"
-        [again] = await gateway.over(await gateway.submit_again(asked))
+        [again] = await gateway.wait_ended(await gateway.submit_again(original))
         assert again.is_whole
 
 
-async def test_a_leadership_that_is_over_leaves_nothing_in_memory(redis_url, sockets):
-    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+async def test_an_ended_term_leaves_nothing_in_memory(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
         for _ in range(4):
             gateway = await stack.gateway()
-            former = stack.engine
+            previous = stack.engine
             with redis.Redis.from_url(redis_url) as client:
                 client.flushall()
             await until(
-                lambda g=gateway, f=former: (
+                lambda g=gateway, f=previous: (
                     g.lost and stack.scheduler.leading and stack.engine is not f
                 ),
                 "the next leadership",
             )
-        del former, gateway
+        del previous, gateway
         stack.gateways.clear()
 
         def engines() -> list[Engine]:
             gc.collect()
             return [one for one in gc.get_objects() if isinstance(one, Engine)]
 
-        # gRPC's server holds its last call, and what that has of the leadership before.
-        await until(lambda: len(engines()) <= 2, "the end of former engines")
+        # gRPC's server holds its last call, with objects of the previous term.
+        await until(lambda: len(engines()) <= 2, "the release of earlier engines")

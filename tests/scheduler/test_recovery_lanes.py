@@ -1,26 +1,26 @@
-"""Workers that die, hang, sleep, lie or leave, and calls that cross with it."""
+"""Workers that die, hang, stop, drain or fail, and calls that overlap with it."""
 
 import asyncio
 
-import ledger_worker
+import checking_worker
 import pytest
-from ledger_worker import Broken, LedgerWorker
+from checking_worker import Broken, CheckingWorker
 from scheduler_stack import INTERNAL, Stack, info_of, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.lanes import watch
-from scheduler_svc.lanes.leaving import Leaving
+from scheduler_svc.lane import worker_stream
+from scheduler_svc.lane.release import StepRelease
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.types import Commit, CommitReply
 
 
-async def all_are_whole(stack: Stack, *workers: LedgerWorker) -> None:
-    """Of every gateway; and nothing is left."""
+async def all_are_whole(stack: Stack, *workers: CheckingWorker) -> None:
+    """Wait until every gateway has all its tokens and no resource is held."""
     for gateway in stack.gateways:
-        assert all(heard.is_whole for heard in await gateway.over())
+        assert all(received.is_whole for received in await gateway.wait_ended())
     await until(lambda: not stack.engine.live, "the end of all")
     await until(lambda: all(lane.is_empty for lane in stack.engine.lanes.values()), "empty lanes")
     for lane in stack.engine.lanes.values():
@@ -36,16 +36,16 @@ async def test_a_commit_is_repeated_when_its_reply_is_lost(redis_url, sockets, m
 
     async def lose_first(pool: Pool, commit: Commit) -> CommitReply:
         reply = await commit_to(pool, commit)
-        heard = replies.setdefault(commit.step, [])
-        heard.append(reply)
+        received = replies.setdefault(commit.step, [])
+        received.append(reply)
         # Admissions, appends, decodes and releases: all kinds of steps.
-        if len(heard) == 1 and commit.step < 8:
+        if len(received) == 1 and commit.step < 8:
             raise StoreUnavailable("the reply is lost")
         return reply
 
-    monkeypatch.setattr("scheduler_svc.lanes.patience.RETRY_S", 0.01)
+    monkeypatch.setattr("scheduler_svc.store.retry.RETRY_S", 0.01)
     monkeypatch.setattr(Pool, "commit", lose_first)
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
         for seed in range(3):
@@ -53,23 +53,23 @@ async def test_a_commit_is_repeated_when_its_reply_is_lost(redis_url, sockets, m
         await all_are_whole(stack, worker)
         assert worker.num_streams == 1
         assert worker.num_sampled_tokens == 3 * 2 * 6
-    twice = [heard for heard in replies.values() if len(heard) > 1]
+    twice = [received for received in replies.values() if len(received) > 1]
     assert len(twice) >= 4
     assert all(first == second for first, second in twice)
 
 
-@pytest.mark.parametrize("num_heard", [0, 1])
-async def test_a_stream_breaks_with_one_plan_executed_and_one_not(redis_url, sockets, num_heard):
-    worker = LedgerWorker(1)
+@pytest.mark.parametrize("num_received", [0, 1])
+async def test_a_stream_breaks_with_one_plan_executed_and_one_not(redis_url, sockets, num_received):
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
         for seed in range(3):
             await gateway.submit(prompt(9, seed), max_tokens=30, seed=seed)
-        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.heard.values()), "tokens")
+        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.received.values()), "tokens")
         worker.gate.clear()
-        await until(lambda: len(stack.only_lane._flights) == 2, "two plans in flight")
-        lost_step = worker.runner.last_finished_step + 1 + num_heard
-        num_left = [num_heard]
+        await until(lambda: stack.only_lane.num_in_flight == 2, "two plans in flight")
+        lost_step = worker.runner.last_finished_step + 1 + num_received
+        num_left = [num_received]
 
         def lose(result: worker_pb2.StepResult) -> None:
             num_left[0] -= 1
@@ -81,31 +81,31 @@ async def test_a_stream_breaks_with_one_plan_executed_and_one_not(redis_url, soc
         worker.gate.set()
         await all_are_whole(stack, worker)
         assert worker.num_streams == 2
-        # It was run, and nothing of the plans behind it.
+        # It was run, and no later plan.
         assert worker.hello.last_finished_step == lost_step
 
 
 async def test_a_late_token_of_a_preempted_sequence_and_then_the_lane_is_lost(
     redis_url, sockets, monkeypatch
 ):
-    preempt, late = Leaving.preempt, []
-    # Two sequences of 32 tokens want 16 blocks.
-    worker = LedgerWorker(1, num_blocks=14, max_model_len=32)
+    preempt, late = StepRelease.preempt, []
+    # Two sequences of 32 tokens need 16 blocks.
+    worker = CheckingWorker(1, num_blocks=14, max_model_len=32)
 
-    def preempt_and_note(leaving: Leaving, sequence: Sequence) -> None:
-        if sequence.last_step > leaving._roster.landed_step:
+    def preempt_and_note(release: StepRelease, sequence: Sequence) -> None:
+        if sequence.last_step > release._table.completed_step:
             late.append(sequence)
-        preempt(leaving, sequence)
+        preempt(release, sequence)
 
     async def step_slowly() -> None:
-        """So that the scheduler has as many plans in flight as it may."""
+        """Keep as many plans in flight as allowed."""
         worker.distort = lambda result: worker.gate.clear()
         while not late:
             worker.gate.set()
             await asyncio.sleep(0.01)
         worker.gate.clear()
 
-    monkeypatch.setattr(Leaving, "preempt", preempt_and_note)
+    monkeypatch.setattr(StepRelease, "preempt", preempt_and_note)
     async with running_stack(
         redis_url, sockets, {"a": worker}, pipeline_depth=3, preemption_mode="recompute"
     ) as stack:
@@ -131,10 +131,10 @@ async def test_a_late_token_of_a_preempted_sequence_and_then_the_lane_is_lost(
 async def test_a_hit_block_is_taken_between_match_and_commit(
     redis_url, sockets, monkeypatch, is_reopened
 ):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        await gateway.over(await gateway.submit(prompt(21), max_tokens=1))
+        await gateway.wait_ended(await gateway.submit(prompt(21), max_tokens=1))
         match, hits = Pool.match, []
 
         async def match_and_take(pool: Pool, queries: list) -> list:
@@ -147,22 +147,24 @@ async def test_a_hit_block_is_taken_between_match_and_commit(
             return found
 
         monkeypatch.setattr(Pool, "match", match_and_take)
-        [heard] = await gateway.over(await gateway.submit(prompt(21), max_tokens=9, seed=4))
+        [received] = await gateway.wait_ended(
+            await gateway.submit(prompt(21), max_tokens=9, seed=4)
+        )
         assert [hit.num_hits for hit in hits] == [5]
-        assert heard.end.num_cached_prompt_tokens == 0
+        assert received.end.num_cached_prompt_tokens == 0
         await all_are_whole(stack, worker)
         assert worker.num_streams == 1 + is_reopened
 
 
-async def test_a_draining_worker_gives_its_rows_to_another_one(redis_url, sockets):
-    workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
+async def test_a_draining_workers_sequences_move_to_another_one(redis_url, sockets):
+    workers = {name: CheckingWorker(index + 1) for index, name in enumerate("ab")}
     async with running_stack(redis_url, sockets, workers) as stack:
         gateway = await stack.gateway()
         await until(lambda: len(stack.engine.lanes) == 2, "both lanes")
         for seed in range(6):
             await gateway.submit(prompt(9, seed), max_tokens=40, seed=seed)
-        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.heard.values()), "tokens")
-        # Whoever is slow now must not hold up the drain.
+        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.received.values()), "tokens")
+        # A slow worker must not delay the drain.
         for worker in workers.values():
             worker.gate.clear()
         num_plans = len(workers["b"].plans)
@@ -170,45 +172,45 @@ async def test_a_draining_worker_gives_its_rows_to_another_one(redis_url, socket
         for worker in workers.values():
             worker.gate.set()
         await until(lambda: stack.engine.lanes.keys() == {2}, "the end of the drained lane")
-        assert not gateway.heard[1].over or not gateway.heard[2].over
+        assert not gateway.received[1].is_ended or not gateway.received[2].is_ended
         await all_are_whole(stack, workers["b"])
         await workers["a"].check()
         admitted = [len(p.admissions.rows) for p in workers["b"].plans[num_plans:]]
         assert sum(admitted) > 0
 
 
-async def test_a_draining_worker_runs_on_where_there_is_no_other_and_takes_nobody(
+async def test_a_draining_worker_without_another_one_runs_on_and_takes_no_requests(
     redis_url, sockets
 ):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}, names=("a", "b")) as stack:
         gateway = await stack.gateway()
         running = await gateway.submit(prompt(9), max_tokens=30)
-        await until(lambda: len(gateway.heard[running].token_ids) > 2, "tokens")
+        await until(lambda: len(gateway.received[running].token_ids) > 2, "tokens")
         worker.gate.clear()
         worker.drain()
         await until(lambda: stack.only_lane.draining, "the drain")
         late = await gateway.submit(prompt(9, 2), max_tokens=5, seed=2)
-        await until(lambda: gateway.heard[late].accepted, "acceptance")
+        await until(lambda: gateway.received[late].accepted, "acceptance")
         worker.gate.set()
-        await gateway.over(running)
+        await gateway.wait_ended(running)
         await until(lambda: 1 not in stack.engine.lanes, "the end of the drained lane")
-        assert not gateway.heard[late].token_ids
-        other = LedgerWorker(2)
+        assert not gateway.received[late].token_ids
+        other = CheckingWorker(2)
         await stack.start_worker("b", other)
-        await gateway.over(late)
+        await gateway.wait_ended(late)
         for one in (worker, other):
             await one.check()
-        assert all(heard.is_whole for heard in gateway.heard.values())
+        assert all(received.is_whole for received in gateway.received.values())
         assert sum(len(plan.admissions.rows) for plan in worker.plans) == 1
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-async def test_a_poisonous_request_is_failed_alone_and_its_neighbours_finish(
+async def test_only_the_poison_request_fails_and_the_rest_of_its_batch_finishes(
     redis_url, sockets, monkeypatch, names
 ):
-    monkeypatch.setattr("scheduler_svc.lanes.discovery.RETRY_S", 0.05)
-    workers = {name: LedgerWorker(index + 1) for index, name in enumerate(names)}
+    monkeypatch.setattr("scheduler_svc.engine.discovery.RETRY_S", 0.05)
+    workers = {name: CheckingWorker(index + 1) for index, name in enumerate(names)}
     async with running_stack(redis_url, sockets, workers) as stack:
         gateway = await stack.gateway()
         for worker in workers.values():
@@ -220,10 +222,10 @@ async def test_a_poisonous_request_is_failed_alone_and_its_neighbours_finish(
         good += [
             await gateway.submit(prompt(9, seed), max_tokens=10, seed=seed) for seed in range(6, 9)
         ]
-        [failed] = await gateway.over(bad)
+        [failed] = await gateway.wait_ended(bad)
         assert (failed.failure.code, info_of(failed.failure).reason) == (INTERNAL, "POISON")
-        assert all(heard.is_whole for heard in await gateway.over(*good))
-        # Once beside others, once alone.
+        assert all(received.is_whole for received in await gateway.wait_ended(*good))
+        # Once in a batch, once alone.
         num_lost = sum(worker.num_streams for worker in workers.values()) - len(workers)
         await until(lambda: len(stack.engine.lanes) == len(workers), "all lanes")
         assert num_lost <= 2
@@ -232,30 +234,30 @@ async def test_a_poisonous_request_is_failed_alone_and_its_neighbours_finish(
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is short."""
-    monkeypatch.setattr(ledger_worker, "BEAT_S", 0.05)
-    monkeypatch.setattr(watch, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(watch, "SILENCE_S", 0.5)
-    monkeypatch.setattr("scheduler_svc.lanes.stream.OPEN_TIMEOUT_S", 0.5)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time after which a silent worker is lost."""
+    monkeypatch.setattr(checking_worker, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(worker_stream, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(worker_stream, "SILENCE_S", 0.5)
+    monkeypatch.setattr(worker_stream, "OPEN_TIMEOUT_S", 0.5)
 
 
-@pytest.mark.usefixtures("hasty")
-async def test_a_worker_that_is_stopped_is_noticed_and_ignored_when_it_wakes_up(redis_url, sockets):
-    workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
+@pytest.mark.usefixtures("short_silence")
+async def test_a_stopped_worker_is_detected_and_ignored_when_it_resumes(redis_url, sockets):
+    workers = {name: CheckingWorker(index + 1) for index, name in enumerate("ab")}
     async with running_stack(redis_url, sockets, workers) as stack:
         gateway = await stack.gateway()
         await until(lambda: len(stack.engine.lanes) == 2, "both lanes")
         for seed in range(4):
             await gateway.submit(prompt(9, seed), max_tokens=40, seed=seed)
-        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.heard.values()), "tokens")
+        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.received.values()), "tokens")
         sleeper = workers["a"]
         assert sleeper.rows
         sleeper.awake.clear()
         num_sampled = sleeper.num_sampled_tokens
-        assert all(heard.is_whole for heard in await gateway.over())
+        assert all(received.is_whole for received in await gateway.wait_ended())
         assert stack.engine.lanes.keys() == {2}
-        # What it had in hand is run, and nobody hears of it.
+        # The plan that it had is run, and its result is ignored.
         sleeper.awake.set()
         await until(lambda: len(stack.engine.lanes) == 2, "its return")
         assert sleeper.num_sampled_tokens > num_sampled
@@ -264,16 +266,16 @@ async def test_a_worker_that_is_stopped_is_noticed_and_ignored_when_it_wakes_up(
         await all_are_whole(stack, *workers.values())
 
 
-async def test_a_worker_that_beats_and_does_not_finish_its_step_is_lost(redis_url, sockets):
-    workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
+async def test_a_worker_with_heartbeats_that_does_not_finish_its_step_is_lost(redis_url, sockets):
+    workers = {name: CheckingWorker(index + 1) for index, name in enumerate("ab")}
     async with running_stack(redis_url, sockets, workers, step_timeout_s=0.5) as stack:
         gateway = await stack.gateway()
         await until(lambda: len(stack.engine.lanes) == 2, "both lanes")
         for seed in range(4):
             await gateway.submit(prompt(9, seed), max_tokens=40, seed=seed)
-        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.heard.values()), "tokens")
+        await until(lambda: all(len(h.token_ids) > 2 for h in gateway.received.values()), "tokens")
         workers["a"].gate.clear()
-        assert all(heard.is_whole for heard in await gateway.over())
+        assert all(received.is_whole for received in await gateway.wait_ended())
         assert stack.engine.lanes.keys() == {2}
         workers["a"].gate.set()
         await until(lambda: len(stack.engine.lanes) == 2, "its return")

@@ -1,55 +1,58 @@
-"""Leaders that die, hand over, or wake up when another one leads."""
+"""Leaders that die, hand over, or resume when another one leads."""
 
 import asyncio
 
 import pytest
+from checking_worker import CheckingWorker
 from grpc import StatusCode
-from ledger_worker import LedgerWorker
-from scheduler_stack import Gateway, Heard, Member, Stack, info_of, prompt, running_stack
+from scheduler_stack import Gateway, Member, Received, Stack, info_of, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
-from scheduler_svc.lanes.stream import WorkerStream
+from scheduler_svc.lane.worker_stream import WorkerStream
+from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.store.errors import StaleEpoch
+from scheduler_svc.store.keys import PoolKeys
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.types import Commit, CommitReply
-from scheduler_svc.tenure import Tenure
 
 
-async def running(stack: Stack, num_tokens: int = 3, **asked: object) -> tuple[Gateway, Heard]:
-    """A request that has some of its tokens."""
+async def running(
+    stack: Stack, num_tokens: int = 3, **overrides: object
+) -> tuple[Gateway, Received]:
+    """Start a request and wait for some of its tokens."""
     gateway = await stack.gateway()
-    heard = gateway.heard[
-        await gateway.submit(prompt(9), **{"max_tokens": 50, "num_logprobs": 2, **asked})
+    received = gateway.received[
+        await gateway.submit(prompt(9), **{"max_tokens": 50, "num_logprobs": 2, **overrides})
     ]
-    await until(lambda: len(heard.token_ids) >= num_tokens, "some tokens")
-    return gateway, heard
+    await until(lambda: len(received.token_ids) >= num_tokens, "some tokens")
+    return gateway, received
 
 
 async def succeeded(stack: Stack, is_killed: bool) -> Gateway:
-    """Another scheduler, which was there before, leads."""
-    former, successor = stack.member, stack.start_scheduler()
-    await until(lambda: successor.stands_by, "a standby")
+    """Let a standby take over."""
+    previous, successor = stack.member, stack.start_scheduler()
+    await until(lambda: successor.is_standby, "a standby")
     if is_killed:
-        await former.kill()
-        stack.lapse()
+        await previous.kill()
+        stack.expire_lease()
     else:
-        await former.drain()
+        await previous.drain()
     return await stack.gateway()
 
 
-def epochs_of(worker: LedgerWorker) -> list[int]:
-    """Of its plans, each once."""
+def epochs_of(worker: CheckingWorker) -> list[int]:
+    """The distinct epochs of its plans, in order."""
     return list(dict.fromkeys(plan.epoch for plan in worker.plans))
 
 
-async def test_a_standby_turns_gateways_away_and_names_the_leader(redis_url, sockets):
+async def test_a_standby_refuses_gateways_and_names_the_leader(redis_url, sockets):
     async with running_stack(
-        redis_url, sockets, {"a": LedgerWorker(1)}, advertise="10.0.0.7:50052"
+        redis_url, sockets, {"a": CheckingWorker(1)}, advertise="10.0.0.7:50052"
     ) as stack:
         await stack.gateway()
         standby = stack.start_scheduler()
-        await until(lambda: standby.stands_by, "a standby")
+        await until(lambda: standby.is_standby, "a standby")
         refused = await stack.connect()
         await until(lambda: refused.lost is not None, "the refusal")
         assert refused.lost.code() is StatusCode.UNAVAILABLE
@@ -58,54 +61,50 @@ async def test_a_standby_turns_gateways_away_and_names_the_leader(redis_url, soc
         assert not stack.members[0].serving.done()
 
 
-async def test_a_lead_that_was_given_up_is_taken_at_once_by_whoever_comes(redis_url, sockets):
-    # Nobody would wait for so long a lease.
-    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}, lease_s=3600) as stack:
-        _, heard = await running(stack)
+async def test_a_released_lease_is_acquired_at_once_by_the_next_scheduler(redis_url, sockets):
+    # The lease is too long for the test to wait for.
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}, lease_s=3600) as stack:
+        _, received = await running(stack)
         await stack.member.drain()
         stack.start_scheduler()
         gateway = await stack.gateway()
-        [again] = await gateway.over(await gateway.submit_again(heard))
+        [again] = await gateway.wait_ended(await gateway.submit_again(received))
         assert again.is_whole
 
 
-async def test_a_drain_does_not_wait_for_a_worker_that_is_not_there(
-    redis_url, sockets, monkeypatch
-):
-    monkeypatch.setattr("scheduler_svc.lanes.stream.OPEN_TIMEOUT_S", 3600)
+async def test_a_drain_does_not_wait_for_an_absent_worker(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr("scheduler_svc.lane.worker_stream.OPEN_TIMEOUT_S", 3600)
     async with running_stack(
-        redis_url, sockets, {"a": LedgerWorker(1)}, names=("a", "gone"), drain_grace_s=3600
+        redis_url, sockets, {"a": CheckingWorker(1)}, names=("a", "gone"), drain_grace_s=3600
     ) as stack:
         await running(stack)
         await asyncio.wait_for(stack.member.drain(), 10)
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "drained"])
-async def test_a_new_leader_goes_on_with_everything_and_finds_the_caches(
-    redis_url, sockets, is_killed
-):
-    worker = LedgerWorker(1, num_blocks=128)
+async def test_a_new_leader_continues_everything_and_hits_the_caches(redis_url, sockets, is_killed):
+    worker = CheckingWorker(1, num_blocks=128)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
-        await gateway.over(await gateway.submit(prompt(40, 1), max_tokens=1))
-        asked = [
-            gateway.heard[await gateway.submit(prompt(29, tag), max_tokens=30, seed=tag, n=n)]
+        await gateway.wait_ended(await gateway.submit(prompt(40, 1), max_tokens=1))
+        original = [
+            gateway.received[await gateway.submit(prompt(29, tag), max_tokens=30, seed=tag, n=n)]
             for tag, n in ((2, 1), (3, 3), (4, 1))
         ]
-        await until(lambda: all(min(h.next_indices) > 2 for h in asked), "some tokens of all")
+        await until(lambda: all(min(h.next_indices) > 2 for h in original), "some tokens of all")
         worker.gate.clear()
-        await until(lambda: len(stack.only_lane._flights) == 2, "plans in flight")
+        await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
         num_plans = len(worker.plans)
         asyncio.get_running_loop().call_later(0.2, worker.gate.set)
         gateway = await succeeded(stack, is_killed)
         worker.gate.set()
-        for heard in asked:
-            await gateway.submit_again(heard)
+        for received in original:
+            await gateway.submit_again(received)
         late = await gateway.submit(prompt(40, 1), max_tokens=1, request_id="late")
-        heard = await gateway.over()
-        assert all(one.is_whole for one in heard)
-        assert gateway.heard[late].end.num_cached_prompt_tokens == 36
-        # Of each sequence no more than its last blocks, of those that were being filled.
+        received = await gateway.wait_ended()
+        assert all(one.is_whole for one in received)
+        assert gateway.received[late].end.num_cached_prompt_tokens == 36
+        # Only the last blocks of each sequence, which were being filled.
         computed_again = [
             tokens - computed
             for plan in worker.plans[num_plans:]
@@ -117,27 +116,70 @@ async def test_a_new_leader_goes_on_with_everything_and_finds_the_caches(
         assert max(computed_again) <= 2 * worker.hello.block_size
         stats = stack.engine.lanes[1].stats
         assert stats.num_preempted_by_recompute == 0
-        # The late one, the last of the six, had not begun.
+        # The late one, the last of the six, had not started.
         num_lost = stats.num_recovered_tokens - stats.num_recovered_hit_tokens
         assert num_lost == sum(computed_again[:5])
         await worker.check()
 
 
-async def six_running(stack: Stack) -> list[Heard]:
-    """Requests that have some of their tokens."""
+async def second_choice_running(stack: Stack, worker: CheckingWorker) -> Received:
+    """Run two choices one after the other, and hold the worker back in the second one."""
+    worker.hold_after = 75
     gateway = await stack.gateway()
-    asked = [
-        gateway.heard[await gateway.submit(prompt(30, tag), max_tokens=30, seed=tag)]
+    received = gateway.received[await gateway.submit(prompt(9), max_tokens=50, seed=3, n=2)]
+    await until(lambda: len(received.choices[1].token_ids) > 20, "tokens of the second choice")
+    assert received.choices[0].end is not None
+    assert received.choices[1].end is None
+    return received
+
+
+async def test_a_choice_that_ended_is_recorded_before_its_tokens_leave_the_journal(
+    redis_url, redis_client, sockets, monkeypatch
+):
+    """The stream of the new leader would fail on a token that is sent twice."""
+    monkeypatch.setattr("scheduler_svc.lane.journal_compaction.COMPACT_EVERY_STEPS", 8)
+    worker = CheckingWorker(1, max_num_seqs=1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        received = await second_choice_running(stack, worker)
+        # More tokens than that are the first choice's.
+        await until(lambda: redis_client.xlen(PoolKeys(1).journal) < 30, "the journal's trim")
+        gateway = await succeeded(stack, is_killed=True)
+        worker.gate.set()
+        [again] = await gateway.wait_ended(await gateway.submit_again(received))
+        assert again.is_whole
+
+
+async def test_a_choice_that_ended_is_recorded_before_its_pool_is_dropped(
+    redis_url, redis_client, sockets
+):
+    worker, other = CheckingWorker(1, max_num_seqs=1), CheckingWorker(2, max_num_seqs=1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        received = await second_choice_running(stack, worker)
+        other.gate.clear()
+        await stack.stop_worker("a")
+        await stack.start_worker("a", other)
+        await until(lambda: not redis_client.exists(PoolKeys(1).journal), "the pool's end")
+        gateway = await succeeded(stack, is_killed=True)
+        other.gate.set()
+        [again] = await gateway.wait_ended(await gateway.submit_again(received))
+        assert again.is_whole
+
+
+async def six_running(stack: Stack) -> list[Received]:
+    """Start six requests and wait for some tokens of each."""
+    gateway = await stack.gateway()
+    original = [
+        gateway.received[await gateway.submit(prompt(30, tag), max_tokens=30, seed=tag)]
         for tag in range(6)
     ]
-    await until(lambda: all(min(h.next_indices) > 2 for h in asked), "some tokens of all")
-    return asked
+    await until(lambda: all(min(h.next_indices) > 2 for h in original), "some tokens of all")
+    return original
 
 
-async def test_sequences_go_back_to_the_worker_that_comes_a_little_later(redis_url, sockets):
-    workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
+async def test_sequences_return_to_their_worker_that_joins_a_little_later(redis_url, sockets):
+    workers = {"a": CheckingWorker(1), "b": CheckingWorker(2)}
     async with running_stack(redis_url, sockets, workers) as stack:
-        asked = await six_running(stack)
+        original = await six_running(stack)
         served = {name: set(worker.seeds.values()) for name, worker in workers.items()}
         assert all(served.values())
         for worker in workers.values():
@@ -145,105 +187,105 @@ async def test_sequences_go_back_to_the_worker_that_comes_a_little_later(redis_u
         workers["b"].awake.clear()
         workers["a"].gate.set()
         gateway = await succeeded(stack, is_killed=True)
-        for heard in asked:
-            await gateway.submit_again(heard)
+        for received in original:
+            await gateway.submit_again(received)
         await until(lambda: 1 in stack.engine.lanes, "the first lane")
         workers["b"].gate.set()
         workers["b"].awake.set()
-        assert all(one.is_whole for one in await gateway.over())
+        assert all(one.is_whole for one in await gateway.wait_ended())
         for name, worker in workers.items():
             last = [plan for plan in worker.plans if plan.admissions.rows]
             assert {seed for plan in last for seed in plan.admissions.seeds} == served[name]
             await worker.check()
 
 
-async def test_a_worker_that_is_busy_holds_up_nobody_else(redis_url, sockets, monkeypatch):
-    monkeypatch.setattr("scheduler_svc.lanes.stream.OPEN_TIMEOUT_S", 3600)
-    workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
+async def test_a_busy_worker_does_not_delay_other_workers(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr("scheduler_svc.lane.worker_stream.OPEN_TIMEOUT_S", 3600)
+    workers = {"a": CheckingWorker(1), "b": CheckingWorker(2)}
     async with running_stack(redis_url, sockets, workers, drain_grace_s=1) as stack:
         gateway = await stack.gateway()
-        first = gateway.heard[await gateway.submit(prompt(30), max_tokens=30)]
+        first = gateway.received[await gateway.submit(prompt(30), max_tokens=30)]
         await until(lambda: len(first.token_ids) > 2, "some tokens")
         busy, free = sorted(workers.values(), key=lambda worker: not worker.rows)
         busy.gate.clear()
         gateway = await succeeded(stack, is_killed=True)
-        await gateway.over(await gateway.submit(prompt(30, 1), request_id="other"))
+        await gateway.wait_ended(await gateway.submit(prompt(30, 1), request_id="other"))
         assert stack.engine.lanes.keys() == {free.hello.incarnation}
         busy.gate.set()
-        [again] = await gateway.over(await gateway.submit_again(first))
+        [again] = await gateway.wait_ended(await gateway.submit_again(first))
         assert again.is_whole
 
 
-async def test_a_worker_that_died_with_the_leader_is_not_waited_for_long(redis_url, sockets):
-    workers = {"a": LedgerWorker(1), "b": LedgerWorker(2)}
+async def test_the_wait_for_a_worker_that_died_with_the_leader_is_short(redis_url, sockets):
+    workers = {"a": CheckingWorker(1), "b": CheckingWorker(2)}
     async with running_stack(redis_url, sockets, workers) as stack:
-        asked = await six_running(stack)
+        original = await six_running(stack)
         for worker in workers.values():
             worker.gate.clear()
         await stack.stop_worker("b")
         gateway = await succeeded(stack, is_killed=True)
         workers["a"].gate.set()
-        for heard in asked:
-            await gateway.submit_again(heard)
-        assert all(one.is_whole for one in await gateway.over())
+        for received in original:
+            await gateway.submit_again(received)
+        assert all(one.is_whole for one in await gateway.wait_ended())
 
 
 def hold_renewals(monkeypatch: pytest.MonkeyPatch, member: Member) -> asyncio.Event:
-    """This scheduler's clock stands still, as far as its lease goes, until the event is set."""
-    renew, tenure, go_on = Tenure._renew, member.scheduler._reign.tenure, asyncio.Event()
+    """Suspend this scheduler's renewals until the event is set."""
+    renew, lease, go_on = Lease._renew, member.scheduler._term.lease, asyncio.Event()
 
-    async def renew_or_wait(asked: Tenure) -> None:
-        if asked is tenure:
+    async def renew_or_wait(renewed: Lease) -> None:
+        if renewed is lease:
             await go_on.wait()
-        await renew(asked)
+        await renew(renewed)
 
-    monkeypatch.setattr(Tenure, "_renew", renew_or_wait)
+    monkeypatch.setattr(Lease, "_renew", renew_or_wait)
     return go_on
 
 
-async def test_a_leader_wakes_up_after_the_takeover_with_a_frame_for_a_gateway_in_hand(
+async def test_a_leader_resumes_after_the_takeover_with_an_unsent_frame(
     redis_url, sockets, monkeypatch
 ):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}, lease_s=0.6) as stack:
-        old, asked = await running(stack)
+        old, original = await running(stack)
         worker.gate.clear()
-        await until(lambda: len(stack.only_lane._flights) == 2, "plans in flight")
-        former = stack.member
-        wakes_up = hold_renewals(monkeypatch, former)
-        tenure = former.scheduler._reign.tenure
-        await until(lambda: not tenure.is_held, "the end of what is certain")
-        num_heard = len(asked.token_ids)
-        [group] = former.engine.live.values()
+        await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
+        previous = stack.member
+        wakes_up = hold_renewals(monkeypatch, previous)
+        lease = previous.scheduler._term.lease
+        await until(lambda: not lease.is_held, "the end of the safe time")
+        num_received = len(original.token_ids)
+        [group] = previous.engine.live.values()
         worker.gate.set()
         await until(
-            lambda: group.sequences[0].num_journaled > num_heard, "tokens that are not sent"
+            lambda: group.sequences[0].num_journaled > num_received, "tokens that are not sent"
         )
         successor = stack.start_scheduler(lease_s=3)
-        await until(lambda: successor.stands_by, "a standby")
-        stack.lapse()
+        await until(lambda: successor.is_standby, "a standby")
+        stack.expire_lease()
         new = await stack.gateway()
         assert new.epoch > old.epoch
-        [heard] = await new.over(await new.submit_again(asked))
-        assert heard.is_whole
+        [received] = await new.wait_ended(await new.submit_again(original))
+        assert received.is_whole
         wakes_up.set()
         await until(lambda: old.lost is not None, "the end of the old stream")
         assert info_of(old.lost).reason == "LEAD_ENDS"
-        assert len(asked.token_ids) == num_heard
+        assert len(original.token_ids) == num_received
         assert epochs_of(worker) == [old.epoch, new.epoch]
-        await until(lambda: former.stands_by, "a standby")
+        await until(lambda: previous.is_standby, "a standby")
         await worker.check()
 
 
-async def test_a_leader_wakes_up_after_the_takeover_with_a_plan_in_hand(
+async def test_a_leader_resumes_after_the_takeover_with_an_unsent_plan(
     redis_url, sockets, monkeypatch
 ):
     send, in_hand, sends = WorkerStream.send, asyncio.Event(), asyncio.Event()
     lost: list[Exception] = []
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}, lease_s=0.6) as stack:
-        old, asked = await running(stack)
-        former = stack.member
+        old, original = await running(stack)
+        previous = stack.member
 
         async def hold_old(stream: WorkerStream, plan: worker_pb2.BatchPlan) -> None:
             if plan.epoch == old.epoch:
@@ -258,18 +300,18 @@ async def test_a_leader_wakes_up_after_the_takeover_with_a_plan_in_hand(
         monkeypatch.setattr(WorkerStream, "send", hold_old)
         await until(in_hand.is_set, "a plan in hand")
         num_old_plans = len(worker.plans)
-        wakes_up = hold_renewals(monkeypatch, former)
+        wakes_up = hold_renewals(monkeypatch, previous)
         successor = stack.start_scheduler(lease_s=3)
-        await until(lambda: successor.stands_by, "a standby")
-        stack.lapse()
+        await until(lambda: successor.is_standby, "a standby")
+        stack.expire_lease()
         new = await stack.gateway()
-        again = await new.submit_again(asked)
-        await until(lambda: len(new.heard[again].token_ids) > len(asked.token_ids), "a token")
+        again = await new.submit_again(original)
+        await until(lambda: len(new.received[again].token_ids) > len(original.token_ids), "a token")
         sends.set()
-        [heard] = await new.over(again)
-        assert heard.is_whole
+        [received] = await new.wait_ended(again)
+        assert received.is_whole
         wakes_up.set()
-        await until(lambda: former.stands_by, "a standby")
+        await until(lambda: previous.is_standby, "a standby")
         assert len(lost) <= 1
         epochs = [plan.epoch for plan in worker.plans]
         assert epochs[num_old_plans + 1 :] == [new.epoch] * len(epochs[num_old_plans + 1 :])
@@ -277,18 +319,18 @@ async def test_a_leader_wakes_up_after_the_takeover_with_a_plan_in_hand(
         await worker.check()
 
 
-async def test_a_commit_lands_after_the_pool_was_opened_again(redis_url, sockets, monkeypatch):
-    commit_to, in_hand, lands = Pool.commit, asyncio.Event(), asyncio.Event()
+async def test_a_commit_arrives_after_the_pool_was_reopened(redis_url, sockets, monkeypatch):
+    commit_to, in_hand, arrives = Pool.commit, asyncio.Event(), asyncio.Event()
     refused: list[StaleEpoch] = []
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}, lease_s=0.6) as stack:
-        old, asked = await running(stack)
-        former = stack.member
+        old, original = await running(stack)
+        previous = stack.member
 
         async def hold_old(pool: Pool, commit: Commit) -> CommitReply:
             if pool._leadership.epoch == old.epoch:
                 in_hand.set()
-                await lands.wait()
+                await arrives.wait()
             try:
                 return await commit_to(pool, commit)
             except StaleEpoch as error:
@@ -297,18 +339,18 @@ async def test_a_commit_lands_after_the_pool_was_opened_again(redis_url, sockets
 
         monkeypatch.setattr(Pool, "commit", hold_old)
         await until(in_hand.is_set, "a commit on its way")
-        wakes_up = hold_renewals(monkeypatch, former)
+        wakes_up = hold_renewals(monkeypatch, previous)
         successor = stack.start_scheduler(lease_s=3)
-        await until(lambda: successor.stands_by, "a standby")
-        stack.lapse()
+        await until(lambda: successor.is_standby, "a standby")
+        stack.expire_lease()
         new = await stack.gateway()
-        again = await new.submit_again(asked)
-        await until(lambda: len(new.heard[again].token_ids) > len(asked.token_ids), "a token")
-        lands.set()
+        again = await new.submit_again(original)
+        await until(lambda: len(new.received[again].token_ids) > len(original.token_ids), "a token")
+        arrives.set()
         await until(lambda: bool(refused), "the refusal")
-        [heard] = await new.over(again)
-        assert heard.is_whole
+        [received] = await new.wait_ended(again)
+        assert received.is_whole
         wakes_up.set()
-        await until(lambda: former.stands_by, "a standby")
+        await until(lambda: previous.is_standby, "a standby")
         await stack.only_lane.check_integrity()
         await worker.check()

@@ -1,4 +1,4 @@
-"""A Redis that comes back without its last writes."""
+"""A Redis that restarts without its last writes."""
 
 import os
 import tempfile
@@ -6,28 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ledger_worker import LedgerWorker
-from scheduler_stack import NOT_FOUND, Gateway, Heard, Stack, info_of, prompt, running_stack
+from checking_worker import CheckingWorker
+from scheduler_stack import NOT_FOUND, Gateway, Received, Stack, info_of, prompt, running_stack
 from waiting import until
 
 from quire.launcher.redis import EmbeddedRedis
 
 
 class ForgetfulRedis(EmbeddedRedis):
-    """Keeps a file, and can be started again without what was written last."""
+    """Keeps a file, and can be restarted without its last writes."""
 
     @property
     def _file(self) -> Path:
-        """What commands are appended to."""
+        """The append-only file."""
         return max(self.directory.rglob("*.aof"), key=lambda path: path.stat().st_mtime_ns)
 
     @property
     def num_bytes(self) -> int:
-        """Of what is written; everything that was answered is."""
+        """Size of the file, which has every acknowledged write."""
         return self._file.stat().st_size
 
     def forget(self, num_bytes: int) -> None:
-        """Dies, and comes back with so much of what was written."""
+        """Kill the server and restart it with the first `num_bytes` of the file."""
         self.kill()
         self.wait(5)
         os.truncate(self._file, num_bytes)
@@ -41,16 +41,22 @@ def server() -> Iterator[ForgetfulRedis]:
         yield server
 
 
-async def has_more_tokens(heard: Heard, count: int) -> None:
-    target = len(heard.token_ids) + count
-    await until(lambda: len(heard.token_ids) >= target, f"{count} tokens more")
+async def has_more_tokens(received: Received, count: int) -> None:
+    target = len(received.token_ids) + count
+    await until(lambda: len(received.token_ids) >= target, f"{count} tokens more")
 
 
-async def submitted(gateway: Gateway, tag: int, **asked: object) -> Heard:
-    fields = {"max_tokens": 50, "seed": tag, "request_id": f"r{tag}", "num_logprobs": tag, **asked}
-    heard = gateway.heard[await gateway.submit(prompt(9, tag), **fields)]
-    await has_more_tokens(heard, 3)
-    return heard
+async def submitted(gateway: Gateway, tag: int, **overrides: object) -> Received:
+    fields = {
+        "max_tokens": 50,
+        "seed": tag,
+        "request_id": f"r{tag}",
+        "num_logprobs": tag,
+        **overrides,
+    }
+    received = gateway.received[await gateway.submit(prompt(9, tag), **fields)]
+    await has_more_tokens(received, 3)
+    return received
 
 
 async def comes_back(stack: Stack, gateway: Gateway) -> Gateway:
@@ -61,25 +67,25 @@ async def comes_back(stack: Stack, gateway: Gateway) -> Gateway:
     return again
 
 
-async def all_are_whole(stack: Stack, gateway: Gateway, worker: LedgerWorker) -> None:
-    assert all(heard.is_whole for heard in await gateway.over())
+async def all_are_whole(stack: Stack, gateway: Gateway, worker: CheckingWorker) -> None:
+    assert all(received.is_whole for received in await gateway.wait_ended())
     await until(lambda: not stack.engine.live, "the end of all")
     await until(lambda: stack.only_lane.is_empty, "an empty lane")
     await stack.only_lane.check_integrity()
     await worker.check()
 
 
-async def test_redis_is_rolled_back_behind_the_worker_and_the_leader_knows_better(server, sockets):
-    worker = LedgerWorker(1)
+async def test_the_leader_restores_a_redis_that_is_rolled_back_behind_the_worker(server, sockets):
+    worker = CheckingWorker(1)
     async with running_stack(server.url, sockets, {"a": worker}, lease_s=0.6) as stack:
         gateway = await stack.gateway()
         early = await submitted(gateway, 1)
         num_bytes = server.num_bytes
         await has_more_tokens(early, 8)
-        # Of which Redis will know nothing.
+        # Redis will not have these.
         late = await submitted(gateway, 2, n=2)
         ended = await submitted(gateway, 3, max_tokens=4)
-        await until(lambda: ended.over, "an end")
+        await until(lambda: ended.is_ended, "an end")
         worker.gate.clear()
         server.forget(num_bytes)
         again = await comes_back(stack, gateway)
@@ -87,14 +93,14 @@ async def test_redis_is_rolled_back_behind_the_worker_and_the_leader_knows_bette
         await again.submit_again(early)
         worker.gate.set()
         await all_are_whole(stack, again, worker)
-        # Whose end Redis has forgotten begins anew, for those who ask for it by all it was.
-        ended.hears_again = True
+        # A request whose end Redis has lost starts again if it is submitted in full.
+        ended.is_redelivered = True
         await again.submit_again(ended)
         await all_are_whole(stack, again, worker)
 
 
 async def test_leader_and_redis_s_last_second_are_lost_together(server, sockets):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(server.url, sockets, {"a": worker}, lease_s=0.6) as stack:
         gateway = await stack.gateway()
         early = await submitted(gateway, 1)
@@ -105,42 +111,42 @@ async def test_leader_and_redis_s_last_second_are_lost_together(server, sockets)
         await stack.member.kill()
         server.forget(num_bytes)
         stack.start_scheduler()
-        stack.lapse()
+        stack.expire_lease()
         worker.gate.set()
         again = await stack.gateway()
-        # It has forgotten all of it, and so has everybody else.
-        [unknown] = await again.over(await again.attach(lost))
+        # Redis lost all of it, and no other copy exists.
+        [unknown] = await again.wait_ended(await again.attach(lost))
         assert unknown.failure.code == NOT_FOUND
         assert info_of(unknown.failure).metadata["resumable"] == "false"
-        again.heard = {k: h for k, h in again.heard.items() if h is not unknown}
-        # What clients have already is sampled again, unsent.
-        early.hears_again = late.hears_again = True
+        again.received = {k: h for k, h in again.received.items() if h is not unknown}
+        # Tokens that clients have already are sampled again but not sent.
+        early.is_redelivered = late.is_redelivered = True
         num_sampled = worker.num_sampled_tokens
-        for heard in (early, late):
-            await again.submit_again(heard)
-        num_heard = len(early.token_ids)
+        for received in (early, late):
+            await again.submit_again(received)
+        num_received = len(early.token_ids)
         await all_are_whole(stack, again, worker)
-        assert worker.num_sampled_tokens - num_sampled > 50 - num_heard
+        assert worker.num_sampled_tokens - num_sampled > 50 - num_received
 
 
 async def test_an_epoch_is_lost_with_redis_s_last_second(server, sockets):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(server.url, sockets, {"a": worker}, lease_s=0.6) as stack:
         first = await stack.gateway()
-        heard = await submitted(first, 1)
+        received = await submitted(first, 1)
         num_bytes = server.num_bytes
         await stack.member.kill()
         stack.start_scheduler()
-        stack.lapse()
+        stack.expire_lease()
         second = await stack.gateway()
-        heard = second.heard[await second.submit_again(heard)]
-        await has_more_tokens(heard, 3)
+        received = second.received[await second.submit_again(received)]
+        await has_more_tokens(received, 3)
         worker.gate.clear()
-        # Redis believes in the first leader again.
+        # Redis has the lease of the first leader again.
         server.forget(num_bytes)
         third = await comes_back(stack, second)
         worker.gate.set()
-        await third.submit_again(heard)
+        await third.submit_again(received)
         await all_are_whole(stack, third, worker)
         epochs = [plan.epoch for plan in worker.plans]
         assert epochs == sorted(epochs)

@@ -1,21 +1,28 @@
-"""What goes wrong around the scheduler, and what it must not make of it."""
+"""Faults around the scheduler and their consequences."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from ledger_worker import LedgerWorker
-from scheduler_stack import INTERNAL, Heard, HeardChoice, Stack, info_of, prompt, running_stack
+from checking_worker import CheckingWorker
+from scheduler_stack import (
+    INTERNAL,
+    Received,
+    ReceivedChoice,
+    Stack,
+    info_of,
+    prompt,
+    running_stack,
+)
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
-from scheduler_svc.core.recorder import Recorder
-from scheduler_svc.dispatch import Dispatcher
-from scheduler_svc.engine import Engine
-from scheduler_svc.gateways.submission import record_of
-from scheduler_svc.lanes.names import Names
-from scheduler_svc.store.requests import OutputRun, Recorded, RequestKey, RequestRecord
+from scheduler_svc.engine.dispatcher import Dispatcher
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.gateway.submissions import record_of
+from scheduler_svc.store.requests import OutputRange, RecordOutcome, RequestKey, RequestRecord
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import PrefixMatch
 
@@ -32,15 +39,15 @@ def submission(request_id: str, prompt: list[int], max_tokens: int) -> scheduler
 async def serves(stack: Stack, seed: int = 1) -> None:
     """The next request works."""
     gateway = await stack.gateway()
-    [heard] = await gateway.over(
+    [received] = await gateway.wait_ended(
         await gateway.submit(prompt(9, seed), seed=seed, request_id=f"next-{seed}")
     )
-    assert heard.token_ids == heard.tokens(4)
+    assert received.token_ids == received.tokens(4)
 
 
-async def test_a_worker_that_comes_up_at_two_addresses_is_one_lane(redis_url, sockets):
+async def test_a_worker_with_two_addresses_has_one_lane(redis_url, sockets):
     async with running_stack(redis_url, sockets, {}, names=("a", "b")) as stack:
-        worker = LedgerWorker(1)
+        worker = CheckingWorker(1)
         await stack.start_worker("a", worker, "b")
         await stack.ready()
         for seed in range(3):
@@ -48,11 +55,9 @@ async def test_a_worker_that_comes_up_at_two_addresses_is_one_lane(redis_url, so
         assert worker.num_streams == 1
 
 
-async def test_a_lane_that_ends_while_caches_are_asked_is_given_nothing(
-    redis_url, sockets, monkeypatch
-):
+async def test_a_lane_that_ends_during_a_match_is_assigned_nothing(redis_url, sockets, monkeypatch):
     engines: list[Engine] = []
-    asked, answer = asyncio.Event(), asyncio.Event()
+    original, may_reply = asyncio.Event(), asyncio.Event()
     add, match = Engine.add, Dispatcher._match
 
     def noted_add(engine: Engine, *lane: object) -> None:
@@ -63,30 +68,30 @@ async def test_a_lane_that_ends_while_caches_are_asked_is_given_nothing(
         dispatcher: Dispatcher, lanes: list, batch: list
     ) -> list[list[PrefixMatch | None]]:
         found = await match(dispatcher, lanes, batch)
-        asked.set()
-        await answer.wait()
+        original.set()
+        await may_reply.wait()
         return found
 
     monkeypatch.setattr(Engine, "add", noted_add)
-    workers = {name: LedgerWorker(index + 1) for index, name in enumerate("ab")}
+    workers = {name: CheckingWorker(index + 1) for index, name in enumerate("ab")}
     async with running_stack(redis_url, sockets, workers) as stack:
         gateway = await stack.gateway()
         await until(lambda: len(engines) == 2, "both lanes")
         monkeypatch.setattr(Dispatcher, "_match", slow_match)
         attachments = [await gateway.submit(prompt(8, seed), seed=seed) for seed in range(6)]
-        await asked.wait()
+        await original.wait()
         engine = engines[0]
-        # Nothing tells the lanes apart: the first one is about to get the request.
+        # The lanes are equal: the first one is about to get the request.
         [chosen, _] = engine.lanes
         await stack.stop_worker("ab"[chosen - 1])
         await until(lambda: chosen not in engine.lanes, "the lane's end")
-        answer.set()
-        for heard in await gateway.over(*attachments):
-            assert heard.token_ids == heard.tokens(4)
+        may_reply.set()
+        for received in await gateway.wait_ended(*attachments):
+            assert received.token_ids == received.tokens(4)
 
 
 async def test_equal_prompts_run_side_by_side_although_caching_is_off(redis_url, sockets):
-    worker = LedgerWorker(1, num_blocks=129)
+    worker = CheckingWorker(1, num_blocks=129)
     async with running_stack(
         redis_url, sockets, {"a": worker}, enable_prefix_caching=False
     ) as stack:
@@ -94,11 +99,11 @@ async def test_equal_prompts_run_side_by_side_although_caching_is_off(redis_url,
         worker.gate.clear()
         for seed in range(8):
             await gateway.submit(prompt(5), seed=seed, max_tokens=2)
-        await until(lambda: all(one.accepted for one in gateway.heard.values()), "acceptance")
+        await until(lambda: all(one.accepted for one in gateway.received.values()), "acceptance")
         worker.gate.set()
-        for heard in await gateway.over():
-            assert heard.token_ids == heard.tokens(2)
-            assert heard.end.num_cached_prompt_tokens == 0
+        for received in await gateway.wait_ended():
+            assert received.token_ids == received.tokens(2)
+            assert received.end.num_cached_prompt_tokens == 0
         # Six prompts fill a step's budget; one by one there would never be more than three.
         assert worker.max_rows >= 6
 
@@ -109,7 +114,7 @@ DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
     "a row without its token": lambda result: result.sampled_token_ids.pop(),
     "an unknown failure": lambda result: result.failures.add(row=6, reason="?"),
     "no log-probabilities": lambda result: result.ClearField("logprobs"),
-    "log-probabilities of nobody": lambda result: result.logprobs.num_entries.append(1),
+    "log-probabilities of no token": lambda result: result.logprobs.num_entries.append(1),
     "too few log-probabilities": lambda result: result.logprobs.ranks.pop(),
     "too many log-probabilities": lambda result: result.logprobs.num_entries.__setitem__(0, 3),
     "another step": lambda result: setattr(result, "step", 12345),
@@ -117,108 +122,79 @@ DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
 
 
 @pytest.mark.parametrize("distortion", DISTORTIONS)
-async def test_a_result_that_is_none_ends_the_lane_and_its_request_goes_on_if_it_was_once(
+async def test_an_invalid_result_ends_the_lane_and_its_request_continues_if_it_was_the_first(
     redis_url, sockets, distortion
 ):
-    worker = LedgerWorker(1)
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
         distortions = [DISTORTIONS[distortion]]
         worker.distort = lambda result: distortions and distortions.pop()(result)
-        [heard] = await gateway.over(await gateway.submit(prompt(8), num_logprobs=2))
-        assert heard.token_ids == heard.tokens(4)
+        [received] = await gateway.wait_ended(await gateway.submit(prompt(8), num_logprobs=2))
+        assert received.token_ids == received.tokens(4)
         assert worker.num_streams == 2
         await until(lambda: stack.only_lane.is_empty, "an empty lane")
         await worker.check()
 
 
-async def test_a_request_whose_results_are_none_twice_fails_and_nobody_else(redis_url, sockets):
-    worker = LedgerWorker(1)
+async def test_only_the_request_with_two_invalid_results_fails(redis_url, sockets):
+    worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
         worker.distort = DISTORTIONS["another step"]
-        [heard] = await gateway.over(await gateway.submit(prompt(8)))
-        assert heard.failure.code == INTERNAL
-        assert info_of(heard.failure).reason == "POISON"
-        # Beside others first, then alone.
+        [received] = await gateway.wait_ended(await gateway.submit(prompt(8)))
+        assert received.failure.code == INTERNAL
+        assert info_of(received.failure).reason == "POISON"
+        # In a batch first, then alone.
         assert worker.num_streams == 2
         worker.distort = lambda result: None
         await serves(stack)
         await worker.check()
 
 
-async def test_workers_of_another_model_take_over_when_the_last_one_is_gone(redis_url, sockets):
-    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+async def test_workers_of_another_model_take_over_when_the_last_one_is_lost(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
         await serves(stack, 1)
         await stack.stop_worker("a")
         gateway = await stack.gateway()
         await until(lambda: not gateway.hello.ready, "the loss of the worker")
         waiting = await gateway.submit(prompt(20, 2), seed=2)
-        await until(lambda: gateway.heard[waiting].accepted, "acceptance")
-        await stack.start_worker("a", LedgerWorker(2, fingerprint=b"other", block_size=8))
-        [heard] = await gateway.over(waiting)
-        assert heard.token_ids == heard.tokens(4)
+        await until(lambda: gateway.received[waiting].accepted, "acceptance")
+        await stack.start_worker("a", CheckingWorker(2, fingerprint=b"other", block_size=8))
+        [received] = await gateway.wait_ended(waiting)
+        assert received.token_ids == received.tokens(4)
 
 
-async def test_a_former_leader_s_requests_go_on(redis_url, sockets):
-    heard = Heard(submission("left", prompt(8), max_tokens=4), [HeardChoice()])
-    first, *rest = heard.tokens(4)
-    store = await Store.connect(redis_url)
-    await store.take_lead("10.0.0.7:50052", lease_ms=1000)
-    record = record_of(heard.submission, sequence_id=7)
-    assert await store.record([record], [False]) == [Recorded.NEW]
-    await store.fold([OutputRun(record.key, 0, 0, [first])])
-    await store.release_lead()
+async def test_an_earlier_leaders_requests_continue(redis_url, sockets):
+    received = Received(submission("left", prompt(8), max_tokens=4), [ReceivedChoice()])
+    first, *rest = received.tokens(4)
+    store = Store.at(redis_url)
+    await store.lease.acquire("10.0.0.7:50052", lease_ms=1000)
+    record = record_of(received.submission, sequence_id=7)
+    assert await store.record([record], [False]) == [RecordOutcome.NEW]
+    await store.append_output([OutputRange(record.key, 0, 0, [first])])
+    await store.lease.release()
     await store.close()
-    async with running_stack(redis_url, sockets, {"a": LedgerWorker(1)}) as stack:
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
         gateway = await stack.gateway()
-        [whole] = await gateway.over(await gateway.attach(heard))
+        [whole] = await gateway.wait_ended(await gateway.attach(received))
         assert whole.token_ids == [first, *rest]
-        [tail] = await gateway.over(await gateway.attach(heard, 2))
+        [tail] = await gateway.wait_ended(await gateway.attach(received, 2))
         assert tail.is_whole
 
 
-async def test_a_record_that_may_have_been_written_is_taken_back(redis_url, redis_client):
-    store = await Store.connect(redis_url)
-    await store.take_lead("10.0.0.7:50052", lease_ms=1000)
-    recorder = Recorder(store, finished_ttl_s=60, finished_max_bytes=2**20)
+async def test_a_record_that_may_have_been_written_is_discarded(redis_url, redis_client):
+    store = Store.at(redis_url)
+    await store.lease.acquire("10.0.0.7:50052", lease_ms=1000)
+    record_writer = RecordWriter(store, finished_ttl_s=60, finished_max_bytes=2**20)
     await store.record([RECORD], [False])
-    recorder.unanswered([RECORD])
-    await recorder.flush()
+    record_writer.discard([RECORD])
+    await record_writer.flush()
     assert not redis_client.keys("*left*")
-    assert await store.record([RECORD], [False]) == [Recorded.NEW]
+    assert await store.record([RECORD], [False]) == [RecordOutcome.NEW]
     # Another request of that id stays.
-    recorder.unanswered([replace(RECORD, sequence_id=8)])
-    await recorder.flush()
+    record_writer.discard([replace(RECORD, sequence_id=8)])
+    await record_writer.flush()
     assert redis_client.keys("*left*")
     await store.discard([RECORD])
     await store.close()
-
-
-async def test_names_that_do_not_resolve_hold_nobody_up():
-    names = Names(
-        ("localhost:50053", "unix:/run/worker.sock", "no-such-host.invalid:1"), lambda: None
-    )
-    looking = asyncio.create_task(names.run())
-    await until(lambda: len(names.addresses) >= 2, "the names that resolve")
-    assert "unix:/run/worker.sock" in names.addresses
-    assert all(address.endswith((":50053", ".sock")) for address in names.addresses)
-    looking.cancel()
-    await asyncio.gather(looking, return_exceptions=True)
-
-
-async def test_a_name_is_news_when_it_stands_for_something_else(monkeypatch):
-    answers = [frozenset({"10.0.0.1:1"})] * 5 + [frozenset({"10.0.0.2:1"})] * 5
-    left, news = iter(answers), []
-
-    async def resolve(name: str) -> frozenset[str]:
-        return next(left, answers[-1])
-
-    monkeypatch.setattr("scheduler_svc.lanes.names._resolve", resolve)
-    monkeypatch.setattr("scheduler_svc.lanes.names.LOOKUP_INTERVAL_S", 0)
-    names = Names(("worker:1",), lambda: news.append(names.addresses))
-    looking = asyncio.create_task(names.run())
-    await until(lambda: left.__length_hint__() == 0, "all answers")
-    assert news == [answers[0], answers[-1]]
-    looking.cancel()
-    await asyncio.gather(looking, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Random load and trouble on the whole scheduler: real gRPC, real Redis, simulated workers."""
+"""Random load and failures on the whole scheduler: real gRPC, real Redis, simulated workers."""
 
 import asyncio
 import itertools
@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import redis
+from checking_worker import CheckingWorker
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
@@ -19,14 +20,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from ledger_worker import LedgerWorker
 from scheduler_load import FAILING, Load, Request, worker_name
 from scheduler_stack import Stack, running_stack
 
-from scheduler_svc.lanes import multi_step
+from scheduler_svc.lane import multi_step
 
 LENGTHS = st.one_of(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17]), st.integers(1, 63))
-# Some of which fail.
+# Some of these fail.
 SEEDS = st.sampled_from([*range(40), *(seed for seed, _ in FAILING)])
 REQUESTS = st.fixed_dictionaries(
     {
@@ -45,7 +45,7 @@ REQUESTS = st.fixed_dictionaries(
 
 @st.composite
 def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int]:
-    """Down to one that just holds the longest sequence."""
+    """Pools down to one that holds exactly the longest sequence."""
     return {
         "num_blocks": 1 + max_model_len // block_size + draw(st.sampled_from([0, 0, 1, 4, 30])),
         "block_size": block_size,
@@ -57,7 +57,7 @@ def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int
 
 @st.composite
 def worker_sets(draw: st.DrawFn) -> list[dict[str, int]]:
-    """Of different sizes, with one model."""
+    """Workers of different sizes with one model."""
     block_size = draw(st.sampled_from([2, 4, 16]))
     max_model_len = draw(st.sampled_from([32, 64]))
     return draw(st.lists(pools(block_size, max_model_len), min_size=1, max_size=3))
@@ -82,7 +82,7 @@ def scheduler_settings(draw: st.DrawFn) -> dict[str, object]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """A scheduler that leads, one to three workers, two gateways; Redis is empty at first."""
+    """A leading scheduler, one to three workers, two gateways; Redis is empty at first."""
 
     runner: ClassVar[asyncio.Runner]
     redis_url: ClassVar[str]
@@ -106,26 +106,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         pools=worker_sets(),
         options=scheduler_settings(),
         requests=st.lists(REQUESTS, min_size=4, max_size=16),
-        all_patient=st.booleans(),
+        all_unary=st.booleans(),
     )
     def start(
         self,
         pools: list[dict[str, int]],
         options: dict[str, object],
         requests: list[dict[str, Any]],
-        all_patient: bool,
+        all_unary: bool,
     ) -> None:
-        self.drive(self._start(pools, options, all_patient))
+        self.drive(self._start(pools, options, all_unary))
         self.submit(requests)
 
     async def _start(
-        self, pools: list[dict[str, int]], options: dict[str, object], all_patient: bool
+        self, pools: list[dict[str, int]], options: dict[str, object], all_unary: bool
     ) -> None:
         self.pools = pools
         with redis.Redis.from_url(self.redis_url) as client:
             client.flushall()
         self.incarnations = itertools.count(1)
-        self.workers = [LedgerWorker(next(self.incarnations), **pool) for pool in pools]
+        self.workers = [CheckingWorker(next(self.incarnations), **pool) for pool in pools]
         self.running = running_stack(
             self.redis_url,
             self.directories.mktemp("m"),
@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **{**options, "drain_grace_s": 1, "lease_s": 0.6},
         )
         stack = await self.running.__aenter__()
-        self.load = Load(stack, self.workers, pools[0]["max_model_len"], all_patient)
+        self.load = Load(stack, self.workers, pools[0]["max_model_len"], all_unary)
         await self.load.start()
 
     def teardown(self) -> None:
@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         try:
             if not self.failed:
-                self.drive(self.load.settle())
+                self.drive(self.load.finish())
                 self.drive(self.load.check())
         finally:
             self.drive(self._stop(self.running))
@@ -164,8 +164,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 20), choice=st.integers(0, 15), back=st.integers(0, 3))
     def cut(self, which: int, choice: int, back: int) -> None:
         if request := self._pick(self.load.open, which):
-            choice %= len(request.heard.choices)
-            num_tokens = len(request.heard.choices[choice].token_ids)
+            choice %= len(request.received.choices)
+            num_tokens = len(request.received.choices[choice].token_ids)
             if num_tokens:
                 self.drive(self.load.cut(request, choice, max(1, num_tokens - back)))
 
@@ -178,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def replace_worker(self, which: int | None) -> None:
         if which is not None:
             which %= len(self.workers)
-            worker = LedgerWorker(next(self.incarnations), **self.pools[which])
+            worker = CheckingWorker(next(self.incarnations), **self.pools[which])
             self.drive(self.load.replace_worker(which, worker))
 
     @rule(drained=st.sampled_from([*[None] * 9, True, False]))
@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2))
     def hold_back(self, which: int) -> None:
-        """The worker's steps take long."""
+        """Hold the worker's steps back."""
         self.workers[which % len(self.workers)].gate.clear()
 
     @rule(which=st.integers(0, 2))
@@ -205,8 +205,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drive(self.load.pass_time(num_moves))
 
     @rule()
-    def settle(self) -> None:
-        self.drive(self.load.settle())
+    def finish(self) -> None:
+        self.drive(self.load.finish())
 
     @staticmethod
     def _pick(requests: list[Request], which: int) -> Request | None:
@@ -214,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile: object) -> None:
-    # Plans of several rounds however lately somebody has come.
+    # Plans of several rounds, however recent the last arrival is.
     with asyncio.Runner() as runner, patch.object(multi_step, "_SHARE", 1000):
         SchedulerMachine.runner = runner
         SchedulerMachine.redis_url = redis_url
@@ -233,19 +233,19 @@ def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile:
         except Flaky as flaky:
             if SchedulerMachine.first_failure is None:
                 raise
-            raise _told(SchedulerMachine.first_failure, flaky) from None
+            raise _flaky_error(SchedulerMachine.first_failure, flaky) from None
 
 
-def _told(failure: BaseException, flaky: Flaky) -> AssertionError:
-    """In a few lines what failed, and where, for another run of the steps does not; then these."""
+def _flaky_error(failure: BaseException, flaky: Flaky) -> AssertionError:
+    """The first failure in a few lines, followed by the steps, which pass when run again."""
     lines = "".join(traceback.format_exception(failure, limit=-4, chain=False)).splitlines()
-    error = AssertionError("\n".join(["it failed once, and then no more:", *lines[-19:]]))
+    error = AssertionError("\n".join(["it failed once and passed when run again:", *lines[-19:]]))
     error.__notes__ = getattr(flaky, "__notes__", [])
     return error
 
 
 @pytest.mark.timeout(300)
-def test_every_request_ends_as_it_should(redis_url, tmp_path_factory):
+def test_every_request_ends_as_expected(redis_url, tmp_path_factory):
     _run_machine(
         redis_url, tmp_path_factory, max_examples=8, stateful_step_count=40, derandomize=True
     )
@@ -253,5 +253,5 @@ def test_every_request_ends_as_it_should(redis_url, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_request_ends_as_it_should_for_long(redis_url, tmp_path_factory):
+def test_every_request_ends_as_expected_for_long(redis_url, tmp_path_factory):
     _run_machine(redis_url, tmp_path_factory, max_examples=50, stateful_step_count=50)

@@ -4,18 +4,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from ledger_worker import LedgerWorker
-from operations_views import FREE, HELD, ScriptedEngine
+from checking_worker import CheckingWorker
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from scheduler_stack import running_stack
+from scripted_engine import FREE, HELD, ScriptedEngine
 from waiting import until
 
 from quire.service.lifecycle import Signals
 from quire.service.metrics import MetricsServer, start_metrics
-from scheduler_svc.core.stats import LaneStats, StepSample
+from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
-from scheduler_svc.operations.step_times import StepTimes
+from scheduler_svc.operations.step_histograms import StepHistograms
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 
@@ -43,12 +43,12 @@ async def scrape(address: str) -> Samples:
 
 
 @pytest.fixture
-async def steps() -> StepTimes:
-    return StepTimes()
+async def steps() -> StepHistograms:
+    return StepHistograms()
 
 
 @pytest.fixture
-async def collector(steps: StepTimes) -> EngineCollector:
+async def collector(steps: StepHistograms) -> EngineCollector:
     return EngineCollector(steps)
 
 
@@ -61,11 +61,11 @@ async def server(collector: EngineCollector) -> AsyncIterator[MetricsServer]:
     await server.stop()
 
 
-async def test_a_standby_tells_only_that_it_is_one(server: MetricsServer) -> None:
+async def test_a_standby_reports_only_that_it_does_not_lead(server: MetricsServer) -> None:
     assert await scrape(server.address) == {("leader",): 0}
 
 
-async def test_the_engine_and_its_lanes_are_told_as_they_are(
+async def test_the_engine_and_its_lanes_are_reported(
     server: MetricsServer, collector: EngineCollector
 ) -> None:
     engine = collector.engine = ScriptedEngine()
@@ -127,12 +127,12 @@ async def test_the_engine_and_its_lanes_are_told_as_they_are(
 
 
 async def test_each_step_is_counted_by_its_times(
-    server: MetricsServer, collector: EngineCollector, steps: StepTimes
+    server: MetricsServer, collector: EngineCollector, steps: StepHistograms
 ) -> None:
     engine = collector.engine = ScriptedEngine()
     engine.add(10, FREE)
     for step_s in (0.01, 0.011, 100.0):
-        steps.observe(StepSample(10, 0.0004, 0.0002, step_s, num_scheduled_tokens=8))
+        steps.observe(StepTiming(10, 0.0004, 0.0002, step_s, num_scheduled_tokens=8))
     seen = await scrape(server.address)
     assert seen["step_time_seconds_count", A] == 3
     assert seen["step_time_seconds_sum", A] == pytest.approx(100.021)
@@ -146,13 +146,13 @@ async def test_each_step_is_counted_by_its_times(
     assert seen["iteration_tokens_total_sum", A] == 24
 
 
-async def test_a_worker_that_left_is_not_told_of_any_more(
-    server: MetricsServer, collector: EngineCollector, steps: StepTimes
+async def test_a_lost_worker_is_no_longer_reported(
+    server: MetricsServer, collector: EngineCollector, steps: StepHistograms
 ) -> None:
     engine = collector.engine = ScriptedEngine()
     engine.add(10, FREE)
     engine.add(11, FREE)
-    steps.observe(StepSample(10, 0.001, 0.001, 0.01, 1))
+    steps.observe(StepTiming(10, 0.001, 0.001, 0.01, 1))
     assert {A, B} <= {label for _, *labels in await scrape(server.address) for label in labels}
     del engine.lanes[10]
     seen = {label for _, *labels in await scrape(server.address) for label in labels}
@@ -164,21 +164,21 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     sockets = tmp_path_factory.mktemp("s")
-    worker = LedgerWorker(incarnation=10, num_blocks=32, block_size=4)
+    worker = CheckingWorker(incarnation=10, num_blocks=32, block_size=4)
     settings = {"metrics_listen": "127.0.0.1:0"}
     async with running_stack(redis_url, sockets, {"a": worker}, **settings) as stack:
         gateway = await stack.gateway()
         for seed in (1, 2):
-            # The same prompt twice: 11 tokens, of which 8 are found again.
+            # The same prompt twice: 11 tokens, of which 8 are cached.
             await gateway.submit(list(range(11)), max_tokens=5, seed=seed)
-            await gateway.over()
+            await gateway.wait_ended()
         [lane] = stack.engine.lanes.values()
-        await until(lambda: lane.is_empty and not lane._flights, "the return of every plan")
+        await until(lambda: lane.is_empty and not lane.num_in_flight, "the return of every plan")
         server = stack.scheduler.metrics_server
         assert server is not None
         seen = await scrape(server.address)
     num_steps = seen["num_steps_total", A]
-    # A step that only writes a request's last token down has no plan that could return.
+    # A step that only journals a request's last token has no plan.
     assert num_steps - 2 <= seen["step_time_seconds_count", A] <= num_steps
     assert (
         seen.items()

@@ -3,9 +3,9 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from ledger_worker import LedgerWorker
-from operations_views import CACHED, FREE, HELD, NULL, ScriptedEngine
+from checking_worker import CheckingWorker
 from scheduler_stack import info_of, running_stack
+from scripted_engine import CACHED, FREE, HELD, NULL, ScriptedEngine
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from scheduler_svc.core.stats import LaneStats
@@ -35,14 +35,14 @@ async def operations() -> AsyncIterator[Operations]:
     await server.stop(None)
 
 
-async def test_who_does_not_lead_turns_all_away_and_names_the_leader(
+async def test_a_standby_refuses_every_call_and_names_the_leader(
     operations: Operations,
 ) -> None:
     for has_led in (False, True):
         if has_led:
-            operations.servicer.leads(ScriptedEngine(), epoch=1)
+            operations.servicer.start_leading(ScriptedEngine(), epoch=1)
             assert (await operations.stub.GetStatus(STATUS)).epoch == 1
-            operations.servicer.follows()
+            operations.servicer.stop_leading()
         for call in (operations.stub.GetStatus(STATUS), operations.stub.ResetPrefixCache(RESET)):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
@@ -50,7 +50,7 @@ async def test_who_does_not_lead_turns_all_away_and_names_the_leader(
             assert info_of(caught.value).metadata["leader"] == LEADER
 
 
-async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> None:
+async def test_the_status_reports_queue_and_workers(operations: Operations) -> None:
     engine = ScriptedEngine()
     engine.add(12, FREE).draining = True
     lane = engine.add(10, HELD, HELD, FREE, FREE, CACHED, FREE, FREE)
@@ -60,7 +60,7 @@ async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> 
     )
     engine.waiting.extend([100, 20])
     engine.stats.num_accepted = 9
-    operations.servicer.leads(engine, epoch=77)
+    operations.servicer.start_leading(engine, epoch=77)
 
     status = await operations.stub.GetStatus(STATUS)
     assert (status.epoch, status.num_accepted) == (77, 9)
@@ -72,69 +72,73 @@ async def test_the_status_tells_of_queue_and_workers(operations: Operations) -> 
     assert first.starting_ns == 2
     assert (first.num_blocks, first.num_free_blocks) == (7, 5)
     assert not first.HasField("num_cached_blocks")
-    assert lane.pool.num_looks == 0
+    assert lane.pool.num_reads == 0
 
     first, _ = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
     assert first.block_map == bytes([NULL, HELD, HELD, FREE, FREE, CACHED, FREE, FREE])
     assert first.num_cached_blocks == 1
 
 
-async def test_a_pool_that_does_not_answer_is_told_of_without_a_map(
+async def test_a_pool_that_does_not_respond_is_reported_without_a_map(
     operations: Operations,
 ) -> None:
     engine = ScriptedEngine()
     engine.add(10, HELD, FREE).pool.is_away = True
-    operations.servicer.leads(engine, epoch=1)
+    operations.servicer.start_leading(engine, epoch=1)
     [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
     assert (worker.num_free_blocks, worker.block_map) == (1, b"")
     assert not worker.HasField("num_cached_blocks")
 
 
-async def test_a_map_that_was_dear_is_shown_again(operations: Operations) -> None:
+async def test_a_map_that_was_slow_to_read_is_reused(operations: Operations) -> None:
     engine = ScriptedEngine()
     lane = engine.add(10, HELD, FREE)
-    lane.pool.look_s = 0.2
-    operations.servicer.leads(engine, epoch=1)
+    lane.pool.read_s = 0.2
+    operations.servicer.start_leading(engine, epoch=1)
     for _ in range(3):
         [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
         assert worker.block_map == bytes([NULL, HELD, FREE])
-    assert lane.pool.num_looks == 1
+    assert lane.pool.num_reads == 1
 
 
 async def test_a_reset_reaches_every_pool(operations: Operations) -> None:
     engine = ScriptedEngine()
     engine.add(10, CACHED, CACHED, CACHED, HELD)
     lane = engine.add(11, CACHED, FREE)
-    operations.servicer.leads(engine, epoch=1)
+    operations.servicer.start_leading(engine, epoch=1)
     assert (await operations.stub.ResetPrefixCache(RESET)).num_blocks == 4
     lane.pool.is_away = True
     with pytest.raises(grpc.aio.AioRpcError, match="Redis: gone"):
         await operations.stub.ResetPrefixCache(RESET)
 
 
-async def test_a_scheduler_tells_of_its_workers_and_forgets_their_prefixes(
+async def test_a_scheduler_reports_its_workers_and_resets_their_prefix_caches(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     sockets = tmp_path_factory.mktemp("s")
-    worker = LedgerWorker(incarnation=10, num_blocks=32, block_size=4)
+    worker = CheckingWorker(incarnation=10, num_blocks=32, block_size=4)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         stub = operations_pb2_grpc.OperationsServiceStub(stack.channel)
         gateway = await stack.gateway()
 
         async def hit_tokens() -> int:
-            """Of a prompt that is always the same."""
+            """Cached tokens of a prompt that is always the same."""
             attachment = await gateway.submit(list(range(9)), max_tokens=2)
-            [heard] = await gateway.over(attachment)
-            return heard.end.num_cached_prompt_tokens
+            [received] = await gateway.wait_ended(attachment)
+            return received.end.num_cached_prompt_tokens
 
         assert [await hit_tokens(), await hit_tokens()] == [0, 8]
         status = await stub.GetStatus(STATUS_WITH_MAPS)
         assert (status.num_accepted, status.queue.num_requests) == (2, 0)
-        [told] = status.workers
-        assert told.address == f"unix:{sockets}/a.sock"
-        assert (told.num_blocks, told.num_free_blocks, told.num_cached_blocks) == (31, 31, 2)
-        assert sorted(told.block_map) == [NULL, *[FREE] * 29, *[CACHED] * 2]
-        assert (told.num_queried_tokens, told.num_hit_tokens) == (18, 8)
+        [worker_status] = status.workers
+        assert worker_status.address == f"unix:{sockets}/a.sock"
+        assert (
+            worker_status.num_blocks,
+            worker_status.num_free_blocks,
+            worker_status.num_cached_blocks,
+        ) == (31, 31, 2)
+        assert sorted(worker_status.block_map) == [NULL, *[FREE] * 29, *[CACHED] * 2]
+        assert (worker_status.num_queried_tokens, worker_status.num_hit_tokens) == (18, 8)
 
         assert (await stub.ResetPrefixCache(RESET)).num_blocks == 2
         assert [await hit_tokens(), await hit_tokens()] == [0, 8]

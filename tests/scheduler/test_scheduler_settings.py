@@ -1,4 +1,4 @@
-"""Settings that make no sense stop the process with the value in the message."""
+"""Invalid settings stop the process with the value in the message."""
 
 import pytest
 from pydantic import ValidationError
@@ -22,7 +22,7 @@ from scheduler_svc.settings import SchedulerSettings
         ("max_num_seqs", "0"),
     ],
 )
-def test_a_senseless_value_is_refused(field: str, value: str) -> None:
+def test_an_invalid_value_is_refused(field: str, value: str) -> None:
     settings = {"redis_url": "redis://redis:6379", "workers": "worker:50053", field: value}
     with pytest.raises(ValidationError, match=field):
         SchedulerSettings.model_validate(settings)

@@ -1,11 +1,11 @@
-"""A stream to a worker, and who waits for it."""
+"""Connecting a stream to a worker."""
 
 import asyncio
 
 import grpc
 import pytest
 
-from scheduler_svc.lanes.stream import LaneLost, WorkerStream
+from scheduler_svc.lane.worker_stream import LaneLost, WorkerStream
 
 
 async def reach() -> None:
@@ -14,12 +14,12 @@ async def reach() -> None:
 
 
 async def test_a_worker_that_cannot_be_reached_is_lost(monkeypatch):
-    monkeypatch.setattr("scheduler_svc.lanes.stream.OPEN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("scheduler_svc.lane.worker_stream.OPEN_TIMEOUT_S", 0.01)
     with pytest.raises(LaneLost, match="cannot be reached"):
         await reach()
 
 
-async def test_whoever_is_cancelled_just_as_a_worker_is_reached_opens_no_lane(monkeypatch):
+async def test_a_cancellation_at_the_moment_of_the_connection_opens_no_lane(monkeypatch):
     async def reached(channel: grpc.aio.Channel) -> None:
         reaching.cancel()
 
@@ -27,6 +27,6 @@ async def test_whoever_is_cancelled_just_as_a_worker_is_reached_opens_no_lane(mo
         monkeypatch.setattr(type(channel), "channel_ready", reached)
     reaching = asyncio.create_task(reach())
     done, _ = await asyncio.wait({reaching}, timeout=5)
-    # A task that has lost its cancellation would go on for ever, and hold up the leadership's end.
+    # A task that loses its cancellation would never end, and block the end of the term.
     assert done
     assert reaching.cancelled()

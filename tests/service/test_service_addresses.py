@@ -7,7 +7,7 @@ from quire.service.addresses import check_address
     "address",
     ["127.0.0.1:0", "localhost:65535", "a-b.c:1", "[::1]:50051", "unix:/a/b.sock", "unix:///a b"],
 )
-def test_an_address_is_taken_as_it_is(address: str) -> None:
+def test_a_valid_address_is_unchanged(address: str) -> None:
     assert check_address(address) == address
 
 
@@ -19,6 +19,6 @@ def test_an_address_is_taken_as_it_is(address: str) -> None:
         *("http://a:1", "a:1/b", "a:1\n"),
     ],
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         check_address(address)

@@ -8,7 +8,7 @@ LONG = {"ascii": "a" * 10**6, "wide": "日" * 10**6, "emoji": "a" + "🙂" * 10*
 
 
 @pytest.mark.parametrize("kind", LONG)
-def test_long_text_is_cut_at_a_character(kind: str) -> None:
+def test_long_text_is_truncated_at_a_character(kind: str) -> None:
     error = invalid("prompt", "TOO_LONG", LONG[kind])
     [violation] = unpacked(error, error_details_pb2.BadRequest()).field_violations
     assert (violation.field, violation.reason) == ("prompt", "TOO_LONG")
@@ -21,11 +21,11 @@ def test_short_text_stays_as_it_is() -> None:
     assert invalid("role", "R", "日" * 300).message == "role: " + "日" * 300
 
 
-def test_text_that_is_no_unicode_is_told_nevertheless() -> None:
+def test_a_lone_surrogate_is_replaced() -> None:
     assert invalid("role", "R", "is \ud800").message == "role: is ?"
 
 
-def test_details_beyond_what_a_status_holds_are_left_out() -> None:
+def test_details_that_are_too_large_are_omitted() -> None:
     detail = error_details_pb2.ErrorInfo(reason="R", metadata={"key": "a" * 10**5})
     assert RequestError(grpc.StatusCode.INTERNAL, "no", (detail,)).packed_details() == []
 

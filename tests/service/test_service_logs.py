@@ -1,4 +1,4 @@
-"""Lines of the log, and what becomes of them when nobody reads them any more."""
+"""Log records, and their output after the terminal is closed."""
 
 import io
 import json
@@ -13,16 +13,16 @@ import structlog
 from quire.service.logs import configure_logging
 
 
-class Gone(io.StringIO):
-    """A terminal that was closed."""
+class ClosedTerminal(io.StringIO):
+    """A closed terminal."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
 
 
 @pytest.fixture(autouse=True)
-def unchanged() -> Iterator[None]:
-    """Leaves the logging of others as it was."""
+def restored_logging() -> Iterator[None]:
+    """Restore the logging of other tests."""
     root = logging.getLogger()
     handlers, level, showwarning = root.handlers, root.level, warnings.showwarning
     yield
@@ -32,11 +32,11 @@ def unchanged() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_records_of_both_kinds_are_lines_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_both_libraries_have_one_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     configure_logging("gateway", "info", "json")
     structlog.get_logger().info("request ended", total_s=0.5)
-    structlog.get_logger().debug("not told")
+    structlog.get_logger().debug("below the level")
     logging.getLogger("library").warning("odd %s", "thing")
     ours, theirs = map(json.loads, sys.stderr.getvalue().splitlines())  # type: ignore[attr-defined]
     assert (ours["event"], ours["level"], ours["total_s"]) == ("request ended", "info", 0.5)
@@ -57,7 +57,7 @@ def test_a_warning_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (record["service"], record["category"]) == ("worker", "UserWarning")
 
 
-def test_a_failure_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_is_logged_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     configure_logging("gateway", "info", "json")
     try:
@@ -68,8 +68,8 @@ def test_a_failure_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -
     assert "ValueError: no such thing" in json.loads(line)["exception"]
 
 
-def test_a_terminal_that_is_gone_ends_nobodys_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Gone())
+def test_a_closed_terminal_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", ClosedTerminal())
     configure_logging("gateway", "info", "human")
     structlog.get_logger().info("request ended")
     structlog.get_logger().error("and more")

@@ -22,7 +22,7 @@ async def scraped(address: str) -> str:
     return await asyncio.to_thread(get)
 
 
-async def test_every_scrape_tells_what_holds_then(registry: CollectorRegistry) -> None:
+async def test_every_scrape_has_the_current_values(registry: CollectorRegistry) -> None:
     pages = Counter("quire:pages", "Pages that were printed.", registry=registry)
     server = await start_metrics("127.0.0.1:0", registry)
     assert "quire:pages_total 0.0\n" in await scraped(server.address)
@@ -33,7 +33,7 @@ async def test_every_scrape_tells_what_holds_then(registry: CollectorRegistry) -
         await scraped(server.address)
 
 
-async def test_a_port_is_free_again_after_the_stop(registry: CollectorRegistry) -> None:
+async def test_a_port_is_free_after_the_stop(registry: CollectorRegistry) -> None:
     first = await start_metrics("127.0.0.1:0", registry)
     await first.stop()
     second = await start_metrics(first.address, registry)
@@ -41,7 +41,7 @@ async def test_a_port_is_free_again_after_the_stop(registry: CollectorRegistry) 
     await second.stop()
 
 
-async def test_a_port_in_use_is_told(registry: CollectorRegistry) -> None:
+async def test_a_port_in_use_is_reported(registry: CollectorRegistry) -> None:
     server = await start_metrics("127.0.0.1:0", registry)
     with pytest.raises(OSError, match=rf"cannot serve metrics on {server.address}: .*in use"):
         await start_metrics(server.address, registry)

@@ -22,14 +22,14 @@ def refusal(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_wrong_address_stops_the_process(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal([f"--listen={address}"], capsys)
-    assert said.startswith("quire-example: --listen / QUIRE_EXAMPLE_LISTEN: must ")
-    assert f"(got '{address}')" in said
+    message = refusal([f"--listen={address}"], capsys)
+    assert message.startswith("quire-example: --listen / QUIRE_EXAMPLE_LISTEN: must ")
+    assert f"(got '{address}')" in message
 
 
-def test_what_is_missing_has_no_value_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal([], capsys)
-    assert said == "quire-example: --listen / QUIRE_EXAMPLE_LISTEN: Field required\n"
+def test_a_missing_setting_is_named_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal([], capsys)
+    assert message == "quire-example: --listen / QUIRE_EXAMPLE_LISTEN: Field required\n"
 
 
 def test_a_log_level_may_be_written_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:

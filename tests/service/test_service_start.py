@@ -32,8 +32,8 @@ async def test_health_is_listed(address: str, health: Health) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
 
         async def listed() -> dict[str, int]:
-            answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
-            return {name: response.status for name, response in answer.statuses.items()}
+            listing = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+            return {name: response.status for name, response in listing.statuses.items()}
 
         expected = {"": serving, "redis": unknown, "worker": unknown}
         assert await listed() == {**expected, "ready": not_serving, SERVICE: not_serving}
@@ -46,7 +46,7 @@ async def test_health_is_listed(address: str, health: Health) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_answers_under_both_names(address: str, version: str) -> None:
+async def test_reflection_responds_under_both_names(address: str, version: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         reflect = channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
@@ -57,13 +57,13 @@ async def test_reflection_answers_under_both_names(address: str, version: str) -
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.health.v1.Health"),
         ]
-        listed, described = [answer async for answer in reflect(iter(requests))]
+        listed, described = [response async for response in reflect(iter(requests))]
     names = {service.name for service in listed.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
     assert described.file_descriptor_response.file_descriptor_proto
 
 
-async def test_an_address_in_use_is_told_in_our_words(address: str) -> None:
+async def test_an_address_in_use_has_a_clear_message(address: str) -> None:
     with pytest.raises(OSError, match=address) as caught:
         await start_server(grpc.aio.server(options=server_options()), address, (), Health(()))
     assert "GRPC_VERBOSITY" not in str(caught.value)

@@ -17,30 +17,30 @@ LostReplies = Callable[[], AbstractContextManager[None]]
 
 @pytest.fixture
 async def store(redis_url: str) -> AsyncIterator[Store]:
-    store = await Store.connect(redis_url)
-    await store.take_lead("first", lease_ms=3000)
+    store = Store.at(redis_url)
+    await store.lease.acquire("first", lease_ms=3000)
     yield store
     await store.close()
 
 
 @pytest.fixture
 async def standby(redis_url: str) -> AsyncIterator[Store]:
-    """Another scheduler's store; it does not lead."""
-    store = await Store.connect(redis_url)
+    """Another scheduler's store, which does not lead."""
+    store = Store.at(redis_url)
     yield store
     await store.close()
 
 
 @pytest.fixture
 async def successor(standby: Store, store: Store) -> Store:
-    """Has taken the lead behind the back of `store`."""
-    await standby.take_lead("second", lease_ms=0)
+    """A scheduler that has acquired the lease from `store`."""
+    await standby.lease.acquire("second", lease_ms=0)
     return standby
 
 
 @pytest.fixture
-def unanswered(monkeypatch: pytest.MonkeyPatch) -> LostReplies:
-    """Within its context scripts are carried out, but their replies are lost."""
+def lost_replies(monkeypatch: pytest.MonkeyPatch) -> LostReplies:
+    """Within its context scripts are executed, but their replies are lost."""
     run = Connection.run
 
     async def deaf(connection: Connection, *args: Any) -> None:

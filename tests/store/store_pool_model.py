@@ -9,7 +9,7 @@ from scheduler_svc.store.types import (
     Commit,
     CommitReply,
     PrefixMatch,
-    TokenRuns,
+    TokenRanges,
 )
 
 REMEMBERED_CALLS = 16
@@ -17,7 +17,7 @@ REMEMBERED_CALLS = 16
 
 @dataclass
 class PoolModel:
-    """One pool. Every list is in the order that the rules give."""
+    """One pool. Every list is in the order that the scripts keep."""
 
     num_blocks: int
     step: int = 0
@@ -32,14 +32,14 @@ class PoolModel:
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
 
-    def open(self, last_finished_step: int, known_step: int = 0) -> int:
-        seen_step = max(last_finished_step, known_step)
-        if self.step < seen_step:
+    def open(self, last_finished_step: int, leader_step: int = 0) -> int:
+        max_seen_step = max(last_finished_step, leader_step)
+        if self.step < max_seen_step:
             self.reset()
         for position, (step, blocks) in enumerate(reversed(self.published)):
             if step <= last_finished_step:
                 continue
-            # Beyond the remembered calls nobody knows any more which hashes to spare.
+            # Beyond the remembered calls it is unknown which hashes to keep.
             lost = blocks if position < REMEMBERED_CALLS else list(self.hashes)
             for block in lost:
                 self._withdraw(block)
@@ -47,7 +47,7 @@ class PoolModel:
             self._put_back(block)
         self.references, self.next_indices = {}, {}
         self.published, self.reply = [], None
-        self.step = max(self.step, seen_step) + 1
+        self.step = max(self.step, max_seen_step) + 1
         return self.step
 
     def match(self, query: list[bytes]) -> PrefixMatch:
@@ -72,15 +72,17 @@ class PoolModel:
             if publication.block_id not in self.hashes:
                 self._publish(publication.block_id, publication.block_hash)
                 published.append(publication.block_id)
-        self.next_indices |= zip(commit.runs.sequence_ids, commit.runs.next_indices, strict=True)
-        for sequence_id in commit.forgotten:
+        self.next_indices |= zip(
+            commit.token_ranges.sequence_ids, commit.token_ranges.next_indices, strict=True
+        )
+        for sequence_id in commit.removed:
             self.next_indices.pop(sequence_id, None)
         for block in commit.shared_blocks:
             self.references[block] += 1
         for block in commit.returned_blocks:
             self._give_back(block)
         taken = tuple(self._take(count) for count in commit.taken_references)
-        self.next_indices |= {j.sequence_id: j.num_output_tokens for j in commit.joined}
+        self.next_indices |= {j.sequence_id: j.num_output_tokens for j in commit.added}
         admitted = tuple(self._admit(admission, published) for admission in commit.admissions)
         if published:
             self.published.append((commit.step, published))
@@ -94,24 +96,24 @@ class PoolModel:
             standing = hashes.setdefault(publication.block_id, publication.block_hash)
             if publication.block_id not in self.references or standing != publication.block_hash:
                 raise PoolFault
-        self._validate_runs(commit.runs)
+        self._validate_ranges(commit.token_ranges)
         references = Counter(self.references)
         references.update(commit.shared_blocks)
         references.subtract(commit.returned_blocks)
         num_freed = sum(references[block] == 0 for block in self.references)
-        joining = [entry.sequence_id for entry in (*commit.joined, *commit.admissions)]
+        joining = [entry.sequence_id for entry in (*commit.added, *commit.admissions)]
         if (
             not self.references.keys() >= set(commit.shared_blocks)
             or min(references.values(), default=0) < 0
             or len(commit.taken_references) > len(self.free) + num_freed
             or len(set(joining)) < len(joining)
-            or (self.next_indices.keys() - set(commit.forgotten)) & set(joining)
+            or (self.next_indices.keys() - set(commit.removed)) & set(joining)
         ):
             raise PoolFault
 
-    def _validate_runs(self, runs: TokenRuns) -> None:
+    def _validate_ranges(self, ranges: TokenRanges) -> None:
         next_indices = dict(self.next_indices)
-        intervals = zip(runs.sequence_ids, runs.first_indices, runs.next_indices, strict=True)
+        intervals = zip(ranges.sequence_ids, ranges.first_indices, ranges.next_indices, strict=True)
         for sequence_id, first, following in intervals:
             if next_indices.get(sequence_id) != first:
                 raise PoolFault
@@ -121,10 +123,10 @@ class PoolModel:
         if any(block_hash not in self.index for block_hash in admission.hit_hashes):
             return None
         hits = tuple(self.index[block_hash][0] for block_hash in admission.hit_hashes)
-        pinned = [block for block in hits if block not in self.references]
-        if len(pinned) + admission.num_new_blocks > len(self.free):
+        free_hits = [block for block in hits if block not in self.references]
+        if len(free_hits) + admission.num_new_blocks > len(self.free):
             return None
-        for block in pinned:
+        for block in free_hits:
             self.free.remove(block)
         for block in hits:
             self.references[block] = self.references.get(block, 0) + 1

@@ -4,7 +4,7 @@ from scheduler_svc.store.types import Admission, Commit
 NULL, FREE, CACHED, HELD = range(4)
 
 
-async def test_a_map_says_what_each_block_is(pool: Pool) -> None:
+async def test_a_map_has_the_kind_of_each_block(pool: Pool) -> None:
     assert await pool.block_map() == bytes([NULL, *[FREE] * 10])
     admissions = (
         Admission(1, 0, (), 3, fill_hashes=(bytes([1]) * 32, bytes([2]) * 32)),
@@ -19,6 +19,6 @@ async def test_a_map_says_what_each_block_is(pool: Pool) -> None:
     assert await pool.block_map() == kinds.replace(bytes([CACHED]), bytes([FREE]))
 
 
-async def test_a_pool_that_is_not_there_has_no_map(pool: Pool) -> None:
+async def test_a_missing_pool_has_no_map(pool: Pool) -> None:
     await pool.drop()
     assert await pool.block_map() == b""

@@ -1,4 +1,4 @@
-"""The private Redis: a socket, no port, no file, and no life without its parent."""
+"""The private Redis: a socket, no port, no file, and an end with its parent."""
 
 import os
 import select
@@ -24,7 +24,7 @@ time.sleep(60)
 """
 
 
-def test_it_answers_on_its_socket_only(tmp_path: Path) -> None:
+def test_it_serves_its_socket_only(tmp_path: Path) -> None:
     directory = tmp_path / "private"
     with EmbeddedRedis(directory) as server, redis.Redis.from_url(server.url) as client:
         assert client.ping()
@@ -61,7 +61,9 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
         assert select.select([watch], [], [], 10)[0]
 
 
-def test_a_server_on_the_path_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_the_path_takes_precedence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = tmp_path / "redis-server"
     mine.write_text("#!/bin/sh\nexit 3\n")
     mine.chmod(0o755)
@@ -71,7 +73,7 @@ def test_a_server_on_the_path_goes_first(tmp_path: Path, monkeypatch: pytest.Mon
         EmbeddedRedis(tmp_path / "directory").start()
 
 
-def test_without_any_server_the_error_says_what_to_do(
+def test_without_any_server_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -88,5 +90,5 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     (tmp_path / "redis.sock").mkdir()  # in the socket's place
-    with pytest.raises(LaunchError, match="its log ends"):
+    with pytest.raises(LaunchError, match="the end of its log"):
         EmbeddedRedis(tmp_path).start()

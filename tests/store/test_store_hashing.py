@@ -1,4 +1,4 @@
-"""Hash chains against SHA-256 written out."""
+"""Hash chains against explicit SHA-256."""
 
 import struct
 from array import array
@@ -34,7 +34,7 @@ def test_a_chain_grows_token_by_token_to_the_same_hashes() -> None:
     assert tuple(grown.hashes) == chain(list(range(13)))
 
 
-def test_a_hash_tells_of_every_token_before_it() -> None:
+def test_a_hash_depends_on_every_token_before_it() -> None:
     one, other = chain([1, 2, 3, 4, 5, 6, 7, 8]), chain([9, 2, 3, 4, 5, 6, 7, 8])
     assert not set(one) & set(other)
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import redis
 
-from scheduler_svc.store.errors import LeadLost, PoolFault, StaleEpoch, WrongStep
+from scheduler_svc.store.errors import LeadershipLost, PoolFault, StaleEpoch, WrongStep
 from scheduler_svc.store.hashing import HashChain, num_matchable_blocks, root_hash
-from scheduler_svc.store.journal import JournalEntry
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import (
     Admission,
     Commit,
     CommitReply,
-    Joined,
+    ForkedSequence,
+    JournalEntry,
     PrefixMatch,
     Publication,
-    TokenRuns,
+    TokenRanges,
 )
 
 SHARED = list(range(48))
@@ -44,7 +44,7 @@ async def query(pool: Pool, tokens: list[int]) -> PrefixMatch:
     return found
 
 
-async def test_two_prompts_share_a_prefix_and_give_it_back(pool: Pool) -> None:
+async def test_two_prompts_share_a_prefix_and_return_it(pool: Pool) -> None:
     first, second = SHARED + [100] * 7, SHARED + [200] * 5
     reply = await pool.commit(Commit(2, admissions=(admission(1, first),)))
     assert reply == CommitReply(6, (), ((1, 2, 3, 4),))
@@ -63,7 +63,7 @@ async def test_a_prompt_of_whole_blocks_keeps_one_to_compute(pool: Pool) -> None
     assert await query(pool, SHARED) == PrefixMatch(num_hits=2, num_free_hits=0)
     reply = await pool.commit(Commit(3, admissions=(admission(2, SHARED, num_hits=2),)))
     assert reply.admitted == ((1, 2, 4),)
-    # Block 4 has the content of block 3: both stand in the index, the first one is hit.
+    # Block 4 has the content of block 3: both are in the index, the first one is hit.
     assert (await pool.audit()).index[chain(SHARED)[2]] == (3, 4)
     reply = await pool.commit(Commit(4, admissions=(admission(3, [*SHARED, 7], num_hits=3),)))
     assert reply.admitted == ((1, 2, 3, 5),)
@@ -75,7 +75,7 @@ async def test_an_admission_hits_what_an_earlier_one_of_the_plan_fills(pool: Poo
     assert reply == CommitReply(5, (), ((1, 2, 3, 4), (1, 2, 3, 5)))
 
 
-async def test_an_admission_that_does_not_fit_is_left_out_alone(pool: Pool) -> None:
+async def test_only_the_admission_that_does_not_fit_is_omitted(pool: Pool) -> None:
     admissions = (Admission(1, 0, (), 8), Admission(2, 0, (), 3), Admission(3, 0, (), 2))
     reply = await pool.commit(Commit(2, admissions=admissions))
     assert reply == CommitReply(0, (), ((1, 2, 3, 4, 5, 6, 7, 8), None, (9, 10)))
@@ -92,7 +92,7 @@ async def test_hits_on_free_blocks_count_as_needed(pool: Pool) -> None:
     assert reply == CommitReply(0, (), ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10),))
 
 
-async def test_hits_are_passed_over_where_blocks_behind_them_are_evicted(pool: Pool) -> None:
+async def test_pinned_hits_are_skipped_when_later_blocks_are_evicted(pool: Pool) -> None:
     other = Admission(2, 0, (), 3, tuple(bytes([i]) * 32 for i in range(3)))
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]), other)))
     await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1, 7, 6, 5)))
@@ -102,12 +102,12 @@ async def test_hits_are_passed_over_where_blocks_behind_them_are_evicted(pool: P
     assert (await pool.audit()).free_order == (5,)
 
 
-async def test_an_admission_whose_hits_are_evicted_in_the_plan_is_left_out(pool: Pool) -> None:
+async def test_an_admission_whose_hits_are_evicted_in_the_plan_is_omitted(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
     await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1)))
     admissions = (Admission(2, 0, (), 8), admission(3, [*SHARED, 2], num_hits=3))
     reply = await pool.commit(Commit(4, admissions=admissions))
-    # Of the prefix the last block goes first.
+    # The last block of the prefix is evicted first.
     assert reply == CommitReply(2, (), ((4, 5, 6, 7, 8, 9, 10, 3), None))
     assert await query(pool, [*SHARED, 2]) == PrefixMatch(num_hits=2, num_free_hits=2)
 
@@ -118,7 +118,7 @@ async def test_takes_precede_admissions(pool: Pool) -> None:
     assert (await pool.audit()).references == {1: 1, 2: 3, 3: 1}
 
 
-async def test_returned_blocks_are_there_for_the_same_plan(pool: Pool) -> None:
+async def test_returned_blocks_are_free_for_the_same_plan(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 9), Admission(2, 0, (), 1))))
     commit = Commit(3, returned_blocks=tuple(range(9, 0, -1)), taken_references=(1,) * 9)
     assert await pool.commit(commit) == CommitReply(0, tuple(range(1, 10)), ())
@@ -137,7 +137,7 @@ async def test_forks_share_full_blocks_and_own_their_last(pool: Pool) -> None:
         3,
         shared_blocks=(1, 2, 3, 1, 2, 3),
         taken_references=(1, 1),
-        joined=(Joined(2, 0), Joined(3, 4)),
+        added=(ForkedSequence(2, 0), ForkedSequence(3, 4)),
     )
     assert await pool.commit(fork) == CommitReply(4, (5, 6), ())
     audit = await pool.audit()
@@ -165,7 +165,7 @@ async def test_a_prompt_equal_to_a_finished_request_hits_its_output_too(store: S
     hashes = chain(tokens[:299])
     publications = [Publication(table[i], hashes[i]) for i in range(6, len(hashes))]
     await pool.commit(
-        Commit(4, publications=publications, forgotten=(1,), returned_blocks=table[::-1])
+        Commit(4, publications=publications, removed=(1,), returned_blocks=table[::-1])
     )
     assert await query(pool, tokens) == PrefixMatch(num_hits=18, num_free_hits=18)  # 288 tokens
     await pool.drop()
@@ -174,8 +174,8 @@ async def test_a_prompt_equal_to_a_finished_request_hits_its_output_too(store: S
 async def test_late_tokens_of_a_preempted_sequence_are_journaled(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]),)))
     await pool.commit(Commit(3, returned_blocks=(4, 3, 2, 1)))
-    late = TokenRuns([1], [0], [1], [7])
-    await pool.commit(Commit(4, runs=late, forgotten=(1,)))
+    late = TokenRanges([1], [0], [1], [7])
+    await pool.commit(Commit(4, token_ranges=late, removed=(1,)))
     assert await pool.journal() == [JournalEntry(4, late)]
     assert (await pool.audit()).next_indices == {}
     reply = await pool.commit(Commit(5, admissions=(admission(1, [*SHARED, 1], num_hits=3),)))
@@ -183,9 +183,9 @@ async def test_late_tokens_of_a_preempted_sequence_are_journaled(pool: Pool) -> 
 
 
 async def test_a_sequence_forgotten_in_the_call_may_be_admitted_again(pool: Pool) -> None:
-    await pool.commit(Commit(2, joined=(Joined(1, 0), Joined(2, 0))))
+    await pool.commit(Commit(2, added=(ForkedSequence(1, 0), ForkedSequence(2, 0))))
     again = (Admission(1, 5, (), 1), Admission(2, 5, (), 99))
-    reply = await pool.commit(Commit(3, forgotten=(1, 2), admissions=again))
+    reply = await pool.commit(Commit(3, removed=(1, 2), admissions=again))
     assert reply.admitted == ((1,), None)
     assert (await pool.audit()).next_indices == {1: 5}
 
@@ -212,10 +212,10 @@ RUNNING = Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 5, (), 
     [
         Commit(3, taken_references=(1,) * 7),
         Commit(3, taken_references=(1, 0)),
-        Commit(3, runs=TokenRuns([1, 2], [0, 6], [1, 7], [7, 7])),
-        Commit(3, runs=TokenRuns([2], [4], [6], [7, 7])),
-        Commit(3, runs=TokenRuns([1, 1], [0, 0], [1, 1], [7, 7])),
-        Commit(3, runs=TokenRuns([9], [0], [1], [7])),
+        Commit(3, token_ranges=TokenRanges([1, 2], [0, 6], [1, 7], [7, 7])),
+        Commit(3, token_ranges=TokenRanges([2], [4], [6], [7, 7])),
+        Commit(3, token_ranges=TokenRanges([1, 1], [0, 0], [1, 1], [7, 7])),
+        Commit(3, token_ranges=TokenRanges([9], [0], [1], [7])),
         Commit(3, shared_blocks=(6,)),
         Commit(3, shared_blocks=(0,)),
         Commit(3, shared_blocks=(11,)),
@@ -227,9 +227,9 @@ RUNNING = Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 5, (), 
         Commit(3, publications=(Publication(6, HASH),)),
         Commit(3, publications=(Publication(1, HASH),)),
         Commit(3, publications=(Publication(4, HASH), Publication(4, OTHER_HASH))),
-        Commit(3, joined=(Joined(1, 0),)),
-        Commit(3, joined=(Joined(3, 0), Joined(3, 0))),
-        Commit(3, joined=(Joined(3, 0),), admissions=(Admission(3, 0, (), 1),)),
+        Commit(3, added=(ForkedSequence(1, 0),)),
+        Commit(3, added=(ForkedSequence(3, 0), ForkedSequence(3, 0))),
+        Commit(3, added=(ForkedSequence(3, 0),), admissions=(Admission(3, 0, (), 1),)),
         Commit(3, admissions=(Admission(1, 0, (), 1),)),
         Commit(3, admissions=(Admission(3, 0, (), 1), Admission(3, 0, (), 1))),
     ],
@@ -237,17 +237,19 @@ RUNNING = Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 5, (), 
 async def test_a_faulty_commit_changes_nothing(pool: Pool, commit: Commit) -> None:
     await pool.commit(RUNNING)
     before = await pool.audit()
-    # The good parts of a faulty commit are not done either.
+    # The valid parts of a faulty commit are not applied either.
     good = replace(
         commit,
         withdrawals=(2,),
         publications=(Publication(5, HASH), *commit.publications),
-        runs=commit.runs if commit.runs.token_ids else TokenRuns([1], [0], [1], [7]),
-        forgotten=(2,) if not commit.runs.token_ids else (),
+        token_ranges=commit.token_ranges
+        if commit.token_ranges.token_ids
+        else TokenRanges([1], [0], [1], [7]),
+        removed=(2,) if not commit.token_ranges.token_ids else (),
         shared_blocks=(2, *commit.shared_blocks),
         returned_blocks=(5, *commit.returned_blocks),
         taken_references=commit.taken_references or (1,),
-        joined=(Joined(5, 0), *commit.joined),
+        added=(ForkedSequence(5, 0), *commit.added),
         admissions=commit.admissions or (Admission(4, 0, (), 1),),
     )
     with pytest.raises(PoolFault):
@@ -266,7 +268,7 @@ async def test_a_block_is_published_once_its_tokens_are_known(pool: Pool) -> Non
     assert (await pool.audit()).index == {HASH: (1,)}
 
 
-async def test_a_departing_sequence_publishes_first(pool: Pool) -> None:
+async def test_an_ending_sequence_publishes_first(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 2),)))
     commit = Commit(3, publications=(Publication(1, HASH),), returned_blocks=(2, 1))
     await pool.commit(commit)
@@ -283,7 +285,7 @@ async def test_withdrawing_one_of_equal_hashes_keeps_the_other(pool: Pool) -> No
     audit = await pool.audit()
     assert audit.index == {}
     assert audit.free_order[0] == 2
-    # Withdrawn and published anew in one call: the new hash stands.
+    # Withdrawn and published anew in one call: the new hash is kept.
     await pool.commit(Commit(5, publications=(Publication(1, HASH),)))
     anew = Commit(6, withdrawals=(1,), publications=(Publication(1, OTHER_HASH),))
     await pool.commit(anew)
@@ -293,12 +295,12 @@ async def test_withdrawing_one_of_equal_hashes_keeps_the_other(pool: Pool) -> No
 async def test_tokens_are_journaled_step_by_step(pool: Pool) -> None:
     await pool.commit(RUNNING)
     big_id = 2**64 - 1
-    runs = TokenRuns([1, 2], [0, 5], [2, 6], [7, 2**32 - 1, 8])
-    await pool.commit(Commit(3, runs=runs, admissions=(Admission(big_id, 3, (), 1),)))
+    ranges = TokenRanges([1, 2], [0, 5], [2, 6], [7, 2**32 - 1, 8])
+    await pool.commit(Commit(3, token_ranges=ranges, admissions=(Admission(big_id, 3, (), 1),)))
     await pool.commit(Commit(4))
-    last = TokenRuns([big_id, big_id], [3, 4], [4, 5], [1, 2], [b"any", b""])
-    await pool.commit(Commit(5, runs=last, forgotten=(2,)))
-    assert await pool.journal() == [JournalEntry(3, runs), JournalEntry(5, last)]
+    last = TokenRanges([big_id, big_id], [3, 4], [4, 5], [1, 2], [b"any", b""])
+    await pool.commit(Commit(5, token_ranges=last, removed=(2,)))
+    assert await pool.journal() == [JournalEntry(3, ranges), JournalEntry(5, last)]
     assert (await pool.audit()).next_indices == {1: 2, big_id: 5}
     await pool.trim_journal(through_step=3)
     assert await pool.journal() == [JournalEntry(5, last)]
@@ -306,20 +308,20 @@ async def test_tokens_are_journaled_step_by_step(pool: Pool) -> None:
 
 async def test_reopening_frees_held_blocks_from_the_highest_down(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(admission(1, [*SHARED, 1]), Admission(2, 0, (), 2))))
-    await pool.commit(Commit(3, runs=TokenRuns([1], [0], [1], [9])))
+    await pool.commit(Commit(3, token_ranges=TokenRanges([1], [0], [1], [9])))
     assert await pool.open(last_finished_step=3) == 4
     audit = await pool.audit()
     assert audit.free_order == (4, 5, 6, 7, 8, 9, 10, 3, 2, 1)
     assert audit.next_indices == {}
     assert await query(pool, [*SHARED, 1]) == PrefixMatch(num_hits=3, num_free_hits=3)
-    assert len(await pool.journal()) == 1  # until somebody has folded it
+    assert len(await pool.journal()) == 1  # until it is compacted
     with pytest.raises(WrongStep):
         await pool.commit(Commit(4))
     await pool.commit(Commit(5))
     assert await pool.open(last_finished_step=70) == 71
 
 
-async def test_reopening_forgets_hashes_of_steps_that_did_not_finish(pool: Pool) -> None:
+async def test_reopening_removes_hashes_of_unfinished_steps(pool: Pool) -> None:
     await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1, (HASH,)),)))
     await pool.commit(Commit(3, admissions=(Admission(2, 0, (), 1, (OTHER_HASH,)),)))
     await pool.open(last_finished_step=2)
@@ -327,15 +329,15 @@ async def test_reopening_forgets_hashes_of_steps_that_did_not_finish(pool: Pool)
 
 
 @pytest.mark.parametrize(
-    ("last_finished_step", "known_step", "num_hits"),
+    ("last_finished_step", "leader_step", "num_hits"),
     [(2, 0, 1), (2, 2, 1), (3, 0, 0), (2, 3, 0), (0, 3, 0)],
 )
 async def test_a_pool_behind_what_was_seen_loses_every_hash(
-    pool: Pool, last_finished_step: int, known_step: int, num_hits: int
+    pool: Pool, last_finished_step: int, leader_step: int, num_hits: int
 ) -> None:
     await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1, (HASH,)),)))
-    step = await pool.open(last_finished_step, known_step)
-    assert step == max(2, last_finished_step, known_step) + 1
+    step = await pool.open(last_finished_step, leader_step)
+    assert step == max(2, last_finished_step, leader_step) + 1
     assert await pool.match([[HASH]]) == [PrefixMatch(num_hits, num_hits)]
     assert (await pool.audit()).references == {}
 
@@ -370,9 +372,9 @@ async def test_several_pools_are_matched_in_one_call(
     assert store.num_calls == before + 1
 
 
-async def test_a_former_leader_is_refused(store: Store, pool: Pool, successor: Store) -> None:
+async def test_an_earlier_leader_is_refused(store: Store, pool: Pool, successor: Store) -> None:
     assert successor.leadership.epoch > store.leadership.epoch
-    await pool.commit(Commit(2))  # the pool is still the former leader's
+    await pool.commit(Commit(2))  # the pool still belongs to the earlier leader
     theirs = successor.pool(pool.incarnation, pool.num_blocks)
     step = await theirs.open(last_finished_step=2)
     for refused in (
@@ -388,11 +390,11 @@ async def test_a_former_leader_is_refused(store: Store, pool: Pool, successor: S
     await theirs.drop()
 
 
-async def test_a_new_epoch_of_the_same_store_opens_the_pool_anew(store: Store, pool: Pool) -> None:
-    await store.retake_lead("first")
+async def test_a_new_epoch_of_the_same_store_reopens_the_pool(store: Store, pool: Pool) -> None:
+    await store.lease.reacquire("first")
     again = store.pool(pool.incarnation, pool.num_blocks)
     for early in (again.commit(Commit(2)), again.reset_prefix_cache(), again.trim_journal(1)):
-        with pytest.raises(LeadLost):
+        with pytest.raises(LeadershipLost):
             await early
     await again.open(0)
     with pytest.raises(StaleEpoch):
@@ -404,14 +406,14 @@ async def test_a_pool_has_one_size(store: Store, pool: Pool) -> None:
         await store.pool(pool.incarnation, 12).open(0)
 
 
-async def test_a_pool_that_is_not_there_is_a_fault(store: Store) -> None:
-    with pytest.raises(PoolFault, match="not there"):
+async def test_a_missing_pool_is_a_fault(store: Store) -> None:
+    with pytest.raises(PoolFault, match="does not exist"):
         await store.pool(1, 11).commit(Commit(1))
-    with pytest.raises(PoolFault, match="not there"):
+    with pytest.raises(PoolFault, match="does not exist"):
         await store.pool(1, 11).audit()
-    with pytest.raises(PoolFault, match="not there"):
+    with pytest.raises(PoolFault, match="does not exist"):
         await store.pool(1, 11).reset_prefix_cache()
-    with pytest.raises(PoolFault, match="not there"):
+    with pytest.raises(PoolFault, match="does not exist"):
         await store.pool(1, 11).trim_journal(1)
 
 
@@ -454,7 +456,7 @@ async def test_a_cancelled_caller_does_not_disturb_the_next(pool: Pool) -> None:
     commit.cancel()
     with pytest.raises(asyncio.CancelledError):
         await commit
-    # The connection answers in order, and the step was taken.
+    # Replies arrive in order, and the step was applied.
     assert await pool.match([[HASH]]) == [PrefixMatch(0, 0)]
     again = await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 3),)))
     assert again == CommitReply(7, (), ((1, 2, 3),))

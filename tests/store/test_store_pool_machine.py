@@ -29,12 +29,12 @@ from scheduler_svc.store.types import (
     Admission,
     Commit,
     CommitReply,
-    Joined,
+    ForkedSequence,
     Publication,
-    TokenRuns,
+    TokenRanges,
 )
 
-# Blocks of one token out of two: chains meet often.
+# Blocks of one token out of two: equal chains are frequent.
 CONTENTS = st.lists(st.integers(0, 1), max_size=4)
 
 
@@ -46,7 +46,7 @@ def chain(contents: list[int]) -> list[bytes]:
 
 @dataclass
 class Running:
-    """A sequence as the scheduler knows it."""
+    """A sequence as the scheduler has it."""
 
     sequence_id: int
     contents: list[int]  # of its full blocks
@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = self.store.pool(secrets.randbits(64), num_blocks)
         self.model = PoolModel(num_blocks)
         self.running: dict[int, Running] = {}
-        self.preempted: dict[int, Running] = {}  # without blocks; late tokens may still come
+        self.preempted: dict[int, Running] = {}  # without blocks; late tokens may still arrive
         self.admitted_contents: dict[int, list[int]] = {}
         self.next_id = 0
         self.last: Commit | None = None
@@ -88,12 +88,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """Sequences end, are preempted, grow, fork and are admitted; late tokens come in."""
+        """Sequences end, are preempted, grow, fork and are admitted; late tokens arrive."""
         fates = {
             s.sequence_id: data.draw(st.sampled_from(["end", "preempt", *["stay"] * 5]))
             for s in self.running.values()
         }
-        leaving = [s for s in self.running.values() if fates[s.sequence_id] != "stay"]
+        ended = [s for s in self.running.values() if fates[s.sequence_id] != "stay"]
         ending = [s for s in self.running.values() if fates[s.sequence_id] == "end"]
         staying = [s for s in self.running.values() if fates[s.sequence_id] == "stay"]
         late = [s for s in self.preempted.values() if data.draw(st.booleans())]
@@ -108,12 +108,12 @@ class PoolMachine(RuleBasedStateMachine):
             step=self.model.step + 1,
             withdrawals=data.draw(st.lists(st.sampled_from(held), max_size=1)),
             publications=[p for s in staying for p in s.publications()],
-            runs=self._runs([*self.running.values(), *late], data),
-            forgotten=[s.sequence_id for s in forgotten],
+            token_ranges=self._ranges([*self.running.values(), *late], data),
+            removed=[s.sequence_id for s in forgotten],
             shared_blocks=[block for fork in forks for block in fork.table],
-            returned_blocks=[block for s in leaving for block in reversed(s.table)],
+            returned_blocks=[block for s in ended for block in reversed(s.table)],
             taken_references=[1] * (len(appended) + len(forks)),
-            joined=joined,
+            added=joined,
             admissions=self._admissions(forgotten, data),
         )
         reply = self._expect(commit)
@@ -134,13 +134,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def gap_in_the_journal(self, data: st.DataObject) -> None:
-        runs = self._runs(list(self.running.values()), data, skip=1)
-        if runs.sequence_ids:
-            self._expect(Commit(self.model.step + 1, runs=runs))
+        ranges = self._ranges(list(self.running.values()), data, skip=1)
+        if ranges.sequence_ids:
+            self._expect(Commit(self.model.step + 1, token_ranges=ranges))
 
     @rule(count=st.integers(1, 3))
     def group_block(self, count: int) -> None:
-        """A block is taken for several at once, who give it back in the next call."""
+        """Take a block with several references, and return them in the next call."""
         if not self.model.free:
             return
         reply = self._expect(Commit(self.model.step + 1, taken_references=[count]))
@@ -169,7 +169,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(unfinished=st.sampled_from([0, 1, 2, 3, 30]))
     def reopen(self, unfinished: int) -> None:
         finished = max(0, self.model.step - unfinished)
-        self._reopen(finished, known_step=0)
+        self._reopen(finished, leader_step=0)
 
     @rule()
     def snapshot(self) -> None:
@@ -179,7 +179,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
-        """Redis comes back from its file; whoever knows more says so."""
+        """Restart Redis from its file, then reopen the pool with the newer known step."""
         assert self.saved is not None
         dumped, model = self.saved
         step = self.model.step
@@ -187,10 +187,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.runner.run(self._restore(dumped))
         self._reopen(data.draw(st.integers(0, step)), data.draw(st.integers(0, step)))
 
-    def _reopen(self, finished: int, known_step: int) -> None:
+    def _reopen(self, finished: int, leader_step: int) -> None:
         self.running, self.preempted, self.last = {}, {}, None
-        step = self.runner.run(self.pool.open(finished, known_step))
-        assert step == self.model.open(finished, known_step)
+        step = self.runner.run(self.pool.open(finished, leader_step))
+        assert step == self.model.open(finished, leader_step)
 
     async def _dump(self) -> dict[str, bytes | None]:
         return {key: await self.redis.dump(key) for key in PoolKeys(self.pool.incarnation).all}
@@ -224,20 +224,20 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.runner.run(self.pool.commit(commit)) == expected
         return expected
 
-    def _runs(self, sequences: list[Running], data: st.DataObject, skip: int = 0) -> TokenRuns:
-        runs = TokenRuns()
+    def _ranges(self, sequences: list[Running], data: st.DataObject, skip: int = 0) -> TokenRanges:
+        ranges = TokenRanges()
         for sequence in sequences:
             tokens = data.draw(st.lists(st.integers(0, 2**32 - 1), max_size=2))
             first = sequence.num_output_tokens + skip
-            runs.sequence_ids.append(sequence.sequence_id)
-            runs.first_indices.append(first)
-            runs.next_indices.append(first + len(tokens))
-            runs.token_ids.extend(tokens)
-        return runs
+            ranges.sequence_ids.append(sequence.sequence_id)
+            ranges.first_indices.append(first)
+            ranges.next_indices.append(first + len(tokens))
+            ranges.token_ids.extend(tokens)
+        return ranges
 
     def _forks(
         self, staying: list[Running], data: st.DataObject
-    ) -> tuple[list[Running], list[Joined]]:
+    ) -> tuple[list[Running], list[ForkedSequence]]:
         """Children that share all full blocks of a parent but the last one in its table."""
         forks = []
         for parent in staying:
@@ -252,10 +252,10 @@ class PoolMachine(RuleBasedStateMachine):
                 )
                 forks.append(fork)
                 self.next_id += 1
-        return forks, [Joined(fork.sequence_id, fork.num_output_tokens) for fork in forks]
+        return forks, [ForkedSequence(fork.sequence_id, fork.num_output_tokens) for fork in forks]
 
     def _admissions(self, forgotten: list[Running], data: st.DataObject) -> list[Admission]:
-        """Some count on hits that are there, some on what the plan fills, some on nothing."""
+        """Some expect cached blocks, some blocks that the plan fills, some none."""
         admissions = []
         again = [s.sequence_id for s in forgotten if data.draw(st.booleans())]
         for contents in data.draw(st.lists(CONTENTS, max_size=3)):
@@ -286,7 +286,7 @@ class PoolMachine(RuleBasedStateMachine):
     ) -> None:
         sequences = self.running | self.preempted
         for sequence_id, following in zip(
-            commit.runs.sequence_ids, commit.runs.next_indices, strict=True
+            commit.token_ranges.sequence_ids, commit.token_ranges.next_indices, strict=True
         ):
             sequences[sequence_id].num_output_tokens = following
         for sequence in staying:
@@ -297,7 +297,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.preempted = {
             sequence_id: sequence
             for sequence_id, sequence in sequences.items()
-            if sequence_id not in self.running and sequence_id not in commit.forgotten
+            if sequence_id not in self.running and sequence_id not in commit.removed
         }
         for admission, table in zip(commit.admissions, reply.admitted, strict=True):
             if table is not None:
@@ -314,9 +314,9 @@ class PoolMachine(RuleBasedStateMachine):
 def _run_machine(redis_url: str, **profile: object) -> None:
     with asyncio.Runner() as runner:
         PoolMachine.runner = runner
-        PoolMachine.store = runner.run(Store.connect(redis_url))
+        PoolMachine.store = Store.at(redis_url)
         PoolMachine.redis = Redis.from_url(redis_url)
-        runner.run(PoolMachine.store.take_lead("", lease_ms=3000))
+        runner.run(PoolMachine.store.lease.acquire("", lease_ms=3000))
         try:
             run_state_machine_as_test(
                 PoolMachine,
@@ -332,11 +332,11 @@ def _run_machine(redis_url: str, **profile: object) -> None:
             runner.run(PoolMachine.redis.aclose())
 
 
-def test_pool_does_what_the_rules_say(redis_url: str) -> None:
+def test_the_pool_matches_the_model(redis_url: str) -> None:
     _run_machine(redis_url, max_examples=30, stateful_step_count=25, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_pool_does_what_the_rules_say_for_long(redis_url: str) -> None:
+def test_the_pool_matches_the_model_for_long(redis_url: str) -> None:
     _run_machine(redis_url, max_examples=500, stateful_step_count=60)

@@ -1,4 +1,4 @@
-"""Request records: written, folded, ended, and gone in time."""
+"""Request records: written, compacted, ended and expired."""
 
 from collections.abc import Coroutine
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import redis
 
-from scheduler_svc.store.errors import LeadLost, RequestFault, StaleEpoch
+from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch
 from scheduler_svc.store.keys import ENDED, LEADERSHIP, request_keys
 from scheduler_svc.store.requests import (
     Ending,
-    OutputRun,
-    Recorded,
+    OutputRange,
+    RecordOutcome,
     RequestKey,
     RequestRecord,
     RequestState,
@@ -21,7 +21,7 @@ from scheduler_svc.store.store import Store
 
 KEY = RequestKey("ann", "r-1")
 OTHER_KEY = RequestKey("", "r-1")
-NEW, KNOWN, CONFLICT = Recorded
+NEW, KNOWN, CONFLICT = RecordOutcome
 
 
 def record(key: RequestKey = KEY, sequence_id: int = 2**64 - 1, **given: object) -> RequestRecord:
@@ -38,7 +38,7 @@ async def write(store: Store, *records: RequestRecord) -> None:
 
 
 async def discard(store: Store, *keys: RequestKey) -> None:
-    """Deletes the live ones, whoever wrote them."""
+    """Delete all live records."""
     await store.discard([r.record for r in await store.load_live() if r.record.key in keys])
 
 
@@ -46,7 +46,7 @@ def ttls(client: redis.Redis, key: RequestKey = KEY) -> list[int]:
     return [client.ttl(name) for name in request_keys(key.principal, key.request_id)]
 
 
-async def test_a_record_comes_back_as_it_was_written(store: Store) -> None:
+async def test_a_record_is_read_as_it_was_written(store: Store) -> None:
     full = record(
         deadline_ms=1_900_000_000_000,
         opaque=b"\x00\x01",
@@ -76,18 +76,18 @@ async def test_a_live_id_is_known_or_taken(store: Store) -> None:
         record(OTHER_KEY, 5, **other),
         record(OTHER_KEY, 6),
     ]
-    answers = [KNOWN, CONFLICT, NEW, CONFLICT, KNOWN]
-    assert await store.record(records, [False] * 5) == answers
+    outcomes = [KNOWN, CONFLICT, NEW, CONFLICT, KNOWN]
+    assert await store.record(records, [False] * 5) == outcomes
     stored = await store.load(KEY)
     assert stored is not None
     assert stored.record.sequence_id == 1
     # The same call once more, after a lost connection, is not taken for another request.
-    assert await store.record(records, [True] * 5) == answers
+    assert await store.record(records, [True] * 5) == outcomes
     await discard(store, KEY, OTHER_KEY)
 
 
 @pytest.mark.parametrize(
-    ("state", "answers"),
+    ("state", "outcomes"),
     [
         # The same digest; the same again; another digest; another again.
         (RequestState.FINISHED, (KNOWN, KNOWN, CONFLICT, CONFLICT)),
@@ -95,24 +95,24 @@ async def test_a_live_id_is_known_or_taken(store: Store) -> None:
         (RequestState.FAILED, (NEW, KNOWN, NEW, NEW)),
     ],
 )
-async def test_what_becomes_of_an_ended_id(
+async def test_an_ended_id_is_known_taken_or_free(
     store: Store,
     redis_client: redis.Redis,
     state: RequestState,
-    answers: tuple[Recorded, ...],
+    outcomes: tuple[RecordOutcome, ...],
 ) -> None:
     cases = [(b"d", False), (b"d", True), (b"other", False), (b"other", True)]
-    for number, ((digest, again), answer) in enumerate(zip(cases, answers, strict=True)):
+    for number, ((digest, again), outcome) in enumerate(zip(cases, outcomes, strict=True)):
         key = RequestKey("ann", f"ended-{number}")
         first = record(key, 10, digest=b"d", opaque=b"first")
         await write(store, first)
-        await store.fold([OutputRun(key, 0, 0, (7,))])
+        await store.append_output([OutputRange(key, 0, 0, (7,))])
         await store.finish([Ending(key, state, b"why")])
         second = record(key, 20, digest=digest)
         for _ in range(2):  # the call, and its repeat
-            assert await store.record([second], [again]) == [answer]
+            assert await store.record([second], [again]) == [outcome]
         stored = await store.load(key)
-        if answer == NEW:
+        if outcome == NEW:
             assert stored == StoredRequest(second, RequestState.LIVE, {})
             assert ttls(redis_client, key) == [-1, -2]
             await store.discard([second])
@@ -122,19 +122,23 @@ async def test_what_becomes_of_an_ended_id(
 
 async def test_only_what_was_not_accepted_is_discarded(store: Store) -> None:
     await write(store, record(sequence_id=1))
-    # Submitted again, and recorded without an answer: it was there before.
+    # Submitted again, and recorded without a reply: it existed before.
     await store.record([record(sequence_id=2)], [True])
     await store.discard([record(sequence_id=2)])
     assert await store.load(KEY) == StoredRequest(record(sequence_id=1), RequestState.LIVE, {})
     await discard(store, KEY)
 
 
-async def test_output_is_folded_once(store: Store) -> None:
+async def test_output_is_appended_once(store: Store) -> None:
     await write(store, record(), record(OTHER_KEY, 2))
-    await store.fold([OutputRun(KEY, 0, 0, (7, 8)), OutputRun(OTHER_KEY, 0, 0, (1,))])
-    await store.fold([OutputRun(KEY, 0, 2, (9,)), OutputRun(KEY, 0, 3, (10,))])
-    await store.fold([OutputRun(KEY, 0, 1, (8, 9, 10, 2**32 - 1)), OutputRun(OTHER_KEY, 0, 0, ())])
-    await store.fold([OutputRun(OTHER_KEY, 3, 0, (5,)), OutputRun(OTHER_KEY, 3, 1, (6,))])
+    await store.append_output([OutputRange(KEY, 0, 0, (7, 8)), OutputRange(OTHER_KEY, 0, 0, (1,))])
+    await store.append_output([OutputRange(KEY, 0, 2, (9,)), OutputRange(KEY, 0, 3, (10,))])
+    await store.append_output(
+        [OutputRange(KEY, 0, 1, (8, 9, 10, 2**32 - 1)), OutputRange(OTHER_KEY, 0, 0, ())]
+    )
+    await store.append_output(
+        [OutputRange(OTHER_KEY, 3, 0, (5,)), OutputRange(OTHER_KEY, 3, 1, (6,))]
+    )
     stored = await store.load(KEY)
     assert stored is not None
     assert stored.output_token_ids == {0: (7, 8, 9, 10, 2**32 - 1)}
@@ -144,12 +148,14 @@ async def test_output_is_folded_once(store: Store) -> None:
     await discard(store, KEY, OTHER_KEY)
 
 
-async def test_log_probabilities_are_folded_and_travel_with_their_tokens(store: Store) -> None:
+async def test_log_probabilities_are_stored_and_packed_with_their_tokens(store: Store) -> None:
     await write(store, record(num_choices=2))
-    await store.fold([OutputRun(KEY, 0, 0, (7, 8), b"7777788888"), OutputRun(KEY, 1, 0, (5,))])
-    await store.fold([OutputRun(KEY, 0, 1, (8, 9), b"8888899999")])
-    with pytest.raises(RequestFault):
-        await store.fold([OutputRun(KEY, 0, 2, (9, 1), b"9999811111")])
+    await store.append_output(
+        [OutputRange(KEY, 0, 0, (7, 8), b"7777788888"), OutputRange(KEY, 1, 0, (5,))]
+    )
+    await store.append_output([OutputRange(KEY, 0, 1, (8, 9), b"8888899999")])
+    with pytest.raises(RecordMismatch):
+        await store.append_output([OutputRange(KEY, 0, 2, (9, 1), b"9999811111")])
     stored = await store.load(KEY)
     assert stored is not None
     assert stored.output_token_ids == {0: (7, 8, 9), 1: (5,)}
@@ -162,27 +168,31 @@ async def test_log_probabilities_are_folded_and_travel_with_their_tokens(store: 
 
 
 @pytest.mark.parametrize(
-    "run",
+    "refused",
     [
-        OutputRun(KEY, 0, 4, (9,)),  # a gap
-        OutputRun(KEY, 0, 1, (9, 9)),  # another token than the stored one
-        OutputRun(RequestKey("ann", "unknown"), 0, 0, (9,)),
+        OutputRange(KEY, 0, 4, (9,)),  # a gap
+        OutputRange(KEY, 0, 1, (9, 9)),  # another token than the stored one
+        OutputRange(RequestKey("ann", "unknown"), 0, 0, (9,)),
     ],
 )
-async def test_a_run_that_does_not_continue_changes_nothing(store: Store, run: OutputRun) -> None:
+async def test_output_that_does_not_continue_changes_nothing(
+    store: Store, refused: OutputRange
+) -> None:
     await write(store, record())
-    await store.fold([OutputRun(KEY, 0, 0, (7, 8))])
-    with pytest.raises(RequestFault):
-        await store.fold([OutputRun(KEY, 0, 2, (9,)), run])
+    await store.append_output([OutputRange(KEY, 0, 0, (7, 8))])
+    with pytest.raises(RecordMismatch):
+        await store.append_output([OutputRange(KEY, 0, 2, (9,)), refused])
     stored = await store.load(KEY)
     assert stored is not None
     assert stored.output_token_ids == {0: (7, 8)}
     await discard(store, KEY)
 
 
-async def test_a_finished_record_lives_ten_minutes(store: Store, redis_client: redis.Redis) -> None:
+async def test_a_finished_record_expires_after_ten_minutes(
+    store: Store, redis_client: redis.Redis
+) -> None:
     await write(store, record())
-    await store.fold([OutputRun(KEY, 0, 0, (7,))])
+    await store.append_output([OutputRange(KEY, 0, 0, (7,))])
     assert ttls(redis_client) == [-1, -1]
     await store.finish([Ending(KEY, RequestState.FINISHED), Ending(OTHER_KEY, RequestState.FAILED)])
     assert all(0 < ttl <= 600 for ttl in ttls(redis_client))
@@ -193,18 +203,18 @@ async def test_a_finished_record_lives_ten_minutes(store: Store, redis_client: r
     assert all(0 < ttl <= 600 for ttl in ttls(redis_client))
     await store.discard([record()])  # not live: stays
     assert await store.load(KEY) == stored
-    with pytest.raises(RequestFault):
-        await store.fold([OutputRun(KEY, 0, 1, (8,))])
+    with pytest.raises(RecordMismatch):
+        await store.append_output([OutputRange(KEY, 0, 1, (8,))])
 
 
-async def test_a_record_says_how_it_ended(store: Store) -> None:
+async def test_a_record_stores_how_its_request_ended(store: Store) -> None:
     await write(store, record())
     await store.finish([Ending(KEY, RequestState.FAILED, b"\x08\x0d\x00", 48)])
     failed = StoredRequest(record(), RequestState.FAILED, {}, b"\x08\x0d\x00", 48)
     assert await store.load(KEY) == failed
 
 
-async def test_ended_records_stay_under_their_bytes_and_the_oldest_go(
+async def test_ended_records_stay_below_their_limit_and_the_oldest_are_deleted(
     store: Store, redis_client: redis.Redis
 ) -> None:
     records = [record(RequestKey("ann", str(i)), i, opaque=bytes(9_400)) for i in range(20)]
@@ -249,7 +259,9 @@ async def test_the_live_ones_are_found_among_all(store: Store) -> None:
     for start in range(0, 1200, 200):
         await write(store, *records[start : start + 200])
     await store.finish([Ending(r.key, RequestState.FINISHED) for r in records[::2]])
-    await store.fold([OutputRun(records[1].key, c, 0, (c, 2**32 - 1)) for c in (0, 10, 9, 2)])
+    await store.append_output(
+        [OutputRange(records[1].key, c, 0, (c, 2**32 - 1)) for c in (0, 10, 9, 2)]
+    )
     output = {c: (c, 2**32 - 1) for c in (0, 2, 9, 10)}
     assert await store.load_live() == [
         StoredRequest(r, RequestState.LIVE, output if r is records[1] else {})
@@ -260,11 +272,11 @@ async def test_the_live_ones_are_found_among_all(store: Store) -> None:
     assert await store.load(records[0].key) is not None
 
 
-async def test_a_leader_puts_its_requests_in_the_place_of_the_stored_ones(store: Store) -> None:
-    """Lost writes: output is missing, a record too; one that has ended seems to live."""
+async def test_a_leader_replaces_the_stored_requests(store: Store) -> None:
+    """Lost writes: output is missing, a record too; an ended one is live."""
     ended, behind, unknown = (RequestKey("ann", name) for name in ("ended", "behind", "unknown"))
     await write(store, record(ended, 1), record(behind, 2))
-    await store.fold([OutputRun(behind, 1, 0, (5,))])
+    await store.append_output([OutputRange(behind, 1, 0, (5,))])
     ours = [
         StoredRequest(record(behind, 2), RequestState.LIVE, {0: (7, 8), 1: (5, 6)}),
         StoredRequest(record(unknown, 3, opaque=bytes(3 << 20)), RequestState.LIVE, {}),
@@ -277,29 +289,29 @@ async def test_a_leader_puts_its_requests_in_the_place_of_the_stored_ones(store:
         await store.replace_live(ours)
         assert await store.load_live() == ours
     assert await store.load(ended) is None
-    await store.fold([OutputRun(behind, 1, 2, (9,))])
+    await store.append_output([OutputRange(behind, 1, 2, (9,))])
     await store.replace_live([])
 
 
 async def test_nothing_to_do_is_no_call(store: Store) -> None:
     assert await store.record([], []) == []
-    await store.fold([])
+    await store.append_output([])
     await store.finish([])
     await store.discard([])
 
 
 def writes(store: Store) -> list[Coroutine[Any, Any, object]]:
-    """Every way to change what is stored of requests."""
+    """Every call that changes request records."""
     return [
         store.record([record(OTHER_KEY)], [False]),
-        store.fold([OutputRun(KEY, 0, 0, (7,))]),
+        store.append_output([OutputRange(KEY, 0, 0, (7,))]),
         store.finish([Ending(KEY, RequestState.FINISHED)]),
         store.discard([record()]),
         store.replace_live([StoredRequest(record(), RequestState.LIVE, {0: (1,)})]),
     ]
 
 
-async def test_a_former_leader_writes_no_records(store: Store, successor: Store) -> None:
+async def test_an_earlier_leader_writes_no_records(store: Store, successor: Store) -> None:
     await write(successor, record())
     for refused in writes(store):
         with pytest.raises(StaleEpoch):
@@ -318,20 +330,20 @@ async def test_a_leader_whose_epoch_redis_has_lost_writes_no_records(
     else:
         redis_client.hset(LEADERSHIP, mapping={"epoch": 1, "holder": store.leadership.holder})
     for refused in writes(store):
-        with pytest.raises(LeadLost):
+        with pytest.raises(LeadershipLost):
             await refused
-    await store.retake_lead("first")
+    await store.lease.reacquire("first")
     assert await store.load_live() == [StoredRequest(record(), RequestState.LIVE, {})]
     await discard(store, KEY)
 
 
 async def test_a_standby_writes_no_records(standby: Store) -> None:
     for refused in writes(standby):
-        with pytest.raises(LeadLost):
+        with pytest.raises(LeadershipLost):
             await refused
 
 
-def test_principals_and_ids_do_not_run_into_each_other() -> None:
+def test_keys_of_principals_and_ids_are_distinct() -> None:
     pairs = [("a/b", "c"), ("a", "b/c"), ("a}", "{c"), ("a", "}{c"), ("", "a"), ("a", "")]
     keys = {request_keys(*pair) for pair in pairs}
     assert len(keys) == len(pairs)

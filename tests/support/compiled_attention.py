@@ -1,7 +1,7 @@
 """Prints, as JSON, what the launches of attention and of cache writes become for a GPU that is not
 there. To be run without TRITON_INTERPRET: `python -m compiled_attention`.
 
-All tensors are without data: a launch that asked the device for a number would fail.
+All tensors are without data: a launch that read a number from the device would fail.
 """
 
 import json
@@ -14,7 +14,8 @@ import torch
 from compiled_kernels import Compiled, Recorder
 
 from kernels.gpu import attention, kv_write
-from kernels.paged_batch import PagedBatch
+from kernels.inputs.attention_options import AttentionOptions
+from kernels.inputs.paged_batch import PagedBatch
 
 _NUM_HEADS, _NUM_KV_HEADS, _NUM_SEQS, _SEQ_LEN = 32, 8, 16, 4096
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,7 +55,9 @@ def attend(
         max_query_len=query_len,
         max_seq_len=seq_len,
     )
-    attention.paged_attention_triton(query, k_cache, v_cache, batch, scale=0.1, out=out, **options)
+    attention.paged_attention_triton(
+        query, k_cache, v_cache, batch, AttentionOptions(scale=0.1, **options), out
+    )
 
 
 def write(
@@ -88,7 +91,7 @@ def described(compiled: Compiled, **what: Any) -> dict[str, Any]:
 
 
 def launches() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
-    """Each with what tests know it by."""
+    """Launches, each with the attributes by which tests find it."""
     half, eight = torch.bfloat16, torch.float8_e4m3fn
     formats = [(half, half), (half, eight), (torch.float32, torch.float32)]
     for (dtype, cache_dtype), head_dim, block_size, query_len, options in product(

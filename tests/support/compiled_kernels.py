@@ -1,7 +1,7 @@
-"""Compiles the launches of Triton kernels for a GPU that is not there, and says what came of them.
+"""Compiles the launches of Triton kernels for a GPU that is not present, and describes the code.
 
-To be used in a process of its own without TRITON_INTERPRET: `python -m compiled_kernels` prints
-what `tests/kernels/test_triton_compiled.py` asks for.
+For a process of its own without TRITON_INTERPRET: `python -m compiled_attention` and
+`python -m compiled_sampling`.
 """
 
 import re
@@ -101,7 +101,7 @@ def _is_multiple_of_16(value: Any) -> bool:
 
 
 def _assemble(ptx: str) -> str:
-    """What the assembler says of the code."""
+    """The assembler's report on the code."""
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory) / "kernel.ptx"
         source.write_text(ptx)

@@ -1,7 +1,7 @@
-"""A device without data, torch's "meta", in a GPU's place: whoever asks it for a number fails, and
-so does whoever mixes its tensors with a processor's.
+"""A device without data, torch's "meta", in place of a GPU: reading a number fails, and so does
+mixing its tensors with a CPU's.
 
-All that the host does to launch a step runs as on a GPU; Triton's kernels alone do nothing.
+The host launches steps as on a GPU; only Triton's kernels do nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,15 +15,15 @@ from host_device import HostStreams
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels.choice import Implementation
-from worker_svc.attention import PagedAttention
-from worker_svc.engine import Engine
-from worker_svc.graphs import Capturer
-from worker_svc.kv_pool import KvPool
-from worker_svc.pipelined_runner import PipelinedRunner
-from worker_svc.rounds import RoundsRunner
-from worker_svc.runner import Runner
-from worker_svc.runners import start_pipelined
+from kernels.dispatch import Implementation
+from worker_svc.cache.kv_pool import KvPool
+from worker_svc.gpu.graphs import Capturer
+from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.model.attention import PagedAttention
+from worker_svc.runner.multi_step import MultiStepRunner
+from worker_svc.runner.runner import Runner
+from worker_svc.runner.startup import start_pipelined
+from worker_svc.runner.step_runner import LoadedRunner
 
 _DEVICE = torch.device("meta")
 # All that a step launches, by module; blocks are moved by torch here.
@@ -32,17 +32,17 @@ _KERNELS = {
     "kv_write": ("_kv_write_kernel",),
     "logprobs": ("_tiles_kernel", "_row_kernel"),
     "sampling": (
-        "_peaks_kernel",
-        "_draw_kernel",
-        "_collect_kernel",
-        "_judge_kernel",
-        "_pick_kernel",
+        "peaks_kernel",
+        "argmax_kernel",
+        "collect_kernel",
+        "filter_kernel",
+        "merge_splits_kernel",
     ),
 }
 
 
 class Crossings(TorchFunctionMode):
-    """Notes what brings a processor's numbers to the device."""
+    """Records operations that bring a CPU's numbers to the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _is_of_the_host(value: object) -> bool:
 
 
 class IdleKernel:
-    """Takes any launch and does nothing; counts them."""
+    """Accepts any launch, counts it, and does nothing."""
 
     def __init__(self) -> None:
         self.num_launches = 0
@@ -89,7 +89,7 @@ class IdleKernel:
 
 
 def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, IdleKernel]:
-    """Puts one in the place of each kernel."""
+    """Replace each kernel by an idle one."""
     kernels = {name: IdleKernel() for names in _KERNELS.values() for name in names}
     for module, names in _KERNELS.items():
         for name in names:
@@ -97,16 +97,16 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, IdleKernel]:
     return kernels
 
 
-def dataless(engine: Engine, capturer: Capturer | None = None) -> PipelinedRunner:
-    """The engine's model without its data, as a GPU serves it. Warmed up."""
-    assert isinstance(engine.runner, RoundsRunner)
-    runner = engine.runner.runner
+def dataless(loaded: LoadedRunner, capturer: Capturer | None = None) -> PipelinedRunner:
+    """The model without its data, as a GPU serves it. Warmed up."""
+    assert isinstance(loaded.runner, MultiStepRunner)
+    runner = loaded.runner.runner
     assert isinstance(runner, Runner)
     network: Any = runner._model.network
     model = replace(runner._model, network=network.to(_DEVICE), device=_DEVICE)
     pool = KvPool(model.layers, runner._pool.size, runner._pool.block_size, _DEVICE)
     attention = PagedAttention(pool.layers, Implementation.TRITON)
-    model.attend_with(attention)
+    model.set_attention(attention)
     return start_pipelined(
         model, pool, attention, runner._tables, Implementation.TRITON, HostStreams(), capturer
     )

@@ -1,4 +1,4 @@
-"""A device that is the host: its streams and its graphs, for what runs on a GPU elsewhere."""
+"""The host in place of a GPU: its streams and its graphs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,18 +9,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.engine import Engine
-from worker_svc.graphs import Capturer, Replay
-from worker_svc.pipelined_runner import PipelinedRunner
-from worker_svc.rounds import RoundsRunner
-from worker_svc.runner import Runner
-from worker_svc.runners import start_pipelined
+from worker_svc.gpu.graphs import Capturer, Replay
+from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.runner.multi_step import MultiStepRunner
+from worker_svc.runner.runner import Runner
+from worker_svc.runner.startup import start_pipelined
+from worker_svc.runner.step_runner import LoadedRunner
 
-_MOST_ASKED = 3
+_MAX_POLLS = 3
 
 
 class HostStreams:
-    """Everything is over as soon as it is queued, but results seem to take their time."""
+    """Runs everything at once, but reports results as ready only after some polls."""
 
     def __init__(self) -> None:
         self.num_synchronized = 0
@@ -28,48 +28,48 @@ class HostStreams:
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def send(self, host: Tensor, device: Tensor) -> "HostMark":
+    def send(self, host: Tensor, device: Tensor) -> "HostEvent":
         device.copy_(host)
-        return HostMark()
+        return HostEvent()
 
-    def fetch(self, tensors: Sequence[Tensor]) -> "HostFetched":
-        return HostFetched([tensor.clone() for tensor in tensors])
+    def fetch(self, tensors: Sequence[Tensor]) -> "HostCopies":
+        return HostCopies([tensor.clone() for tensor in tensors])
 
-    def mark(self) -> "HostMark":
-        return HostMark()
+    def record_event(self) -> "HostEvent":
+        return HostEvent()
 
     def synchronize(self) -> None:
         self.num_synchronized += 1
 
 
-class HostMark:
+class HostEvent:
     def __init__(self) -> None:
         self._now_ns = time.monotonic_ns()
 
     def wait(self) -> None:
         pass
 
-    def ns_until(self, later: Self) -> int:
-        return later._now_ns - self._now_ns
+    def elapsed_ns(self, end: Self) -> int:
+        return end._now_ns - self._now_ns
 
 
 @dataclass
-class HostFetched:
-    """Is there when it has been asked for a few times: steps that wait are launched before."""
+class HostCopies:
+    """Ready after a few polls, so waiting steps are launched before."""
 
     tensors: list[Tensor]
-    num_asked: int = 0
+    num_polls: int = 0
 
     def is_ready(self) -> bool:
-        self.num_asked += 1
-        return self.num_asked > _MOST_ASKED
+        self.num_polls += 1
+        return self.num_polls > _MAX_POLLS
 
     def arrays(self) -> list[NDArray[Any]]:
         return [tensor.numpy() for tensor in self.tensors]
 
 
 class HostCapturer:
-    """Runs what it captured again. Notes the number of each one's replays."""
+    """Replays by calling the captured function again. Counts the replays of each."""
 
     def __init__(self) -> None:
         self.num_replays: list[int] = []
@@ -86,10 +86,10 @@ class HostCapturer:
         return replay
 
 
-def pipelined(engine: Engine, capturer: Capturer | None = None) -> PipelinedRunner:
-    """A runner with steps behind one another, in place of the engine's."""
-    assert isinstance(engine.runner, RoundsRunner)
-    runner = engine.runner.runner
+def pipelined(loaded: LoadedRunner, capturer: Capturer | None = None) -> PipelinedRunner:
+    """A pipelined runner in place of the loaded one."""
+    assert isinstance(loaded.runner, MultiStepRunner)
+    runner = loaded.runner.runner
     assert isinstance(runner, Runner)
     return start_pipelined(
         runner._model,

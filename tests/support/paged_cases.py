@@ -1,4 +1,4 @@
-"""Random queries over paged caches in which everything that must not be read is poisoned."""
+"""Random queries over paged caches. Numbers that must not be read are NaN."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.attention import PagedBatch
-from kernels.choice import Implementation, cpp_implementations
+from kernels.dispatch import Implementation, cpp_implementations
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# No block, and none that is far from being one.
+# Ids of no block: one is slightly below the smallest id, one far above the largest.
 GARBAGE_BLOCK_IDS = (-7, 2**31 - 1)
 
 
@@ -85,13 +85,13 @@ def apart(cache: torch.Tensor) -> torch.Tensor:
 
 
 def implementations() -> list[Implementation]:
-    """All that can serve on this processor, the twin left out."""
+    """The implementations that this processor runs, except the reference."""
     return [Implementation.TORCH, *cpp_implementations()]
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """As many are torch's."""
+    """Set torch's number of threads for a block of code."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -101,6 +101,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """NaN if one is not finite."""
+    """The root mean square of the differences, relative to that of `expected`; NaN if a number is
+    not finite."""
     difference = (actual.float() - expected.float()).square().mean().sqrt()
     return float(difference / expected.float().square().mean().sqrt())

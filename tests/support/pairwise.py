@@ -1,4 +1,4 @@
-"""A few combinations in which every two values of different factors meet."""
+"""A small set of combinations that contains every pair of values of different factors."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -8,8 +8,8 @@ Pair = tuple[str, Any, str, Any]
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Greedy: each combination begins with a pair that has not met yet, and goes on with the values
-    that make the most new pairs."""
+    """Greedy: each combination begins with a missing pair, and adds the values that contribute the
+    most missing pairs."""
     missing: dict[Pair, None] = {
         (first, one, second, other): None
         for first, second in combinations(factors, 2)
@@ -23,7 +23,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         for name in factors:
             if name not in chosen:
                 values = factors[name]
-                # As often as each other, where nothing else decides.
+                # Ties are broken so that values occur equally often.
                 values = [*values[len(found) % len(values) :], *values[: len(found) % len(values)]]
                 chosen[name] = max(values, key=lambda v: len(_new(missing, chosen | {name: v})))
         found.append({name: chosen[name] for name in factors})

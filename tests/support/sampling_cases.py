@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.sampling import RowParams, gumbel_noise, keep_most_likely
+from kernels.sampling import SamplingTensors, gumbel_noise, keep_most_likely
 
 # Of the sums that decide a draw: what rounding may change.
 _MARGIN = 1e-5
@@ -25,9 +25,9 @@ _DEFAULTS = {
 }
 
 
-def params(num_rows: int, **changes: object) -> RowParams:
+def params(num_rows: int, **changes: object) -> SamplingTensors:
     """A parameter may be one value for all rows."""
-    return RowParams(
+    return SamplingTensors(
         **{
             name: torch.as_tensor(value, dtype=_DTYPES[name]).expand(num_rows).contiguous()
             for name, value in {**_DEFAULTS, **changes}.items()
@@ -35,10 +35,10 @@ def params(num_rows: int, **changes: object) -> RowParams:
     )
 
 
-def mixed_params(num_rows: int) -> RowParams:
+def mixed_params(num_rows: int) -> SamplingTensors:
     """All filters, alone and together, beside rows without any and greedy ones."""
     rows = torch.arange(num_rows)
-    return RowParams(
+    return SamplingTensors(
         temperatures=torch.linspace(0, 2, num_rows),
         top_ks=rows % 5 * 40,
         top_ps=torch.where(rows % 3 > 0, torch.linspace(0.1, 1, num_rows), 1.0),
@@ -48,7 +48,7 @@ def mixed_params(num_rows: int) -> RowParams:
     )
 
 
-def has_margin(logits: Tensor, drawing: RowParams) -> Tensor:
+def has_margin(logits: Tensor, drawing: SamplingTensors) -> Tensor:
     """Rows whose choice rounding cannot change: the best two sums, and what the filters leave."""
     peaks = logits.amax(-1, keepdim=True)
     scaled = (logits - peaks) / drawing.temperatures.clamp(min=1e-9).unsqueeze(1)
@@ -57,7 +57,7 @@ def has_margin(logits: Tensor, drawing: RowParams) -> Tensor:
     best = scores.topk(2).values
     clear = (best[:, 0] - best[:, 1] > _MARGIN) | (drawing.temperatures == 0)
     for shift in (-_MARGIN, _MARGIN):
-        shifted = RowParams(
+        shifted = SamplingTensors(
             drawing.temperatures,
             drawing.top_ks,
             torch.where(drawing.top_ps < 1, drawing.top_ps + shift, 1.0),

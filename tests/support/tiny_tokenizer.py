@@ -8,7 +8,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Adds the tokenizer's files to a model's folder; no id ends a sequence."""
+    """Add the tokenizer's files to a model's folder; no id ends a sequence."""
     words = {f"t{token_id}": token_id for token_id in range(vocab_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.choice import HAS_TRITON, interprets_triton
+from kernels.dispatch import HAS_TRITON, interprets_triton
 
 NEEDS_GPU = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ _POLL_S = 0.005
 
 
 async def until(predicate: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Waits for a predicate; says what did not come."""
+    """Wait for a predicate; the error of a timeout contains `what`."""
     deadline = time.monotonic() + timeout_s
     while not predicate():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        assert time.monotonic() < deadline, f"timed out waiting for: {what}"
         await asyncio.sleep(_POLL_S)

@@ -6,9 +6,8 @@ import pytest
 from worker_driver import Sampling, Sequence, admit, append, schedule
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.plans import StepOutput, plan_from_proto
-from worker_svc.sim.model import SimModel
-from worker_svc.sim.runner import SimRunner
+from worker_svc.plan.plans import StepOutput, plan_from_proto
+from worker_svc.sim.runner import SimModel, SimRunner
 from worker_svc.sim.violations import Rule, Violation
 
 # 7 blocks to hand out, of 4 slots; 16 tokens at most in a sequence.
@@ -67,10 +66,10 @@ class SimDriver:
         return self.runner.run(plan_from_proto(plan))
 
     def refuses(self, rule: Rule, **plan: object) -> Violation:
-        """The violation, which the ledger has kept."""
+        """The violation, which the KV checker has kept."""
         with pytest.raises(Violation) as caught:
             self.run(**plan)  # type: ignore[arg-type]
         assert caught.value.rule is rule, caught.value
         assert caught.value.step == self.step
-        assert self.runner.ledger.violations[-1] is caught.value
+        assert self.runner.kv_checker.violations[-1] is caught.value
         return caught.value

@@ -24,13 +24,12 @@ from worker_driver import (
 
 from quire.cli import app
 from quire.internal.v1 import worker_pb2
-from quire.recording import read_entries
-from worker_svc.engine import Engine
-from worker_svc.recorder import Recorder, RecordingRunner
-from worker_svc.sim.engine import sim_engine
-from worker_svc.sim.model import SimModel
-from worker_svc.sim.runner import SimRunner
-from worker_svc.torch_engine import load_engine
+from quire.replay.recording import read_entries
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
+from worker_svc.service.recorder import Recorder, RecordingRunner
+from worker_svc.sim.runner import SimModel, SimRunner
+from worker_svc.sim.runner_loading import loaded_runner
 
 _MODEL = SimModel(vocab_size=1000, max_model_len=96, block_size=4, num_blocks=200)
 
@@ -40,19 +39,19 @@ def quire(*arguments: object) -> Result:
 
 
 @asynccontextmanager
-async def recorded(engine: Engine, path: Path) -> AsyncIterator[LaneClient]:
+async def recorded(loaded: LoadedRunner, path: Path) -> AsyncIterator[LaneClient]:
     """A lane of a worker that records."""
     recorder = Recorder(path)
-    engine = replace(engine, runner=RecordingRunner(engine.runner, recorder))
-    async with served(engine) as worker:
+    loaded = replace(loaded, runner=RecordingRunner(loaded.runner, recorder))
+    async with served(loaded) as worker:
         recorder.put(worker.servicer.hello())
         yield LaneClient(worker.stub)
     recorder.close()
 
 
-async def record(engine: Engine, path: Path) -> None:
+async def record(loaded: LoadedRunner, path: Path) -> None:
     """A lane that ends with a step that fails."""
-    async with recorded(engine, path) as lane:
+    async with recorded(loaded, path) as lane:
         await lane.open()
         driver = Driver(lane)
         sampling = [Sampling(temperature=1.0, seed=row, num_logprobs=2 * row) for row in range(3)]
@@ -66,7 +65,7 @@ async def record(engine: Engine, path: Path) -> None:
 
 
 def cut_off(path: Path) -> None:
-    """Leaves the first two thirds."""
+    """Leave the first two thirds."""
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 2 // 3])
 
@@ -74,7 +73,7 @@ def cut_off(path: Path) -> None:
 @pytest.fixture
 async def recording(tmp_path: Path) -> Path:
     path = tmp_path / "steps"
-    await record(sim_engine(SimRunner(_MODEL)), path)
+    await record(loaded_runner(SimRunner(_MODEL)), path)
     return path
 
 
@@ -85,7 +84,7 @@ def written(entry: worker_pb2.Recording) -> bytes:
 
 
 def damage(path: Path) -> int:
-    """Spoils the fifth entry; where it ends."""
+    """Spoil the fifth entry; return where it ends."""
     entries = [written(entry) for entry in read_entries(path)]
     entries[4] = entries[4][:1] + b"\xff" * (len(entries[4]) - 1)
     path.write_bytes(b"".join(entries))
@@ -140,7 +139,7 @@ async def test_log_probabilities_are_compared(recording: Path) -> None:
     sampling[3].ClearField("logprobs")
     [row, *_] = (row for row in sampling[1].sampled_rows if row)
     # The simulated worker gives what was recorded, so that another one is asked.
-    async with served(sim_engine(SimRunner(_MODEL))) as worker:
+    async with served(loaded_runner(SimRunner(_MODEL))) as worker:
         path = rewritten(recording, entries)
         result = await asyncio.to_thread(quire, "replay", path, "--worker", worker.address)
     assert result.exit_code == 1
@@ -160,13 +159,13 @@ async def test_what_cannot_be_replayed(recording: Path, tmp_path: Path) -> None:
     refused = await asyncio.to_thread(quire, "replay", recording, "--depth", 0)
     assert (refused.exit_code, "at least 1 (got 0)" in refused.output) == (2, True)
     assert quire("replay", tmp_path / "absent").exit_code == 2
-    async with served(sim_engine(SimRunner(replace(_MODEL, num_blocks=100)))) as worker:
+    async with served(loaded_runner(SimRunner(replace(_MODEL, num_blocks=100)))) as worker:
         result = await asyncio.to_thread(quire, "replay", recording, "--worker", worker.address)
     assert result.exit_code == 2
     assert "num_blocks 100, recorded 200" in result.output
 
 
-async def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
+async def test_a_truncated_recording_is_replayed_up_to_its_end(
     recording: Path,
 ) -> None:
     cut_off(recording)
@@ -187,7 +186,7 @@ async def test_a_model_s_recording_replays_on_the_model_and_on_a_simulation(
 ) -> None:
     model = save_model(llama(), tmp_path / "model")
     path = tmp_path / "steps"
-    await record(load_engine(worker_settings(model)), path)
+    await record(load_runner(worker_settings(model)), path)
     async with served_model(model) as worker:
         result = await asyncio.to_thread(quire, "replay", path, "--worker", worker.address)
         assert result.exit_code == 0, result.output
@@ -209,7 +208,7 @@ async def test_a_step_is_drawn(recording: Path) -> None:
     assert "query_start_loc      0 7 14 21" in lines
 
 
-async def test_a_later_step_knows_the_tokens_sampled_before(recording: Path) -> None:
+async def test_a_later_step_contains_the_tokens_sampled_before(recording: Path) -> None:
     entries = list(read_entries(recording))
     sampled = next(e.result for e in entries if e.result.sampled_token_ids)
     [token, *_], step = sampled.sampled_token_ids, sampled.step + 1
@@ -221,18 +220,18 @@ async def test_steps_that_are_not_there(recording: Path) -> None:
     result = await asyncio.to_thread(quire, "explain", recording, "--step", 99)
     assert result.exit_code == 1
     assert "no step 99; it has steps 1 to" in result.output
-    assert "needs FILE and --step" in quire("explain").output
-    assert "leave FILE and --step out" in quire("explain", "--example", "--step", 1).output
+    assert "FILE and --step are required" in quire("explain").output
+    assert "omit FILE and --step" in quire("explain", "--example", "--step", 1).output
 
 
 async def test_the_worked_example_is_as_published() -> None:
     result = await asyncio.to_thread(quire, "explain", "--example")
     assert result.exit_code == 0, result.output
-    assert result.output.count("All 10 arrays that were published are the same.") == 2
+    assert result.output.count("All 10 published arrays are equal.") == 2
     assert "slot_mapping           5  14  13  16  17" in result.output
 
 
-async def test_the_example_asks_a_worker_of_any_size() -> None:
-    async with served(sim_engine(SimRunner(_MODEL))) as worker:
+async def test_the_example_works_with_a_worker_of_any_size() -> None:
+    async with served(loaded_runner(SimRunner(_MODEL))) as worker:
         result = await asyncio.to_thread(quire, "explain", "--example", "--worker", worker.address)
     assert result.exit_code == 0, result.output

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sim_driver import SMALL, SimDriver
+from sim_tokens import token_at
 from worker_driver import Driver, LaneClient, Sampling, Sequence, admit, schedule, served
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
-from worker_svc.plans import plan_from_proto
+from worker_svc.plan.plans import plan_from_proto
 from worker_svc.settings import WorkerSettings
-from worker_svc.sim.engine import sim_engine, sim_model
-from worker_svc.sim.logprobs import logprobs_at
-from worker_svc.sim.model import SimModel
 from worker_svc.sim.recorded_tokens import RecordedStep
-from worker_svc.sim.runner import SimRunner
-from worker_svc.sim.tokens import token_at, tokens_at
+from worker_svc.sim.runner import SimModel, SimRunner
+from worker_svc.sim.runner_loading import loaded_runner, sim_model
+from worker_svc.sim.sampling import logprobs_at, tokens_at
 
 # Runs the worker as `python -m` does, and writes down at its end what it has loaded.
 _RUNNER = """
@@ -49,7 +48,7 @@ def test_many_tokens_at_once_are_the_same(seed: int) -> None:
     assert len(set(expected)) > 40
 
 
-def test_a_step_takes_what_the_model_says() -> None:
+def test_a_step_lasts_as_long_as_the_model_computes() -> None:
     model = SimModel(step_ms=20, token_us=1000, context_ns=100_000)
     worker = SimDriver(model)
     started = time.monotonic_ns()
@@ -129,7 +128,7 @@ async def test_serves_a_lane_like_any_worker() -> None:
         vocab_size=1000, max_model_len=96, block_size=4, num_blocks=200, num_host_blocks=9
     )
     runner = SimRunner(model)
-    async with served(sim_engine(runner)) as worker:
+    async with served(loaded_runner(runner)) as worker:
         lane = LaneClient(worker.stub)
         hello = await lane.open()
         assert (hello.num_blocks, hello.num_host_blocks, hello.block_size) == (200, 9, 4)
@@ -137,12 +136,12 @@ async def test_serves_a_lane_like_any_worker() -> None:
         await Driver(lane).run(sequences, 20)
         for row, sequence in enumerate(sequences):
             assert sequence.tokens[11:] == [token_at(row, i, 1000) for i in range(11, 31)]
-        assert runner.ledger.violations == []
+        assert runner.kv_checker.violations == []
 
 
 async def test_a_violation_ends_the_stream_and_the_next_one_works() -> None:
     runner = SimRunner(SMALL)
-    async with served(sim_engine(runner)) as worker:
+    async with served(loaded_runner(runner)) as worker:
         lane = LaneClient(worker.stub)
         await lane.open()
         plan = worker_pb2.BatchPlan()
@@ -151,7 +150,7 @@ async def test_a_violation_ends_the_stream_and_the_next_one_works() -> None:
         await lane.send(plan)
         assert await lane.ended() == grpc.StatusCode.INTERNAL
         assert "step 1, row 2, block 0" in await lane.call.details()
-        assert len(runner.ledger.violations) == 1
+        assert len(runner.kv_checker.violations) == 1
         again = LaneClient(worker.stub)
         await again.open()
         again.step = 1
@@ -160,7 +159,7 @@ async def test_a_violation_ends_the_stream_and_the_next_one_works() -> None:
 
 async def test_the_gate_holds_steps_back() -> None:
     runner = SimRunner(SMALL)
-    async with served(sim_engine(runner)) as worker:
+    async with served(loaded_runner(runner)) as worker:
         lane = LaneClient(worker.stub)
         await lane.open()
         runner.gate.clear()
@@ -198,8 +197,8 @@ async def test_the_process_serves_without_torch(tmp_path: Path) -> None:
         ) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="ready")
-            async for answer in health.Watch(request, wait_for_ready=True, timeout=60):
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            async for response in health.Watch(request, wait_for_ready=True, timeout=60):
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
                     break
             lane = LaneClient(worker_pb2_grpc.WorkerServiceStub(channel))
             hello = await lane.open()
@@ -220,7 +219,7 @@ async def test_the_process_serves_without_torch(tmp_path: Path) -> None:
     [
         (("--engine=sim", "--num-blocks=5", "--max-model-len=96"), "6 blocks"),
         (("--engine=sim", "--sim-step-ms=inf"), "--sim-step-ms"),
-        (("--engine=sim", f"--sim-tokens={__file__}"), "no recording"),
+        (("--engine=sim", f"--sim-tokens={__file__}"), "not a recording"),
         (("--engine=torch",), "--model"),
     ],
 )

@@ -14,14 +14,13 @@ from worker_driver import BLOCK_SIZE, worker_settings, written_by
 
 from benchmarks.engines.workload import Work
 from kernels.attention import PagedBatch
-from worker_svc import torch_engine
-from worker_svc.attention import PagedAttention
-from worker_svc.compiling import attention_operation, compile_model
-from worker_svc.engine import Engine
-from worker_svc.model import LoadedModel
+from worker_svc.model.attention import PagedAttention
+from worker_svc.model.loading import LoadedModel
+from worker_svc.model.torch_compile import attention_operation, compile_model
+from worker_svc.runner import runner_loading
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner, StepRunner
 from worker_svc.settings import WrongSettingError
-from worker_svc.step_runner import StepRunner
-from worker_svc.torch_engine import load_engine
 
 _LIMITS = {"block_size": BLOCK_SIZE, "num_blocks": 100, "max_num_seqs": 5}
 _BUDGET = 20
@@ -36,9 +35,9 @@ def forgotten() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def load(model: Path, **changes: Any) -> Engine:
+def load(model: Path, **changes: Any) -> LoadedRunner:
     values = {"kernels": "torch", "max_num_batched_tokens": _BUDGET, **_LIMITS, **changes}
-    return load_engine(worker_settings(model, device="cpu", **values))
+    return load_runner(worker_settings(model, device="cpu", **values))
 
 
 def written(runner: StepRunner) -> list[list[int]]:
@@ -46,7 +45,7 @@ def written(runner: StepRunner) -> list[list[int]]:
 
 
 def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_engine, "compile_model", partial(compile_model, backend=backend))
+    monkeypatch.setattr(runner_loading, "compile_model", partial(compile_model, backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +69,9 @@ def test_tokens_are_the_model_s_and_nothing_is_compiled_after_loading(
     model = save_model((FAMILIES | MIXTURES)[family](), tmp_path)
     expected = written(load(model).runner)
     compiled_by("eager", monkeypatch)
-    engine = load(model, enable_torch_compile=True)
+    loaded = load(model, enable_torch_compile=True)
     with torch.compiler.set_stance("fail_on_recompile"):
-        runner = engine.runner if capturer is None else pipelined(engine, capturer())
+        runner = loaded.runner if capturer is None else pipelined(loaded, capturer())
         assert written(runner) == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
 
@@ -81,12 +80,12 @@ def test_tokens_are_the_model_s_and_nothing_is_compiled_after_loading(
 def test_tokens_of_compiled_code(tmp_path: Path) -> None:
     model = save_model(llama(), tmp_path)
     expected = written(load(model).runner)
-    engine = load(model, enable_torch_compile=True)
+    loaded = load(model, enable_torch_compile=True)
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert written(pipelined(engine, HostCapturer())) == expected
+        assert written(pipelined(loaded, HostCapturer())) == expected
 
 
-def test_the_operation_attends_with_all_that_it_is_given() -> None:
+def test_the_operation_passes_all_arguments() -> None:
     torch.manual_seed(0)
     caches = [torch.randn(3, 4, 2, 8) for _ in range(4)]
     own, other = (
@@ -105,7 +104,7 @@ def test_the_operation_attends_with_all_that_it_is_given() -> None:
     )
     operation = attention_operation(other)
     for attention in (own, other):
-        attention.begin(batch, torch.arange(5, 10))
+        attention.set_batch(batch, torch.arange(5, 10))
     named = {"scaling": 0.3, "sliding_window": 3, "softcap": 2.0, "s_aux": torch.randn(4)}
     for _ in range(2):
         query, (key, value) = torch.randn(1, 4, 5, 8), torch.randn(2, 1, 2, 5, 8)
@@ -129,7 +128,7 @@ def test_a_model_that_torch_cannot_compile_is_refused(
         layer.mlp.forward = asks
         compile_model(model, *args, backend="eager")
 
-    monkeypatch.setattr(torch_engine, "compile_model", compile_broken)
+    monkeypatch.setattr(runner_loading, "compile_model", compile_broken)
     model = save_model(llama(), tmp_path)
     with pytest.raises(
         WrongSettingError, match=r"LlamaForCausalLM: .*data-dependent.*; do without it"

@@ -12,16 +12,16 @@ from tiny_models import FAMILIES, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.device_pass import DevicePass
-from worker_svc.engine import Engine
-from worker_svc.plans import Plan, plan_from_proto
-from worker_svc.torch_engine import load_engine
+from worker_svc.gpu.device_forward import DeviceForward
+from worker_svc.plan.plans import Plan, plan_from_proto
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
 
 pytest.importorskip("kernels.gpu.attention", reason="there are no Triton kernels")
 
 
-def load(folder: Path) -> Engine:
-    return load_engine(worker_settings(folder, device="cpu", kernels="torch", max_num_seqs=20))
+def load(folder: Path) -> LoadedRunner:
+    return load_runner(worker_settings(folder, device="cpu", kernels="torch", max_num_seqs=20))
 
 
 def plans() -> list[Plan]:
@@ -41,15 +41,15 @@ def plans() -> list[Plan]:
 
 @pytest.mark.parametrize("capturer", [None, HostCapturer], ids=["eager", "graphs"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_launch_asks_the_device_for_nothing(
+def test_a_launch_does_not_wait_for_the_device(
     family: str,
     capturer: Callable[[], HostCapturer] | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = idle_kernels(monkeypatch)
-    engine = load(save_model(FAMILIES[family](), tmp_path))
-    runner = dataless(engine, capturer and capturer())
+    loaded = load(save_model(FAMILIES[family](), tmp_path))
+    runner = dataless(loaded, capturer and capturer())
     before = {name: kernel.num_launches for name, kernel in kernels.items()}
     streams = runner._streams
     assert isinstance(streams, HostStreams)
@@ -98,25 +98,25 @@ def _mixed(tensor: torch.Tensor) -> object:
         lambda there: there.copy_(torch.ones(2)),
     ],
 )
-def test_what_is_brought_is_seen(bring: Callable[[torch.Tensor], object]) -> None:
+def test_copies_to_the_device_are_found(bring: Callable[[torch.Tensor], object]) -> None:
     with torch.inference_mode(), Crossings() as crossings:
         bring(torch.empty(2, device="meta"))
     assert len(crossings.found) == 1
 
 
 @pytest.mark.parametrize("ask", [_number, _truth, _list, _some, _mixed])
-def test_whoever_asks_fails(
+def test_reading_from_the_device_fails(
     ask: Callable[[torch.Tensor], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the test above can fail."""
     idle_kernels(monkeypatch)
     runner = dataless(load(save_model(llama(), tmp_path)))
-    original = DevicePass.write_newest
+    original = DeviceForward.write_last_tokens
 
-    def asking(self: DevicePass, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def asking(self: DeviceForward, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         ask(token_ids)
         original(self, rows, token_ids)
 
-    monkeypatch.setattr(DevicePass, "write_newest", asking)
+    monkeypatch.setattr(DeviceForward, "write_last_tokens", asking)
     with pytest.raises((RuntimeError, NotImplementedError)):
         runner.launch(plans()[0])

@@ -18,13 +18,18 @@ from transformers import (
     Qwen2Config,
 )
 
-from kernels.choice import Implementation, cpp_implementations
-from kernels.paged_batch import PagedBatch
-from worker_svc.attention import PagedAttention, attend_with
-from worker_svc.decoder_layers import DecoderLayer, LayerStack, join_layers, layer_examples
-from worker_svc.fusing import fuse
-from worker_svc.kv_scales import KvScales
-from worker_svc.packing import pack
+from kernels.dispatch import Implementation, cpp_implementations
+from kernels.inputs.paged_batch import PagedBatch
+from worker_svc.cache.kv_scales import KvScales
+from worker_svc.model.attention import PagedAttention, set_attention
+from worker_svc.model.decoder_layers import (
+    DecoderLayer,
+    LayerStack,
+    fuse_layers,
+    record_layer_calls,
+)
+from worker_svc.model.elementwise_fusion import fuse
+from worker_svc.model.weight_packing import pack
 
 
 def qwen2() -> PretrainedConfig:
@@ -52,7 +57,7 @@ def cohere2() -> PretrainedConfig:
 
 
 def ernie() -> PretrainedConfig:
-    """Neighbours turn with each other."""
+    """Rotate pairs of neighbours."""
     return Ernie4_5Config(**SMALL)
 
 
@@ -67,10 +72,10 @@ _BEST = pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
 
 
 def exchange(model: nn.Module, implementation: Implementation) -> int:
-    examples = layer_examples(model, implementation)
+    examples = record_layer_calls(model, implementation)
     fuse(model, implementation)
     pack(model, implementation)
-    return join_layers(examples)["layers"]
+    return fuse_layers(examples)["layers"]
 
 
 @_ALL
@@ -108,12 +113,12 @@ def test_in_half_precision(implementation: Implementation) -> None:
 
 
 @_BEST
-def test_attention_is_told_what_it_was_told(implementation: Implementation) -> None:
+def test_attention_gets_the_same_arguments(implementation: Implementation) -> None:
     model = random_network(mistral())
-    examples = layer_examples(model, implementation)
+    examples = record_layer_calls(model, implementation)
     fuse(model, implementation)
     pack(model, implementation)
-    assert join_layers(examples)["layers"] == 2
+    assert fuse_layers(examples)["layers"] == 2
     for example in examples.values():
         assert example.arguments["sliding_window"] == 6
         assert example.arguments["scaling"] == 8**-0.5
@@ -123,25 +128,25 @@ def test_attention_is_told_what_it_was_told(implementation: Implementation) -> N
 @_BEST
 def test_a_layer_that_adds_something_else_stays(implementation: Implementation) -> None:
     model = random_network(FAMILIES["llama"]())
-    examples = layer_examples(model, implementation)
+    examples = record_layer_calls(model, implementation)
     first, *_ = examples.values()
     states = first.args[0]
     first.output = states + (first.output - states) * 1.001
     fuse(model, implementation)
     pack(model, implementation)
-    assert join_layers(examples)["layers"] == 2
+    assert fuse_layers(examples)["layers"] == 2
 
 
 @_BEST
 def test_a_layer_that_did_not_run_stays(implementation: Implementation) -> None:
     model = random_network(FAMILIES["llama"]())
-    examples = layer_examples(model, implementation)
+    examples = record_layer_calls(model, implementation)
     first, second, third = examples.values()
     first.shape, second.args = (), ()
     third.kwargs = {}
     fuse(model, implementation)
     pack(model, implementation)
-    assert join_layers(examples)["layers"] == 0
+    assert fuse_layers(examples)["layers"] == 0
 
 
 @_BEST
@@ -156,7 +161,7 @@ def test_code_that_mentions_anything_else_stays(implementation: Implementation) 
             return super().forward(hidden_states, **kwargs)
 
     attention.__class__ = Longer
-    assert len(layer_examples(model, implementation)) == 2
+    assert len(record_layer_calls(model, implementation)) == 2
     assert exchange(model, implementation) == 2
 
 
@@ -212,10 +217,10 @@ def test_all_layers_in_one_call_give_the_same_bits(
         if cache_dtype.itemsize > 1:
             scales = [KvScales()] * len(layers)
         attention = PagedAttention(pairs, implementation, scales)
-        assert attention.runs(stack.weights)
+        assert attention.can_run(stack.weights)
         function = attention if in_one_call else attention.__call__
-        attention.begin(PagedBatch(blocks, starts, lens, 4), slots)
-        attend_with(model, function)
+        attention.set_batch(PagedBatch(blocks, starts, lens, 4), slots)
+        set_attention(model, function)
         with torch.inference_mode():
             given = model(
                 input_ids=tokens, position_ids=positions.unsqueeze(0), use_cache=False
@@ -232,16 +237,16 @@ def test_layers_with_something_between_them_run_one_by_one(
     implementation: Implementation,
 ) -> None:
     model = random_network(FAMILIES["llama"]())
-    examples = layer_examples(model, implementation)
+    examples = record_layer_calls(model, implementation)
     second = list(examples.values())[1]
     second.args = (second.args[0].clone(),)
     fuse(model, implementation)
     pack(model, implementation)
-    assert join_layers(examples) == {"layers": 3}
+    assert fuse_layers(examples) == {"layers": 3}
     assert isinstance(model.model.layers[0].forward, DecoderLayer)
 
 
 def test_without_kernels_nothing_is_exchanged() -> None:
     model = random_network(FAMILIES["llama"]())
-    assert not layer_examples(model, Implementation.TORCH)
+    assert not record_layer_calls(model, Implementation.TORCH)
     assert exchange(model, Implementation.TORCH) == 0

@@ -1,5 +1,4 @@
-"""The thread that touches the device: order, steps behind one another, and an end that leaves
-nothing running."""
+"""The device thread: order of calls, queued steps, postponed calls, and its end."""
 
 import threading
 from collections.abc import Iterator
@@ -7,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from worker_svc.device_thread import MOST_LAUNCHED, DeviceThread
-from worker_svc.step_runner import Finished
+from worker_svc.runner.device_thread import MAX_IN_FLIGHT, DeviceThread
+from worker_svc.runner.step_runner import ReadyOutput
 
 
 @pytest.fixture
@@ -19,15 +18,15 @@ def thread() -> Iterator[DeviceThread]:
 
 
 class Step:
-    """Work that ends when it is told to."""
+    """Work that ends when `over` is set."""
 
-    def __init__(self, name: str, told: list[str]) -> None:
+    def __init__(self, name: str, events: list[str]) -> None:
         self.name = name
         self.launched, self.over = threading.Event(), threading.Event()
-        self._told = told
+        self._events = events
 
     def __call__(self) -> "Step":
-        self._told.append(f"{self.name} begins")
+        self._events.append(f"{self.name} begins")
         self.launched.set()
         return self
 
@@ -36,19 +35,19 @@ class Step:
 
     def output(self) -> str:
         self.over.wait()
-        self._told.append(f"{self.name} is over")
+        self._events.append(f"{self.name} is over")
         return self.name
 
 
 @pytest.fixture
-def told() -> list[str]:
-    """What happened on the thread, in its order."""
+def events() -> list[str]:
+    """What happened on the thread, in order."""
     return []
 
 
 @pytest.fixture
-def steps(told: list[str]) -> list[Step]:
-    return [Step(name, told) for name in "abc"]
+def steps(events: list[str]) -> list[Step]:
+    return [Step(name, events) for name in "abc"]
 
 
 def test_a_stop_waits_for_the_calls_before_it() -> None:
@@ -66,17 +65,17 @@ def test_a_stop_waits_for_the_calls_before_it() -> None:
 
 
 def test_a_step_is_launched_before_the_one_on_the_device_ends(
-    thread: DeviceThread, steps: list[Step], told: list[str]
+    thread: DeviceThread, steps: list[Step], events: list[str]
 ) -> None:
     futures = [thread.launch(step) for step in steps]
-    assert steps[MOST_LAUNCHED - 1].launched.wait(10)
+    assert steps[MAX_IN_FLIGHT - 1].launched.wait(10)
     # No more than the buffers are for.
-    assert not steps[MOST_LAUNCHED].launched.is_set()
+    assert not steps[MAX_IN_FLIGHT].launched.is_set()
     assert not futures[0].done()
     for step in steps:
         step.over.set()
     assert [future.result(10) for future in futures] == ["a", "b", "c"]
-    assert told[:4] == ["a begins", "b begins", "a is over", "c begins"]
+    assert events[:4] == ["a begins", "b begins", "a is over", "c begins"]
 
 
 def test_a_result_does_not_wait_for_another_step(thread: DeviceThread, steps: list[Step]) -> None:
@@ -84,7 +83,7 @@ def test_a_result_does_not_wait_for_another_step(thread: DeviceThread, steps: li
     assert steps[0].launched.wait(10)
     steps[0].over.set()
     assert future.result(10) == "a"
-    # And a plan that comes while a step runs need not wait for its end.
+    # A plan that arrives while a step runs is launched at once.
     running = thread.launch(steps[1])
     assert steps[1].launched.wait(10)
     thread.launch(steps[2])
@@ -94,43 +93,43 @@ def test_a_result_does_not_wait_for_another_step(thread: DeviceThread, steps: li
     steps[2].over.set()
 
 
-def test_other_calls_come_after_what_was_launched(
-    thread: DeviceThread, steps: list[Step], told: list[str]
+def test_calls_run_after_launched_work(
+    thread: DeviceThread, steps: list[Step], events: list[str]
 ) -> None:
     thread.launch(steps[0])
-    cleared = thread.submit(lambda: told.append("cleared"))
+    cleared = thread.submit(lambda: events.append("cleared"))
     assert steps[0].launched.wait(10)
     assert not cleared.done()
     steps[0].over.set()
     cleared.result(10)
-    assert told == ["a begins", "a is over", "cleared"]
+    assert events == ["a begins", "a is over", "cleared"]
 
 
 def _fails() -> Step:
     raise ValueError("no such row")
 
 
-def test_a_launch_that_fails_says_so_in_its_turn(
-    thread: DeviceThread, steps: list[Step], told: list[str]
+def test_a_failed_launch_is_reported_in_order(
+    thread: DeviceThread, steps: list[Step], events: list[str]
 ) -> None:
     first = thread.launch(steps[0])
     failing = thread.launch(_fails)
-    first.add_done_callback(lambda _: told.append("first is told"))
-    failing.add_done_callback(lambda _: told.append("failing is told"))
+    first.add_done_callback(lambda _: events.append("first is done"))
+    failing.add_done_callback(lambda _: events.append("failing is done"))
     assert steps[0].launched.wait(10)
     steps[0].over.set()
     with pytest.raises(ValueError, match="no such row"):
         failing.result(10)
-    # Its callbacks have run, too, when the thread goes on.
-    thread.submit(told.copy).result(10)
-    assert told == ["a begins", "a is over", "first is told", "failing is told"]
+    # Its callbacks ran before the thread continued.
+    thread.submit(events.copy).result(10)
+    assert events == ["a begins", "a is over", "first is done", "failing is done"]
 
 
 class LostStep(Step):
-    """Work of a device that is lost, which shows when it has been asked for a few times."""
+    """Work of a lost device, which raises after `is_ready` was called a few times."""
 
-    def __init__(self, name: str, told: list[str], num_asked: int) -> None:
-        super().__init__(name, told)
+    def __init__(self, name: str, events: list[str], num_asked: int) -> None:
+        super().__init__(name, events)
         self._num_left = num_asked
 
     def is_ready(self) -> bool:
@@ -144,94 +143,94 @@ class LostStep(Step):
 
 
 @pytest.mark.parametrize("num_asked", [0, 1, 3])
-def test_a_device_that_is_lost_is_told_of_by_its_steps(
-    thread: DeviceThread, told: list[str], num_asked: int
+def test_a_lost_device_is_reported_by_its_steps(
+    thread: DeviceThread, events: list[str], num_asked: int
 ) -> None:
-    lost = thread.launch(LostStep("a", told, num_asked))
+    lost = thread.launch(LostStep("a", events, num_asked))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         lost.result(10)
-    # Whoever clears the rows hears of it, too: the thread goes on.
+    # The thread continues.
     assert thread.submit(lambda: "next").result(10) == "next"
 
 
-def test_what_is_over_at_once_is_settled_before_the_next_call(thread: DeviceThread) -> None:
-    first = thread.launch(lambda: Finished(1))
-    seen = thread.launch(lambda: Finished(first.done()))
+def test_work_that_is_ready_at_once_is_completed_before_the_next_call(thread: DeviceThread) -> None:
+    first = thread.launch(lambda: ReadyOutput(1))
+    seen = thread.launch(lambda: ReadyOutput(first.done()))
     assert seen.result(10) is True
 
 
-def test_held_calls_are_made_before_the_thread_waits(thread: DeviceThread) -> None:
-    told: list[str] = []
+def test_postponed_calls_run_before_the_thread_waits(thread: DeviceThread) -> None:
+    events: list[str] = []
     made = threading.Event()
 
-    def step() -> Finished[str]:
-        thread.hold(lambda: told.append("held"))
-        thread.hold(made.set)
-        told.append("step")
-        return Finished("over")
+    def step() -> ReadyOutput[str]:
+        thread.postpone(lambda: events.append("postponed"))
+        thread.postpone(made.set)
+        events.append("step")
+        return ReadyOutput("over")
 
     assert thread.launch(step).result(10) == "over"
     assert made.wait(10)
-    assert told == ["step", "held"]
+    assert events == ["step", "postponed"]
 
 
-def test_held_calls_are_made_when_a_step_says_so_or_before_another_call(
+def test_postponed_calls_run_at_run_postponed_or_before_another_call(
     thread: DeviceThread,
 ) -> None:
-    told: list[str] = []
+    events: list[str] = []
     started, go_on = threading.Event(), threading.Event()
 
-    def held(text: str) -> None:
-        thread.hold(lambda: told.append(text))
+    def postpone(text: str) -> None:
+        thread.postpone(lambda: events.append(text))
 
-    def second() -> Finished[str]:
-        told.append("second begins")
-        thread.make_held_calls()
-        told.append("second computes")
-        return Finished("second")
+    def second() -> ReadyOutput[str]:
+        events.append("second begins")
+        thread.run_postponed()
+        events.append("second computes")
+        return ReadyOutput("second")
 
     thread.submit(lambda: (started.set(), go_on.wait()))
     started.wait()
-    thread.launch(lambda: Finished("first"), lambda _: held("first is told of"))
-    thread.launch(second, lambda _: held("second is told of"))
-    last = thread.submit(lambda: told.append("last"))
+    thread.launch(lambda: ReadyOutput("first"), lambda _: postpone("first is reported"))
+    thread.launch(second, lambda _: postpone("second is reported"))
+    last = thread.submit(lambda: events.append("last"))
     go_on.set()
     last.result(10)
-    assert told == [
+    assert events == [
         "second begins",
-        "first is told of",
+        "first is reported",
         "second computes",
-        "second is told of",
+        "second is reported",
         "last",
     ]
 
 
-def test_a_held_call_that_fails_harms_nobody(thread: DeviceThread) -> None:
+def test_a_failed_postponed_call_does_not_end_the_thread(thread: DeviceThread) -> None:
     made = threading.Event()
 
-    def step() -> Finished[str]:
-        thread.hold(lambda: 1 / 0)
-        thread.hold(made.set)
-        return Finished("over")
+    def step() -> ReadyOutput[str]:
+        thread.postpone(lambda: 1 / 0)
+        thread.postpone(made.set)
+        return ReadyOutput("over")
 
     thread.launch(step)
     assert made.wait(10)
     assert thread.submit(lambda: "alive").result(10) == "alive"
 
 
-def test_who_is_told_of_an_end(thread: DeviceThread) -> None:
-    told: list[str] = []
+def test_done_is_called_on_the_thread_or_by_the_canceller(thread: DeviceThread) -> None:
+    events: list[str] = []
 
     def done(future: Future[str]) -> None:
-        told.append(f"{threading.current_thread().name} {future.cancelled()}")
+        events.append(f"{threading.current_thread().name} {future.cancelled()}")
 
-    # Over before anybody could ask to be told of it.
+    # Done before a callback could be added to the returned future.
     for _ in range(100):
-        thread.launch(lambda: Finished("over"), done).result(10)
+        thread.launch(lambda: ReadyOutput("over"), done).result(10)
     started, go_on = threading.Event(), threading.Event()
     thread.submit(lambda: (started.set(), go_on.wait()))
     started.wait()
-    thread.launch(lambda: Finished("never"), done).cancel()
+    thread.launch(lambda: ReadyOutput("never"), done).cancel()
     go_on.set()
     thread.submit(lambda: None).result(10)
-    assert told == ["device False"] * 100 + [f"{threading.current_thread().name} True"]
+    assert events == ["device False"] * 100 + [f"{threading.current_thread().name} True"]

@@ -12,20 +12,20 @@ from torch import Tensor
 from worker_driver import worker_settings
 
 from kernels.attention import PagedBatch, paged_attention_reference
-from kernels.choice import Implementation, NoSuchKernel
+from kernels.dispatch import Implementation
 from kernels.flash import FlashAttention, FlashBatch, PackageFlash, TorchFlash
-from kernels.flash_choice import FLASH_SETTINGS, FlashKind
-from worker_svc import attention
-from worker_svc.attention import PagedAttention, choose_attention
-from worker_svc.kv_pool import KvPool, LayerShape
-from worker_svc.model import load_model
-from worker_svc.pool_size import PoolSize
+from kernels.flash_dispatch import FLASH_SETTINGS, FlashKind
+from worker_svc.cache.kv_pool import AttentionSpec, KvPool
+from worker_svc.cache.pool_size import PoolSize
+from worker_svc.model import attention
+from worker_svc.model.attention import PagedAttention, choose_attention
+from worker_svc.model.loading import load_model
+from worker_svc.runner.runner_loading import load_runner, require_e4m3
 from worker_svc.settings import WorkerSettings, WrongSettingError
-from worker_svc.torch_engine import load_engine, require_e4m3
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda")
 _BLOCK_SIZE = 8
-_LAYERS = (LayerShape(8, 128, 128, torch.bfloat16),) * 2
+_LAYERS = (AttentionSpec(8, 128, 128, torch.bfloat16),) * 2
 
 
 class MadeUpFlash:
@@ -67,14 +67,14 @@ def test_all_layers_of_a_step_attend_through_it(config: Any, tmp_path: Path) -> 
     for by in (flash, None):
         pool = KvPool(model.layers, PoolSize(6, 0), _BLOCK_SIZE, _CPU)
         paged = PagedAttention(pool.layers, Implementation.REFERENCE, None, by)
-        model.attend_with(paged)
+        model.set_attention(paged)
         draw = torch.Generator().manual_seed(1)
         # A prompt of two and a half blocks; then two tokens decoded.
         for positions in (torch.arange(20), torch.tensor([20]), torch.tensor([21])):
             table = torch.tensor([[3, 1, 5]], dtype=torch.int32)
             starts, lens = torch.tensor([0, len(positions)]), positions[-1:] + 1
             slots = table[0, positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
-            paged.begin(PagedBatch(table, starts, lens, _BLOCK_SIZE), slots.long())
+            paged.set_batch(PagedBatch(table, starts, lens, _BLOCK_SIZE), slots.long())
             tokens = torch.randint(VOCAB_SIZE, (len(positions),), generator=draw)
             with torch.inference_mode():
                 logits.append(model.logits(tokens, positions, torch.tensor([len(positions) - 1])))
@@ -96,7 +96,7 @@ def test_all_layers_of_a_step_attend_through_it(config: Any, tmp_path: Path) -> 
     ("config", "softcap", "has_sinks"),
     [(llama, None, False), (gemma2, 2.0, False), (gpt_oss, None, True)],
 )
-def test_the_probe_sees_what_scores_go_through(
+def test_the_probe_records_softcap_and_sinks(
     config: Any, softcap: float | None, has_sinks: bool, tmp_path: Path
 ) -> None:
     folder = save_model(config(), tmp_path)
@@ -109,7 +109,7 @@ def test_every_kind_can_be_set() -> None:
     assert set(choices) == set(FLASH_SETTINGS)
 
 
-def test_the_log_says_who_attends_and_why_the_others_do_not(
+def test_the_log_has_the_attention_and_the_reasons_against_each_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch_s, package_s = TorchFlash(lambda: None), PackageFlash(lambda: None, lambda: None)
@@ -139,13 +139,13 @@ def test_the_log_says_who_attends_and_why_the_others_do_not(
         {"by": "torch-varlen", "not_flash_attn": "the setting is torch-varlen"},
         {"by": "paged", "not_flash_attn": named, "not_torch_varlen": named},
     ]
-    with pytest.raises(NoSuchKernel, match="flash-attn: not installed"):
+    with pytest.raises(WrongSettingError, match="flash-attn: not installed"):
         choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "flash-attn")
 
 
-def test_the_log_says_so_when_a_model_is_loaded(tmp_path: Path) -> None:
+def test_the_log_has_the_attention_of_a_loaded_model(tmp_path: Path) -> None:
     with capture_logs() as logs:
-        load_engine(worker_settings(save_model(llama(), tmp_path), device="cpu"))
+        load_runner(worker_settings(save_model(llama(), tmp_path), device="cpu"))
     [said] = [log for log in logs if log["event"] == "attention"]
     reason = "does not run on cpu"
     assert said["by"] == "paged"
@@ -155,10 +155,10 @@ def test_the_log_says_so_when_a_model_is_loaded(tmp_path: Path) -> None:
 def test_a_setting_that_cannot_serve_is_refused(tmp_path: Path) -> None:
     folder = save_model(llama(), tmp_path)
     with pytest.raises(WrongSettingError, match="--attention: torch-varlen: does not run on cpu"):
-        load_engine(worker_settings(folder, device="cpu", attention="torch-varlen"))
+        load_runner(worker_settings(folder, device="cpu", attention="torch-varlen"))
 
 
-def test_what_a_gpu_has_no_instructions_for_is_refused() -> None:
+def test_types_without_gpu_instructions_are_refused() -> None:
     require_e4m3((8, 9))
     with pytest.raises(WrongSettingError, match=r"fp8_e4m3 needs .*8\.9, .* has 8\.6; fp8_e5"):
         require_e4m3((8, 6))

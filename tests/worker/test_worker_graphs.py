@@ -12,14 +12,14 @@ from tiny_models import llama, save_model
 from worker_driver import Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.device_inputs import PassInputs, padding_arrays, pass_arrays
-from worker_svc.device_pass import DevicePass
-from worker_svc.engine import Engine
-from worker_svc.graphs import DecodeGraphs, Replay, capture_decode, graph_sizes
-from worker_svc.kv_pool import KvPool
-from worker_svc.pipelined_runner import PipelinedRunner
-from worker_svc.plans import StepOutput, plan_from_proto
-from worker_svc.torch_engine import load_engine
+from worker_svc.cache.kv_pool import KvPool
+from worker_svc.gpu.device_forward import DeviceForward
+from worker_svc.gpu.device_inputs import ForwardInputs, forward_arrays, padding_arrays
+from worker_svc.gpu.graphs import DecodeGraphs, Replay, capture_decode, graph_sizes
+from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.plan.plans import StepOutput, plan_from_proto
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
 
 _ROWS = 20
 
@@ -30,9 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(model: Path) -> Engine:
+def loaded(model: Path) -> LoadedRunner:
     sizes = {"max_num_seqs": _ROWS, "max_num_batched_tokens": 100}
-    return load_engine(worker_settings(model, device="cpu", **sizes))
+    return load_runner(worker_settings(model, device="cpu", **sizes))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,11 @@ class RefusingCapturer:
             raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def test_what_cannot_be_recorded_is_launched_anew_and_one_warning_says_why(engine: Engine) -> None:
+def test_without_capture_steps_are_launched_and_one_warning_has_the_reason(
+    loaded: LoadedRunner,
+) -> None:
     with capture_logs() as logs:
-        runner = pipelined(engine, RefusingCapturer())
+        runner = pipelined(loaded, RefusingCapturer())
     [warning] = [entry for entry in logs if entry["log_level"] == "warning"]
     assert warning["reason"] == "operation not permitted when stream is capturing"
     assert run(runner, prompts(3)).sampled_rows == [0, 1, 2]
@@ -88,7 +90,7 @@ def test_what_cannot_be_recorded_is_launched_anew_and_one_warning_says_why(engin
 
 def run(runner: PipelinedRunner, plan: worker_pb2.BatchPlan) -> StepOutput:
     plan.epoch, plan.step = 1, runner.last_finished_step + 1
-    return runner.run(plan_from_proto(plan))
+    return runner.launch(plan_from_proto(plan)).output()
 
 
 def prompts(num_rows: int) -> worker_pb2.BatchPlan:
@@ -108,10 +110,10 @@ def decodes(num_rows: int) -> worker_pb2.BatchPlan:
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 4), (9, 16), (17, 32)])
 def test_batches_of_decoding_rows_alone_are_replayed(
-    engine: Engine, num_rows: int, size: int
+    loaded: LoadedRunner, num_rows: int, size: int
 ) -> None:
     capturer = HostCapturer()
-    runner = pipelined(engine, capturer)
+    runner = pipelined(loaded, capturer)
     run(runner, prompts(num_rows))
     assert sum(capturer.num_replays) == 0
     run(runner, decodes(num_rows))
@@ -126,9 +128,9 @@ def test_batches_of_decoding_rows_alone_are_replayed(
     assert sum(capturer.num_replays) == 1
 
 
-def test_a_piece_of_a_prompt_of_one_token_samples_nothing(engine: Engine) -> None:
+def test_a_piece_of_a_prompt_of_one_token_samples_nothing(loaded: LoadedRunner) -> None:
     capturer = HostCapturer()
-    runner = pipelined(engine, capturer)
+    runner = pipelined(loaded, capturer)
     plan = prompts(2)
     admit(plan, Sequence(2, [1, 2, 3], 3, 0, [50]))
     schedule(plan, 2, 1)
@@ -139,17 +141,17 @@ def test_a_piece_of_a_prompt_of_one_token_samples_nothing(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_padding(engine: Engine, num_rows: int) -> None:
+def test_padding(loaded: LoadedRunner, num_rows: int) -> None:
     """By ARCHITECTURE.md: slot -1, length 0, and a row whose table is zeros."""
-    runner = engine.runner.runner
+    runner = loaded.runner.runner
     plan = prompts(num_rows)
     plan.step = 1
-    runner.run(plan_from_proto(plan))
+    runner.launch(plan_from_proto(plan)).output()
     message = decodes(num_rows)
     decode = plan_from_proto(message)
     inputs = runner._tables.prepare(decode.rows, decode.num_scheduled_tokens)
-    padded = pass_arrays(decode.rows, inputs, 77, 8 - num_rows)
-    alone = pass_arrays(decode.rows, inputs, 77, 0)
+    padded = forward_arrays(decode.rows, inputs, 77, 8 - num_rows)
+    alone = forward_arrays(decode.rows, inputs, 77, 0)
     nothing = padding_arrays(77, 8)
     assert list(padded) == list(alone) == list(nothing)
     for name, values in padded.items():
@@ -163,46 +165,46 @@ def test_padding(engine: Engine, num_rows: int) -> None:
     assert padded["query_start_loc"].tolist() == list(range(9))
 
 
-def test_warming_up_and_recording_write_no_slot(engine: Engine) -> None:
-    caches = [cache for layer in engine.runner.runner._pool.layers for cache in layer]
+def test_warming_up_and_recording_write_no_slot(loaded: LoadedRunner) -> None:
+    caches = [cache for layer in loaded.runner.runner._pool.layers for cache in layer]
     for cache in caches:
         cache.copy_(torch.randn_like(cache))
     before = [cache.clone() for cache in caches]
-    runner = pipelined(engine, HostCapturer())
+    runner = pipelined(loaded, HostCapturer())
     assert all(map(torch.equal, caches, before))
-    assert not runner._pass.newest.any()
-    assert not runner._pass.block_table.any()
+    assert not runner._forward.last_tokens.any()
+    assert not runner._forward.block_table.any()
     assert runner.last_finished_step == 0
 
 
-def test_a_null_block_without_numbers_does_no_harm(engine: Engine) -> None:
-    for layer in engine.runner.runner._pool.layers:
+def test_a_null_block_without_numbers_does_no_harm(loaded: LoadedRunner) -> None:
+    for layer in loaded.runner.runner._pool.layers:
         for cache in layer:
             cache.fill_(torch.nan)
-    runner = pipelined(engine, HostCapturer())
+    runner = pipelined(loaded, HostCapturer())
     for plan in (prompts(3), decodes(3)):
         assert not run(runner, plan).failures
 
 
 def test_all_kinds_of_steps_run_again_behind_the_recording(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What recording has left of the memory shows then; and what moves blocks is compiled."""
     events: list[object] = []
-    launch, record = DevicePass.launch, DevicePass.record
+    launch, capture = DeviceForward.launch, DeviceForward.capture
 
-    def noted_launch(self: DevicePass, inputs: PassInputs, *rest: Any) -> torch.Tensor:
+    def noted_launch(self: DeviceForward, inputs: ForwardInputs, *rest: Any) -> torch.Tensor:
         events.append((len(inputs.input_ids), len(inputs.seq_lens)))
         return launch(self, inputs, *rest)
 
-    def noted_record(self: DevicePass, *rest: Any) -> None:
-        record(self, *rest)
+    def noted_capture(self: DeviceForward, *rest: Any) -> None:
+        capture(self, *rest)
         events.append("recorded")
 
-    monkeypatch.setattr(DevicePass, "launch", noted_launch)
-    monkeypatch.setattr(DevicePass, "record", noted_record)
+    monkeypatch.setattr(DeviceForward, "launch", noted_launch)
+    monkeypatch.setattr(DeviceForward, "capture", noted_capture)
     monkeypatch.setattr(KvPool, "warm_up", lambda self: events.append("moved"))
-    pipelined(engine, HostCapturer())
+    pipelined(loaded, HostCapturer())
     # A prompt as long as the model takes beside the rest of a step, one row, all rows.
     kinds = [(100, 2), (1, 1), (1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS)]
     assert events[:6] == [*kinds, "moved"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.attention import attention_mask
-from worker_svc.inputs import InputBuffers, StepInputs, prepare_inputs
+from worker_svc.plan.inputs import InputBuffers, StepInputs, prepare_inputs
 
 _EXAMPLE = json.loads((Path(__file__).parent / "prepare_inputs.json").read_text())
 _ARRAYS = (

@@ -10,9 +10,9 @@ from tiny_models import Reference, llama, save_model
 from worker_driver import worker_settings, written_by
 
 from benchmarks.engines.workload import Work
-from kernels.choice import SETTINGS, Implementation, cpp_implementations
+from kernels.dispatch import SETTINGS, Implementation, cpp_implementations
+from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
-from worker_svc.torch_engine import load_engine
 
 _ON_THIS_PROCESSOR = (Implementation.REFERENCE, Implementation.TORCH, *cpp_implementations())
 
@@ -25,23 +25,25 @@ def test_every_kernel_can_be_set() -> None:
 def test_a_kernel_that_cannot_serve_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.choice.cpp_implementations", lambda: ())
+    monkeypatch.setattr("kernels.dispatch.cpp_implementations", lambda: ())
     model = save_model(llama(), tmp_path / "model")
     with pytest.raises(WrongSettingError, match="--kernels: cpp: "):
-        load_engine(worker_settings(model, kernels="cpp"))
+        load_runner(worker_settings(model, kernels="cpp"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a processor computes with")
 @pytest.mark.parametrize("kernels", _ON_THIS_PROCESSOR)
-def test_what_is_set_serves_and_the_log_names_it(tmp_path: Path, kernels: Implementation) -> None:
+def test_the_selected_kernels_serve_and_the_log_names_them(
+    tmp_path: Path, kernels: Implementation
+) -> None:
     model = save_model(llama(), tmp_path / "model")
     with capture_logs() as logs:
-        engine = load_engine(worker_settings(model, kernels=kernels))
+        loaded = load_runner(worker_settings(model, kernels=kernels))
     assert [log["implementation"] for log in logs if log["event"] == "kernels"] == [kernels]
-    identity = engine.identity
+    identity = loaded.identity
     work = Work([[5, 6, 7], [8, 9, 10, 11, 12, 13]], [4, 3])
     written = written_by(
-        engine.runner,
+        loaded.runner,
         work,
         max_num_seqs=identity.max_num_seqs,
         max_num_batched_tokens=identity.max_num_batched_tokens,

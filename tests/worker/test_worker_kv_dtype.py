@@ -18,15 +18,15 @@ from transformers.models.qwen3 import modeling_qwen3
 from worker_driver import BLOCK_SIZE, Driver, LaneClient, Sequence, served_model, worker_settings
 
 from kernels.attention import PagedBatch
-from kernels.choice import choose
-from worker_svc.attention import PagedAttention
-from worker_svc.cache_setup import CacheSetup, set_up_cache
-from worker_svc.kv_pool import KvPool, LayerShape
-from worker_svc.kv_scales import KvScales
-from worker_svc.model import LoadedModel, load_model
-from worker_svc.plans import BlockMoves
-from worker_svc.pool_size import PoolSize
-from worker_svc.profiling import largest_batch
+from kernels.dispatch import choose
+from worker_svc.cache.cache_setup import CacheSetup, set_up_cache
+from worker_svc.cache.kv_pool import AttentionSpec, KvPool
+from worker_svc.cache.kv_scales import KvScales
+from worker_svc.cache.pool_size import PoolSize
+from worker_svc.cache.profiling import largest_batch
+from worker_svc.model.attention import PagedAttention
+from worker_svc.model.loading import LoadedModel, load_model
+from worker_svc.plan.plans import BlockMoves
 
 _CPU = torch.device("cpu")
 _MODELING = {
@@ -49,7 +49,7 @@ def rounded(states: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 def round_in_transformers(
     family: str, scales: tuple[KvScales, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes the family's own attention see rounded keys and values."""
+    """Make the family's own attention see rounded keys and values."""
     modeling = _MODELING[family]
     eager = modeling.eager_attention_forward
 
@@ -73,7 +73,7 @@ def paged_logits(model: LoadedModel, cache: CacheSetup, tokens: Tensor, chunk: i
     """Of all tokens of one sequence, which is computed in chunks."""
     pool = KvPool(cache.layers, cache.size, BLOCK_SIZE, _CPU)
     attention = PagedAttention(pool.layers, None, cache.scales)
-    model.attend_with(attention)
+    model.set_attention(attention)
     blocks = torch.randperm(cache.size.num_blocks - 1)[: -(-len(tokens) // BLOCK_SIZE)] + 1
     logits: list[Tensor] = []
     for positions in torch.arange(len(tokens)).split(chunk):
@@ -84,7 +84,7 @@ def paged_logits(model: LoadedModel, cache: CacheSetup, tokens: Tensor, chunk: i
             block_size=BLOCK_SIZE,
         )
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        attention.begin(batch, slots)
+        attention.set_batch(batch, slots)
         with torch.inference_mode():
             indices = torch.arange(len(positions))
             logits.append(model.logits(tokens[positions], positions, indices))
@@ -111,7 +111,7 @@ def test_logits_equal_those_of_rounded_keys_and_values(
 
 
 def add_scales(folder: Path) -> Path:
-    """Writes _SCALES into the model's file."""
+    """Write _SCALES into the model's file."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for layer, scales in enumerate(_SCALES):
@@ -152,7 +152,7 @@ async def test_whole_sequences_with_the_checkpoint_s_scales(
     assert expected != exact
 
 
-def test_a_checkpoint_without_scales_is_asked_what_its_keys_and_values_are(
+def test_a_checkpoint_without_scales_is_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[float, float]] = []
@@ -175,7 +175,10 @@ def test_a_checkpoint_without_scales_is_asked_what_its_keys_and_values_are(
 
 
 def test_blocks_of_8_bits_are_swapped_and_copied_as_they_are() -> None:
-    layers = (LayerShape(2, 8, 4, torch.float8_e5m2), LayerShape(1, 16, 16, torch.float8_e5m2))
+    layers = (
+        AttentionSpec(2, 8, 4, torch.float8_e5m2),
+        AttentionSpec(1, 16, 16, torch.float8_e5m2),
+    )
     pool = KvPool(layers, PoolSize(5, 3), BLOCK_SIZE, _CPU)
     caches = [cache.view(torch.uint8) for pair in pool.layers for cache in pair]
     for cache in caches:

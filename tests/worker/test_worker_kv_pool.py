@@ -10,12 +10,12 @@ import pytest
 import torch
 from triton_devices import DEVICES
 
-from worker_svc import kv_pool
-from worker_svc.kv_pool import KvPool, LayerShape, PoolSize
-from worker_svc.plans import BlockMoves, PlanError
+from worker_svc.cache import kv_pool
+from worker_svc.cache.kv_pool import AttentionSpec, KvPool, PoolSize
+from worker_svc.plan.plans import BlockMoves, PlanError
 
 _BLOCK_SIZE = 4
-_LAYERS = (LayerShape(2, 8, 16, torch.float32), LayerShape(1, 24, 8, torch.float32))
+_LAYERS = (AttentionSpec(2, 8, 16, torch.float32), AttentionSpec(1, 24, 8, torch.float32))
 
 
 @pytest.fixture(params=DEVICES)
@@ -43,7 +43,7 @@ def numbers(pool: KvPool) -> list[int]:
 def overwrite(pool: KvPool, block: int) -> None:
     """As a step does it."""
     slots = np.arange(block * _BLOCK_SIZE, (block + 1) * _BLOCK_SIZE)
-    pool.before_writing(np.append(slots, -1))
+    pool.wait_for_swap_outs(np.append(slots, -1))
     for cache in (cache for layer in pool.layers for cache in layer):
         cache[block] = 99
 
@@ -59,11 +59,11 @@ def num_absent_pages(tensor: torch.Tensor) -> int:
     return sum(not page & 1 for page in pages)
 
 
-def test_memory_is_there_before_the_first_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_allocated_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[torch.Tensor] = []
 
     def untouched_cache(*shape_and_types: Any) -> torch.Tensor:
-        """Memory that nobody has had before."""
+        """Memory without contents."""
         *shape, dtype, _ = shape_and_types
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
         caches.append(torch.frombuffer(memory, dtype=dtype).view(*shape))
@@ -71,7 +71,10 @@ def test_memory_is_there_before_the_first_request_comes(monkeypatch: pytest.Monk
         return caches[-1]
 
     monkeypatch.setattr(kv_pool, "empty_cache", untouched_cache)
-    layers = (LayerShape(4, 64, 64, torch.float32), LayerShape(4, 64, 64, torch.float8_e4m3fn))
+    layers = (
+        AttentionSpec(4, 64, 64, torch.float32),
+        AttentionSpec(4, 64, 64, torch.float8_e4m3fn),
+    )
     KvPool(layers, PoolSize(256, 0), 16, torch.device("cpu"))
     assert [num_absent_pages(cache) for cache in caches] == [0] * 4
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from worker_svc.kv_scales import KvMaxima, KvScales, read_scales, scales_of_maxima
-from worker_svc.model_folder import ModelError
+from worker_svc.cache.kv_scales import KvMaxima, KvScales, read_scales, scales_of_maxima
+from worker_svc.model.checkpoint import ModelError
 
 _LLM_COMPRESSOR = ("model.layers.{}.self_attn.k_scale", "model.layers.{}.self_attn.v_scale")
 _MODEL_OPT = (
@@ -79,7 +79,7 @@ def test_none_where_a_layer_has_none(tmp_path: Path, name: str | None) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_scale(tmp_path: Path, wrong: float) -> None:
+def test_invalid_scales(tmp_path: Path, wrong: float) -> None:
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.v_scale is"):
         read_scales([checkpoint(tmp_path, {"layers.0.self_attn.v_scale": wrong})], 1)
 

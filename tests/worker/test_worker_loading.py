@@ -1,4 +1,4 @@
-"""Which models are taken, how the pool is sized, what tells two models apart."""
+"""Which models are served, how the pool is sized, what distinguishes two models."""
 
 import gc
 import json
@@ -14,13 +14,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_kernels_available
 from worker_driver import worker_settings
 
-from worker_svc.attention import LayerProbe, attending_with
-from worker_svc.kv_pool import LayerShape, PoolSize, size_pool
-from worker_svc.model import LoadedModel, ModelError, find_device, load_model
-from worker_svc.rounds import RoundsRunner
-from worker_svc.runner import Runner
+from worker_svc.cache.kv_pool import AttentionSpec, PoolSize, size_pool
+from worker_svc.model.attention import LayerProbe, temporary_attention
+from worker_svc.model.loading import LoadedModel, ModelError, find_device, load_model
+from worker_svc.runner.multi_step import MultiStepRunner
+from worker_svc.runner.runner import Runner
+from worker_svc.runner.runner_loading import convert_out_of_memory, load_runner
 from worker_svc.settings import WrongSettingError, parse_size
-from worker_svc.torch_engine import enough_memory, load_engine
 
 _CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def load(folder: Path, dtype: str = "auto", max_model_len: int | None = None) ->
 
 def test_finds_every_layer_s_shape(tmp_path: Path) -> None:
     model = load(save_model(gemma2(), tmp_path))
-    assert model.layers == (LayerShape(2, 8, 8, torch.float32, softcap=2.0),) * 3
+    assert model.layers == (AttentionSpec(2, 8, 8, torch.float32, softcap=2.0),) * 3
     assert model.max_model_len == MAX_MODEL_LEN
     assert load(tmp_path, "bfloat16", 50).layers[0].dtype == torch.bfloat16
 
@@ -79,7 +79,7 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_fingerprint_tells_weights_config_and_dtype_apart(tmp_path: Path) -> None:
+def test_fingerprint_distinguishes_weights_config_and_dtype(tmp_path: Path) -> None:
     first = load(save_model(llama(), tmp_path / "first")).fingerprint
     again = load(save_model(llama(), tmp_path / "again")).fingerprint
     other = load(save_model(llama(), tmp_path / "other", seed=1)).fingerprint
@@ -90,7 +90,10 @@ def test_fingerprint_tells_weights_config_and_dtype_apart(tmp_path: Path) -> Non
 
 
 def test_the_pool_fills_the_memory() -> None:
-    layers = (LayerShape(2, 8, 4, torch.float16), LayerShape(1, 16, 16, torch.float16))
+    layers = (
+        AttentionSpec(2, 8, 4, torch.float16),
+        AttentionSpec(1, 16, 16, torch.float16),
+    )
     block_bytes = 16 * (2 * 12 + 32) * 2
     sizing: dict[str, Any] = {
         "block_size": 16,
@@ -115,21 +118,21 @@ def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
     assert not is_kernels_available()
 
 
-def test_a_gpu_that_is_too_small_says_what_to_do() -> None:
+def test_the_error_of_a_small_gpu_names_the_settings() -> None:
     wrong = pytest.raises(WrongSettingError, match=r"does not hold.*--max-num-seqs: out of it")
-    with wrong, enough_memory():
+    with wrong, convert_out_of_memory():
         raise torch.OutOfMemoryError("out of it")
 
 
-def test_a_cache_goes_with_its_model(tmp_path: Path) -> None:
-    """transformers knows attention functions for as long as the process lives."""
-    engine = load_engine(worker_settings(save_model(llama(), tmp_path), device="cpu"))
-    assert isinstance(engine.runner, RoundsRunner)
-    runner = engine.runner.runner
+def test_a_cache_is_freed_with_its_model(tmp_path: Path) -> None:
+    """transformers keeps attention functions for the life of the process."""
+    loaded = load_runner(worker_settings(save_model(llama(), tmp_path), device="cpu"))
+    assert isinstance(loaded.runner, MultiStepRunner)
+    runner = loaded.runner.runner
     assert isinstance(runner, Runner)
     caches = [weakref.ref(cache) for layer in runner._pool.layers for cache in layer]
     assert len(caches) == 6
-    del engine, runner
+    del loaded, runner
     gc.collect()
     assert [cache() for cache in caches] == [None] * 6
 
@@ -142,7 +145,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_model_has_one_attention_function_at_a_time(tmp_path: Path) -> None:
-    """transformers keeps all that it is not told to forget."""
+    """transformers keeps a function until it is unregistered."""
 
     def ours() -> int:
         return sum(name.startswith("quire_") for name in ALL_ATTENTION_FUNCTIONS.valid_keys())
@@ -150,7 +153,7 @@ def test_a_model_has_one_attention_function_at_a_time(tmp_path: Path) -> None:
     model = load(save_model(llama(), tmp_path))
     before = ours()
     for _ in range(3):
-        model.attend_with(LayerProbe())
-        with attending_with(model.network, LayerProbe()):
+        model.set_attention(LayerProbe())
+        with temporary_attention(model.network, LayerProbe()):
             pass
     assert ours() == before

@@ -115,7 +115,7 @@ async def test_they_are_the_same_alone_and_in_a_batch(worker: ServedWorker) -> N
             assert a[2] == pytest.approx(b[2], abs=LOGPROBS_TOLERANCE)
 
 
-async def test_nothing_is_said_where_nobody_asks(worker: ServedWorker) -> None:
+async def test_there_are_no_logprobs_without_a_request(worker: ServedWorker) -> None:
     for result in await run(worker, [asking(0, 0), asking(1, 0)], 2):
         assert not result.HasField("logprobs")
 

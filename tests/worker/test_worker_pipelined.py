@@ -14,11 +14,10 @@ from worker_driver import Sampling, Sequence, admit, append, schedule, worker_se
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2
-from worker_svc.engine import Engine
-from worker_svc.pipelined_runner import PipelinedRunner
-from worker_svc.plans import PlanError, StepOutput, plan_from_proto
-from worker_svc.step_runner import Launched, StepRunner
-from worker_svc.torch_engine import load_engine
+from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.plan.plans import PlanError, StepOutput, plan_from_proto
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner, PendingOutput, StepRunner
 
 _POISONED = 200
 _ROWS, _BUDGET = 11, 40
@@ -30,14 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(model: Path) -> Engine:
+def loaded(model: Path) -> LoadedRunner:
     sizes = {"max_num_seqs": _ROWS, "max_num_batched_tokens": _BUDGET, "num_blocks": 300}
-    return load_engine(worker_settings(model, device="cpu", **sizes))
+    return load_runner(worker_settings(model, device="cpu", **sizes))
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "graphs"])
-def runner(engine: Engine, request: pytest.FixtureRequest) -> PipelinedRunner:
-    return pipelined(engine, HostCapturer() if request.param else None)
+def runner(loaded: LoadedRunner, request: pytest.FixtureRequest) -> PipelinedRunner:
+    return pipelined(loaded, HostCapturer() if request.param else None)
 
 
 def work() -> Work:
@@ -50,13 +49,13 @@ def work() -> Work:
     return Work(prompts, [draw.randrange(1, 20) for _ in prompts])
 
 
-def outputs(engine: Engine, runner: StepRunner, depth: int) -> list[list[int]]:
+def outputs(loaded: LoadedRunner, runner: StepRunner, depth: int) -> list[list[int]]:
     """The work's tokens, with so many steps launched before the first one's output is read."""
     written: list[list[int]] = [[] for _ in work().prompts]
-    waiting: list[tuple[dict[int, int], Launched[StepOutput]]] = []
-    identity = engine.identity
+    waiting: list[tuple[dict[int, int], PendingOutput[StepOutput]]] = []
+    identity = loaded.identity
 
-    def settle() -> None:
+    def complete_oldest() -> None:
         sampling, launched = waiting.pop(0)
         output = launched.output()
         assert not output.failures
@@ -72,20 +71,20 @@ def outputs(engine: Engine, runner: StepRunner, depth: int) -> list[list[int]]:
     ):
         waiting.append((step.sampling, runner.launch(plan_from_proto(step.plan))))
         if len(waiting) == depth:
-            settle()
+            complete_oldest()
     while waiting:
-        settle()
+        complete_oldest()
     return written
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_are_those_of_steps_one_at_a_time(
-    engine: Engine, runner: PipelinedRunner, depth: int
+    loaded: LoadedRunner, runner: PipelinedRunner, depth: int
 ) -> None:
-    expected = outputs(engine, engine.runner, 1)
-    engine.runner.clear()
+    expected = outputs(loaded, loaded.runner, 1)
+    loaded.runner.clear()
     assert len({tuple(tokens) for tokens in expected}) > 20
-    assert outputs(engine, runner, depth) == expected
+    assert outputs(loaded, runner, depth) == expected
 
 
 @dataclass
@@ -96,7 +95,7 @@ class Plans:
 
     def launch(
         self, runner: PipelinedRunner, message: worker_pb2.BatchPlan
-    ) -> Launched[StepOutput]:
+    ) -> PendingOutput[StepOutput]:
         self.step += 1
         message.epoch, message.step = 1, self.step
         return runner.launch(plan_from_proto(message))
@@ -148,7 +147,7 @@ def test_a_row_that_fails_fails_in_the_steps_behind_it_too(
 def test_the_next_sequence_of_a_row_does_not_fail_for_the_one_before(
     poisoned: PipelinedRunner, plans: Plans
 ) -> None:
-    # Whoever releases the row has not heard of the failure yet.
+    # The plan that releases the row was made before the failure was reported.
     first = plans.launch(poisoned, two_sequences())
     plan = decode(1)
     plan.released_rows.append(0)
@@ -197,7 +196,7 @@ def test_a_plan_that_cannot_be_run_leaves_those_before_it_alone(
 
 
 def test_blocks_reach_the_table_of_the_device(runner: PipelinedRunner, plans: Plans) -> None:
-    table = runner._pass.block_table
+    table = runner._forward.block_table
     plans.launch(runner, two_sequences()).output()
     assert table[:2, :2].tolist() == [[1, 2], [3, 4]]
     plan = worker_pb2.BatchPlan(released_rows=[0])
@@ -207,4 +206,4 @@ def test_blocks_reach_the_table_of_the_device(runner: PipelinedRunner, plans: Pl
     assert plans.launch(runner, plan).output().sampled_rows == []
     assert table[0, :1].tolist() == [7]
     assert table[1, :4].tolist() == [3, 4, 5, 6]
-    assert not table[runner._pass.spare_row].any()
+    assert not table[runner._forward.padding_row].any()

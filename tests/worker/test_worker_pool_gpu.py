@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from tiny_models import llama, save_model
 from worker_driver import worker_settings
 
-from worker_svc.torch_engine import load_engine
+from worker_svc.runner.runner_loading import load_runner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def empty_gpu() -> None:
-    """What the test before has left would be taken for others'."""
+    """Memory of the previous test would count as that of other processes."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -37,7 +37,7 @@ def test_the_cache_fills_its_share_and_no_more(tmp_path: Path, kv_cache_dtype: s
         swap_space="1MiB",
     )
     with capture_logs() as logs:
-        engine = load_engine(settings)
+        loaded = load_runner(settings)
     [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
     [sizing] = [log for log in logs if log["event"] == "key-value cache"]
     assert gpu["total"] == torch.cuda.mem_get_info()[1]
@@ -49,13 +49,13 @@ def test_the_cache_fills_its_share_and_no_more(tmp_path: Path, kv_cache_dtype: s
     left = share - gpu["weights"] - gpu["peak_activations"] - gpu["non_torch"]
     assert sizing["kv_cache_memory"] == left
     assert sizing["block_bytes"] == 16 * 3 * 2 * 16 * (2 if kv_cache_dtype == "auto" else 1)
-    assert engine.identity.num_blocks == left // sizing["block_bytes"]
+    assert loaded.identity.num_blocks == left // sizing["block_bytes"]
     # Tables and graphs come on top, out of what the share leaves.
     assert sizing["cache_bytes"] <= torch.cuda.memory_allocated() < share + 2**28
 
 
 @pytest.mark.parametrize("free_gib", [2, 6])
-def test_a_gpu_that_others_fill_has_room_for_the_largest_batch(
+def test_a_gpu_filled_by_other_processes_has_room_for_the_largest_batch(
     tmp_path: Path, free_gib: int
 ) -> None:
     """What is left is less than the utilization's share: graphs and the largest batch fit beside
@@ -72,8 +72,8 @@ def test_a_gpu_that_others_fill_has_room_for_the_largest_batch(
         max_num_batched_tokens=8192,
     )
     with capture_logs() as logs:
-        load_engine(settings)
+        load_runner(settings)
     [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
-    assert gpu["later"] > 0
+    assert gpu["allocated_later"] > 0
     assert not [log for log in logs if log["log_level"] == "warning"]
     del others

@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from worker_svc.memory import host_memory
-from worker_svc.pool_size import (
+from worker_svc.cache.kv_pool import AttentionSpec, block_bytes_of
+from worker_svc.cache.pool_size import (
     DeviceMemory,
-    cache_block_bytes,
+    bytes_allocated_later,
     cache_memory,
     host_blocks,
-    later_bytes,
+    require_capacity,
     require_host_memory,
-    require_room,
 )
+from worker_svc.service.process import host_memory
 from worker_svc.settings import WrongSettingError, size_text
 
 _GIB = 2**30
@@ -29,8 +30,8 @@ _GPU = DeviceMemory(
 
 
 def test_a_block_s_bytes() -> None:
-    # 28 layers of 8 heads with 128 numbers for keys and as many for values, of 2 bytes each.
-    assert cache_block_bytes(16, 28 * 8 * (128 + 128) * 2) == 1_835_008
+    layers = (AttentionSpec(8, 128, 128, torch.bfloat16),) * 28
+    assert block_bytes_of(layers, 16) == 1_835_008
 
 
 @pytest.mark.parametrize(
@@ -40,12 +41,12 @@ def test_a_block_s_bytes() -> None:
         (3 * _GIB, 0.9, None, 3 * _GIB),
         (None, 0.9, _GPU, int(80 * _GIB * 0.9) - 20 * _GIB),
         (None, 0.5, _GPU, 20 * _GIB),
-        # No more than others leave.
+        # Limited by free memory.
         (None, 0.95, _GPU, 55 * _GIB),
-        # Nor than what comes later needs, which the utilization has room for.
-        (None, 0.95, replace(_GPU, later=2 * _GIB), 53 * _GIB),
-        (None, 0.5, replace(_GPU, later=2 * _GIB), 20 * _GIB),
-        # What is asked for goes before the utilization, up to the last byte.
+        # Later allocations reduce free memory, but not the share.
+        (None, 0.95, replace(_GPU, allocated_later=2 * _GIB), 53 * _GIB),
+        (None, 0.5, replace(_GPU, allocated_later=2 * _GIB), 20 * _GIB),
+        # A requested size takes precedence over the utilization.
         (55 * _GIB, 0.5, _GPU, 55 * _GIB),
     ],
 )
@@ -74,12 +75,13 @@ def test_what_does_not_fit_on_the_gpu(
     assert all(word in str(wrong.value) for word in words)
 
 
-def test_what_comes_after_the_cache() -> None:
+def test_memory_allocated_after_the_cache() -> None:
     # A quarter of the batch's tokens in graphs, and logits of 512 rows for 1,000 tokens.
-    assert later_bytes(80_000, 2048, 512, 1000, 77, 6) == 20_000 + 2_048_000 + 77 + 6 * 2**21
+    expected = 20_000 + 2_048_000 + 77 + 6 * 2**21
+    assert bytes_allocated_later(80_000, 2048, 512, 1000, 77, 6) == expected
     # A batch is no larger than the largest one; without graphs there are no logits.
-    assert later_bytes(80_000, 100, 512, 0, 0, 0) == 80_000
-    assert later_bytes(80_000, 100, 0, 1000, 5, 0) == 5
+    assert bytes_allocated_later(80_000, 100, 512, 0, 0, 0) == 80_000
+    assert bytes_allocated_later(80_000, 100, 0, 1000, 5, 0) == 5
 
 
 def test_blocks_of_the_swap_space() -> None:
@@ -105,9 +107,9 @@ def test_a_container_s_limit_is_its_memory(tmp_path: Path, text: str | None, lim
 
 
 def test_the_longest_sequence_needs_room() -> None:
-    require_room(8, 16, 100)
+    require_capacity(8, 16, 100)
     with pytest.raises(WrongSettingError, match=r"100 tokens needs 7 blocks.* only 6"):
-        require_room(7, 16, 100)
+        require_capacity(7, 16, 100)
 
 
 def test_sizes_for_a_person() -> None:

@@ -12,7 +12,7 @@ from worker_driver import LaneClient
 from worker_processes import health_of, logged, worker_process
 
 from quire.internal.v1 import worker_pb2_grpc
-from worker_svc.compatibility import refuse_foreign_kernels
+from worker_svc.service.process import refuse_foreign_kernels
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -44,7 +44,7 @@ async def test_serves_drains_and_stops(model: Path, tmp_path: Path) -> None:
         assert await process.wait() == 0
 
 
-async def test_stays_up_and_says_why_without_a_model(tmp_path: Path) -> None:
+async def test_stays_up_and_reports_the_reason_without_a_model(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/worker.sock"
     flags = (f"--listen={address}", "--model=/no/such/model")
     async with worker_process(*flags) as process, grpc.aio.insecure_channel(address) as channel:
@@ -60,10 +60,16 @@ async def test_stays_up_and_says_why_without_a_model(tmp_path: Path) -> None:
     [
         # 96 tokens are 6 blocks of 16; the null block is not to be used.
         ("--num-blocks=6", ("96 tokens", "6 blocks", "only 5")),
-        ("--max-model-len=97", ("97", "96")),
-        ("--block-size=0", ("--block-size", "0")),
         ("--kv-cache-memory=lots", ("--kv-cache-memory", "lots")),
-        ("--swap-space=5KiB", ("--swap-space", "5 KiB", "6 KiB")),
+        # Each starts a process that imports torch.
+        *(
+            pytest.param(flag, words, marks=pytest.mark.slow)
+            for flag, words in (
+                ("--max-model-len=97", ("97", "96")),
+                ("--block-size=0", ("--block-size", "0")),
+                ("--swap-space=5KiB", ("--swap-space", "5 KiB", "6 KiB")),
+            )
+        ),
     ],
 )
 async def test_wrong_settings_stop_it(

@@ -11,15 +11,15 @@ from structlog.testing import capture_logs
 from tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, gemma2, llama, save_model
 from worker_driver import BLOCK_SIZE, worker_settings
 
-from kernels.choice import choose
-from worker_svc.cache_setup import CacheSetup, set_up_cache
-from worker_svc.device_memory import CudaMeter, MemoryReading
-from worker_svc.kv_pool import LayerShape
-from worker_svc.model import load_model
-from worker_svc.pool_size import DeviceMemory, PoolSize
-from worker_svc.profiling import ProfileRun, largest_batch, measure
+from kernels.dispatch import choose
+from worker_svc.cache.cache_setup import CacheSetup, set_up_cache
+from worker_svc.cache.kv_pool import AttentionSpec
+from worker_svc.cache.pool_size import DeviceMemory, PoolSize
+from worker_svc.cache.profiling import ProfileRun, largest_batch, measure
+from worker_svc.gpu.device_memory import CudaMeter, MemoryReading
+from worker_svc.gpu.staging import largest_step_bytes
+from worker_svc.model.loading import load_model
 from worker_svc.settings import WrongSettingError
-from worker_svc.staging import largest_step_bytes
 
 _CPU = torch.device("cpu")
 _MB = 1_000_000
@@ -35,7 +35,7 @@ class MadeUpGpu:
         self._peak = _WEIGHTS + _ACTIVATIONS + cache_bytes
         self.num_restarts = self.num_readings = 0
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         self.num_restarts += 1
 
     def read(self) -> MemoryReading:
@@ -61,7 +61,7 @@ def test_the_largest_batch_has_every_token_and_row() -> None:
     assert inputs.positions.tolist() == [*range(13), *range(13), *range(12), *range(12)]
     assert batch.block_table.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert len(set(inputs.slot_mapping.tolist())) == 50
-    # The null block is nobody's.
+    # The null block belongs to no row.
     assert inputs.slot_mapping.min() == 8
     assert batch.num_blocks == 9
     assert inputs.input_ids.min() >= 0
@@ -78,7 +78,7 @@ def test_neither_more_rows_than_tokens_nor_longer_ones_than_the_model(
     assert largest_batch(num_tokens, num_rows, 96, 8, 10).inputs.seq_lens.tolist() == lens
 
 
-def test_what_a_run_takes() -> None:
+def test_the_memory_of_a_run() -> None:
     gpu = MadeUpGpu(cache_bytes=1234)
     run = ProfileRun((), 1234)
     assert measure(gpu, lambda: run) == (
@@ -89,7 +89,7 @@ def test_what_a_run_takes() -> None:
     assert gpu.num_restarts == 2
 
 
-def test_what_others_give_back_meanwhile_is_not_what_libraries_took() -> None:
+def test_memory_freed_by_other_processes_is_not_counted() -> None:
     class Freed(MadeUpGpu):
         def read(self) -> MemoryReading:
             reading = super().read()
@@ -98,22 +98,22 @@ def test_what_others_give_back_meanwhile_is_not_what_libraries_took() -> None:
     assert measure(Freed(0), lambda: ProfileRun((), 0))[1].non_torch == 0
 
 
-def test_a_reading_is_what_torch_and_the_driver_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {
+def test_a_reading_has_the_values_of_torch_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
         "mem_get_info": (60, 100),
         "memory_allocated": 20,
         "memory_reserved": 25,
         "max_memory_allocated": 23,
         "synchronize": None,
     }
-    for name, answer in said.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     reading = CudaMeter(torch.device("cuda")).read()
     assert reading == MemoryReading(total=100, free=60, allocated=20, reserved=25, peak=23)
-    assert reading.beside_torch == 15
+    assert reading.non_torch == 15
 
 
-def scratch_bytes(layers: tuple[LayerShape, ...], num_blocks: int) -> int:
+def scratch_bytes(layers: tuple[AttentionSpec, ...], num_blocks: int) -> int:
     """Layers of one shape share their blocks."""
     return sum(shape.token_bytes for shape in set(layers)) * num_blocks * BLOCK_SIZE
 
@@ -150,7 +150,7 @@ def test_every_term_of_the_size_is_in_the_log(
     assert (sizing["num_blocks"], sizing["num_host_blocks"]) == tuple(vars(cache.size).values())
 
 
-def test_what_is_asked_for_is_compared_with_what_is_there(tmp_path: Path) -> None:
+def test_a_requested_cache_is_compared_with_free_memory(tmp_path: Path) -> None:
     folder = save_model(llama(), tmp_path)
     block_bytes = BLOCK_SIZE * 3 * 2 * 16 * 4
     with capture_logs() as logs:
@@ -158,8 +158,8 @@ def test_what_is_asked_for_is_compared_with_what_is_there(tmp_path: Path) -> Non
     [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
     # Graphs of four rows and their logits; tables and buffers; a granule for each of six tensors.
     tables = 5 * 24 * 4 + largest_step_bytes(4, 64, 24)
-    assert gpu["later"] == _ACTIVATIONS // 16 + 4 * VOCAB_SIZE * 4 + tables + 6 * 2**21
-    left = _TOTAL - _WEIGHTS - _ACTIVATIONS - _OTHERS - _LIBRARIES - gpu["later"]
+    assert gpu["allocated_later"] == _ACTIVATIONS // 16 + 4 * VOCAB_SIZE * 4 + tables + 6 * 2**21
+    left = _TOTAL - _WEIGHTS - _ACTIVATIONS - _OTHERS - _LIBRARIES - gpu["allocated_later"]
     assert set_up(folder, kv_cache_memory=left).size.num_blocks == left // block_bytes
     with pytest.raises(WrongSettingError, match=r"MiB of the GPU's 953\.7 MiB are left"):
         set_up(folder, kv_cache_memory=left + 1)
@@ -171,12 +171,12 @@ def test_what_is_asked_for_is_compared_with_what_is_there(tmp_path: Path) -> Non
         set_up(folder, kv_cache_memory=20 * block_bytes)
 
 
-def test_a_batch_that_does_not_fit_says_what_to_do(
+def test_the_error_of_a_large_batch_names_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("worker_svc.cache_setup.run_batch", run)
+    monkeypatch.setattr("worker_svc.cache.cache_setup.run_batch", run)
     with pytest.raises(WrongSettingError, match=r"64 tokens in 4 rows.*--max-num-batched-tokens"):
         set_up(save_model(llama(), tmp_path))

@@ -1,7 +1,7 @@
 """What a worker writes down, and what it makes of it when asked."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from sim_driver import SMALL
 from worker_driver import LaneClient, Sampling, Sequence, admit, append, schedule, served
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.plans import (
+from worker_svc.plan.plans import (
     Plan,
     PlanError,
     StepOutput,
@@ -21,10 +21,10 @@ from worker_svc.plans import (
     plan_from_proto,
     plan_to_proto,
 )
-from worker_svc.recorder import Recorder, RecordingRunner
-from worker_svc.sim.engine import sim_engine
+from worker_svc.runner.step_runner import Callback, ReadyOutput, no_op
+from worker_svc.service.recorder import Recorder, RecordingRunner
 from worker_svc.sim.runner import SimRunner
-from worker_svc.step_runner import Finished, nothing
+from worker_svc.sim.runner_loading import loaded_runner
 
 _EXAMPLE = json.loads((Path(__file__).parent / "prepare_inputs.json").read_text())
 
@@ -64,8 +64,8 @@ def test_a_plan_survives_the_way_there_and_back() -> None:
 
 async def test_plans_and_results_in_the_order_they_were_run(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "steps")
-    engine = sim_engine(SimRunner(SMALL))
-    recorded = replace(engine, runner=RecordingRunner(engine.runner, recorder))
+    loaded = loaded_runner(SimRunner(SMALL))
+    recorded = replace(loaded, runner=RecordingRunner(loaded.runner, recorder))
     async with served(recorded) as worker:
         recorder.put(worker.servicer.hello())
         lane = LaneClient(worker.stub)
@@ -96,20 +96,17 @@ class Steps:
 
     last_finished_step = 0
 
-    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Finished[StepOutput]:
+    def launch(self, plan: Plan, before_blocking: Callback = no_op) -> ReadyOutput[StepOutput]:
         if not plan.step:
             raise PlanError("no step")
-        times = StepTimes(0, 0, 0, 0, 0)
-        return Finished(StepOutput([plan.step], [7], times))
-
-    def run(self, plan: Plan) -> StepOutput:
-        return self.launch(plan).output()
+        times = StepTimes()
+        return ReadyOutput(StepOutput([plan.step], [7], times))
 
     def clear(self) -> None:
         pass
 
 
-def test_results_stand_behind_their_plans_whatever_was_launched_meanwhile(tmp_path: Path) -> None:
+def test_results_follow_their_plans_in_the_recording(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "steps")
     runner = RecordingRunner(Steps(), recorder)
     messages = [worker_pb2.BatchPlan(epoch=1, step=step) for step in (1, 2, 0)]
@@ -130,7 +127,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
     runner = RecordingRunner(SimRunner(SMALL), recorder)
     for step in (1, 2, 3):
         message = worker_pb2.BatchPlan(epoch=1, step=step)
-        runner.run(plan_from_proto(message))
+        runner.launch(plan_from_proto(message)).output()
     recorder.close()
     assert runner.last_finished_step == 3
 
@@ -172,45 +169,45 @@ async def test_the_worked_example_is_explained() -> None:
     append(two, 1, [7])
     append(two, 2, [8])
     sampled = worker_pb2.StepResult(sampled_rows=[0, 1], sampled_token_ids=[103, 202])
-    told = [
+    entries = [
         worker_pb2.Recording(hello=hello),
         worker_pb2.Recording(plan=one),
         worker_pb2.Recording(result=sampled),
         worker_pb2.Recording(plan=two),
     ]
-    async with served(sim_engine(SimRunner(SMALL))) as worker:
+    async with served(loaded_runner(SimRunner(SMALL))) as worker:
         for step, number in ((first, 2), (second, 4)):
-            answer = (await worker.stub.Explain(_all(told[:number]))).step
+            response = (await worker.stub.Explain(_all(entries[:number]))).step
             for name, expected in step["expected"].items():
-                if isinstance(expected, list) and hasattr(answer, name):
-                    assert list(getattr(answer, name)) == expected, name
-            assert list(answer.num_computed_tokens) == step["num_computed_tokens"]
-        assert list(answer.token_ids) == [100, 101, 102, 103, 200, 201, 202, *range(300, 308)]
-        assert (list(answer.block_ids), list(answer.num_blocks)) == (
+                if isinstance(expected, list) and hasattr(response, name):
+                    assert list(getattr(response, name)) == expected, name
+            assert list(response.num_computed_tokens) == step["num_computed_tokens"]
+        assert list(response.token_ids) == [100, 101, 102, 103, 200, 201, 202, *range(300, 308)]
+        assert (list(response.block_ids), list(response.num_blocks)) == (
             [1, 2, 3, 7, 4, 5, 6, 8],
             [2, 2, 4],
         )
 
 
 async def _all(
-    told: list[worker_pb2.Recording],
+    entries: list[worker_pb2.Recording],
 ) -> AsyncIterator[worker_pb2.ExplainRequest]:
-    for entry in told:
+    for entry in entries:
         yield worker_pb2.ExplainRequest(entry=entry)
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("entries", "words"),
     [
         ([], "no plan"),
         ([worker_pb2.Recording(plan=worker_pb2.BatchPlan())], "begins with `hello`"),
         ([worker_pb2.Recording(hello=worker_pb2.Hello())], "geometry"),
     ],
 )
-async def test_what_makes_no_lane_cannot_be_explained(
-    told: list[worker_pb2.Recording], words: str
+async def test_invalid_recordings_cannot_be_explained(
+    entries: list[worker_pb2.Recording], words: str
 ) -> None:
-    async with served(sim_engine(SimRunner(SMALL))) as worker:
+    async with served(loaded_runner(SimRunner(SMALL))) as worker:
         with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
-            await worker.stub.Explain(_all(told))
+            await worker.stub.Explain(_all(entries))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -7,14 +7,13 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from sim_tokens import token_at
 from worker_driver import LaneClient, Sampling, Sequence, ServedWorker, admit, schedule, served
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
-from worker_svc.plans import Plan, StepOutput
-from worker_svc.sim.engine import sim_engine
-from worker_svc.sim.model import SimModel
-from worker_svc.sim.runner import SimRunner
-from worker_svc.sim.tokens import token_at
+from worker_svc.plan.plans import Plan, StepOutput
+from worker_svc.sim.runner import SimModel, SimRunner
+from worker_svc.sim.runner_loading import loaded_runner
 
 _MODEL = SimModel(vocab_size=1000, max_model_len=64, block_size=4, num_blocks=64, max_num_seqs=4)
 _PROMPT = [5, 17, 99, 3, 42]
@@ -22,7 +21,7 @@ _SEED = 9
 
 
 class WatchedRunner(SimRunner):
-    """Tells when the second step has come to the device."""
+    """Sets an event when the second step reaches the device."""
 
     def __init__(self) -> None:
         super().__init__(_MODEL)
@@ -41,10 +40,10 @@ def runner() -> WatchedRunner:
 
 @pytest.fixture
 async def worker(runner: WatchedRunner) -> AsyncIterator[ServedWorker]:
-    async with served(sim_engine(runner)) as worker:
+    async with served(loaded_runner(runner)) as worker:
         yield worker
         runner.gate.set()
-    assert runner.ledger.violations == []
+    assert runner.kv_checker.violations == []
 
 
 def prompt_plan(num_computed_tokens: int = 0, tokens: list[int] = _PROMPT) -> worker_pb2.BatchPlan:
@@ -104,7 +103,7 @@ async def test_hello_waits_for_the_step_of_a_stream_that_broke(
     assert list(result.sampled_token_ids) == [token(2)]
 
 
-async def test_a_step_of_the_former_stream_is_answered_to_nobody(
+async def test_a_step_of_the_former_stream_is_not_reported(
     worker: ServedWorker, runner: WatchedRunner
 ) -> None:
     lane = await step_on_the_device(worker, runner)
@@ -236,13 +235,13 @@ async def test_a_half_open_stream_does_not_hold_the_lane(worker: ServedWorker) -
         assert (await again.run(prompt_plan())).sampled_token_ids == [token(0)]
 
 
-async def test_a_device_that_does_not_recover_is_told_of() -> None:
+async def test_a_device_that_does_not_recover_is_reported() -> None:
     class LostRunner(SimRunner):
         def clear(self) -> None:
             raise RuntimeError("an illegal memory access was encountered")
 
     lost = asyncio.Event()
-    async with served(sim_engine(LostRunner(_MODEL)), on_device_lost=lost.set) as worker:
+    async with served(loaded_runner(LostRunner(_MODEL)), on_device_lost=lost.set) as worker:
         lane = await opened(worker)
         await lane.run(prompt_plan())
         await lane.call.done_writing()
@@ -255,7 +254,7 @@ async def test_a_scheduler_that_fell_silent_is_noticed(worker: ServedWorker) -> 
         lane = LaneClient(stub)
         await lane.open()
         wire.open.clear()
-        # Ends with the lane, which nobody but the worker's own pings can end.
+        # Ends with the lane, which only the worker's own pings can end.
         await asyncio.wait_for(worker.servicer.drain(), 60)
 
 
@@ -271,11 +270,11 @@ async def test_a_stuck_device_is_seen_by_the_step_in_heartbeats(
     assert beat.last_finished_step == 4
 
 
-async def test_hello_of_a_draining_worker_says_so(worker: ServedWorker) -> None:
+async def test_hello_of_a_draining_worker_has_the_flag(worker: ServedWorker) -> None:
     lane = await opened(worker)
     draining = asyncio.create_task(worker.servicer.drain())
     assert (await lane.call.read()).heartbeat.draining
-    # A takeover while it drains: the new leader is told, and has to close the lane.
+    # A takeover while it drains: the new leader is notified, and has to close the lane.
     newer = LaneClient(worker.stub, epoch=2)
     assert (await newer.open()).draining
     assert await lane.ended() is grpc.StatusCode.ABORTED

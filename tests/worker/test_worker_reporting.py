@@ -1,22 +1,22 @@
-"""When a step's result is told: while the next one computes, or at once if there is none."""
+"""When a step's result is reported: while the next one computes, or at once if there is none."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.device_thread import DeviceThread
-from worker_svc.lane import Lane
-from worker_svc.plans import Plan, StepOutput, StepTimes, plan_from_proto
-from worker_svc.step_runner import Finished, Launched, nothing
+from worker_svc.plan.plans import Plan, StepOutput, StepTimes, plan_from_proto
+from worker_svc.runner.device_thread import DeviceThread
+from worker_svc.runner.step_runner import Callback, PendingOutput, ReadyOutput, no_op
+from worker_svc.service.execute_stream import ExecuteStream
 
-_PATIENCE_S = 10
+_TIMEOUT_S = 10
 
 
 class ComputingRunner:
-    """Its steps compute until they are told that they may end."""
+    """Its steps compute until `may_end` is set."""
 
     def __init__(self) -> None:
         self.last_finished_step = 0
@@ -24,67 +24,66 @@ class ComputingRunner:
         self.has_launched = threading.Event()
         self.may_end = [threading.Event() for _ in range(3)]
 
-    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
+    def launch(self, plan: Plan, before_blocking: Callback = no_op) -> PendingOutput[StepOutput]:
         self.launched.append(plan.step)
         self.has_launched.set()
-        meanwhile()
-        assert self.may_end[plan.step].wait(_PATIENCE_S)
-        return Finished(StepOutput([], [], StepTimes(0, 0, 0, 0, 0)))
-
-    def run(self, plan: Plan) -> StepOutput:
-        return self.launch(plan).output()
+        before_blocking()
+        assert self.may_end[plan.step].wait(_TIMEOUT_S)
+        return ReadyOutput(StepOutput([], [], StepTimes()))
 
     def clear(self) -> None:
         pass
 
 
 @pytest.fixture
-async def lane() -> AsyncIterator[tuple[Lane, ComputingRunner]]:
+async def given() -> AsyncIterator[tuple[ExecuteStream, ComputingRunner]]:
     thread, runner = DeviceThread(), ComputingRunner()
-    yield Lane(1, thread, runner), runner
+    yield ExecuteStream(1, thread, runner), runner
     for event in runner.may_end:
         event.set()
-    assert thread.stop(_PATIENCE_S)
+    assert thread.stop(_TIMEOUT_S)
 
 
 def plan(step: int) -> Plan:
     return plan_from_proto(worker_pb2.BatchPlan(epoch=1, step=step))
 
 
-async def test_a_result_is_told_while_the_next_step_computes(
-    lane: tuple[Lane, ComputingRunner],
+async def test_a_result_is_reported_while_the_next_step_computes(
+    given: tuple[ExecuteStream, ComputingRunner],
 ) -> None:
-    told, runner = lane
-    told.submit(plan(1))
-    told.submit(plan(2))
-    responses = told.responses()
+    stream, runner = given
+    stream.submit(plan(1))
+    stream.submit(plan(2))
+    responses = stream.responses()
     runner.may_end[1].set()
-    first = await asyncio.wait_for(anext(responses), _PATIENCE_S)
+    first = await asyncio.wait_for(anext(responses), _TIMEOUT_S)
     assert first.result.step == 1
     runner.may_end[2].set()
-    second = await asyncio.wait_for(anext(responses), _PATIENCE_S)
+    second = await asyncio.wait_for(anext(responses), _TIMEOUT_S)
     assert second.result.step == 2
 
 
-async def test_a_result_is_told_at_once_where_no_step_follows(
-    lane: tuple[Lane, ComputingRunner],
+async def test_a_result_is_reported_at_once_if_no_step_follows(
+    given: tuple[ExecuteStream, ComputingRunner],
 ) -> None:
-    told, runner = lane
+    stream, runner = given
     runner.may_end[1].set()
-    told.submit(plan(1))
-    first = await asyncio.wait_for(anext(told.responses()), _PATIENCE_S)
+    stream.submit(plan(1))
+    first = await asyncio.wait_for(anext(stream.responses()), _TIMEOUT_S)
     assert first.result.step == 1
 
 
-async def test_a_discarded_step_is_told_of_by_nobody(lane: tuple[Lane, ComputingRunner]) -> None:
-    told, runner = lane
-    told.submit(plan(1))
-    told.submit(plan(2))
-    assert await asyncio.to_thread(runner.has_launched.wait, _PATIENCE_S)
-    closing = asyncio.ensure_future(told.close())
+async def test_a_discarded_step_is_not_reported(
+    given: tuple[ExecuteStream, ComputingRunner],
+) -> None:
+    stream, runner = given
+    stream.submit(plan(1))
+    stream.submit(plan(2))
+    assert await asyncio.to_thread(runner.has_launched.wait, _TIMEOUT_S)
+    closing = asyncio.ensure_future(stream.close())
     await asyncio.sleep(0)
     runner.may_end[1].set()
-    await asyncio.wait_for(closing, _PATIENCE_S)
+    await asyncio.wait_for(closing, _TIMEOUT_S)
     assert runner.launched == [1]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(told.responses()), 0.1)
+        await asyncio.wait_for(anext(stream.responses()), 0.1)

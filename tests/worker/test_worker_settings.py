@@ -5,7 +5,7 @@ import pytest
 from worker_svc.settings import WorkerSettings
 
 
-def test_what_holds_without_a_word() -> None:
+def test_the_defaults() -> None:
     settings = WorkerSettings.load([])
     assert settings.kv_cache_memory is None
     assert (settings.kv_cache_dtype, settings.attention) == ("auto", "auto")
@@ -38,7 +38,7 @@ def test_switches_take_no_value_and_variables_take_one(monkeypatch: pytest.Monke
         ("--attention", "xformers"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_values_are_refused(
     flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

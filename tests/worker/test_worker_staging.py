@@ -1,20 +1,31 @@
-"""One copy per step, from buffers that nobody writes while they are read."""
+"""One copy per step, from buffers that are not written while they are copied."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
+import pytest
 import torch
 from host_device import HostStreams
 from torch import Tensor
 
-from worker_svc.device_inputs import padding_arrays
-from worker_svc.device_thread import MOST_LAUNCHED
-from worker_svc.staging import ALIGNMENT, Staging, largest_step_bytes, places
+from worker_svc.gpu.device_inputs import (
+    BlockChanges,
+    ForwardInputs,
+    SamplingInputs,
+    block_arrays,
+    forward_arrays,
+    padding_arrays,
+    sampling_arrays,
+)
+from worker_svc.gpu.staging import ALIGNMENT, Staging, largest_step_bytes, layout
+from worker_svc.plan.plans import Admission, BlockMoves, Plan
+from worker_svc.plan.tables import RowTables
+from worker_svc.runner.device_thread import MAX_IN_FLIGHT
 
 
 @dataclass
 class LateCopy:
-    """Is made when somebody waits for it, and no sooner."""
+    """A copy that happens only in `wait`."""
 
     host: Tensor
     device: Tensor
@@ -43,7 +54,7 @@ def test_a_buffer_is_not_written_while_it_is_copied() -> None:
     sent = [np.array([number, 7 * number]) for number in range(10)]
     for array in sent:
         staging.send({"values": array})
-    assert sum(copy.is_over for copy in streams.copies) == len(sent) - (MOST_LAUNCHED + 1)
+    assert sum(copy.is_over for copy in streams.copies) == len(sent) - (MAX_IN_FLIGHT + 1)
     for copy in streams.copies:
         copy.wait()
     assert streams.arrived == [array.tobytes() for array in sent]
@@ -62,7 +73,7 @@ def test_arrays_arrive_as_they_are_each_at_an_aligned_place() -> None:
     for name, array in arrays.items():
         assert found[name].numpy().dtype == array.dtype
         assert found[name].tolist() == array.tolist()
-    assert all(place.offset % ALIGNMENT == 0 for place in places(arrays).values())
+    assert all(region.offset % ALIGNMENT == 0 for region in layout(arrays).values())
 
 
 def test_the_same_sizes_lie_in_the_same_places() -> None:
@@ -74,18 +85,57 @@ def test_the_same_sizes_lie_in_the_same_places() -> None:
         assert one[name].data_ptr() == other[name].data_ptr()
 
 
-def test_the_largest_step_has_room() -> None:
+@pytest.mark.parametrize(("num_scheduled", "num_padding"), [([1] * 40, 8), ([1] * 39 + [61], 0)])
+def test_the_largest_step_has_room(num_scheduled: list[int], num_padding: int) -> None:
+    """A full decode batch of a graph, and as many tokens as fit; all rows sample with
+    log-probabilities and receive all their blocks."""
     max_num_seqs, max_num_tokens, max_blocks = 40, 100, 24
-    per_row = {name: np.empty(max_num_seqs, np.int64) for name in "abcdef"}
-    floats = {name: np.empty(max_num_seqs, np.float32) for name in "xyz"}
-    changes = max_num_seqs * max_blocks
-    for arrays in (padding_arrays(0, 48), padding_arrays(0, max_num_tokens)):
-        step = {
-            **arrays,
-            **per_row,
-            **floats,
-            "table_indices": np.empty(changes, np.int64),
-            "block_ids": np.empty(changes, np.int32),
-        }
-        end = max(place.end for place in places(step).values())
-        assert end <= largest_step_bytes(max_num_seqs, max_num_tokens, max_blocks)
+    tables = RowTables(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_blocks * 4,
+        block_size=4,
+        num_blocks=max_num_seqs * max_blocks + 1,
+        max_num_batched_tokens=max_num_tokens,
+    )
+    plan = full_plan(num_scheduled, max_blocks)
+    tables.apply(plan)
+    inputs = tables.prepare(plan.rows, plan.num_scheduled_tokens)
+    groups = {
+        ForwardInputs: forward_arrays(plan.rows, inputs, max_num_seqs, num_padding),
+        SamplingInputs: sampling_arrays(plan.rows, inputs, tables),
+        BlockChanges: block_arrays(plan, tables),
+    }
+    for group, arrays in groups.items():
+        assert list(arrays) == [field.name for field in fields(group)]
+        assert all(array.itemsize <= 8 for array in arrays.values())
+    step = {name: array for arrays in groups.values() for name, array in arrays.items()}
+    assert len(step["logprob_indices"]) == max_num_seqs
+    assert len(step["block_ids"]) == max_num_seqs * max_blocks
+    end = max(region.end for region in layout(step).values())
+    assert end <= largest_step_bytes(max_num_seqs, max_num_tokens, max_blocks)
+
+
+def full_plan(num_scheduled: list[int], num_blocks: int) -> Plan:
+    """Admit a row for each number of scheduled tokens, with `num_blocks` blocks each."""
+    none = np.empty(0, np.int64)
+    moves = BlockMoves(none, none)
+    length = max(num_scheduled)
+    admissions = tuple(
+        Admission(
+            row=row,
+            token_ids=np.ones(length, np.int64),
+            num_prompt_tokens=length,
+            num_computed_tokens=length - num_tokens,
+            block_ids=1 + row * num_blocks + np.arange(num_blocks),
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            seed=row,
+            num_logprobs=1,
+            num_prompt_logprobs=0,
+        )
+        for row, num_tokens in enumerate(num_scheduled)
+    )
+    rows = np.arange(len(num_scheduled))
+    return Plan(1, 1, none, admissions, (), moves, moves, moves, rows, np.array(num_scheduled))

@@ -1,4 +1,4 @@
-"""Worker processes that are stopped, woken, told to go, or killed by what they are asked."""
+"""Worker processes that are suspended, resumed, stopped, or killed by a request."""
 
 import asyncio
 import signal
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from sim_tokens import token_at
 from worker_driver import LaneClient, Sampling, Sequence, admit, schedule
 from worker_processes import sim_process
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
-from worker_svc.plans import plan_from_proto
-from worker_svc.sim import poison
-from worker_svc.sim.poison import Poison
-from worker_svc.sim.tokens import token_at
+from worker_svc.plan.plans import plan_from_proto
+from worker_svc.sim import runner
+from worker_svc.sim.runner import Poison
 
 _VOCAB_SIZE = 1000
 _POISON = 666
@@ -65,7 +65,7 @@ async def test_a_worker_that_wakes_up_is_the_newest_streams(tmp_path: Path) -> N
         assert all(beat.last_finished_step < 7 for beat in new.heartbeats)
 
 
-async def test_a_stopped_worker_says_nothing_and_goes_on(tmp_path: Path) -> None:
+async def test_a_suspended_worker_continues(tmp_path: Path) -> None:
     async with sim_process(tmp_path, "--sim-step-ms=0") as (process, channel):
         lane = LaneClient(worker_pb2_grpc.WorkerServiceStub(channel))
         await lane.open()
@@ -75,7 +75,7 @@ async def test_a_stopped_worker_says_nothing_and_goes_on(tmp_path: Path) -> None
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(reading := asyncio.create_task(lane.result())), 2)
         process.send_signal(signal.SIGCONT)
-        # Nobody has opened another stream: the lane is as it was.
+        # No other stream was opened, so the lane is unchanged.
         assert (await reading).step == 2
 
 
@@ -110,25 +110,25 @@ class _Killed(Exception):
     """In place of the end of this process."""
 
 
-def test_what_is_poisonous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_requests_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(status: int) -> None:
         raise _Killed
 
-    monkeypatch.setattr(poison.os, "_exit", kill)
-    taken = Poison(_POISON)
-    # In the output it is none; a prompt that is not scheduled yet does nothing.
+    monkeypatch.setattr(runner.os, "_exit", kill)
+    poison = Poison(_POISON)
+    # A token of the output is harmless, and so is a prompt that is not scheduled.
     only_admitted = worker_pb2.BatchPlan()
     admit(only_admitted, sequence(1, [_POISON, 5]))
     for message in (plan_of(sequence(0, [5, _POISON], 1)), only_admitted, decode(0)):
-        taken.take(plan_from_proto(message))
+        poison.check(plan_from_proto(message))
     with pytest.raises(_Killed):
-        taken.take(plan_from_proto(decode(0, 1)))
+        poison.check(plan_from_proto(decode(0, 1)))
     released = worker_pb2.BatchPlan(released_rows=[1])
-    taken.take(plan_from_proto(released))
-    taken.take(plan_from_proto(plan_of(sequence(1, [5]))))
+    poison.check(plan_from_proto(released))
+    poison.check(plan_from_proto(plan_of(sequence(1, [5]))))
     # Sequences that come back bring their output along; the prompt is what counts.
-    taken.take(plan_from_proto(worker_pb2.BatchPlan(released_rows=[1])))
+    poison.check(plan_from_proto(worker_pb2.BatchPlan(released_rows=[1])))
     with pytest.raises(_Killed):
-        taken.take(plan_from_proto(plan_of(sequence(1, [_POISON, 7, 8], 1))))
-    taken.clear()
-    taken.take(plan_from_proto(decode(1)))
+        poison.check(plan_from_proto(plan_of(sequence(1, [_POISON, 7, 8], 1))))
+    poison.clear()
+    poison.check(plan_from_proto(decode(1)))

@@ -8,7 +8,7 @@ from tiny_models import Reference, llama, save_model
 from worker_driver import worker_settings, written_by
 
 from benchmarks.engines.workload import Work
-from worker_svc.torch_engine import load_engine
+from worker_svc.runner.runner_loading import load_runner
 
 pytest.importorskip("kernels.gpu", reason="there are no Triton kernels")
 
@@ -29,7 +29,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         max_model_len=24,
     )
     capturer = HostCapturer()
-    runner = pipelined(load_engine(settings), capturer)
+    runner = pipelined(load_runner(settings), capturer)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [3], [4, 4]]
     work = Work(prompts, [4, 3, 4, 2])
     written = written_by(

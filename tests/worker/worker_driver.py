@@ -15,16 +15,15 @@ from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, server_options
-from quire.service.protocol import PROTOCOL_VERSION
-from worker_svc.device_thread import DeviceThread
-from worker_svc.engine import Engine
-from worker_svc.plans import plan_from_proto
-from worker_svc.rounds import RoundsRunner
-from worker_svc.runner import Runner
-from worker_svc.servicer import WorkerServicer
+from quire.service.protocol_version import PROTOCOL_VERSION
+from worker_svc.plan.plans import plan_from_proto
+from worker_svc.runner.device_thread import DeviceThread
+from worker_svc.runner.multi_step import MultiStepRunner
+from worker_svc.runner.runner import Runner
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner, StepRunner
+from worker_svc.service.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings
-from worker_svc.step_runner import StepRunner
-from worker_svc.torch_engine import load_engine
 
 BLOCK_SIZE = 4
 _DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
@@ -56,19 +55,19 @@ class ServedWorker:
     address: str
     stub: worker_pb2_grpc.WorkerServiceStub
     servicer: WorkerServicer
-    engine: Engine | None
+    loaded: LoadedRunner | None
     thread: DeviceThread
 
 
 @asynccontextmanager
 async def served(
-    engine: Engine | None, on_device_lost: Callable[[], object] = lambda: None
+    loaded: LoadedRunner | None, on_device_lost: Callable[[], object] = lambda: None
 ) -> AsyncIterator[ServedWorker]:
-    """Serves an engine, or a worker whose model is not loaded yet, on a free port."""
+    """Serve a loaded runner, or a worker whose model is not loaded yet, on a free port."""
     thread = DeviceThread()
     servicer = WorkerServicer(thread, on_device_lost)
-    if engine is not None:
-        servicer.serve(engine)
+    if loaded is not None:
+        servicer.serve(loaded)
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -79,9 +78,9 @@ async def served(
             address, options=channel_options(INTERNAL_MESSAGE_BYTES)
         ) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            yield ServedWorker(address, stub, servicer, engine, thread)
+            yield ServedWorker(address, stub, servicer, loaded, thread)
     finally:
-        servicer.leave()
+        servicer.abort_stream()
         await server.stop(5)
         assert thread.stop(wait_s=10)
 
@@ -91,11 +90,11 @@ async def served_model(
     model: Path, *, steps_queue_up: bool = False, **changes: Any
 ) -> AsyncIterator[ServedWorker]:
     """`steps_queue_up` has a worker run its steps as it does on a GPU, graphs included."""
-    engine = load_engine(worker_settings(model, **changes))
-    assert isinstance(engine.runner, RoundsRunner)
-    if steps_queue_up and isinstance(engine.runner.runner, Runner):
-        engine = replace(engine, runner=RoundsRunner(pipelined(engine, HostCapturer())))
-    async with served(engine) as worker:
+    loaded = load_runner(worker_settings(model, **changes))
+    assert isinstance(loaded.runner, MultiStepRunner)
+    if steps_queue_up and isinstance(loaded.runner.runner, Runner):
+        loaded = replace(loaded, runner=MultiStepRunner(pipelined(loaded, HostCapturer())))
+    async with served(loaded) as worker:
         yield worker
 
 
@@ -147,7 +146,7 @@ class LaneClient:
         return response
 
     async def ended(self) -> grpc.StatusCode:
-        """Reads on until the stream ends."""
+        """Read on until the stream ends."""
         try:
             while await self.call.read() is not grpc.aio.EOF:
                 pass
@@ -179,7 +178,7 @@ class Sequence:
     sampling: Sampling = field(default_factory=Sampling)
 
     def blocks_for(self, num_tokens: int, free: list[int]) -> list[int]:
-        """Takes the blocks that `num_tokens` need beyond those held."""
+        """Take the blocks that `num_tokens` need beyond those held."""
         missing = -(-num_tokens // BLOCK_SIZE) - len(self.block_ids)
         new = [free.pop() for _ in range(missing)]
         self.block_ids += new
@@ -190,7 +189,7 @@ def written_by(runner: StepRunner, work: Work, **limits: int) -> list[list[int]]
     """The tokens of each prompt, by a minimal scheduler with these limits."""
     written: list[list[int]] = [[] for _ in work.prompts]
     for step in steps(work, **limits):
-        output = runner.run(plan_from_proto(step.plan))
+        output = runner.launch(plan_from_proto(step.plan)).output()
         for row, token in zip(output.sampled_rows, output.sampled_token_ids, strict=True):
             written[step.sampling[row]].append(token)
     return written

@@ -1,5 +1,5 @@
 """A worker without a model: the same rows, tables and plans, tokens from a formula, time from a
-linear model, and a ledger that checks what the scheduler asks for.
+linear model, and a checker of the scheduler's plans.
 
-Knows no torch. Shares servicer, lane, tables and inputs with the worker that runs a model.
+Imports no torch. Shares servicer, stream, tables and inputs with the worker that runs a model.
 """

@@ -1,4 +1,4 @@
-"""The tokens that another worker sampled."""
+"""Reads the sampled tokens of a recording, to sample them again."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,32 +9,30 @@ from google.protobuf import proto
 from google.protobuf.message import DecodeError
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.logprobs import Logprobs
+from worker_svc.plan.logprobs import Logprobs
 from worker_svc.settings import WrongSettingError
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What one round of a plan gave."""
+    """The result of one round of a plan."""
 
-    token_ids: Mapping[int, int]  # by row; a row that sampled none has failed
+    token_ids: Mapping[int, int]  # by row; a missing row has failed
     logprobs: Logprobs | None = None
 
 
-# Its rounds, by step. Of those in which no row gave a token there is none.
+# The rounds of each step, without those in which no row sampled.
 RecordedSteps = Mapping[int, Sequence[RecordedStep]]
 
 
 def read_tokens(path: Path) -> RecordedSteps:
-    """All of a recording, up to an entry that was not written whole.
-
-    OSError if there is no file, WrongSettingError if it is none of a worker.
-    """
+    """Read a recording up to the first incomplete entry. OSError if there is no file,
+    WrongSettingError if it is not a recording."""
     found: dict[int, list[RecordedStep]] = {}
     with path.open("rb") as file:
         first = _next_entry(file)
         if first is None or not first.HasField("hello"):
-            raise WrongSettingError(f"--sim-tokens: {path} is no recording of a worker")
+            raise WrongSettingError(f"--sim-tokens: {path} is not a recording of a worker")
         while (entry := _next_entry(file)) is not None:
             if entry.HasField("result"):
                 found[entry.result.step] = list(_rounds(entry.result))
@@ -51,13 +49,13 @@ def _rounds(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
 
 
 def _starts(sampled_rows: Iterable[int]) -> list[int]:
-    """Where rounds begin: a row stands once in each."""
-    starts, met = [0], set[int]()
-    for at, row in enumerate(sampled_rows):
-        if row in met:
-            starts.append(at)
-            met.clear()
-        met.add(row)
+    """The indices at which rounds begin: a row occurs once per round."""
+    starts, seen = [0], set[int]()
+    for index, row in enumerate(sampled_rows):
+        if row in seen:
+            starts.append(index)
+            seen.clear()
+        seen.add(row)
     return starts
 
 

@@ -1,32 +1,92 @@
 """Runs plans without a model."""
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from worker_svc.inputs import Ints, StepInputs
-from worker_svc.logprobs import Logprobs
-from worker_svc.plans import NO_TOKEN_POSSIBLE, Plan, PlanError, StepOutput, StepTimes
-from worker_svc.sim.ledger import Ledger
-from worker_svc.sim.logprobs import logprobs_at
-from worker_svc.sim.model import SimModel
-from worker_svc.sim.poison import Poison
+from worker_svc.plan.inputs import Ints, StepInputs
+from worker_svc.plan.logprobs import Logprobs
+from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, PlanError, StepOutput, StepTimes
+from worker_svc.plan.tables import RowTables
+from worker_svc.runner.step_runner import Callback, Identity, PendingOutput, ReadyOutput, no_op
+from worker_svc.sim.kv_checker import KvChecker
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
-from worker_svc.sim.tokens import tokens_at
-from worker_svc.step_runner import Finished, Launched, nothing
-from worker_svc.tables import Tables
+from worker_svc.sim.sampling import logprobs_at, tokens_at
 
-# What a sleep takes longer than asked, mostly; so long the clock is watched instead.
+# A sleep may end this late; for the last part of a step the clock is polled instead.
 _LONGEST_OVERSLEEP_NS = 150_000
+# A shell's exit status after SIGKILL. The signal itself would not do: the first process of a
+# container cannot send it to itself.
+_KILLED = 137
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimModel:
+    """The geometry of a worker, and a linear model of a step's duration."""
+
+    vocab_size: int = 32000
+    max_model_len: int = 4096
+    block_size: int = 16
+    num_blocks: int = 4096  # the null block included
+    num_host_blocks: int = 0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    step_ms: float = 0.0  # of every forward pass
+    token_us: float = 0.0  # more for each scheduled token
+    context_ns: float = 0.0  # more for each token attended to
+
+    @property
+    def identity(self) -> Identity:
+        """Workers of equal vocabulary and length have one fingerprint, whatever their pools."""
+        fingerprint = f"sim vocab_size={self.vocab_size} max_model_len={self.max_model_len}"
+        return Identity(
+            model_fingerprint=fingerprint.encode(),
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
+            kv_cache_dtype="sim",
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def step_ns(self, inputs: StepInputs) -> int:
+        """Duration of a whole step; 0 without a scheduled token."""
+        if not inputs.num_tokens:
+            return 0
+        context = self.context_ns * float(inputs.seq_lens.sum())
+        return int(self.step_ms * 1e6 + self.token_us * 1e3 * inputs.num_tokens + context)
+
+
+class Poison:
+    """Ends the process when a row runs whose prompt contains a certain token."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+        self._rows: set[int] = set()
+
+    def check(self, plan: Plan) -> None:
+        """To be called for every plan, in order. Does not return if a poisoned row runs."""
+        self._rows.difference_update(plan.released_rows.tolist())
+        for admission in plan.admissions:
+            if self._token_id in admission.token_ids[: admission.num_prompt_tokens]:
+                self._rows.add(admission.row)
+        if not self._rows.isdisjoint(plan.rows.tolist()):
+            os._exit(_KILLED)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
 
 
 class SimRunner:
-    """One simulated worker: tables, a ledger, and a clock. One thread runs all steps.
+    """One simulated worker: tables, a KV checker, and a clock. One thread runs all steps.
 
-    For tests: `gate` holds steps back while it is cleared, rows whose seed is in `failing_seeds`
-    fail when they sample, and the ledger's `violations` may be read.
+    For tests: steps wait while `gate` is cleared, and rows whose seed is in `failing_seeds` fail
+    when they sample.
     """
 
     def __init__(
@@ -35,57 +95,57 @@ class SimRunner:
         recorded: RecordedSteps | None = None,
         poison: Poison | None = None,
     ) -> None:
-        """In steps that are `recorded` rows sample, or fail, as they did; else `tokens_at` says."""
+        """In `recorded` steps rows sample or fail as recorded; in all others by `tokens_at`."""
         self.model = model
         self._recorded = recorded or {}
         self._poison = poison
         self.gate = threading.Event()
         self.gate.set()
         self.failing_seeds: set[int] = set()
-        self._tables = Tables(
+        self._tables = RowTables(
             max_num_seqs=model.max_num_seqs,
             max_model_len=model.max_model_len,
             block_size=model.block_size,
             num_blocks=model.num_blocks,
             max_num_batched_tokens=model.max_num_batched_tokens,
         )
-        self.ledger = Ledger(
+        self.kv_checker = KvChecker(
             self._tables, model.num_blocks, model.num_host_blocks, model.block_size
         )
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
 
-    def launch(self, plan: Plan, meanwhile: Callable[[], object] = nothing) -> Launched[StepOutput]:
-        """Runs one plan to its end."""
-        meanwhile()
-        return Finished(self.run(plan))
+    def launch(self, plan: Plan, before_blocking: Callback = no_op) -> PendingOutput[StepOutput]:
+        """Run one plan to its end."""
+        before_blocking()
+        return ReadyOutput(self.run(plan))
 
     def run(self, plan: Plan) -> StepOutput:
-        """Runs one plan, in no less time than the model says. Violation if it breaks a rule; rows
-        are then undefined until `clear`."""
+        """Run one plan, for at least the model's duration. Violation if it breaks a rule; rows are
+        then undefined until `clear`."""
         self.gate.wait()
         try:
             return self._run(plan)
         except PlanError as error:
-            raise self.ledger.noted(plan.step, error) from error
+            raise self.kv_checker.record(plan.step, error) from error
 
     def clear(self) -> None:
-        """Drops all rows; blocks keep their contents."""
+        """Release all rows; blocks keep their contents."""
         self._tables.clear()
-        self.ledger.clear()
+        self.kv_checker.clear()
         if self._poison is not None:
             self._poison.clear()
 
     def _run(self, plan: Plan) -> StepOutput:
         started_ns = time.monotonic_ns()
         idle_since_ns = self._idle_since_ns
-        self.ledger.apply(plan)
+        self.kv_checker.apply(plan)
         rows, counts, failures = self._tables.without_failed(plan)
         inputs = self._tables.prepare(rows, counts)
         prepared_ns = time.monotonic_ns()
         if self._poison is not None:
-            self._poison.take(plan)
-        self.ledger.write(plan, rows, inputs)
+            self._poison.check(plan)
+        self.kv_checker.write(plan, rows, inputs)
         self._tables.advance(rows, inputs.seq_lens)
         sampled = self._sample(plan, rows, inputs, failures)
         _sleep_until(started_ns + self.model.step_ns(inputs))
@@ -110,10 +170,10 @@ class SimRunner:
     def _sample(
         self, plan: Plan, rows: Ints, inputs: StepInputs, failures: dict[int, str]
     ) -> tuple[list[int], list[int], Logprobs | None]:
-        """Samples, notes failing rows in `failures`, and writes the tokens into the table."""
+        """Sample, add failing rows to `failures`, and write the tokens into the table."""
         tables = self._tables
         recorded = self._recorded_round(plan)
-        sampling = self._healthy(rows[inputs.sampling], recorded, failures)
+        sampling = self._without_failing(rows[inputs.sampling_mask], recorded, failures)
         if recorded is None:
             seeds, positions = tables.seeds[sampling], tables.num_tokens[sampling]
             tokens = tokens_at(seeds, positions, self.model.vocab_size)
@@ -121,19 +181,21 @@ class SimRunner:
         else:
             tokens = np.array([recorded.token_ids[row] for row in sampling.tolist()], np.int64)
             logprobs = recorded.logprobs
-        self.ledger.extend(sampling, tokens)
+        self.kv_checker.extend(sampling, tokens)
         tables.write_sampled(sampling, tokens)
         return sampling.tolist(), tokens.tolist(), logprobs
 
     def _recorded_round(self, plan: Plan) -> RecordedStep | None:
-        """None where nothing is recorded of the step."""
+        """The recorded round; None if the step was not recorded."""
         rounds = self._recorded.get(plan.step)
         if rounds is None:
             return None
         return rounds[plan.round] if plan.round < len(rounds) else RecordedStep({})
 
-    def _healthy(self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, str]) -> Ints:
-        """The rows that do not fail now; the others are noted."""
+    def _without_failing(
+        self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, str]
+    ) -> Ints:
+        """The rows that do not fail now; failing ones are added to `failures`."""
         if recorded is not None:
             failing = [row for row in rows.tolist() if row not in recorded.token_ids]
         elif self.failing_seeds:
@@ -143,27 +205,27 @@ class SimRunner:
         else:
             return rows
         for row in failing:
-            self._tables.fail(row, NO_TOKEN_POSSIBLE)
-            failures[row] = NO_TOKEN_POSSIBLE
+            self._tables.fail(row, NO_TOKEN_REASON)
+            failures[row] = NO_TOKEN_REASON
         return rows[~np.isin(rows, failing)]
 
     def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:
-        """None if no row asked."""
-        wanted = self._tables.num_logprobs[rows]
-        asking = wanted > 0
-        if not asking.any():
+        """None if no row requests any."""
+        num_logprobs = self._tables.num_logprobs[rows]
+        has_logprobs = num_logprobs > 0
+        if not has_logprobs.any():
             return None
-        asked = rows[asking]
+        asked = rows[has_logprobs]
         seeds, positions = self._tables.seeds[asked], self._tables.num_tokens[asked]
-        num_top = int(wanted.max()) - 1
+        num_top = int(num_logprobs.max()) - 1
         vocab_size = self.model.vocab_size
         return Logprobs.pack(
-            wanted, *logprobs_at(seeds, positions, tokens[asking], num_top, vocab_size)
+            num_logprobs, *logprobs_at(seeds, positions, tokens[has_logprobs], num_top, vocab_size)
         )
 
 
 def _sleep_until(deadline_ns: int) -> None:
-    """Sleeps are as long as asked and some; a step's time is to be exact."""
+    """Sleep, then poll the clock: a sleep alone ends late."""
     left_ns = deadline_ns - time.monotonic_ns() - _LONGEST_OVERSLEEP_NS
     if left_ns > 0:
         time.sleep(left_ns / 1e9)

@@ -1,0 +1,4 @@
+"""Generation: requests from validation to the last update, with their choices and resumption.
+
+Called by `rpc` and `metrics`. Sends requests through `scheduler` and decodes tokens through `text`.
+"""

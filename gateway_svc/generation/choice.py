@@ -1,0 +1,183 @@
+"""Tokens, text and end of one choice. Pure."""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from gateway_svc.scheduler.events import ChoiceEvent, Ended, TokenLogprobs
+from gateway_svc.text.detokenizer import Detokenizer
+from gateway_svc.text.served_model import Model
+from gateway_svc.text.stop_strings import StopChecker
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.service.errors import invalid
+
+
+@dataclass(frozen=True)
+class ChoiceEnd:
+    """How a choice ended: by a stop string, a stop token or, where both are None, by length."""
+
+    num_cached_prompt_tokens: int
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+    @property
+    def is_stop(self) -> bool:
+        return self.stop_string is not None or self.stop_token_id is not None
+
+
+@dataclass(frozen=True)
+class ChoiceUpdate:
+    """What a batch of events added to a choice."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    # Position of token_ids[0] within the choice.
+    first_index: int
+    # Set in the last update.
+    end: ChoiceEnd | None
+    # One per entry of token_ids; empty unless requested.
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Choice:
+    """Converts the scheduler's events of one choice into updates for its client.
+
+    The text emitted up to a token depends only on the tokens up to it. So the choice can be resumed
+    after any token.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        stop_token_ids: Set[int],
+        next_index: int = 0,
+    ) -> None:
+        """The client has the tokens before `next_index`, with their text."""
+        self.index = index
+        self.num_tokens = 0
+        # The stop string that was found; nothing is emitted after it.
+        self.stop_string: str | None = None
+        # None until the choice has ended.
+        self.end: ChoiceEnd | None = None
+        self._detokenizer = detokenizer
+        self._stops = StopChecker(stops)
+        self._has_stops = bool(stops)
+        self._stop_token_ids = stop_token_ids
+        self._next_index = next_index
+
+    def process(self, events: Iterable[ChoiceEvent]) -> ChoiceUpdate:
+        """Process events of this choice, in order and without gaps; an end is the last.
+
+        Tokens after a stop string are dropped. RequestError if the choice ends before `next_index`.
+        """
+        num_before = self.num_tokens
+        first_index = max(num_before, self._next_index)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        end = None
+        for event in events:
+            if isinstance(event, Ended):
+                end = event
+            else:
+                token_ids += event.token_ids
+                logprobs += event.logprobs
+        texts = self._decode_new(token_ids)
+        # Before `_end`, which may keep fewer tokens.
+        new = slice(first_index - num_before, self.num_tokens - num_before)
+        if end is not None:
+            texts.append(self._end(end))
+        return ChoiceUpdate(
+            self.index,
+            "".join(texts),
+            tuple(token_ids[new]),
+            first_index,
+            self.end,
+            tuple(logprobs[new]),
+        )
+
+    def _decode_new(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the texts to emit, up to a stop string."""
+        texts: list[str] = []
+        for segment in self._split_token_ids(token_ids):
+            if self.stop_string is not None:
+                break
+            text = self._decode(segment)
+            if self.num_tokens > self._next_index:
+                texts.append(text)
+        return texts
+
+    def _split_token_ids(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Split tokens where the text up to there is needed: at `next_index` and, with stop
+        strings, after every token.
+        """
+        if self._has_stops:
+            yield from zip(token_ids)
+            return
+        num_received = max(0, self._next_index - self.num_tokens)
+        yield from filter(None, (token_ids[:num_received], token_ids[num_received:]))
+
+    def _decode(self, segment: Sequence[int]) -> str:
+        """Count tokens, and return the text that may be emitted with the last of them. A stop
+        token ends the choice and is not part of its text.
+        """
+        self.num_tokens += len(segment)
+        shown = [token_id for token_id in segment if token_id not in self._stop_token_ids]
+        return self._check_stops(self._detokenizer.push(shown))
+
+    def _end(self, ended: Ended) -> str:
+        """Return the text held back. A stop string, found before or in it, takes precedence over
+        the scheduler's reason.
+        """
+        text = ""
+        if self.stop_string is None:
+            text = self._check_stops(self._detokenizer.flush())
+        if self.stop_string is None:
+            text += self._stops.flush()
+        self.num_tokens = min(self.num_tokens, ended.num_tokens)
+        if self.num_tokens < self._next_index:
+            raise invalid(
+                f"next_token_indices[{self.index}]",
+                "TOKEN_INDEX_PAST_END",
+                f"is {self._next_index}; the choice has ended with {self.num_tokens} tokens",
+            )
+        by_token = self.stop_string is None and ended.reason == scheduler_pb2.END_REASON_STOP_TOKEN
+        self.end = ChoiceEnd(
+            ended.num_cached_prompt_tokens,
+            self.stop_string,
+            ended.stop_token_id if by_token else None,
+        )
+        return text
+
+    def _check_stops(self, text: str) -> str:
+        checked = self._stops.push(text)
+        self.stop_string = checked.stop
+        return checked.text
+
+
+def create_choices(
+    state: gateway_pb2.ResumeState, model: Model, next_indices: Sequence[int] = ()
+) -> tuple[Choice, ...]:
+    """Create the choices, in order. The client has the tokens before `next_indices`, none where
+    absent. RequestError if there are more indices than choices.
+    """
+    if len(next_indices) > state.num_choices:
+        raise invalid(
+            "next_token_indices",
+            "TOO_MANY_NEXT_TOKEN_INDICES",
+            f"has {len(next_indices)} entries; the request has {state.num_choices} choices",
+        )
+    skip, context = state.skip_special_tokens, state.context_token_ids
+    stop_token_ids = frozenset(state.stop_token_ids)
+    return tuple(
+        Choice(
+            index,
+            Detokenizer(model.vocabulary, skip, context),
+            state.stop,
+            stop_token_ids,
+            next_index,
+        )
+        for index, next_index in zip_longest(range(state.num_choices), next_indices, fillvalue=0)
+    )

@@ -1,0 +1,207 @@
+"""Runs one request at the scheduler, from submission or resumption to its end."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import structlog
+
+from gateway_svc.generation.choice import Choice, ChoiceUpdate, create_choices
+from gateway_svc.generation.submission import PreparedRequest
+from gateway_svc.scheduler.events import Accepted, ChoiceEvent, Ended, Event, NewTokens
+from gateway_svc.scheduler.multiplexer import Multiplexer
+from gateway_svc.scheduler.request_stream import RequestStream
+from gateway_svc.text.served_model import ServedModel
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.service.errors import RequestError
+from quire.v1 import inference_pb2
+
+log = structlog.get_logger()
+
+# Tokens decoded before yielding to the event loop: some milliseconds of work.
+_CHUNK_TOKENS = 256
+
+_CreateChoices = Callable[[gateway_pb2.ResumeState], Sequence[Choice]]
+
+
+class Generation:
+    """A request submitted to the scheduler, until all its choices have ended."""
+
+    def __init__(
+        self, requests: Multiplexer, stream: RequestStream, create_choices: _CreateChoices
+    ) -> None:
+        self.request_id = stream.request.request_id
+        # By index; empty until the acceptance of a request that another gateway submitted.
+        self.choices: Sequence[Choice] = ()
+        self.first_token_at: float | None = None
+        self._requests = requests
+        self._stream = stream
+        self._create_choices = create_choices
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.choices) and all(choice.end is not None for choice in self.choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        state = self._stream.state
+        return 0 if state is None else state.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """Of the prompt that all choices share, as reported for choice 0."""
+        end = self.choices[0].end
+        return 0 if end is None else end.num_cached_prompt_tokens
+
+    async def updates(self) -> AsyncIterator[Sequence[ChoiceUpdate]]:
+        """Yield an empty update at acceptance, then the updates of the choices that changed.
+        RequestError if the scheduler fails the request.
+
+        With deferred delivery the first update has the first token, and later ones have at least
+        `_CHUNK_TOKENS` tokens, except at the end.
+        """
+        while not self.has_ended:
+            events = await self._stream.get(self._min_tokens)
+            if not self.choices and self._stream.state is not None:
+                self.choices = self._create_choices(self._stream.state)
+            if Accepted() in events:
+                yield ()
+            for number, chunk in enumerate(_chunk_events(events)):
+                if number:
+                    await asyncio.sleep(0)
+                if update := self._process(chunk):
+                    yield update
+
+    @property
+    def _min_tokens(self) -> int:
+        if not self._stream.is_deferred:
+            return 0
+        return 1 if self.first_token_at is None else _CHUNK_TOKENS
+
+    def _process(self, events: Iterable[ChoiceEvent]) -> list[ChoiceUpdate]:
+        by_choice: dict[int, list[ChoiceEvent]] = defaultdict(list)
+        for event in events:
+            by_choice[event.choice].append(event)
+        parts = [self._advance(self.choices[i], by_choice[i]) for i in sorted(by_choice)]
+        update = [part for part in parts if part.token_ids or part.end is not None]
+        if update and self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        return update
+
+    def _advance(self, choice: Choice, events: Iterable[ChoiceEvent]) -> ChoiceUpdate:
+        was_stopped = choice.stop_string is not None
+        update = choice.process(events)
+        if choice.stop_string is not None and not was_stopped:
+            self._requests.finish(self._stream, choice.index, choice.num_tokens)
+        return update
+
+
+def _chunk_events(events: Iterable[Event]) -> Iterator[list[ChoiceEvent]]:
+    """Split events, in order, into lists of at most `_CHUNK_TOKENS` tokens."""
+    chunk: list[ChoiceEvent] = []
+    room = _CHUNK_TOKENS
+    for event in _split_long_events(events):
+        num_tokens = 0 if isinstance(event, Ended) else len(event.token_ids)
+        if num_tokens > room:
+            yield chunk
+            chunk, room = [], _CHUNK_TOKENS
+        chunk.append(event)
+        room -= num_tokens
+    if chunk:
+        yield chunk
+
+
+def _split_long_events(events: Iterable[Event]) -> Iterator[ChoiceEvent]:
+    """Drop acceptances and split events of more than `_CHUNK_TOKENS` tokens."""
+    for event in events:
+        if isinstance(event, Accepted):
+            continue
+        if isinstance(event, Ended) or len(event.token_ids) <= _CHUNK_TOKENS:
+            yield event
+            continue
+        for at in range(0, len(event.token_ids), _CHUNK_TOKENS):
+            part = slice(at, at + _CHUNK_TOKENS)
+            token_ids, logprobs = event.token_ids[part], event.logprobs[part]
+            yield NewTokens(event.choice, event.first_index + at, token_ids, logprobs)
+
+
+def start(
+    prepared: PreparedRequest, requests: Multiplexer
+) -> AbstractAsyncContextManager[Generation]:
+    """Submit a request. Exiting before its end cancels it, unless it may be resumed."""
+    stream = requests.submit(prepared.submission, prepared.resume_state, _cancel_this_task())
+    return _closing(requests, stream, lambda state: prepared.choices)
+
+
+def resume(
+    request: inference_pb2.ResumeGenerateRequest, served: ServedModel, requests: Multiplexer
+) -> AbstractAsyncContextManager[Generation]:
+    """Resume a live or finished request; exit as `start` does.
+
+    Requests all tokens, as the text after the client's next tokens depends on those before.
+    """
+    attachment = scheduler_pb2.Attachment(request_id=request.request_id)
+    stream = requests.attach(attachment, _cancel_this_task())
+    return _closing(
+        requests,
+        stream,
+        lambda state: create_choices(state, served.get(state.model), request.next_token_indices),
+    )
+
+
+def _cancel_this_task() -> Callable[[], object]:
+    """Return a callback that ends this call, even during a write to a slow client."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancel
+
+
+@asynccontextmanager
+async def _closing(
+    requests: Multiplexer, stream: RequestStream, create_choices: _CreateChoices
+) -> AsyncIterator[Generation]:
+    """Yield the request; close its stream and log its end on exit."""
+    generation = Generation(requests, stream, create_choices)
+    started_at = time.monotonic()
+    end = "cancelled"
+    try:
+        yield generation
+        end = ",".join(map(_finish_reason, generation.choices))
+    except asyncio.CancelledError:
+        if stream.error is None:
+            raise
+        end = stream.error.code.name.lower()
+        raise stream.error from None
+    except RequestError as error:
+        end = error.code.name.lower()
+        requests.detach(stream)
+        raise
+    except Exception:
+        end = "internal"
+        raise
+    finally:
+        requests.close(stream)
+        _log_end(generation, end, started_at)
+
+
+def _finish_reason(choice: Choice) -> str:
+    return "stop" if choice.end and choice.end.is_stop else "length"
+
+
+def _log_end(generation: Generation, end: str, started_at: float) -> None:
+    first_at = generation.first_token_at
+    log.info(
+        "request ended",
+        request_id=generation.request_id,
+        end=end,
+        prompt_tokens=generation.num_prompt_tokens,
+        completion_tokens=generation.num_tokens,
+        first_token_s=None if first_at is None else round(first_at - started_at, 4),
+        total_s=round(time.monotonic() - started_at, 4),
+    )

@@ -1,0 +1,149 @@
+"""Prepares a client's request for the scheduler: validates, tokenizes and resolves it."""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from gateway_svc.generation import validation
+from gateway_svc.generation.choice import Choice, create_choices
+from gateway_svc.generation.validation import GenerationRequest
+from gateway_svc.text.detokenizer import Detokenizer
+from gateway_svc.text.served_model import Model, ModelLimits
+from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.service.errors import failed
+from quire.v1 import inference_pb2
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A validated request, ready to submit, and its choices."""
+
+    model: Model
+    submission: scheduler_pb2.Submission
+    resume_state: gateway_pb2.ResumeState
+    choices: Sequence[Choice]
+
+
+class RequestsInPreparation:
+    """Requests that the scheduler does not have yet; cancelled by their ids."""
+
+    def __init__(self) -> None:
+        # Set on cancellation. An id may be in preparation twice; a cancellation applies to both.
+        self._cancelled: dict[str, set[asyncio.Event]] = {}
+
+    @contextmanager
+    def track(self, request_id: str) -> Iterator[None]:
+        """Make a request cancellable during the block. RequestError at the end of the block if it
+        was cancelled.
+        """
+        cancelled = asyncio.Event()
+        self._cancelled.setdefault(request_id, set()).add(cancelled)
+        try:
+            yield
+            if cancelled.is_set():
+                raise failed(grpc.StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
+        finally:
+            self._cancelled[request_id].remove(cancelled)
+            if not self._cancelled[request_id]:
+                del self._cancelled[request_id]
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel requests of this id; return whether any is in preparation."""
+        found = self._cancelled.get(request_id, set())
+        for cancelled in found:
+            cancelled.set()
+        return bool(found)
+
+
+async def prepare(
+    request: GenerationRequest, model: Model, max_model_len: int | None, deadline_s: float | None
+) -> PreparedRequest:
+    """RequestError names the invalid field. `deadline_s` is the time left to the client's call."""
+    limits = model.limits(max_model_len)
+    validation.check_request(request, limits)
+    deadline_ms = None if deadline_s is None else round((time.time() + deadline_s) * 1000)
+    prompt_token_ids = await _tokenize(request, model, limits)
+    request_id = request.request_id or secrets.token_hex(16)
+    params = request.sampling_params
+    resolved = validation.resolve(params, request_id, len(prompt_token_ids), limits)
+    state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
+    validation.check_num_logprobs(resolved, state.num_choices)
+    submission = scheduler_pb2.Submission(
+        request_id=request_id,
+        digest=request_digest(request),
+        prompt_token_ids=prompt_token_ids,
+        params=resolved,
+        deadline_ms=deadline_ms,
+        resume_window_s=request.resume_window_s if request.HasField("resume_window_s") else None,
+        priority=request.priority if request.HasField("priority") else None,
+        n=state.num_choices,
+        cache_salt=request.cache_salt.encode(),
+        opaque=state.SerializeToString(),
+        deferred_delivery=_is_deferred(request),
+    )
+    return PreparedRequest(model, submission, state, create_choices(state, model))
+
+
+async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimits) -> list[int]:
+    """Tokenize the prompt of a validated request. RequestError if it does not fit."""
+    match request.WhichOneof("prompt"):
+        case "token_ids":
+            return list(request.token_ids.ids)
+        case "text":
+            token_ids = await model.encode(request.text, True)
+        case _:
+            rendered = await model.render("prompt.conversation", request.conversation)
+            validation.check_text("prompt", rendered, limits)
+            token_ids = await model.encode(rendered, False)
+    validation.check_prompt_length(len(token_ids), limits.max_model_len)
+    validation.check_token_ids("prompt", token_ids, limits.vocab_size)
+    return token_ids
+
+
+def _create_resume_state(
+    request: GenerationRequest,
+    model: Model,
+    prompt_token_ids: Sequence[int],
+    stop_token_ids: Iterable[int],
+) -> gateway_pb2.ResumeState:
+    """`stop_token_ids` includes the end-of-sequence ids that end a choice."""
+    params = request.sampling_params
+    skip = params.skip_special_tokens or not params.HasField("skip_special_tokens")
+    # The output continues the prompt's text; after a conversation it begins a new message.
+    context = () if request.WhichOneof("prompt") == "conversation" else prompt_token_ids
+    return gateway_pb2.ResumeState(
+        model=model.name,
+        num_choices=params.n if params.HasField("n") else 1,
+        num_prompt_tokens=len(prompt_token_ids),
+        context_token_ids=Detokenizer.trim_context(model.vocabulary, skip, context),
+        stop=params.stop,
+        stop_token_ids=stop_token_ids,
+        skip_special_tokens=skip,
+        resume_window_s=request.resume_window_s,
+    )
+
+
+def _is_deferred(request: GenerationRequest) -> bool:
+    """Whether to request deferred delivery: for unary requests without stop strings. A stop string
+    must be found early, as the worker generates until then.
+    """
+    is_unary = isinstance(request, inference_pb2.GenerateRequest)
+    return is_unary and not request.sampling_params.stop
+
+
+def request_digest(request: GenerationRequest) -> bytes:
+    """The same for unary and streaming calls, whose messages have the same fields. Excludes the
+    resume window, which does not affect the result.
+    """
+    hashed = request
+    if request.HasField("resume_window_s"):
+        hashed = type(request)()
+        hashed.CopyFrom(request)  # type: ignore[arg-type]
+        hashed.ClearField("resume_window_s")
+    return hashlib.sha256(hashed.SerializeToString(deterministic=True)).digest()

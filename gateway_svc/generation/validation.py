@@ -1,0 +1,228 @@
+"""Validates requests and resolves their defaults. Pure; errors name the invalid field.
+
+Fields are named as in the proto; `prompt` stands for the oneof.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from google.protobuf.wrappers_pb2 import FloatValue
+
+from gateway_svc.text.served_model import ModelLimits
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError, invalid
+from quire.v1 import inference_pb2
+
+GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerateRequest
+
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+# Of all choices together, so that a whole response fits into one message, to the client and from
+# the scheduler.
+MAX_LOGPROBS = 2**20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_CACHE_SALT_BYTES = 256
+MAX_MESSAGES = 4096
+MAX_ROLE_CHARACTERS = 64
+MAX_RESUME_WINDOW_S = 3600
+# Of one Detokenize call, unless the model's sequences are longer: a tenth of a second of work.
+MAX_DETOKENIZED_TOKENS = 2**17
+
+
+def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
+    """Check all that does not depend on the prompt's tokens."""
+    if request.HasField("request_id"):
+        check_request_id(request.request_id)
+    salt_bytes = len(request.cache_salt.encode())
+    _check_at_most("cache_salt", "CACHE_SALT_LENGTH", salt_bytes, MAX_CACHE_SALT_BYTES, "bytes")
+    if request.resume_window_s > MAX_RESUME_WINDOW_S:
+        raise _out_of_range(
+            "resume_window_s", request.resume_window_s, f"0 to {MAX_RESUME_WINDOW_S}"
+        )
+    _check_sampling(request.sampling_params, limits.vocab_size)
+    _check_prompt(request, limits)
+
+
+def check_resume_request(request: inference_pb2.ResumeGenerateRequest) -> None:
+    """Check all that does not depend on the state of the request."""
+    check_request_id(request.request_id)
+    count = len(request.next_token_indices)
+    if count > MAX_CHOICES:
+        raise invalid(
+            "next_token_indices",
+            "TOO_MANY_NEXT_TOKEN_INDICES",
+            f"has {count} entries; a request has at most {MAX_CHOICES} choices",
+        )
+
+
+def check_request_id(request_id: str) -> None:
+    _check_length("request_id", "REQUEST_ID_LENGTH", request_id, MAX_REQUEST_ID_CHARACTERS)
+
+
+def check_conversation(
+    field: str, conversation: inference_pb2.Conversation, limits: ModelLimits
+) -> None:
+    if not limits.has_chat_template:
+        raise invalid(
+            field, "NO_CHAT_TEMPLATE", "is a conversation; the model has no chat template"
+        )
+    if not conversation.messages:
+        raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
+    # Before any work per message: millions of empty messages fit into a request.
+    _check_at_most(
+        f"{field}.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
+    )
+    for at, message in enumerate(conversation.messages):
+        role = f"{field}.messages[{at}].role"
+        _check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
+    check_text(field, "".join(message.content for message in conversation.messages), limits)
+
+
+def check_text(field: str, text: str, limits: ModelLimits) -> None:
+    """Refuse text too long for any tokenization: tokenizing it would take seconds."""
+    maximum = limits.max_model_len * limits.longest_token
+    if len(text) > maximum:
+        raise invalid(
+            field,
+            "PROMPT_TOO_LONG",
+            f"has {len(text)} characters; the model's {limits.max_model_len} tokens "
+            f"hold at most {maximum}",
+        )
+
+
+def check_detokenize(token_ids: Sequence[int], limits: ModelLimits) -> None:
+    maximum = max(MAX_DETOKENIZED_TOKENS, limits.max_model_len)
+    _check_at_most("token_ids", "TOO_MANY_TOKEN_IDS", len(token_ids), maximum)
+    check_token_ids("token_ids", token_ids, limits.vocab_size)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids or max(token_ids) < vocab_size:
+        return
+    at, id_ = next((at, id_) for at, id_ in enumerate(token_ids) if id_ >= vocab_size)
+    raise invalid(
+        f"{field}[{at}]",
+        "TOKEN_ID_OUTSIDE_VOCABULARY",
+        f"is {id_}; token ids are 0 to {vocab_size - 1}",
+    )
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """A prompt has at least one token, and leaves room for at least one."""
+    if num_tokens < 1:
+        raise invalid("prompt", "EMPTY_PROMPT", "has 0 tokens; at least 1 is needed")
+    if num_tokens >= max_model_len:
+        raise invalid(
+            "prompt",
+            "PROMPT_TOO_LONG",
+            f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, "
+            f"as the model's {max_model_len} include at least 1 of output",
+        )
+
+
+def resolve(
+    params: inference_pb2.SamplingParams,
+    request_id: str,
+    num_prompt_tokens: int,
+    limits: ModelLimits,
+) -> scheduler_pb2.ResolvedParams:
+    """Fill in the defaults of validated parameters; max_tokens is capped by the context's room."""
+    room = limits.max_model_len - num_prompt_tokens
+    eos_token_ids = () if params.ignore_eos else limits.eos_token_ids
+    num_top = min(params.logprobs, limits.vocab_size)
+    return scheduler_pb2.ResolvedParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        seed=params.seed if params.HasField("seed") else _seed(request_id),
+        max_tokens=min(params.max_tokens, room) if params.HasField("max_tokens") else room,
+        stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
+        # The token itself, beside the most likely ones.
+        num_logprobs=num_top + 1 if params.HasField("logprobs") else 0,
+        min_p=params.min_p,
+    )
+
+
+def check_num_logprobs(resolved: scheduler_pb2.ResolvedParams, num_choices: int) -> None:
+    """Refuse more log-probabilities than a response can hold."""
+    max_tokens = MAX_LOGPROBS // (max(resolved.num_logprobs, 1) * num_choices)
+    if resolved.num_logprobs and resolved.max_tokens > max_tokens:
+        raise invalid(
+            "sampling_params.max_tokens",
+            "TOO_MANY_LOGPROBS",
+            f"is {resolved.max_tokens}, the room left in the context if not set; with "
+            f"logprobs = {resolved.num_logprobs - 1} and n = {num_choices} at most {max_tokens} "
+            "is allowed",
+        )
+
+
+def _seed(request_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big")
+
+
+def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
+    match request.WhichOneof("prompt"):
+        case None:
+            raise invalid("prompt", "NO_PROMPT", "is missing; set text, token_ids or conversation")
+        case "text":
+            if not request.text:
+                raise invalid("prompt", "EMPTY_PROMPT", "has 0 characters; at least 1 is needed")
+            check_text("prompt", request.text, limits)
+        case "token_ids":
+            check_prompt_length(len(request.token_ids.ids), limits.max_model_len)
+            check_token_ids("prompt.token_ids", request.token_ids.ids, limits.vocab_size)
+        case "conversation":
+            check_conversation("prompt.conversation", request.conversation, limits)
+
+
+def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise _out_of_range(
+            "sampling_params.temperature", params.temperature, "0 or more, and finite"
+        )
+    if params.HasField("top_p") and not 0 < params.top_p <= 1:
+        raise _out_of_range("sampling_params.top_p", params.top_p, "above 0 and at most 1")
+    if not 0 <= params.min_p <= 1:
+        raise _out_of_range("sampling_params.min_p", params.min_p, "0 to 1")
+    if params.HasField("max_tokens") and params.max_tokens < 1:
+        raise _out_of_range("sampling_params.max_tokens", params.max_tokens, "at least 1")
+    if params.HasField("n") and not 1 <= params.n <= MAX_CHOICES:
+        raise _out_of_range("sampling_params.n", params.n, f"1 to {MAX_CHOICES}")
+    if params.logprobs > MAX_TOP_LOGPROBS:
+        raise _out_of_range("sampling_params.logprobs", params.logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+    field = "sampling_params.stop"
+    _check_at_most(field, "TOO_MANY_STOP", len(params.stop), MAX_STOP_STRINGS)
+    for at, stop in enumerate(params.stop):
+        _check_length(f"{field}[{at}]", "STOP_STRING_LENGTH", stop, MAX_STOP_CHARACTERS)
+    field = "sampling_params.stop_token_ids"
+    _check_at_most(field, "TOO_MANY_STOP_TOKEN_IDS", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    check_token_ids(field, params.stop_token_ids, vocab_size)
+
+
+def _check_length(field: str, reason: str, text: str, maximum: int) -> None:
+    if not 1 <= len(text) <= maximum:
+        raise invalid(field, reason, f"has {len(text)} characters; 1 to {maximum} are allowed")
+
+
+def _check_at_most(
+    field: str, reason: str, count: int, maximum: int, unit: str = "entries"
+) -> None:
+    if count > maximum:
+        raise invalid(field, reason, f"has {count} {unit}; at most {maximum} are allowed")
+
+
+def _out_of_range(field: str, value: float, allowed: str) -> RequestError:
+    reason = f"{field.rpartition('.')[2].upper()}_OUT_OF_RANGE"
+    shown = _shortest(value) if isinstance(value, float) else value
+    return invalid(field, reason, f"is {shown}; must be {allowed}")
+
+
+def _shortest(value: float) -> str:
+    """The shortest decimal that identifies a 32-bit float: most likely what the client wrote."""
+    texts = (f"{value:.{digits}g}" for digits in range(6, 10))
+    same = (text for text in texts if FloatValue(value=float(text)).value == value)
+    return next(same, str(value))

@@ -1,0 +1,4 @@
+"""The public gRPC services: inference, models and tokenizer, as adapters to `generation`.
+
+Called by `server`.
+"""

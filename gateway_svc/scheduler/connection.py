@@ -1,0 +1,168 @@
+"""The gateway's connection to the leading scheduler, re-established after each loss."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+import structlog
+
+from gateway_svc.scheduler.leader_discovery import (
+    LeaderDiscovery,
+    LeaderStream,
+    NotLeadingError,
+    connect,
+)
+from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
+from gateway_svc.scheduler.send_queue import SendQueue
+from quire.internal.v1 import scheduler_pb2
+from quire.service.addresses import NameResolver
+from quire.service.protocol_version import PROTOCOL_VERSION
+
+log = structlog.get_logger()
+
+# A stream that ends sooner is followed by a back-off, which doubles with each such stream in a row.
+_SHORT_STREAM_S = 1.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+
+
+class SchedulerConnection:
+    """Maintains one `Connect` stream to the leading scheduler; `requests` are multiplexed over it.
+
+    `on_state` is called with the reason why requests cannot run, or None when they can.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        requests: Multiplexer,
+        wait_s: float,
+        on_state: Callable[[str | None], object],
+    ) -> None:
+        """`wait_s` bounds the wait for a first scheduler."""
+        self.requests = requests
+        # The longest sequence that workers accept, as last reported; None until then.
+        self.max_model_len: int | None = None
+        self._discovery = LeaderDiscovery(NameResolver(addresses), self._connect)
+        self._wait_s = wait_s
+        self._on_state = on_state
+        # The highest seen, on any stream.
+        self._epoch = 0
+        self._was_connected = asyncio.Event()
+        self._is_closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Connect, and reconnect until closed."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self, timeout_s: float) -> None:
+        """Send what is queued, for at most `timeout_s`, and disconnect."""
+        self._is_closing = True
+        self.requests.send_queue.close()
+        if self._task is not None:
+            if not self.requests.is_connected:
+                self._task.cancel()
+            await asyncio.wait({self._task}, timeout=timeout_s)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait_until_connected(self) -> None:
+        """Wait for the first connection, whose hello limits requests. RequestError after
+        `wait_s`.
+        """
+        if self._was_connected.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._was_connected.wait()
+        except TimeoutError:
+            raise scheduler_unavailable() from None
+
+    async def _run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._on_state("no scheduler has been found yet")
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._is_closing:
+            leader = await self._discovery.find()
+            connected_at = time.monotonic()
+            try:
+                reason = await self._run_stream(leader)
+            finally:
+                self.requests.on_disconnected()
+                leader.call.cancel()
+                await leader.channel.close()
+            if self._is_closing or task.cancelling():
+                # gRPC swallows a cancellation that coincides with the end of the call.
+                return
+            # Logs only: the reason may mention another client's request.
+            log.warning("scheduler disconnected", address=leader.address, reason=reason)
+            self._on_state(reason)
+            if time.monotonic() - connected_at > _SHORT_STREAM_S:
+                backoff_s = _FIRST_BACKOFF_S
+            else:
+                # A scheduler that ends its streams soon after the hello must not cause a busy loop.
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _connect(self, address: str) -> LeaderStream:
+        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
+        leader = await connect(address, hello)
+        try:
+            self._check(leader.first_frame)
+        except NotLeadingError as error:
+            await leader.channel.close()
+            self._on_state(str(error))
+            raise
+        return leader
+
+    async def _run_stream(self, leader: LeaderStream) -> str:
+        """Read and write one stream; return why it ended."""
+        frame: object = leader.first_frame
+        self.requests.on_connected()
+        writer = asyncio.create_task(_write(leader, self.requests.send_queue))
+        log.info("scheduler connected", address=leader.address, epoch=leader.first_frame.epoch)
+        try:
+            while isinstance(frame, scheduler_pb2.ConnectResponse):
+                self._check(frame)
+                self._receive(frame)
+                frame = await leader.call.read()
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except NotLeadingError as error:
+            return str(error)
+        except Exception as error:
+            # Reconnect: one bad frame must not end the task that serves all requests.
+            log.exception("handling a frame of the scheduler failed")
+            return f"handling its frame failed: {error!r}"
+        finally:
+            writer.cancel()
+        return "the scheduler ended the stream"
+
+    def _check(self, frame: scheduler_pb2.ConnectResponse) -> None:
+        if frame.epoch < self._epoch:
+            raise NotLeadingError(f"its epoch is {frame.epoch}, older than {self._epoch}")
+        if frame.HasField("hello") and frame.hello.protocol_version != PROTOCOL_VERSION:
+            version = frame.hello.protocol_version
+            raise NotLeadingError(f"its protocol version is {version}, not {PROTOCOL_VERSION}")
+
+    def _receive(self, frame: scheduler_pb2.ConnectResponse) -> None:
+        self._epoch = frame.epoch
+        if frame.HasField("hello"):
+            hello = frame.hello
+            if hello.HasField("max_model_len"):
+                self.max_model_len = hello.max_model_len
+            self._was_connected.set()
+            self._on_state(None if hello.ready else "no worker has joined the scheduler")
+        self.requests.deliver(frame)
+
+
+async def _write(leader: LeaderStream, send_queue: SendQueue) -> None:
+    # A failed write ends the stream, which the reader reports.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while (frame := await send_queue.get()) is not None:
+            await leader.call.write(frame)
+        await leader.call.done_writing()

@@ -1,0 +1,116 @@
+"""Finds the leading scheduler among the configured addresses."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service.addresses import NameResolver
+from quire.service.channels import scheduler_channel_options
+
+log = structlog.get_logger()
+
+# A leader sends its hello at once; a process that is suspended or unreachable sends none.
+HELLO_TIMEOUT_S = 1.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 0.5
+_NEW_ADDRESSES_INTERVAL_S = 0.1
+
+
+class NotLeadingError(Exception):
+    """A scheduler does not lead, cannot be reached, or has another protocol version."""
+
+
+@dataclass(frozen=True)
+class LeaderStream:
+    """A stream to a scheduler that has sent its hello."""
+
+    address: str
+    channel: grpc.aio.Channel
+    call: "grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]"
+    # Its first frame, with the hello.
+    first_frame: scheduler_pb2.ConnectResponse
+
+
+async def connect(address: str, hello: scheduler_pb2.GatewayHello) -> LeaderStream:
+    """Open a stream and exchange hellos. NotLeadingError if that fails."""
+    channel = grpc.aio.insecure_channel(address, options=scheduler_channel_options())
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()
+            first_frame = await _exchange_hellos(call, hello)
+    except BaseException as error:
+        await channel.close()
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise NotLeadingError(f"{error.code().name}: {error.details()}") from error
+        if isinstance(error, TimeoutError):
+            raise NotLeadingError(f"no hello within {HELLO_TIMEOUT_S} s") from error
+        raise
+    return LeaderStream(address, channel, call, first_frame)
+
+
+async def _exchange_hellos(
+    call: "grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]",
+    hello: scheduler_pb2.GatewayHello,
+) -> scheduler_pb2.ConnectResponse:
+    # If the call has ended already, the read raises its status.
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(scheduler_pb2.ConnectRequest(hello=hello))
+    frame = await call.read()
+    if not isinstance(frame, scheduler_pb2.ConnectResponse) or not frame.HasField("hello"):
+        raise NotLeadingError("the first frame has no hello")
+    return frame
+
+
+class LeaderDiscovery:
+    """Tries all addresses concurrently, so that one that hangs delays no other."""
+
+    def __init__(
+        self, resolver: NameResolver, connect: Callable[[str], Awaitable[LeaderStream]]
+    ) -> None:
+        """`connect` opens a stream to an address; NotLeadingError if no leader is there."""
+        self._resolver = resolver
+        self._connect = connect
+
+    async def find(self) -> LeaderStream:
+        """Return a stream to the first scheduler that responds as the leader."""
+        found: asyncio.Future[LeaderStream] = asyncio.get_running_loop().create_future()
+        attempts: dict[str, asyncio.Task[None]] = {}
+        resolving = asyncio.create_task(self._resolver.run())
+        try:
+            while not found.done():
+                for address in self._resolver.addresses - attempts.keys():
+                    attempts[address] = asyncio.create_task(self._try_repeatedly(address, found))
+                await asyncio.wait({found}, timeout=_NEW_ADDRESSES_INTERVAL_S)
+            return found.result()
+        finally:
+            for task in (resolving, *attempts.values()):
+                task.cancel()
+            await asyncio.gather(resolving, *attempts.values(), return_exceptions=True)
+
+    async def _try_repeatedly(self, address: str, found: asyncio.Future[LeaderStream]) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        last_reason = ""
+        task = asyncio.current_task()
+        assert task is not None
+        # gRPC swallows a cancellation that coincides with the end of a call.
+        while not (found.done() or task.cancelling()):
+            try:
+                leader = await self._connect(address)
+            except NotLeadingError as error:
+                # Logged when it changes, not at every attempt.
+                if str(error) != last_reason:
+                    last_reason = str(error)
+                    log.info("not the leader", address=address, reason=last_reason)
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1))
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            else:
+                if found.done():
+                    await leader.channel.close()
+                else:
+                    found.set_result(leader)

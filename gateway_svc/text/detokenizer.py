@@ -1,0 +1,132 @@
+"""Incremental detokenization: emits only whole characters that later tokens cannot change."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has at most four bytes, a token at least one. So four tokens hold the beginning of
+# any unfinished character; decoding from there differs from decoding all only in text already sent.
+_CONTEXT_TOKENS = 4
+_WINDOW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Data that all detokenizers of one tokenizer share."""
+
+    tokenizer: Tokenizer
+    # All ids that have a token; a model's embedding may have more rows.
+    known_ids: frozenset[int]
+    # Those without the special tokens.
+    plain_ids: frozenset[int]
+    # The tokens <0x00> to <0xFF> of vocabularies with byte fallback.
+    byte_ids: frozenset[int]
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "Vocabulary":
+        known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
+        added = tokenizer.get_added_tokens_decoder().items()
+        bytes_ = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return cls(
+            tokenizer,
+            known_ids=known,
+            plain_ids=known - {id_ for id_, token in added if token.special},
+            byte_ids=frozenset(id_ for id_ in bytes_ if id_ is not None),
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each token alone, special ones included, decoded at first use."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._vocabulary.decode([token_id])
+        return text
+
+
+class Detokenizer:
+    """Decodes the tokens of one choice.
+
+    The deltas of `push` and `flush`, joined, equal the text of all pushed ids decoded
+    at once after `context`. The text emitted up to an id depends only on the ids up to it, so that
+    another detokenizer can continue there. Each id is decoded a bounded number of times, however
+    long the choice is.
+
+    Held back are an unfinished character of a byte-level vocabulary, and a run of byte tokens:
+    decoders read a run as a whole, and one invalid byte changes all of it.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._visible = vocabulary.plain_ids if skip_special_tokens else vocabulary.known_ids
+        # Of the window's text, characters [0, sent) have been emitted.
+        self._window = self.trim_context(vocabulary, skip_special_tokens, context)
+        self._sent = len(vocabulary.decode(self._window))
+
+    @staticmethod
+    def trim_context(
+        vocabulary: Vocabulary, skip_special_tokens: bool, context: Sequence[int]
+    ) -> list[int]:
+        """Return the part of a context that affects the text after it: its end, without invisible
+        tokens and without a trailing run of byte tokens.
+        """
+        visible = vocabulary.plain_ids if skip_special_tokens else vocabulary.known_ids
+        tail: list[int] = []
+        for id_ in reversed(context):
+            if id_ not in visible or (not tail and id_ in vocabulary.byte_ids):
+                continue
+            tail.append(id_)
+            if len(tail) == _CONTEXT_TOKENS:
+                break
+        return tail[::-1]
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that became certain with these tokens, which are decoded together. It is
+        the same as that of pushing them one by one.
+        """
+        visible = [id_ for id_ in token_ids if id_ in self._visible]
+        num_closed = self._num_closed(visible)
+        if not num_closed:
+            self._window += visible
+            return ""
+        self._window += visible[:num_closed]
+        text = self._vocabulary.decode(self._window)
+        certain = len(text) - text.endswith(_REPLACEMENT)
+        delta = text[self._sent : certain]
+        self._sent = max(self._sent, certain)
+        self._slide(len(text) - self._sent)
+        self._window += visible[num_closed:]
+        return delta
+
+    def flush(self) -> str:
+        """Return the text held back at the end; unfinished characters become U+FFFD."""
+        text = self._vocabulary.decode(self._window)
+        delta = text[self._sent :]
+        self._sent = len(text)
+        return delta
+
+    def _num_closed(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens before a trailing run of byte tokens, which may continue."""
+        byte_ids = self._vocabulary.byte_ids
+        for at in range(len(token_ids), 0, -1):
+            if token_ids[at - 1] not in byte_ids:
+                return at
+        return 0
+
+    def _slide(self, num_held: int) -> None:
+        if len(self._window) > _WINDOW_TOKENS:
+            self._window = self._window[-_CONTEXT_TOKENS:]
+            self._sent = len(self._vocabulary.decode(self._window)) - num_held

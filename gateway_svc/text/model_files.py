@@ -1,0 +1,149 @@
+"""Locates and reads the files of a model: configs, tokenizer and chat template."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from tokenizers import Tokenizer
+
+from gateway_svc.text.chat_template import ChatTemplate
+
+# Tokenizer and chat template in any format, no weights.
+_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"]
+
+
+class ModelFilesError(Exception):
+    """The model cannot be served; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The contents of a model's files that the gateway uses."""
+
+    tokenizer: Tokenizer
+    # Token ids are below this.
+    vocab_size: int
+    # Positions the model was trained for; None if the config has none.
+    max_positions: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: ChatTemplate | None
+
+
+def load(model: str, revision: str | None) -> ModelFiles:
+    """Read a folder or, if none of that name exists, a hub id. ModelFilesError if it cannot."""
+    folder = _folder(model, revision)
+    try:
+        return _read(folder)
+    except ModelFilesError:
+        raise
+    except Exception as error:
+        # The tokenizer library raises bare exceptions, all of them about these files.
+        raise ModelFilesError(f"{folder}: {type(error).__name__}: {error}") from error
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    if model.startswith((".", "/", "~")):
+        raise ModelFilesError(f"{model}: no such folder")
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
+    except Exception as error:
+        # Anything the hub's client raises: an unknown id, no network, no permission.
+        reason = str(error).partition("\n")[0]
+        raise ModelFilesError(f"{model}: no such folder; hub download failed: {reason}") from error
+
+
+def _read(folder: Path) -> ModelFiles:
+    config = _required_json(folder / "config.json")
+    generation_config = _json(folder / "generation_config.json")
+    tokenizer_config = _json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(_json(folder / "special_tokens_map.json")) | _special_tokens(
+        tokenizer_config
+    )
+    tokenizer = _tokenizer(folder, tokenizer_config)
+    source = _chat_template(folder, tokenizer_config)
+    return ModelFiles(
+        tokenizer=tokenizer,
+        vocab_size=_first(config, "vocab_size") or tokenizer.get_vocab_size(),
+        max_positions=_first(config, "max_position_embeddings", "n_positions"),
+        eos_token_ids=_eos_token_ids(generation_config, config),
+        chat_template=None if source is None else ChatTemplate(source, special_tokens),
+    )
+
+
+def _tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        slow = sorted(_names(folder, ("tokenizer*.model", "*.model", "*.tiktoken", "vocab.*")))
+        name = tokenizer_config.get("tokenizer_class", "its tokenizer")
+        form = f"; {name} exists only in slow form ({', '.join(slow)})" if slow else ""
+        raise ModelFilesError(f"{path}: no such file{form}")
+    tokenizer = Tokenizer.from_file(str(path))
+    # Settings of a training run, saved with the vocabulary.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _names(folder: Path, patterns: Iterable[str]) -> set[str]:
+    return {path.name for pattern in patterns for path in folder.glob(pattern)}
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens such as bos_token, which configs store as text or as an object."""
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    contents = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in tokens.items()
+    }
+    return {key: value for key, value in contents.items() if isinstance(value, str)}
+
+
+def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the first config that has them."""
+    for config in configs:
+        for level in _levels(config):
+            ids = level.get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> int | None:
+    values = (level.get(key) for level in _levels(config) for key in keys)
+    return next((int(value) for value in values if value is not None), None)
+
+
+def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config, and its `text_config`, where multimodal models keep the language model's."""
+    nested = config.get("text_config")
+    return [config, nested] if isinstance(nested, dict) else [config]
+
+
+def _required_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelFilesError(f"{path}: no such file")
+    return _json(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path}: not a JSON object")
+    return value

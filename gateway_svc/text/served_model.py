@@ -1,0 +1,131 @@
+"""The model that this gateway serves, and its limits on requests."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import grpc
+
+from gateway_svc.text.chat_template import TemplateError
+from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
+from gateway_svc.text.model_files import ModelFiles
+from quire.service.errors import RequestError, invalid, unavailable
+from quire.v1 import inference_pb2
+
+T = TypeVar("T")
+
+# Sequence length of a model without learned positions, until the workers' limit is known: enough
+# for any model, and still a bound on the work of one request.
+_DEFAULT_MAX_MODEL_LEN = 2**20
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """The limits of a model that requests are checked against."""
+
+    vocab_size: int
+    # Prompt and output together, in tokens.
+    max_model_len: int
+    # The most characters that one token stands for.
+    longest_token: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model: its files, data derived from them, and threads to tokenize and render in."""
+
+    name: str
+    files: ModelFiles
+    vocabulary: Vocabulary
+    token_texts: TokenTexts
+    # The most characters that one token stands for.
+    longest_token: int
+    threads: ThreadPoolExecutor
+
+    @classmethod
+    def from_files(cls, name: str, files: ModelFiles, threads: ThreadPoolExecutor) -> "Model":
+        longest = max(map(len, files.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        vocabulary = Vocabulary.from_tokenizer(files.tokenizer)
+        return cls(name, files, vocabulary, TokenTexts(vocabulary), longest, threads)
+
+    def limits(self, max_model_len: int | None) -> ModelLimits:
+        """`max_model_len` is the scheduler's; while it is None, the model's own applies."""
+        files = self.files
+        return ModelLimits(
+            vocab_size=files.vocab_size,
+            max_model_len=max_model_len or files.max_positions or _DEFAULT_MAX_MODEL_LEN,
+            longest_token=self.longest_token,
+            eos_token_ids=files.eos_token_ids,
+            has_chat_template=files.chat_template is not None,
+        )
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        def work() -> list[int]:
+            encoding = self.files.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
+
+        return await self._in_thread(work)
+
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        def work() -> str:
+            text: str = self.files.tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens
+            )
+            return text
+
+        return await self._in_thread(work)
+
+    async def render(self, field: str, conversation: inference_pb2.Conversation) -> str:
+        """Render a conversation. RequestError at `field` if the chat template refuses it. The
+        model must have a template.
+        """
+        template = self.files.chat_template
+        assert template is not None
+        add = conversation.add_generation_prompt or not conversation.HasField(
+            "add_generation_prompt"
+        )
+
+        def work() -> str:
+            messages = [
+                {"role": part.role, "content": part.content} for part in conversation.messages
+            ]
+            return template.render(messages, add)
+
+        try:
+            return await self._in_thread(work)
+        except TemplateError as error:
+            reason = f"is refused by the chat template: {error}"
+            raise invalid(field, "CHAT_TEMPLATE_REFUSES", reason) from error
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+
+class ServedModel:
+    """The model, once it is loaded, and its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._model: Model | None = None
+
+    def set(self, model: Model) -> None:
+        self._model = model
+
+    def get(self, name: str | None, field: str = "model") -> Model:
+        """Return the model; None for `name` matches any. RequestError NOT_FOUND if another model
+        is requested, UNAVAILABLE before the model is loaded.
+        """
+        if name is not None and name != self.name:
+            raise _unknown(field, name, self.name)
+        if self._model is None:
+            raise unavailable("MODEL_NOT_LOADED", f"{self.name} is not loaded yet")
+        return self._model
+
+
+def _unknown(field: str, name: str, served: str) -> RequestError:
+    description = f"no model {name[:256]!r} is served here, only {served!r}"
+    return replace(invalid(field, "UNKNOWN_MODEL", description), code=grpc.StatusCode.NOT_FOUND)

@@ -1,0 +1,55 @@
+"""Finds stop strings in streamed text, so that no part of one is emitted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CheckedText:
+    """Text that may be emitted, and the stop string that follows it, if one does."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopChecker:
+    """Finds the stop string that is complete first; of those that end together, the longest.
+
+    So the result does not depend on how the text is split into deltas. Text that may be the
+    beginning of a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> CheckedText:
+        """Append text and return what may be emitted. Not called after a stop string."""
+        if not self._stops:
+            return CheckedText(text)
+        text = self._held + text
+        found = self._first(text)
+        if found is not None:
+            at, stop = found
+            self._held = ""
+            return CheckedText(text[:at], stop)
+        certain = min(_partial_start(text, stop) for stop in self._stops)
+        self._held = text[certain:]
+        return CheckedText(text[:certain])
+
+    def flush(self) -> str:
+        """Return the text held back, at the end of the choice."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
+
+
+def _partial_start(text: str, stop: str) -> int:
+    """Index of the longest suffix of `text` that is a prefix of `stop`; len(text) if none is."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return at if at >= 0 else len(text)

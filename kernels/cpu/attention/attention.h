@@ -1,0 +1,70 @@
+// Paged attention and cache writes: what is computed, and the functions that each instruction set
+// has for it. Independent of torch.
+#pragma once
+
+#include <cstdint>
+
+#include "isa/isa.h"
+#include "tensor_views.h"
+
+namespace quire::attention {
+
+// One call of paged attention: the batch, the caches and the options of scores.
+struct AttentionCall {
+  HeadsView query, out;
+  Cache keys, values;
+  int64_t block_size;
+  int64_t num_heads, num_kv_heads;
+  int64_t num_seqs;
+  const int32_t* block_table;  // [num_seqs, block_table_stride]
+  int64_t block_table_stride;
+  const int64_t* query_start_loc;  // [num_seqs + 1]
+  const int64_t* seq_lens;         // [num_seqs]
+  float scale;
+  float softcap;               // 0: none
+  int64_t sliding_window;      // 0: none
+  const float* sinks;          // [num_heads] or null
+  const float* alibi_slopes;   // [num_heads] or null
+
+  int64_t group_size() const { return num_heads / num_kv_heads; }
+};
+
+// Queries of one sequence and a range of its keys: a chunk of the attention stage.
+struct WorkItem {
+  int64_t seq;
+  int64_t first_head, num_heads;    // key heads
+  int64_t first_token, num_tokens;  // of the sequence's queries
+  int64_t first_key, end_key;       // of the sequence's keys
+  int64_t partial;                  // its index among the partials; -1 if it has all keys
+  double cost;
+};
+
+// The partials of the same outputs, which are merged: those of `count` consecutive items, into which
+// `whole` was divided by its keys.
+struct Merge {
+  WorkItem whole;
+  int64_t first_partial, count;
+};
+
+// New keys or values, and the slots of a cache that they are written to.
+struct KvWrite {
+  HeadsView source;
+  Cache cache;
+  int64_t num_heads, block_size;
+  const int64_t* slot_mapping;  // [num_tokens]; -1 is not written
+};
+
+struct Functions {
+  // Floats of scratch memory that an item needs.
+  int64_t (*scratch_floats)(const AttentionCall&, const WorkItem&);
+  // Computes an item, and writes the output or, for a partial, sums, maxima and totals.
+  void (*attend)(const AttentionCall&, const WorkItem&, float* scratch, float* partials,
+                 int64_t partial_floats);
+  void (*merge)(const AttentionCall&, const Merge&, float* scratch, const float* partials,
+                int64_t partial_floats);
+  void (*write)(const KvWrite&, int64_t first_token, int64_t end_token);
+};
+
+const Functions& functions_of(Isa isa);
+
+}  // namespace quire::attention

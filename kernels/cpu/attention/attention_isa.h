@@ -1,0 +1,28 @@
+// Attention of one work item, and cache writes. Included once per instruction set, by
+// isa/foreach_isa.h.
+#include "isa/formats.h"
+
+#include "attention/tile_shapes.h"
+#include "attention/softmax.h"
+#include "attention/merge.h"
+#include "attention/item_rows.h"
+#include "attention/many_rows_tile.h"
+#include "attention/many_rows.h"
+#include "attention/few_rows_tile.h"
+#include "attention/few_rows.h"
+#include "attention/kv_write.h"
+
+template <typename T>
+static void attend(ItemRows& rows, float* scratch) {
+  rows.layout.is_streamed ? FewRowsAttention<T>(rows, scratch).run()
+                          : ManyRowsAttention<T>(rows, scratch).run();
+}
+
+static void attend(const AttentionCall& call, const WorkItem& item, float* scratch,
+                   float* partials, int64_t partial_floats) {
+  ItemRows rows(call, item, scratch);
+  visit_any(call.keys.format, [&](auto number) { attend<decltype(number)>(rows, scratch); });
+  rows.write(partials, partial_floats);
+}
+
+constexpr Functions kFunctions{scratch_floats, attend, merge, write};

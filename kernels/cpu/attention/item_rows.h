@@ -1,0 +1,188 @@
+// The rows of a work item, and the addresses of its keys and values. Included once per instruction
+// set, after merge.h.
+//
+// The rows of a key head are its query tokens times the query heads that share it, so that a key is
+// read once for all of them. Keys are processed tile by tile, with an online softmax, as in Dao et
+// al., "FlashAttention" (2022).
+
+// The layout of an item's scratch memory. Rows are padded to whole blocks.
+struct Layout {
+  bool is_streamed;
+  int64_t rows, padded_rows, query_stride, sum_stride, tile_keys;
+  int64_t queries, sums, scores, score_floats, products, key_panels, value_panels, states, end;
+
+  Layout(const AttentionCall& call, const WorkItem& item)
+      : is_streamed(item.num_tokens * call.group_size() <= kMostStreamedRows),
+        rows(item.num_tokens * call.group_size()),
+        padded_rows(rounded_up(rows, is_streamed ? 1 : kRowBlock)),
+        query_stride(padded(call.keys.head_dim)),
+        sum_stride(rounded_up(call.values.head_dim, kPanel)),
+        tile_keys(is_streamed ? int64_t{kStreamedKeys} : kPackedKeys) {
+    const int64_t all_rows = item.num_heads * padded_rows;
+    const int64_t packed_keys = is_streamed ? 0 : tile_keys;
+    queries = 0;
+    sums = queries + all_rows * query_stride;
+    scores = sums + all_rows * sum_stride;
+    score_floats = (is_streamed ? all_rows : kRowBlock) * tile_keys;
+    // When streaming, one tile's weights are used while the next tile's scores are computed.
+    products = scores + (is_streamed ? 2 : 1) * score_floats;
+    key_panels = products + (is_streamed ? all_rows * kStep * kLanes : 0);
+    value_panels = key_panels + packed_keys * query_stride;
+    states = value_panels + packed_keys * sum_stride;
+    end = rounded_up(states + 2 * all_rows, 16);
+  }
+};
+
+static int64_t scratch_floats(const AttentionCall& call, const WorkItem& item) {
+  return Layout(call, item).end;
+}
+
+// The rows of an item: queries, running softmax and sums; independent of the caches' format.
+class ItemRows {
+ public:
+  ItemRows(const AttentionCall& call, const WorkItem& item, float* scratch)
+      : call(call),
+        item(item),
+        layout(call, item),
+        queries_(scratch + layout.queries),
+        sums_(scratch + layout.sums),
+        states_(reinterpret_cast<RowState*>(scratch + layout.states)),
+        group_(call.group_size()),
+        first_token_(call.query_start_loc[item.seq] + item.first_token) {
+    const int64_t end_token = call.query_start_loc[item.seq + 1];
+    first_position_ = call.seq_lens[item.seq] - (end_token - first_token_);
+    load_queries();
+  }
+
+  const AttentionCall& call;
+  const WorkItem& item;
+  const Layout layout;
+
+  float* queries(int64_t head, int64_t row) {
+    return queries_ + index(head, row) * layout.query_stride;
+  }
+  float* sums(int64_t head, int64_t row) { return sums_ + index(head, row) * layout.sum_stride; }
+  int64_t index(int64_t head, int64_t row) const { return head * layout.padded_rows + row; }
+
+  // The keys that a row sees, of `num_keys` from `first_key` on.
+  Span seen(int64_t row, int64_t first_key, int64_t num_keys) const {
+    const int64_t end = position(row) + 1 - first_key;
+    const int64_t begin = call.sliding_window > 0 ? end - call.sliding_window : 0;
+    const auto within = [&](int64_t j) { return std::clamp<int64_t>(j, 0, num_keys); };
+    return {within(begin), within(end)};
+  }
+
+  // Replaces a row's scores of the keys in `span`, whole vectors of the tile at `first_key`, by
+  // weights. The row sees the keys in `seen`.
+  void update_row(int64_t head, int64_t row, float* scores, int64_t first_key, Span span,
+                  Span seen) {
+    if (call.softcap > 0.0f || call.alibi_slopes != nullptr) {
+      adjust_scores(scores, head, row, first_key, span);
+    }
+    const float factor = update_softmax(scores, span, seen, states_[index(head, row)]);
+    if (factor == 1.0f) return;
+    float* sum = sums(head, row);
+    for (int64_t d = 0; d < layout.sum_stride; d += kLanes) store(sum + d, load(sum + d) * factor);
+  }
+
+  void write(float* partials, int64_t partial_floats) {
+    item.partial < 0 ? write_outputs() : write_partial(partials + item.partial * partial_floats);
+  }
+
+ private:
+  void load_queries() {
+    const HeadsView& query = call.query;
+    const float factor = call.scale * call.keys.scale;
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      for (int64_t row = 0; row < layout.padded_rows; ++row) {
+        states_[index(head, row)] = {kMinusInfinity, 0.0f};
+        std::memset(sums(head, row), 0, layout.sum_stride * sizeof(float));
+        if (row >= layout.rows) {
+          std::memset(queries(head, row), 0, layout.query_stride * sizeof(float));
+          continue;
+        }
+        const int64_t offset =
+            token(row) * query.token_stride + query_head(head, row) * query.head_stride;
+        widen_row(query.format,
+                  static_cast<const char*>(query.data) + offset * bytes_of(query.format),
+                  queries(head, row), call.keys.head_dim, factor);
+      }
+    }
+  }
+
+  // Applies the soft-cap, then the ALiBi bias by distance (Press et al., "Train Short, Test Long",
+  // 2022).
+  void adjust_scores(float* scores, int64_t head, int64_t row, int64_t first_key, Span span) {
+    const float cap = call.softcap;
+    const float slope =
+        call.alibi_slopes == nullptr ? 0.0f : call.alibi_slopes[query_head(head, row)];
+    const Floats lanes = lane_numbers();
+    for (int64_t j = span.begin; j < span.end; j += kLanes) {
+      Floats x = load(scores + j);
+      if (cap > 0.0f) x = hyperbolic_tangent(x / cap) * cap;
+      x += (lanes + static_cast<float>(first_key + j - position(row))) * slope;
+      store(scores + j, x);
+    }
+  }
+
+  void write_outputs() {
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      for (int64_t row = 0; row < layout.rows; ++row) {
+        write_output(call, token(row), query_head(head, row), states_[index(head, row)],
+                     sums(head, row));
+      }
+    }
+  }
+
+  void write_partial(float* to) {
+    const int64_t stride = partial_stride(call);
+    for (int64_t head = 0; head < item.num_heads; ++head) {
+      for (int64_t row = 0; row < layout.rows; ++row, to += stride) {
+        std::memcpy(to, sums(head, row), (stride - 2) * sizeof(float));
+        std::memcpy(to + stride - 2, &states_[index(head, row)], sizeof(RowState));
+      }
+    }
+  }
+
+  int64_t token(int64_t row) const { return first_token_ + row / group_; }
+  int64_t position(int64_t row) const { return first_position_ + row / group_; }
+  int64_t query_head(int64_t head, int64_t row) const {
+    return (item.first_head + head) * group_ + row % group_;
+  }
+
+  float *queries_, *sums_;
+  RowState* states_;
+  int64_t group_, first_token_, first_position_;
+};
+
+// Offsets of a tile's keys and values, from the first number of a key head.
+//
+// The first kBeyond offsets of the next tile follow, for loops that prefetch. Missing entries repeat
+// the last one, for loops that process several keys at a time.
+template <int kKeys, int kBeyond>
+struct TileOffsets {
+  int64_t first_key, num_keys;
+  int64_t keys[kKeys + kBeyond], values[kKeys + kBeyond];
+
+  void find(const AttentionCall& call, const WorkItem& item, int64_t from) {
+    first_key = from;
+    num_keys = std::min<int64_t>(kKeys, item.end_key - from);
+    const int64_t count = std::min<int64_t>(kKeys + kBeyond, item.end_key - from);
+    const int32_t* block =
+        call.block_table + item.seq * call.block_table_stride + from / call.block_size;
+    int64_t slot = from % call.block_size;
+    for (int64_t j = 0; j < count; ++j) {
+      keys[j] = *block * call.keys.block_stride + slot * call.keys.slot_stride;
+      values[j] = *block * call.values.block_stride + slot * call.values.slot_stride;
+      if (++slot == call.block_size) ++block, slot = 0;
+    }
+    std::fill(keys + count, std::end(keys), keys[count - 1]);
+    std::fill(values + count, std::end(values), values[count - 1]);
+  }
+};
+
+// The address of an item's key head in a cache's first slot.
+template <typename T>
+QUIRE_INLINE const T* head_numbers(const Cache& cache, const WorkItem& item, int64_t head) {
+  return static_cast<const T*>(cache.data) + (item.first_head + head) * cache.head_stride;
+}

@@ -1,0 +1,145 @@
+// A decoder's layers as the kernels see them, and the memory for their intermediate results.
+#pragma once
+
+#include <ATen/core/List.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "ops.h"
+
+namespace quire::decoder {
+
+using Optionals = c10::List<std::optional<Tensor>>;
+
+// Numbers per layer. Norms: before attention and before the MLP. Linear layers: queries with keys and
+// values, attention's output, gate, up and down. Caches: keys and values.
+constexpr int64_t kNorms = 2, kLinears = 5, kCaches = 2;
+enum LinearIndex { kQkvProj, kOProj, kGate, kUp, kDown };
+// Epsilons: of both norms, and of the heads' norms.
+constexpr int64_t kEpsilons = 3;
+
+struct Step {
+  const Tensor &cosines, &sines, &block_table, &query_start_loc, &seq_lens, &slot_mapping;
+};
+
+struct Layers {
+  at::TensorList norms, panels;
+  const Optionals &biases, &head_norms;
+  at::TensorList caches;
+  at::ArrayRef<double> epsilons, scales;
+  at::IntArrayRef windows;
+  at::ArrayRef<double> kv_scales;
+  int64_t num_heads, activation, isa;
+
+  int64_t count() const { return static_cast<int64_t>(scales.size()); }
+
+  void check() const {
+    TORCH_CHECK(count() && num_heads, "there are no layers, or no heads");
+    const auto fits = [&](size_t size, int64_t per_layer) {
+      return static_cast<int64_t>(size) == per_layer * count();
+    };
+    TORCH_CHECK(fits(norms.size(), kNorms) && fits(panels.size(), kLinears) &&
+                    fits(biases.size(), kLinears) && fits(head_norms.size(), 1) &&
+                    fits(caches.size(), kCaches) && fits(epsilons.size(), kEpsilons) &&
+                    fits(windows.size(), 1) && fits(kv_scales.size(), kCaches),
+                "the lists must have the same number of layers");
+  }
+};
+
+// A token's heads [queries, keys, values] and their dimension.
+struct Heads {
+  int64_t num_queries, num_keys, dim;
+
+  Heads(const Layers& layers)
+      : num_queries(layers.num_heads),
+        num_keys(layers.caches[0].size(2)),
+        dim(layers.caches[0].size(3)) {}
+
+  int64_t num_rotated() const { return num_queries + num_keys; }
+  int64_t num_all() const { return num_queries + 2 * num_keys; }
+};
+
+// Memory for intermediate results, kept by the thread for its next pass: many tokens take tens of
+// megabytes, which a fragmented heap would have to place elsewhere now and then.
+class Arena {
+ public:
+  Arena(int64_t num_numbers, const at::TensorOptions& options) : options_(options) {
+    thread_local Tensor kept;
+    const auto bytes = num_numbers * static_cast<int64_t>(options.dtype().itemsize());
+    if (!kept.defined() || kept.numel() < bytes) {
+      // Doubles, so that it rarely moves. Pages that are not touched take no memory.
+      const int64_t grown = kept.defined() ? std::max(bytes, 2 * kept.numel()) : bytes;
+      kept.reset();
+      kept = at::empty({grown}, options.dtype(at::kByte));
+    }
+    memory_ = static_cast<char*>(kept.mutable_data_ptr());
+  }
+
+  Tensor allocate(at::IntArrayRef sizes) {
+    char* const begin = memory_;
+    memory_ += c10::multiply_integers(sizes) * options_.dtype().itemsize();
+    return at::from_blob(begin, sizes, options_);
+  }
+
+ private:
+  const at::TensorOptions options_;
+  char* memory_;  // the first free byte
+};
+
+// A layer's intermediate results and its output.
+struct LayerBuffers {
+  Tensor normed, heads, rotated, attended, post_attention, mlp_normed, active;
+  Tensor out;  // not in the arena: the caller may keep it
+  attention::Partials partials = std::make_shared<std::vector<float>>();
+};
+
+// Buffers without shared memory: two sets, which layers use alternately.
+inline std::vector<LayerBuffers> separate_buffers(const Tensor& hidden_states, const Heads& heads,
+                                                  int64_t num_active) {
+  const int64_t num_tokens = hidden_states.size(0), hidden_size = hidden_states.size(1);
+  const int64_t dim = heads.dim, num_heads = heads.num_all() + heads.num_rotated() + heads.num_queries;
+  Arena arena(2 * num_tokens * (3 * hidden_size + num_heads * dim + num_active),
+              hidden_states.options());
+  std::vector<LayerBuffers> sets;
+  for (int set = 0; set < 2; ++set) {
+    sets.push_back({arena.allocate({num_tokens, hidden_size}),
+                    arena.allocate({num_tokens, heads.num_all(), dim}),
+                    arena.allocate({num_tokens, heads.num_rotated(), dim}),
+                    arena.allocate({num_tokens, heads.num_queries, dim}),
+                    arena.allocate({num_tokens, hidden_size}),
+                    arena.allocate({num_tokens, hidden_size}),
+                    arena.allocate({num_tokens, num_active}),
+                    at::empty_like(hidden_states)});
+  }
+  return sets;
+}
+
+// Buffers that reuse the memory of results that are no longer needed.
+inline LayerBuffers shared_buffers(const Tensor& hidden_states, const Heads& heads,
+                                   int64_t num_active) {
+  const int64_t num_tokens = hidden_states.size(0), hidden_size = hidden_states.size(1);
+  const int64_t dim = heads.dim, num_shared = std::max(heads.num_all() * dim, num_active);
+  Arena arena(num_tokens * (2 * hidden_size + num_shared + heads.num_queries * dim),
+              hidden_states.options());
+  const Tensor shared = arena.allocate({num_tokens * num_shared});
+  const auto view = [&](at::IntArrayRef sizes) {
+    return shared.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+  };
+  const Tensor all_heads = view({num_tokens, heads.num_all(), dim});
+  const Tensor normed = arena.allocate({num_tokens, hidden_size});
+  return {normed,
+          all_heads,
+          all_heads.narrow(1, 0, heads.num_rotated()),
+          arena.allocate({num_tokens, heads.num_queries, dim}),
+          arena.allocate({num_tokens, hidden_size}),
+          normed,
+          view({num_tokens, num_active}),
+          at::empty_like(hidden_states)};
+}
+
+}  // namespace quire::decoder

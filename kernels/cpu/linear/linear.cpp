@@ -1,0 +1,304 @@
+// Products with packed weights on tensors.
+#include "linear/linear.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "ops.h"
+#include "tensors.h"
+
+namespace quire::linear {
+namespace {
+
+// Threads take chunks dynamically: other threads make up for one that is delayed.
+constexpr int64_t kChunksPerThread = 16;
+// A chunk of fewer multiplications is short enough to wait for, and not divided further.
+constexpr int64_t kLeastMultiplications = 1 << 20;
+
+int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).panel_width; }
+
+// The most bytes of a block of rows: half of the second-level cache, where the rows stay while all
+// panels are read. The other half is for panels and outputs. Threads that share a second-level cache
+// get too much, which costs only time.
+int64_t most_block_bytes() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+  static const int64_t cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+  constexpr int64_t cache_bytes = 0;
+#endif
+  constexpr int64_t kUsualBytes = 1 << 20;
+  return (cache_bytes > 0 ? cache_bytes : kUsualBytes) / 2;
+}
+
+// Divides a product into chunks: blocks of rows times groups of panels. If that gives too few chunks, a
+// block's tiles are divided, too; those parts are adjacent chunks, as they share panels.
+class Tiling {
+ public:
+  // Rows of that format; `panels` [num_panels, num_inputs, panel_width]
+  Tiling(int64_t num_rows, Format format, const Tensor& panels, const Functions& functions)
+      : num_rows_(num_rows), num_panels_(panels.size(0)), tile_rows_(functions.tile_rows) {
+    const int64_t num_inputs = panels.size(1);
+    const int64_t row_bytes = functions.row_bytes(format, std::max<int64_t>(1, num_inputs));
+    const int64_t most_rows = std::min(most_block_bytes() / row_bytes, functions.most_block_rows);
+    // At least two tiles, so that a panel is used more than once.
+    const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile_rows_);
+    const int64_t num_tiles = ceil_div(num_rows_, tile_rows_);
+    // Blocks of about equal size.
+    const int64_t block_tiles = ceil_div(num_tiles, ceil_div(num_tiles, most_tiles));
+    block_rows_ = std::min(block_tiles * tile_rows_, num_rows_);
+    num_blocks_ = ceil_div(num_rows_, block_rows_);
+
+    const int64_t wanted = kChunksPerThread * at::get_num_threads();
+    chunk_panels_ = std::max<int64_t>(1, num_panels_ * num_blocks_ / wanted);
+    num_panel_chunks_ = ceil_div(num_panels_, chunk_panels_);
+    const int64_t multiplications = block_rows_ * num_inputs * chunk_panels_ * panels.size(2);
+    const int64_t most_parts = std::min(block_tiles, multiplications / kLeastMultiplications);
+    num_parts_ = std::clamp<int64_t>(ceil_div(wanted, num_blocks_ * num_panel_chunks_), 1,
+                                     std::max<int64_t>(1, most_parts));
+  }
+
+  int64_t num_chunks() const { return num_blocks_ * num_panel_chunks_ * num_parts_; }
+
+  Chunk chunk(int64_t index) const {
+    const int64_t part = index % num_parts_, others = index / num_parts_;
+    const int64_t first_panel = others % num_panel_chunks_ * chunk_panels_;
+    const int64_t first_row = others / num_panel_chunks_ * block_rows_;
+    const int64_t end_row = std::min(first_row + block_rows_, num_rows_);
+    const int64_t num_tiles = ceil_div(end_row - first_row, tile_rows_);
+    return {first_row,
+            end_row,
+            num_tiles * part / num_parts_,
+            num_tiles * (part + 1) / num_parts_,
+            first_panel,
+            std::min(first_panel + chunk_panels_, num_panels_),
+            first_panel == 0 || others == begin_of(range_of(index)) / num_parts_,
+            {}};
+  }
+
+  // The panel that a range begins with.
+  int64_t first_panel_of(int64_t range) const { return chunk(begin_of(range)).first_panel; }
+
+  // The range that has a chunk.
+  int64_t range_of(int64_t index) const { return ((index + 1) * num_ranges_ - 1) / num_chunks(); }
+
+  // The panel after those of a chunk in its range; -1 if the range ends there.
+  int64_t panel_after(int64_t index) const {
+    const int64_t next = (index / num_parts_ + 1) * num_parts_;
+    return next < begin_of(range_of(index) + 1) ? chunk(next).first_panel : -1;
+  }
+
+ private:
+  int64_t begin_of(int64_t range) const { return begin_of_range(range, num_chunks(), num_ranges_); }
+
+  int64_t num_rows_, num_panels_, tile_rows_;
+  int64_t num_ranges_ = at::get_num_threads();
+  int64_t block_rows_, num_blocks_;
+  int64_t chunk_panels_, num_panel_chunks_, num_parts_;
+};
+
+Panels panels_of(const Tensor& panels, const Tensor* second_panels) {
+  const auto at = [](const Tensor& all) { return static_cast<const char*>(all.const_data_ptr()); };
+  return {at(panels), second_panels ? at(*second_panels) : nullptr,
+          panels.size(1) * panels.size(2) * static_cast<int64_t>(panels.element_size())};
+}
+
+// The panels that each thread begins with in the next product, of rows of that format.
+std::vector<Panels> first_panels(const NextLinear& next, Format format, const Functions& functions) {
+  std::vector<Panels> first(at::get_num_threads());
+  if (!next.panels || !next.num_rows || !next.panels->numel()) return first;
+  const Tiling tiling(next.num_rows, format, *next.panels, functions);
+  const Panels all = panels_of(*next.panels, next.second_panels);
+  for (size_t range = 0; range < first.size(); ++range)
+    first[range] = all.from(tiling.first_panel_of(range));
+  return first;
+}
+
+// A thread's memory for converted rows, kept while the thread has chunks of their block.
+class Scratch {
+ public:
+  char* with_rows_of(int64_t number, const LinearCall& call, int64_t first_row, int64_t end_row,
+                     const Functions& functions) {
+    const int64_t needed = functions.scratch_bytes(call, end_row - first_row);
+    if (needed > num_bytes_) {
+      memory_.reset(static_cast<char*>(std::aligned_alloc(kPage, ceil_div(needed, kPage) * kPage)));
+      num_bytes_ = memory_ ? needed : 0;
+      if (!memory_) throw std::bad_alloc();
+      number_ = kNone;
+    }
+    if (number_ != number || first_row_ != first_row) {
+      functions.prepare(call, first_row, end_row, memory_.get());
+      number_ = number;
+      first_row_ = first_row;
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr int64_t kNone = -1, kPage = 4096;
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t num_bytes_ = 0, number_ = kNone, first_row_ = 0;
+};
+
+Stage multiply_stage(const LinearCall& call, const Tiling& tiling, const std::vector<Panels>& next,
+                     const Functions& functions) {
+  // The number is unique in the process: a thread recognises the rows in its scratch memory by it. So
+  // a stage can be executed only once.
+  static std::atomic<int64_t> num_products{0};
+  const auto work = [call, tiling, next, &functions, number = num_products++](int64_t index) {
+    thread_local Scratch scratch;
+    Chunk chunk = tiling.chunk(index);
+    if (chunk.first_tile == chunk.end_tile) return;
+    const int64_t panel = tiling.panel_after(index);
+    chunk.next_panels = panel < 0 ? next[tiling.range_of(index)] : call.panels.from(panel);
+    functions.multiply(
+        call, chunk,
+        scratch.with_rows_of(number, call, chunk.first_row, chunk.end_row, functions));
+  };
+  return {tiling.num_chunks(), Stage::kRanges, work};
+}
+
+void check_weight(const Tensor& panels, const std::optional<Tensor>& bias, int64_t num_inputs,
+                  int64_t num_outputs, int64_t width) {
+  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_wide(panels) &&
+                  panels.size(0) == ceil_div(num_outputs, width) &&
+                  panels.size(1) == num_inputs && panels.size(2) == width,
+              "panels must be [ceil(num_outputs / ", width, "), ", num_inputs, ", ", width, "]");
+  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
+                        bias->numel() == num_outputs),
+              "the bias must be dense float32, a number per output");
+}
+
+const float* floats(const std::optional<Tensor>& bias) {
+  return bias ? bias->const_data_ptr<float>() : nullptr;
+}
+
+}  // namespace
+
+Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optional<Tensor>& bias,
+                   const std::optional<Tensor>& second_panels,
+                   const std::optional<Tensor>& second_bias, int64_t activation,
+                   const std::optional<Tensor>& residual, const Tensor& out, int64_t isa,
+                   const NextLinear& next) {
+  const Functions& functions = functions_of(static_cast<Isa>(isa));
+  const int64_t num_inputs = input.size(1), num_outputs = out.size(-1);
+  TORCH_CHECK(is_wide(input), "no kernel for ", input.scalar_type());
+  check_weight(panels, bias, num_inputs, num_outputs, functions.panel_width);
+  if (second_panels) {
+    check_weight(*second_panels, second_bias, num_inputs, num_outputs, functions.panel_width);
+    TORCH_CHECK(second_panels->scalar_type() == panels.scalar_type(), "weights must be alike");
+  }
+  TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.is_contiguous() &&
+                  out.numel() == input.size(0) * num_outputs,
+              "outputs must be dense, and of the inputs' dtype");
+  TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() &&
+                            residual->scalar_type() == out.scalar_type()),
+              "the residual must be dense, and like the outputs");
+  // A chunk may be executed twice, which would add outputs in place twice. A gated product would be
+  // rounded before the addition or after it, depending on the number of rows.
+  TORCH_CHECK(!residual || (!second_panels && !residual->is_alias_of(out)),
+              "a residual is not supported for gated products, and may not be the outputs");
+  if (!out.numel()) return {};
+  const LinearCall call{input.const_data_ptr(),
+                        format_of(input),
+                        input.stride(0),
+                        input.size(0),
+                        num_inputs,
+                        num_outputs,
+                        panels_of(panels, second_panels ? &*second_panels : nullptr),
+                        format_of(panels),
+                        floats(bias),
+                        floats(second_bias),
+                        static_cast<Activation>(activation),
+                        residual ? residual->const_data_ptr() : nullptr,
+                        out.mutable_data_ptr()};
+  return multiply_stage(call, Tiling(call.num_rows, call.format, panels, functions),
+                        first_panels(next, call.format, functions), functions);
+}
+
+namespace {
+
+Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
+              const std::optional<Tensor>& bias, const std::optional<Tensor>& second_panels,
+              const std::optional<Tensor>& second_bias, int64_t activation,
+              const std::optional<Tensor>& residual, int64_t isa) {
+  const Tensor rows = dense(input.reshape({-1, input.size(-1)}));
+  auto shape = input.sizes().vec();
+  shape.back() = num_outputs;
+  Tensor out = at::empty(shape, input.options());
+  run(linear_stage(rows, panels, bias, second_panels, second_bias, activation, residual, out, isa));
+  return out;
+}
+
+// Copies a row, of which a panel has one number per input.
+template <typename Number>
+void look_up(const Number* panels, int64_t width, int64_t row, Number* out, int64_t num_inputs) {
+  const Number* column = panels + row / width * num_inputs * width + row % width;
+  for (int64_t k = 0; k < num_inputs; ++k) out[k] = column[k * width];
+}
+
+template <typename Number>
+Stage copy_rows_stage(const Tensor& panels, const int64_t* rows, const Tensor& out) {
+  const auto* from = static_cast<const Number*>(panels.const_data_ptr());
+  auto* to = static_cast<Number*>(out.mutable_data_ptr());
+  const int64_t num_inputs = panels.size(1), width = panels.size(2);
+  constexpr int64_t kRowsPerChunk = 4;
+  return range_stage(out.size(0), kRowsPerChunk, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      look_up(from, width, rows[i], to + i * num_inputs, num_inputs);
+  });
+}
+
+}  // namespace
+
+Stage lookup_stage(const Tensor& panels, int64_t num_outputs, const Tensor& rows, const Tensor& out) {
+  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_wide(panels) &&
+                  num_outputs <= panels.size(0) * panels.size(2),
+              "panels must be dense, and have all rows");
+  TORCH_CHECK(out.dim() == 2 && out.size(1) == panels.size(1) && out.is_contiguous() &&
+                  out.scalar_type() == panels.scalar_type(),
+              "the output must be [num_rows, num_inputs], of the panels' dtype");
+  const int64_t* numbers = int64s(rows, out.size(0), "rows");
+  for (int64_t i = 0; i < out.size(0); ++i) {
+    TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < num_outputs, "there is no row ", numbers[i]);
+  }
+  return panels.element_size() == sizeof(uint32_t) ? copy_rows_stage<uint32_t>(panels, numbers, out)
+                                                   : copy_rows_stage<uint16_t>(panels, numbers, out);
+}
+
+namespace {
+
+Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows) {
+  Tensor out = at::empty({rows.numel(), panels.size(1)}, panels.options());
+  run(lookup_stage(panels, num_outputs, rows, out));
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, library) {
+  library.def("panel_width(int isa) -> int", panel_width);
+  library.def(
+      "linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, Tensor? second_panels, "
+      "Tensor? second_bias, int activation, Tensor? residual, int isa) -> Tensor");
+  library.def("panel_rows(Tensor panels, int num_outputs, Tensor rows) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(quire, CPU, library) {
+  library.impl("linear", linear);
+  library.impl("panel_rows", panel_rows);
+}
+
+}  // namespace quire::linear

@@ -1,0 +1,10 @@
+// Products with packed weights, compiled once per instruction set.
+#include "linear/linear.h"
+#include "linear/prefetch.h"
+
+#define QUIRE_NAMESPACE quire::linear
+#define QUIRE_ISA_INCLUDE "linear/linear_isa.h"
+#ifdef QUIRE_HAS_AMX
+#define QUIRE_AMX_FUNCTIONS avx512::amx::kFunctions
+#endif
+#include "isa/foreach_isa.h"

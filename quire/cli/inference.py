@@ -1,0 +1,157 @@
+"""Commands that use a running server: generate, tokenize, models."""
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from quire.cli.app import (
+    ModelName,
+    ResumeTimeout,
+    Targets,
+    Timeout,
+    integer_option,
+    number_option,
+    report_errors,
+)
+from quire.cli.table import aligned
+from quire.client.client import Client
+from quire.client.errors import QuireError
+from quire.client.outputs import CompletionDelta, CompletionOutput
+from quire.client.prompts import Prompt
+from quire.client.requests import RequestOptions
+from quire.client.retry_policy import RESUME_TIMEOUT_S
+from quire.client.sampling_params import SamplingParams
+from quire.client.targets import DEFAULT_TARGET
+
+_MinP = Annotated[
+    float | None, number_option("Least probability considered, as a share of the highest.")
+]
+_Stop = Annotated[
+    list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
+]
+_Priority = Annotated[
+    int | None, integer_option("Lower values are scheduled first, under the priority policy.")
+]
+
+
+@report_errors()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    target: Targets = DEFAULT_TARGET,
+    model: ModelName = None,
+    temperature: Annotated[float | None, number_option("0 takes the most likely token.")] = None,
+    top_p: Annotated[float | None, number_option("Probability mass considered.")] = None,
+    min_p: _MinP = None,
+    top_k: Annotated[int | None, integer_option("Tokens considered; 0: all.")] = None,
+    max_tokens: Annotated[int | None, integer_option("Most tokens to generate.")] = None,
+    seed: Annotated[int | None, integer_option("Equal seeds give equal texts.")] = None,
+    stop: _Stop = None,
+    n: Annotated[int | None, integer_option("Texts to generate, 1 to 16.", "--n")] = None,
+    priority: _Priority = None,
+    stream: Annotated[bool, typer.Option(help="Print the text while it is generated.")] = True,
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
+    timeout: Timeout = None,
+    resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
+) -> None:
+    """Print the continuation of a prompt; several one after another."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop=stop,
+        n=n,
+    )
+    content: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+    options: RequestOptions = {"model": model, "priority": priority}
+    printer = OrderedPrinter(n or 1)
+    with _client(target, resume_timeout) as client:
+        if stream:
+            for message in client.stream_generate(content, params, timeout_s=timeout, **options):
+                for delta in message.outputs:
+                    printer.add(delta)
+        else:
+            for output in client.generate(content, params, timeout_s=timeout, **options).outputs:
+                printer.add(output)
+
+
+@report_errors()
+def tokenize(
+    text: Annotated[str, typer.Argument(help="The text to tokenize.")],
+    target: Targets = DEFAULT_TARGET,
+    model: ModelName = None,
+    special_tokens: Annotated[
+        bool, typer.Option(help="Add the special tokens that the model's tokenizer adds.")
+    ] = True,
+    timeout: Timeout = None,
+    resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
+) -> None:
+    """Print the token ids of a text."""
+    with _client(target, resume_timeout) as client:
+        token_ids = client.tokenize(
+            text, add_special_tokens=special_tokens, model=model, timeout_s=timeout
+        )
+    typer.echo(" ".join(map(str, token_ids)))
+
+
+@report_errors()
+def models(
+    target: Targets = DEFAULT_TARGET,
+    timeout: Timeout = None,
+    resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
+) -> None:
+    """List the served models."""
+    with _client(target, resume_timeout) as client:
+        served = client.list_models(timeout_s=timeout)
+    rows = [("MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE")]
+    for model in served:
+        chat = "yes" if model.has_chat_template else "no"
+        rows.append((model.name, str(model.max_model_len), str(model.vocab_size), chat))
+    typer.echo("\n".join(aligned(rows, left=range(len(rows[0])))))
+
+
+class OrderedPrinter:
+    """Prints concurrent completions one after another, each of several with a heading.
+
+    The first completion is printed while it is generated. Parts of later ones are held back.
+    """
+
+    def __init__(self, num_completions: int) -> None:
+        self._num_completions = num_completions
+        # The index of the completion being printed, and whether a part of it has been printed.
+        self._index = 0
+        self._has_begun = False
+        self._held_back: dict[int, list[CompletionDelta | CompletionOutput]] = {}
+
+    def add(self, part: CompletionDelta | CompletionOutput) -> None:
+        self._held_back.setdefault(part.index, []).append(part)
+        while parts := self._held_back.pop(self._index, None):
+            for held_back in parts:
+                self._print_part(held_back)
+
+    def _print_part(self, part: CompletionDelta | CompletionOutput) -> None:
+        write = partial(typer.echo, nl=False)
+        if not self._has_begun and self._num_completions > 1:
+            separator = "\n" if self._index else ""
+            write(f"{separator}[{self._index + 1}/{self._num_completions}]\n")
+        self._has_begun = part.finish_reason is None
+        write(part.text)
+        if part.finish_reason is not None:
+            write("\n")
+            self._index += 1
+
+
+def _client(target: str, resume_timeout_s: float) -> Client:
+    """A client that reports the first retried failure on stderr."""
+    is_reported = False
+
+    def report(error: QuireError) -> None:
+        nonlocal is_reported
+        if not is_reported:
+            typer.echo(f"quire: {error}; trying again", err=True)
+        is_reported = True
+
+    return Client(target, resume_timeout_s=resume_timeout_s, on_break=report)

@@ -1,0 +1,272 @@
+"""The synchronous client."""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from typing import Protocol, Self, TypeVar, Unpack
+
+import grpc
+
+from quire.client.arguments import deadline
+from quire.client.concurrent_calls import ConcurrentCalls, StubMethodFor
+from quire.client.errors import QuireError, translate_errors
+from quire.client.outputs import Model, RequestDelta, RequestOutput
+from quire.client.prompts import Conversation, Prompt
+from quire.client.requests import (
+    RequestOptions,
+    cancel_request,
+    check_resumption,
+    detokenize_request,
+    fill_request,
+    request_output,
+    tokenize_request,
+)
+from quire.client.resumable_stream import ResumableStream, StreamResponse
+from quire.client.retry_policy import (
+    CANCEL_TIMEOUT_S,
+    RESUME_TIMEOUT_S,
+    RetryPolicy,
+    resume_timeout,
+)
+from quire.client.sampling_params import SamplingParams
+from quire.client.targets import Targets, client_options
+from quire.v1 import inference_pb2, model_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from quire.v1.model_pb2_grpc import ModelServiceStub
+from quire.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class _Stream(Protocol):
+    """A streaming call."""
+
+    def __iter__(self) -> Iterator[StreamResponse]: ...
+    def cancel(self) -> bool: ...
+    def is_active(self) -> bool: ...
+
+
+class Client:
+    """A client of a server at `host:port` or `unix:/path`, or of several gateways whose addresses
+    are separated by commas. Thread-safe.
+
+    After a connection failure the client retries at the next address: a stream continues after the
+    last received token, other calls are sent again. It gives up after `resume_timeout_s` without
+    progress; 0 disables retries.
+
+    Calls raise QuireError if the server or the connection fails, TypeError or ValueError for
+    invalid arguments, and ValueError after `close`. `timeout_s` is the deadline of a call including
+    its retries, after which the server ends it; None or infinity sets none.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        on_break: Callable[[QuireError], object] | None = None,
+    ) -> None:
+        """`on_break` is called with each failure that is retried."""
+        self._targets = Targets(target)
+        self._resume_timeout_s = resume_timeout(resume_timeout_s)
+        self._on_break = on_break
+        self.target = target
+        self._channels = {
+            address: grpc.insecure_channel(address, options=client_options(address))
+            for address in self._targets.addresses
+        }
+        # Reused, because creating a stub costs as much as a call.
+        self._inference_stubs = {
+            address: InferenceServiceStub(channel) for address, channel in self._channels.items()
+        }
+        self._closed = False
+
+    @property
+    def current_target(self) -> str:
+        """The address that served last, or the first one."""
+        return self._targets.current
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        return self.generate_all([prompt], [sampling_params], timeout_s=timeout_s, **options)[0]
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        """Send all prompts concurrently and return outputs in their order. The first failure
+        cancels all other requests."""
+        requests = [
+            fill_request(inference_pb2.GenerateRequest(), prompt, params, options)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
+        responses = self._call_all(
+            lambda target: self._inference(target).Generate, requests, timeout_s
+        )
+        return [request_output(*pair) for pair in zip(requests, responses, strict=True)]
+
+    def stream_generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generator[RequestDelta, None, None]:
+        """Stream the output. Closing the generator cancels the request unless it has a
+        `resume_window_s`."""
+        request = fill_request(
+            inference_pb2.StreamGenerateRequest(), prompt, sampling_params, options
+        )
+        retry_policy = self._retry_policy(timeout_s)
+        return self._stream(ResumableStream(retry_policy, request.request_id, request))
+
+    def resume(
+        self,
+        request_id: str,
+        next_token_indices: Sequence[int] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[RequestDelta, None, None]:
+        """Continue a stream of another client, which then fails, or of an ended process.
+
+        `next_token_indices` has one entry per completion: the `first_token_index` of its last
+        received delta plus the number of that delta's `token_ids`, 0 if absent. QuireError
+        NOT_FOUND if the server does not have the request.
+        """
+        check_resumption(request_id, next_token_indices)
+        retry_policy = self._retry_policy(timeout_s)
+        return self._stream(ResumableStream(retry_policy, request_id, None, next_token_indices))
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
+        """Cancel a request by its id; its call fails with CANCELLED."""
+        request = cancel_request(request_id)
+        self._call(lambda target: self._inference(target).CancelGenerate, request, timeout_s)
+
+    def tokenize(
+        self,
+        prompt: str | Conversation,
+        *,
+        add_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """The token ids of a text, or of a conversation rendered by the chat template."""
+        request = tokenize_request(prompt, add_special_tokens, model)
+        response = self._call(lambda target: self._tokenizer(target).Tokenize, request, timeout_s)
+        return list(response.token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        request = detokenize_request(token_ids, skip_special_tokens, model)
+        response = self._call(lambda target: self._tokenizer(target).Detokenize, request, timeout_s)
+        return response.text
+
+    def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
+        request = model_pb2.ListModelsRequest()
+        response = self._call(lambda target: self._models(target).ListModels, request, timeout_s)
+        return [Model.from_proto(model) for model in response.models]
+
+    def close(self) -> None:
+        """Close the channels and cancel all calls in progress."""
+        self._closed = True
+        for channel in self._channels.values():
+            channel.close()
+
+    def _call(
+        self,
+        method_for: "StubMethodFor[_Request, _Response]",
+        request: _Request,
+        timeout_s: float | None,
+    ) -> _Response:
+        return self._call_all(method_for, [request], timeout_s)[0]
+
+    def _call_all(
+        self,
+        method_for: "StubMethodFor[_Request, _Response]",
+        requests: Sequence[_Request],
+        timeout_s: float | None,
+    ) -> list[_Response]:
+        retry_policies = [self._retry_policy(timeout_s) for _ in requests]
+        return ConcurrentCalls(method_for, requests, retry_policies).run()
+
+    def _stream(self, stream: ResumableStream) -> Generator[RequestDelta, None, None]:
+        call = None
+        try:
+            while not stream.is_complete:
+                call = self._begin(stream)
+                try:
+                    with translate_errors(stream.retry_policy.target):
+                        for message in call:
+                            if (delta := stream.take(message)) is not None:
+                                yield delta
+                    stream.mark_ended()
+                    return
+                except QuireError as error:
+                    call.cancel()
+                    if not stream.is_complete:
+                        time.sleep(stream.backoff_s(error))
+        finally:
+            self._cancel_unfinished(call, stream)
+
+    def _begin(self, stream: ResumableStream) -> _Stream:
+        timeout = stream.retry_policy.begin_attempt()
+        stub = self._inference(stream.retry_policy.target)
+        request = stream.next_request()
+        if isinstance(request, inference_pb2.ResumeGenerateRequest):
+            return stub.ResumeGenerate(request, timeout=timeout)
+        return stub.StreamGenerate(request, timeout=timeout)
+
+    def _cancel_unfinished(self, call: _Stream | None, stream: ResumableStream) -> None:
+        if call is not None and call.is_active():
+            call.cancel()
+        elif stream.needs_cancel and not self._closed:
+            request = cancel_request(stream.request_id)
+            with suppress(grpc.RpcError, ValueError):
+                stub = self._inference(stream.retry_policy.target)
+                stub.CancelGenerate(request, timeout=CANCEL_TIMEOUT_S)
+
+    def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
+        timeout = deadline("timeout_s", timeout_s)
+        return RetryPolicy(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
+
+    def _inference(self, target: str) -> InferenceServiceStub:
+        self._check_open()
+        return self._inference_stubs[target]
+
+    def _tokenizer(self, target: str) -> TokenizerServiceStub:
+        return TokenizerServiceStub(self._channel(target))
+
+    def _models(self, target: str) -> ModelServiceStub:
+        return ModelServiceStub(self._channel(target))
+
+    def _channel(self, target: str) -> grpc.Channel:
+        self._check_open()
+        return self._channels[target]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the client is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

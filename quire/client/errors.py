@@ -1,0 +1,85 @@
+"""The exception of the client library, made from gRPC statuses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+_STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_Detail = TypeVar("_Detail", bound=Message)
+
+
+class QuireError(Exception):
+    """A call ended with a status other than OK."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        field: str | None = None,
+        reason: str | None = None,
+        retry_after_s: float | None = None,
+        resumable: bool = False,
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        # The invalid field of the request.
+        self.field = field
+        # UPPER_SNAKE_CASE, for programs; None if the error is not the server's.
+        self.reason = reason
+        # Seconds after which a retry can succeed.
+        self.retry_after_s = retry_after_s
+        # The request can continue: a stream by `resume`, others by a retry with the same id. The
+        # client has already retried for its `resume_timeout_s`.
+        self.resumable = resumable
+
+
+@contextmanager
+def translate_errors(target: str) -> Iterator[None]:
+    """Translate gRPC's errors into QuireError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_status(cast(grpc.Call, error), target) from error
+
+
+def from_status(call: grpc.Call, target: str) -> QuireError:
+    """The error of an ended call, with its `google.rpc` details."""
+    status = _status(call)
+    bad_request = _detail(status, error_details_pb2.BadRequest())
+    info = _detail(status, error_details_pb2.ErrorInfo())
+    retry = _detail(status, error_details_pb2.RetryInfo())
+    message = call.details() or "no details"
+    if call.code() is grpc.StatusCode.UNAVAILABLE and info is None:
+        message = f"no server responds at {target} ({message})"
+    return QuireError(
+        call.code(),
+        message,
+        field=bad_request.field_violations[0].field if bad_request else None,
+        reason=info.reason if info else None,
+        retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
+        resumable=_is_resumable(call.code(), info),
+    )
+
+
+def _is_resumable(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo | None) -> bool:
+    """The server's metadata; without it, whether the connection failed."""
+    resumable = info.metadata.get("resumable") if info else None
+    return resumable == "true" if resumable else code is grpc.StatusCode.UNAVAILABLE
+
+
+def _status(call: grpc.Call) -> status_pb2.Status:
+    for key, value in call.trailing_metadata() or ():
+        if key == _STATUS_DETAILS_KEY:
+            return status_pb2.Status.FromString(value)
+    return status_pb2.Status()
+
+
+def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
+    """The first detail of the type of `empty`."""
+    return next((empty for packed in status.details if packed.Unpack(empty)), None)

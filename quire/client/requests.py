@@ -1,0 +1,139 @@
+"""Converts arguments to requests and responses to outputs.
+
+Functions raise TypeError or ValueError for arguments that a message cannot contain.
+"""
+
+from collections.abc import Sequence
+from typing import TypedDict, TypeVar
+from uuid import uuid4
+
+from quire.client.arguments import (
+    INT32_MAX,
+    INT32_MIN,
+    UINT32_MAX,
+    check_flag,
+    check_integer,
+    check_text,
+    check_token_ids,
+    wrong_type,
+)
+from quire.client.outputs import CompletionOutput, RequestOutput, Usage
+from quire.client.prompts import (
+    Conversation,
+    Prompt,
+    conversation_proto,
+    fill_prompt,
+    is_conversation,
+)
+from quire.client.sampling_params import SamplingParams
+from quire.v1 import inference_pb2, tokenizer_pb2
+
+_Request = TypeVar("_Request", inference_pb2.GenerateRequest, inference_pb2.StreamGenerateRequest)
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request other than prompt and sampling parameters."""
+
+    # Random if absent.
+    request_id: str
+    # The served model's name; required if there are several.
+    model: str | None
+    # Requests share cached prefixes only if their salts are equal.
+    cache_salt: str
+    # Lower values are scheduled first, under the priority policy; 0 if absent.
+    priority: int | None
+    # Seconds for which the request continues without a client, so that it can be resumed. 0, the
+    # default, ends it at once.
+    resume_window_s: int | None
+
+
+def fill_request(
+    request: _Request,
+    prompt: Prompt,
+    sampling_params: SamplingParams | None,
+    options: RequestOptions,
+) -> _Request:
+    """Fill an empty request."""
+    _fill_options(request, options)
+    if sampling_params is not None:
+        if not isinstance(sampling_params, SamplingParams):
+            raise wrong_type("sampling_params", "SamplingParams", sampling_params)
+        request.sampling_params.CopyFrom(sampling_params.to_proto())
+    fill_prompt(request, prompt)
+    if not request.HasField("request_id"):
+        # A retry needs an id, so that the server recognises the request.
+        request.request_id = uuid4().hex
+    return request
+
+
+def request_output(
+    request: inference_pb2.GenerateRequest, response: inference_pb2.GenerateResponse
+) -> RequestOutput:
+    """Combine a response with its prompt."""
+    return RequestOutput(
+        request_id=response.request_id,
+        model=response.model,
+        prompt=request.text if request.HasField("text") else None,
+        prompt_token_ids=list(request.token_ids.ids) if request.HasField("token_ids") else None,
+        outputs=[CompletionOutput.from_proto(choice) for choice in response.choices],
+        usage=Usage.from_proto(response.usage),
+    )
+
+
+def tokenize_request(
+    prompt: str | Conversation, add_special_tokens: bool | None, model: str | None
+) -> tokenizer_pb2.TokenizeRequest:
+    check_flag("add_special_tokens", add_special_tokens)
+    check_text("model", model)
+    request = tokenizer_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    if is_conversation(prompt):
+        request.conversation.CopyFrom(conversation_proto(prompt))
+    elif isinstance(prompt, str):
+        check_text("prompt", prompt)
+        request.text = prompt
+    else:
+        raise wrong_type("prompt", "a text or a conversation", prompt)
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], skip_special_tokens: bool | None, model: str | None
+) -> tokenizer_pb2.DetokenizeRequest:
+    if token_ids is None:
+        raise wrong_type("token_ids", "a list of token ids", token_ids)
+    check_token_ids("token_ids", token_ids)
+    check_flag("skip_special_tokens", skip_special_tokens)
+    check_text("model", model)
+    return tokenizer_pb2.DetokenizeRequest(
+        model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+    )
+
+
+def cancel_request(request_id: str) -> inference_pb2.CancelGenerateRequest:
+    _check_request_id(request_id)
+    return inference_pb2.CancelGenerateRequest(request_id=request_id)
+
+
+def check_resumption(request_id: object, next_token_indices: object) -> None:
+    _check_request_id(request_id)
+    check_token_ids("next_token_indices", next_token_indices)
+
+
+def _check_request_id(request_id: object) -> None:
+    if request_id is None:
+        raise wrong_type("request_id", "a text", request_id)
+    check_text("request_id", request_id)
+
+
+def _fill_options(request: _Request, options: RequestOptions) -> None:
+    for name, value in options.items():
+        if name not in RequestOptions.__annotations__:
+            raise TypeError(f"{name}: no such option of a request (got {value!r:.100})")
+        if name == "priority":
+            check_integer(name, value, INT32_MAX, INT32_MIN)
+        elif name == "resume_window_s":
+            check_integer(name, value, UINT32_MAX)
+        else:
+            check_text(name, value)
+        if value is not None:
+            setattr(request, name, value)

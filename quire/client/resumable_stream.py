@@ -1,0 +1,121 @@
+"""Joins the streams of several calls for one request into one stream without gaps."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import grpc
+
+from quire.client.errors import QuireError
+from quire.client.outputs import CompletionDelta, RequestDelta
+from quire.client.retry_policy import RetryPolicy, is_final
+from quire.v1 import inference_pb2
+
+StreamRequest: TypeAlias = inference_pb2.StreamGenerateRequest | inference_pb2.ResumeGenerateRequest
+StreamResponse: TypeAlias = (
+    inference_pb2.StreamGenerateResponse | inference_pb2.ResumeGenerateResponse
+)
+
+
+class ResumableStream:
+    """The state of one request's stream. A client sends its requests, passes it every message and
+    failure, and yields its deltas.
+
+    `request` is None for a request of another client, whose tokens below `next_token_indices` have
+    been received.
+    """
+
+    def __init__(
+        self,
+        retry_policy: RetryPolicy,
+        request_id: str,
+        request: inference_pb2.StreamGenerateRequest | None = None,
+        next_token_indices: Sequence[int] = (),
+    ) -> None:
+        self.retry_policy = retry_policy
+        self.request_id = request_id
+        # The usage, which is last, has been received.
+        self.is_complete = False
+        self._request = request
+        self._is_accepted = request is None
+        # The acceptance has been yielded.
+        self._is_reported = False
+        # Per choice, the index of its next token.
+        self._next = list(next_token_indices)
+        # Choices whose end has been received.
+        self._ended: set[int] = set()
+        # The server has ended or refused the request.
+        self._is_final = False
+
+    def next_request(self) -> StreamRequest:
+        """The request for everything that has not been received."""
+        if self._request is not None and not self._is_accepted:
+            return self._request
+        return inference_pb2.ResumeGenerateRequest(
+            request_id=self.request_id, next_token_indices=self._next
+        )
+
+    def take(self, message: StreamResponse) -> RequestDelta | None:
+        """The new part of a message; None if there is none. QuireError if tokens are missing."""
+        delta = RequestDelta.from_proto(message)
+        outputs = [output for output in delta.outputs if self._is_new(output)]
+        for output in outputs:
+            self._record(output)
+        self._is_accepted = True
+        self.is_complete = self.is_complete or delta.usage is not None
+        if self._is_reported and not outputs and delta.usage is None:
+            return None
+        self._is_reported = True
+        self.retry_policy.record_progress()
+        return RequestDelta(delta.request_id, delta.model, outputs, delta.usage)
+
+    def backoff_s(self, error: QuireError) -> float:
+        """Record a failure; return the delay of the retry. Raises the error if it is final."""
+        lost = error.code is grpc.StatusCode.NOT_FOUND and self._can_restart
+        if lost:
+            self._is_accepted = False
+        self._is_final = is_final(error) and not lost
+        return self.retry_policy.backoff_s(error, resumable=lost)
+
+    def mark_ended(self) -> None:
+        """Record that the server has ended the stream without an error."""
+        self._is_final = True
+
+    @property
+    def needs_cancel(self) -> bool:
+        """Whether the request may be running without a call, so that it has to be cancelled by its
+        id. Requests that have a window or are of another client can be resumed instead."""
+        return not (
+            self.is_complete
+            or self._is_final
+            or self._request is None
+            or self._request.resume_window_s
+        )
+
+    @property
+    def _can_restart(self) -> bool:
+        """A request without a received token can be sent again."""
+        return self._request is not None and not any(self._next) and not self._ended
+
+    def _is_new(self, output: CompletionDelta) -> bool:
+        """False if the output has been received completely."""
+        if output.index in self._ended:
+            return False
+        have = self._have(output.index)
+        first, end = output.first_token_index, output.first_token_index + len(output.token_ids)
+        if not output.token_ids or first == have:
+            return True
+        if end <= have and output.finish_reason is None:
+            return False
+        # A text cannot be cut at a token, so the stream is resumed at the missing token.
+        message = f"choice {output.index}: received tokens {first} to {end - 1}, expected {have}"
+        raise QuireError(grpc.StatusCode.INTERNAL, message, resumable=True)
+
+    def _record(self, output: CompletionDelta) -> None:
+        have = self._have(output.index)
+        self._next.extend([0] * (output.index + 1 - len(self._next)))
+        self._next[output.index] = have + len(output.token_ids)
+        if output.finish_reason is not None:
+            self._ended.add(output.index)
+
+    def _have(self, index: int) -> int:
+        return self._next[index] if index < len(self._next) else 0

@@ -1,0 +1,102 @@
+"""Decides when and where a failed request is retried, and when to give up."""
+
+import math
+import random
+import time
+from collections.abc import Callable
+
+import grpc
+
+from quire.client.arguments import deadline
+from quire.client.errors import QuireError
+from quire.client.targets import Targets
+
+# Twice the time in which a service restarts.
+RESUME_TIMEOUT_S = 30.0
+CANCEL_TIMEOUT_S = 1.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+# An attempt of this duration had reached a server, because failures to connect are shorter.
+_REACHED_S = 5.0
+_TAKEN_OVER = "TAKEN_OVER"
+
+
+def resume_timeout(seconds: float) -> float:
+    """Check a timeout, which may be infinite. TypeError or ValueError for other values."""
+    checked = deadline("resume_timeout_s", seconds)
+    return math.inf if checked is None else checked
+
+
+def is_final(error: QuireError) -> bool:
+    """Whether a retry would fail too, or would take the request from its new client."""
+    return error.reason == _TAKEN_OVER or not error.resumable
+
+
+class RetryPolicy:
+    """The retries of one request, at one target after another.
+
+    Sends nothing itself; a client reports the begin, progress and failure of each attempt.
+    `timeout_s` limits all attempts together; None is no limit. `resume_timeout_s` limits the time
+    without progress; 0 allows one attempt. `on_break` is called with each failure that is retried.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        resume_timeout_s: float,
+        timeout_s: float | None = None,
+        *,
+        on_break: Callable[[QuireError], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.target = targets.current
+        self._targets = targets
+        self._on_break = on_break
+        self._resume_timeout_s = resume_timeout_s
+        self._clock = clock
+        self._jitter = jitter
+        self._deadline_s = None if timeout_s is None else clock() + timeout_s
+        self._attempted_s = 0.0
+        self._failing_since_s: float | None = None
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._last_error: QuireError | None = None
+
+    def begin_attempt(self) -> float | None:
+        """Begin an attempt; return its timeout. QuireError if the deadline has passed."""
+        self._attempted_s = self._clock()
+        if self._deadline_s is None:
+            return None
+        left_s = max(0.0, self._deadline_s - self._attempted_s)
+        if left_s == 0.0 and self._last_error is not None:
+            message = f"no time is left for a retry after {self._last_error}"
+            raise QuireError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+        return left_s
+
+    def record_progress(self) -> None:
+        """Reset the time without progress."""
+        self._targets.current = self.target
+        self._failing_since_s = None
+
+    def backoff_s(self, error: QuireError, resumable: bool = False) -> float:
+        """Select the next target; return the delay of the retry. Raises the error if it is final,
+        unless the caller can resume the request."""
+        if is_final(error) and not resumable:
+            raise error
+        now = self._clock()
+        if self._failing_since_s is None or now - self._attempted_s >= _REACHED_S:
+            self._failing_since_s = now
+            self._backoff_s = _FIRST_BACKOFF_S
+        if now - self._failing_since_s >= self._resume_timeout_s:
+            raise error
+        self._last_error = error
+        if self._on_break is not None:
+            self._on_break(error)
+        self.target = self._targets.after(self.target)
+        return self._next_delay(now)
+
+    def _next_delay(self, now: float) -> float:
+        """Half of the delay is random, so that clients do not retry simultaneously."""
+        delay_s = self._backoff_s * (0.5 + 0.5 * self._jitter())
+        self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
+        return delay_s if self._deadline_s is None else min(delay_s, max(0, self._deadline_s - now))

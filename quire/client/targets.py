@@ -1,0 +1,62 @@
+"""Addresses of servers, and the channel options of clients."""
+
+import ipaddress
+import re
+from typing import Any
+
+from quire.client.arguments import wrong_type
+from quire.service.channels import channel_options
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+# Detects within three seconds that a server has stopped or is unreachable during a call; servers
+# permit these pings. Names are resolved again as soon as their addresses fail.
+_KEEPALIVE: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 1_500),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+]
+_EXPECTED = "host:port or unix:/path"
+_TARGET = re.compile(r"unix:.+|(dns:///)?(\[[^\]]+\]|[^\s:/\[\]]+):\d{1,5}")
+
+
+def check_target(target: object) -> str:
+    """Return the target. TypeError or ValueError for an invalid address."""
+    if not isinstance(target, str):
+        raise wrong_type("target", _EXPECTED, target)
+    if not _TARGET.fullmatch(target):
+        raise ValueError(f"target: expected {_EXPECTED} (got {target!r})")
+    return target
+
+
+class Targets:
+    """Addresses of one or several gateways, and the one that served last."""
+
+    def __init__(self, target: object) -> None:
+        """`target` is one address, or several separated by commas. TypeError or ValueError for
+        others."""
+        parts = target.split(",") if isinstance(target, str) else [target]
+        self.addresses = [check_target(p.strip() if isinstance(p, str) else p) for p in parts]
+        self.current = self.addresses[0]
+
+    def after(self, address: str) -> str:
+        """The address to try after this one has failed; the same if it is the only one."""
+        return self.addresses[(self.addresses.index(address) + 1) % len(self.addresses)]
+
+
+def client_options(target: str) -> list[tuple[str, Any]]:
+    """Channel options. Servers on this machine are not reached through an HTTP proxy."""
+    proxy = ("grpc.enable_http_proxy", 0 if _is_local(target) else 1)
+    return [*(dict(channel_options()) | dict(_KEEPALIVE)).items(), proxy]
+
+
+def _is_local(target: str) -> bool:
+    host = target.rpartition(":")[0].strip("[]")
+    if target.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,85 @@
+"""Values of a request: parameters, how its sequences end, and what is delivered."""
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
+
+
+class EndReason(Enum):
+    STOP_TOKEN = "stop_token"
+    LENGTH = "length"
+    STOP_STRING = "stop_string"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a sequence without an error."""
+
+    reason: EndReason
+    num_output_tokens: int
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """Sampling parameters with every default filled in."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    max_tokens: int
+    # Entries per sampled token: 0 for none, k + 1 for the token itself and the top k.
+    num_logprobs: int = 0
+    # The same for prompt tokens. Always 0: no public parameter requests them yet.
+    num_prompt_logprobs: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(slots=True)
+class Delivery:
+    """New tokens for one subscriber, all of them journaled; one entry per sequence."""
+
+    attachments: list[int] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    # Index of the first token within the sequence's output.
+    first_indices: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # concatenated
+    # Packed, a string per entry, empty where not requested.
+    logprobs: list[bytes] = field(default_factory=list)
+
+    def add(
+        self, attachment: int, choice: int, first: int, token_ids: list[int], logprobs: bytes
+    ) -> None:
+        """Add an entry: a choice's tokens from the index `first` on."""
+        self.attachments.append(attachment)
+        self.choices.append(choice)
+        self.first_indices.append(first)
+        self.num_tokens.append(len(token_ids))
+        self.token_ids += token_ids
+        self.logprobs.append(logprobs)
+
+    def part(self, places: list[int]) -> "Delivery":
+        """The entries at these places."""
+        ends = list(accumulate(self.num_tokens))
+        part = Delivery()
+        for at in places:
+            part.add(
+                self.attachments[at],
+                self.choices[at],
+                self.first_indices[at],
+                self.token_ids[ends[at] - self.num_tokens[at] : ends[at]],
+                self.logprobs[at] if self.logprobs else b"",
+            )
+        return part
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Seed of one choice: the request's own for choice 0, hashed from it for the rest."""
+    if choice == 0:
+        return seed
+    digest = hashlib.sha256(struct.pack("<QI", seed, choice)).digest()
+    return int.from_bytes(digest[:8], "little")

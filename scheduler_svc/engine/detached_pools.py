@@ -1,0 +1,85 @@
+"""Pools of lost workers, kept while their workers may return with warm caches."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.pool import Pool
+from scheduler_svc.store.store import Store
+
+KEEP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedPool:
+    # The last known step.
+    last_step: int
+    # Address of its worker; None for a pool of an earlier term.
+    address: str | None
+    detached_at: float  # of time.monotonic
+
+
+class DetachedPools:
+    """Keeps pools without a lane for `KEEP_S`, and drops them when their workers are lost for good.
+
+    A pool's journal is compacted into the records before the pool is reopened or dropped.
+    """
+
+    def __init__(self, store: Store, record_writer: RecordWriter, steps: Mapping[int, int]) -> None:
+        """`steps`: the pools of an earlier term, by incarnation, with their last known steps."""
+        now = time.monotonic()
+        self._store = store
+        self._record_writer = record_writer
+        self._pools = {
+            incarnation: DetachedPool(step, None, now) for incarnation, step in steps.items()
+        }
+        # Sequences with tokens in the journals of lost lanes.
+        self._uncompacted: list[Sequence] = []
+        # Incarnations whose workers have died.
+        self._dead: set[int] = set()
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """The last known step of each pool, by incarnation."""
+        return {incarnation: pool.last_step for incarnation, pool in self._pools.items()}
+
+    def add(self, pool: Pool, address: str, step: int, lost: list[Sequence]) -> None:
+        """Add the pool of a lane that ended at `step`; `lost` have tokens in its journal."""
+        self._pools[pool.incarnation] = DetachedPool(step, address, time.monotonic())
+        self._uncompacted += lost
+
+    async def compact(self) -> None:
+        """Compact the journals of lost lanes. Repeat it after StoreUnavailable."""
+        if self._uncompacted:
+            uncompacted = list(self._uncompacted)
+            await self._record_writer.compact(uncompacted)
+            del self._uncompacted[: len(uncompacted)]
+
+    async def reopen(self, pool: Pool, address: str, last_finished_step: int) -> int:
+        """Open a worker's pool; return the step to start above. Pools of other workers seen at the
+        same address are marked to be dropped: those workers have died."""
+        known = self._pools.get(pool.incarnation)
+        first_step = await pool.open(last_finished_step, known.last_step if known else 0)
+        self._pools.pop(pool.incarnation, None)
+        self._dead |= {
+            incarnation for incarnation, other in self._pools.items() if other.address == address
+        }
+        return first_step
+
+    async def drop_expired(self) -> None:
+        """Drop pools whose workers have died or have been disconnected for `KEEP_S`."""
+        oldest = time.monotonic() - KEEP_S
+        late = {number for number, pool in self._pools.items() if pool.detached_at < oldest}
+        with contextlib.suppress(StoreUnavailable):
+            await self.compact()
+            if expired := late | self._dead:
+                # Their journals may be the only record of some endings.
+                await self._record_writer.flush()
+            for incarnation in expired:
+                await self._store.pool(incarnation, num_blocks=0).drop()
+                self._pools.pop(incarnation, None)
+                self._dead.discard(incarnation)

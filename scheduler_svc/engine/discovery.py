@@ -1,0 +1,230 @@
+"""Discovers workers by name and keeps a lane to each."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+import structlog
+
+from quire.service.addresses import NameResolver
+from quire.service.protocol_version import PROTOCOL_VERSION
+from scheduler_svc.core.policy import blocks_for
+from scheduler_svc.core.view import Limits
+from scheduler_svc.engine.detached_pools import DetachedPools
+from scheduler_svc.engine.engine import Engine, ModelGeometry
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.lane.lane import Lane
+from scheduler_svc.lane.options import LaneHooks, LaneOptions
+from scheduler_svc.lane.worker_stream import LaneLost, WorkerInfo, WorkerStream
+from scheduler_svc.store.errors import PoolFault, StoreUnavailable, WrongStep
+from scheduler_svc.store.pool import Pool
+from scheduler_svc.store.store import Store
+
+log = structlog.get_logger()
+
+# Interval at which detached pools are checked, without other events.
+CHECK_S = 1.0
+RETRY_S = 0.5
+
+
+class WorkerRefused(Exception):
+    """The worker does not match the other workers or the settings; the message has both values."""
+
+
+# Errors that end a lane, or an attempt to open one; it is attempted again.
+_EXPECTED = (LaneLost, WorkerRefused, PoolFault, WrongStep, StoreUnavailable)
+
+
+class Discovery:
+    """Resolves names and retries each new address until a worker responds there.
+
+    A worker is identified by its incarnation, not its address: an address of a worker whose lane is
+    open is an alias, and retried later. An address that no longer resolves is dropped when its lane
+    ends.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        store: Store,
+        engine: Engine,
+        record_writer: RecordWriter,
+        options: LaneOptions,
+        hooks: LaneHooks,
+        leader_steps: Mapping[int, int],
+    ) -> None:
+        """`leader_steps`: the last step that an earlier term committed to each pool."""
+        # The addresses changed, a lane ended, or discovery was halted.
+        self._wake = asyncio.Event()
+        self._resolver = NameResolver(names, self._wake.set)
+        self._store = store
+        self._engine = engine
+        self._options = options
+        self._hooks = hooks
+        # Incarnations whose lanes are being opened: a second address must not open another one.
+        self._opening: set[int] = set()
+        # Held while a pool is opened or dropped.
+        self._pool_lock = asyncio.Lock()
+        self._halting = False
+        self._detached = DetachedPools(store, record_writer, leader_steps)
+
+    async def run(self) -> None:
+        """Keep lanes to all workers until halted. An unexpected error of any lane ends it."""
+        lane_tasks: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            resolving = group.create_task(self._resolver.run())
+            while not self._halting:
+                self._wake.clear()
+                lane_tasks = {a: task for a, task in lane_tasks.items() if not task.done()}
+                for address in self._resolver.addresses - lane_tasks.keys():
+                    lane_tasks[address] = group.create_task(self._serve_address(address))
+                    lane_tasks[address].add_done_callback(lambda _: self._wake.set())
+                async with self._pool_lock:
+                    await self._detached.drop_expired()
+                await self._wait()
+            resolving.cancel()
+            busy = {lane.address for lane in self._engine.lanes.values()}
+            for address in lane_tasks.keys() - busy:
+                lane_tasks[address].cancel()
+
+    def halt(self) -> None:
+        """Open no more lanes; `run` returns when the open ones have halted."""
+        self._halting = True
+        self._wake.set()
+        for lane in self._engine.lanes.values():
+            lane.halt()
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_S):
+                await self._wake.wait()
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """The last known step of each pool, by incarnation."""
+        open_lanes = {key: lane.last_step for key, lane in self._engine.lanes.items()}
+        return {**self._detached.steps, **open_lanes}
+
+    async def _serve_address(self, address: str) -> None:
+        """Serve the address's lane, and reopen it, as long as the name resolves to the address."""
+        logged = ""
+        task = asyncio.current_task()
+        # grpc.aio can swallow a cancellation that coincides with the end of a call.
+        while self._is_wanted(address) and not (task and task.cancelling()):
+            try:
+                await self._serve(address)
+                logged = ""
+            except _EXPECTED as error:
+                # Logged once, not at every attempt; a worker that is not up yet is no warning.
+                if str(error) != logged:
+                    logged = str(error)
+                    write = log.info if isinstance(error, LaneLost) else log.warning
+                    write("lane not open", address=address, why=logged)
+            if self._is_wanted(address):
+                await asyncio.sleep(RETRY_S)
+
+    def _is_wanted(self, address: str) -> bool:
+        return address in self._resolver.addresses and not self._halting
+
+    async def _serve(self, address: str) -> None:
+        """Serve one lane, from the worker's hello to the end of its stream."""
+        async with WorkerStream.connected(address) as stream:
+            incarnation = await stream.identify()
+            if incarnation in self._opening or incarnation in self._engine.lanes:
+                # An alias.
+                return
+            self._opening.add(incarnation)
+            try:
+                opened = await self._open(address, stream, incarnation)
+            finally:
+                self._opening.remove(incarnation)
+            if opened is not None:
+                await self._run(address, stream, *opened)
+
+    async def _open(
+        self, address: str, stream: WorkerStream, incarnation: int
+    ) -> tuple[Lane, Pool] | None:
+        """Open a worker's lane; None if discovery was halted meanwhile."""
+        leadership = self._store.leadership
+        # This may take as long as the worker's step, so it runs outside the lock.
+        worker = await stream.open(leadership.epoch, leadership.holder)
+        if worker.incarnation != incarnation:
+            raise LaneLost("another worker has started at its address")
+        async with self._pool_lock:
+            return None if self._halting else await self._add_lane(address, stream, worker)
+
+    async def _add_lane(
+        self, address: str, stream: WorkerStream, worker: WorkerInfo
+    ) -> tuple[Lane, Pool]:
+        await self._detached.compact()
+        leadership = self._store.leadership
+        limits = self._options.limits_for(worker)
+        model = self._check_model(worker, limits)
+        pool = self._store.pool(
+            worker.incarnation, worker.num_blocks, self._options.enable_prefix_caching
+        )
+        first_step = await self._detached.reopen(pool, address, worker.last_finished_step)
+        lane = Lane(
+            worker, address, stream, pool, leadership.epoch, first_step, limits,
+            self._options, self._hooks,
+        )  # fmt: skip
+        log.info(
+            "worker joined",
+            address=address,
+            incarnation=f"{worker.incarnation:016x}",
+            num_blocks=worker.num_blocks,
+        )
+        self._engine.add(lane, model)
+        return lane, pool
+
+    async def _run(self, address: str, stream: WorkerStream, lane: Lane, pool: Pool) -> None:
+        why = "drained"
+        try:
+            stream.start(lane.drain, lane.wake)
+            await lane.run()
+        except LaneLost as error:
+            why = str(error)
+            lane.mark_suspects(error)
+            raise
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            raise
+        finally:
+            log.info("worker left", address=address, why=why)
+            # Requeue at once; the pool is handled later.
+            lost = self._engine.remove(lane)
+            self._detached.add(pool, address, lane.last_step, [*lost, *lane.uncompacted])
+            self._wake.set()
+
+    def _check_model(self, worker: WorkerInfo, limits: Limits) -> ModelGeometry:
+        """The model that the worker serves; WorkerRefused if another one is served."""
+        _require_equal("protocol version", PROTOCOL_VERSION, worker.protocol_version)
+        usable = worker.num_blocks - 1 - limits.watermark
+        needed = blocks_for(worker.max_model_len, worker.block_size)
+        if usable < needed:
+            raise WorkerRefused(
+                f"its pool has {usable} usable blocks above the watermark; "
+                f"one sequence of max_model_len needs {needed}"
+            )
+        if limits.max_num_seqs > limits.max_num_batched_tokens:
+            raise WorkerRefused(
+                f"max_num_seqs {limits.max_num_seqs} exceeds "
+                f"max_num_batched_tokens {limits.max_num_batched_tokens}"
+            )
+        model = ModelGeometry(
+            worker.model_fingerprint,
+            worker.block_size,
+            worker.max_model_len,
+            worker.kv_cache_dtype,
+        )
+        served = self._engine.model or model
+        _require_equal("model fingerprint", served.fingerprint.hex(), model.fingerprint.hex())
+        _require_equal("block size", served.block_size, model.block_size)
+        _require_equal("max_model_len", served.max_model_len, model.max_model_len)
+        _require_equal("kv_cache_dtype", served.kv_cache_dtype, model.kv_cache_dtype)
+        return model
+
+
+def _require_equal(what: str, served: object, offered: object) -> None:
+    if served != offered:
+        raise WorkerRefused(f"{what}: the worker has {offered}, the scheduler needs {served}")

@@ -1,0 +1,266 @@
+"""The engine: one queue of sequences, and the lanes that serve it."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from grpc import StatusCode
+
+from quire.service.errors import RequestError, failed, invalid, unavailable
+from scheduler_svc.core.placement import Placement
+from scheduler_svc.core.policy import blocks_for, fit_of_prompt
+from scheduler_svc.core.queue import Arrivals, WaitingQueue
+from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.core.stats import EngineStats
+from scheduler_svc.core.view import BlockFit
+from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.lane.lane import Lane
+from scheduler_svc.store.hashing import HashChain, extra_keys, root_hash
+from scheduler_svc.store.requests import RequestKey
+
+RETRY_WHEN_FULL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """Model properties that all workers must share."""
+
+    fingerprint: bytes
+    block_size: int
+    max_model_len: int
+    kv_cache_dtype: str
+
+
+class Engine:
+    """All live requests, from acceptance to end.
+
+    A sequence is queued in `waiting`, then assigned to a lane, then gets a row there; its group
+    stays in `live` throughout.
+    """
+
+    def __init__(
+        self,
+        record_writer: RecordWriter,
+        match_pools: MatchPools,
+        placement: Placement,
+        by_priority: bool,
+        max_waiting_requests: int,
+        max_waiting_tokens: int,
+    ) -> None:
+        self.lanes: dict[int, Lane] = {}
+        # Set when a lane is added or removed; the listener clears it.
+        self.lanes_changed = asyncio.Event()
+        self.live: dict[RequestKey, Group] = {}
+        self.waiting = WaitingQueue()
+        self.model: ModelGeometry | None = None
+        self.arrivals = Arrivals()
+        self.stats = EngineStats()
+        self._record_writer = record_writer
+        self._by_priority = by_priority
+        self._max_waiting_requests = max_waiting_requests
+        self._max_waiting_tokens = max_waiting_tokens
+        self._order = itertools.count()
+        self._last_model: ModelGeometry | None = None
+        self.dispatcher = Dispatcher(
+            self.waiting, self.lanes, self._prepare, match_pools, placement
+        )
+
+    # Requests
+
+    def prompt_error(self, num_tokens: int) -> RequestError | None:
+        """The error for a prompt of `num_tokens` that can never run; None if it can, or while no
+        worker has joined."""
+        if self.model is None:
+            return None
+        if num_tokens >= self.model.max_model_len:
+            return invalid(
+                "prompt",
+                "PROMPT_TOO_LONG",
+                f"has {num_tokens} tokens; with one token of output the model allows "
+                f"at most {self.model.max_model_len - 1}",
+            )
+        lane = max(self.lanes.values(), key=lambda lane: lane.num_admissible_blocks)
+        num_usable_blocks = lane.worker.num_blocks - 1
+        if fit_of_prompt(num_tokens, lane.limits, num_usable_blocks) is BlockFit.NEVER:
+            return invalid(
+                "prompt",
+                "PROMPT_TOO_LONG",
+                f"needs {blocks_for(num_tokens, lane.limits.block_size)} blocks of the cache; "
+                f"the largest one has {lane.num_admissible_blocks} for new requests",
+            )
+        return None
+
+    def overload_error(self, num_requests: int, num_tokens: int) -> RequestError | None:
+        """The error if the queue has no room for `num_requests` more with `num_tokens` in all."""
+        waiting = self.waiting
+        if len(waiting) + num_requests > self._max_waiting_requests:
+            return _full(
+                f"{len(waiting)} requests are queued; the limit is {self._max_waiting_requests}"
+            )
+        if waiting and waiting.num_tokens + num_tokens > self._max_waiting_tokens:
+            return _full(
+                f"{waiting.num_tokens} tokens are queued; the limit is {self._max_waiting_tokens}"
+            )
+        return None
+
+    def submit(self, group: Group) -> None:
+        """Queue a new request."""
+        self.stats.num_accepted += 1
+        self.restore(group)
+
+    def restore(self, group: Group) -> None:
+        """Queue a request with the tokens that it already has."""
+        group.order = (group.record.priority if self._by_priority else 0, next(self._order))
+        group.num_live = len(group.sequences)
+        self.live[group.key] = group
+        self.arrivals.queued()
+        self._enqueue(group, group.sequences)
+
+    def abort(self, group: Group, error: RequestError) -> None:
+        """End a request with an error in any state; the next step frees its blocks."""
+        group.fail(error)
+        self.finish_ended(group)
+
+    def finish_ended(self, group: Group) -> None:
+        """Finish the group's ended sequences: queued ones now, those on lanes in the next step."""
+        for sequence in group.sequences:
+            if sequence.is_ended and self.waiting.remove(sequence):
+                self.sequence_finished(sequence)
+        for lane in self.lanes.values():
+            lane.wake()
+
+    def sequence_finished(self, sequence: Sequence) -> None:
+        """Account for an ended sequence that holds no blocks or row any more."""
+        group = sequence.group
+        assert not sequence.is_finished
+        group.num_live -= 1
+        sequence.is_finished = True
+        if group.error is None:
+            assert sequence.end is not None
+            self.stats.end(sequence.end.reason.value)
+            group.subscriber.ended(sequence, sequence.end)
+        elif sequence.is_first and sequence.end is None:
+            # Siblings that wait for its prompt end with it; after its end the lane finishes them.
+            group.num_live -= len(group.siblings)
+            for sibling in group.siblings:
+                sibling.is_finished = True
+            group.siblings = []
+        if group.num_live == 0:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        del self.live[group.key]
+        self._record_writer.enqueue(group)
+        if group.error is not None:
+            self.stats.end(group.error.code.name.lower())
+            group.subscriber.failed(group, group.error)
+
+    # Lanes
+
+    def add(self, lane: Lane, model: ModelGeometry) -> None:
+        """Add a lane. The first one sets the model, until the last one is removed."""
+        assert self.model in (None, model)
+        if self._last_model not in (None, model):
+            self._change_model()
+        self.model = self._last_model = model
+        self.lanes[lane.worker.incarnation] = lane
+        self.lanes_changed.set()
+        self.dispatcher.wake()
+
+    def remove(self, lane: Lane) -> list[Sequence]:
+        """Remove a lane; requeue its sequences with the tokens that they have, and return them."""
+        incarnation = lane.worker.incarnation
+        del self.lanes[incarnation]
+        self.lanes_changed.set()
+        lost = []
+        for group in list(self.live.values()):
+            theirs = [
+                other
+                for other in group.sequences
+                if other.lane_incarnation == incarnation and not other.is_finished
+            ]
+            if theirs:
+                lost += theirs
+                self._recover(group, theirs)
+        if not self.lanes:
+            self.model = None
+        self.dispatcher.wake()
+        return lost
+
+    def _recover(self, group: Group, lost: list[Sequence]) -> None:
+        """Rewind sequences of a lost lane and queue them again."""
+        if any(other in group.siblings for other in lost):
+            group.siblings = [other for other in group.siblings if other not in lost]
+            group.pinned_blocks = None
+        for sequence in lost:
+            sequence.rewind()
+        self.stats.num_recovered += len(lost)
+        self._enqueue(group, lost)
+
+    def _enqueue(self, group: Group, sequences: list[Sequence]) -> None:
+        """Queue the sequences that have not ended. If the first has yet to compute its prompt, the
+        rest are forked from it; otherwise each computes what no cache has."""
+        waiting = [other for other in sequences if not other.is_ended]
+        if waiting and waiting[0].is_first and not waiting[0].num_output_tokens:
+            forked = [other for other in waiting[1:] if not other.num_output_tokens]
+            group.siblings += forked
+            waiting = [other for other in waiting if other not in forked]
+        for sequence in waiting:
+            self.waiting.add(sequence)
+        for sequence in sequences:
+            if sequence.is_ended:
+                self.sequence_finished(sequence)
+        self.dispatcher.wake()
+
+    def _change_model(self) -> None:
+        """Drop what was prepared for the previous model; abort requests that have output."""
+        for sequence in list(self.waiting):
+            sequence.chain = None
+            if sequence.num_output_tokens:
+                self.abort(
+                    sequence.group, unavailable("MODEL_CHANGED", "the workers serve another model")
+                )
+
+    def requeue(self, sequences: Iterable[Sequence]) -> None:
+        """Return sequences without a row to their places in the queue."""
+        for sequence in sequences:
+            sequence.set_lane(None)
+            if sequence.is_ended:
+                self.sequence_finished(sequence)
+            else:
+                self.waiting.add(sequence)
+        self.dispatcher.wake()
+
+    def has_other_lane(self, incarnation: int) -> bool:
+        """Whether another worker's lane accepts requests."""
+        return any(not lane.draining for other, lane in self.lanes.items() if other != incarnation)
+
+    def has_waiting(self) -> bool:
+        """Whether a sequence is queued."""
+        return bool(self.waiting)
+
+    def _prepare(self, sequence: Sequence) -> bool:
+        """Prepare a sequence for a lane; False if it is finished: it has ended or can never run."""
+        assert self.model is not None
+        if sequence.chain is None:
+            error = self.prompt_error(sequence.num_prompt_tokens)
+            if error is not None:
+                self.abort(sequence.group, error)
+                return False
+            root = root_hash(self.model.fingerprint)
+            extra = extra_keys(sequence.group.record.cache_salt)
+            for other in sequence.group.sequences:
+                other.chain = HashChain(root, self.model.block_size, extra)
+                other.set_max_num_tokens(self.model.max_model_len)
+        sequence.end_if_complete()
+        if sequence.end is not None:
+            # It was restored with all its tokens.
+            self.finish_ended(sequence.group)
+            return False
+        return True
+
+
+def _full(message: str) -> RequestError:
+    return failed(StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message, RETRY_WHEN_FULL_S)

@@ -1,0 +1,157 @@
+"""Attaches gateway streams to requests; the newest attachment of a request receives its output."""
+
+from itertools import count
+
+from grpc import StatusCode
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError, failed, unavailable
+from scheduler_svc.core.request import End, EndReason
+from scheduler_svc.core.sequence import Group
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.record_conversion import error_of, from_record
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.gateway.connection import GatewayConnection
+from scheduler_svc.gateway.orphans import Orphans
+from scheduler_svc.store.errors import StoreError
+from scheduler_svc.store.requests import RequestKey, RequestState, StoredRequest
+from scheduler_svc.store.store import Store
+
+NO_REDIS = unavailable("REDIS_AWAY", "the scheduler has lost Redis or leadership")
+_UNKNOWN = failed(
+    StatusCode.NOT_FOUND,
+    "UNKNOWN_REQUEST",
+    "no such request is known, or its record has expired",
+    metadata={"resumable": "false"},
+)
+_TAKEN_OVER = failed(
+    StatusCode.ABORTED,
+    "TAKEN_OVER",
+    "another stream has taken the request over",
+    metadata={"resumable": "true"},
+)
+
+AttachRequest = scheduler_pb2.Submission | scheduler_pb2.Attachment
+
+
+class Attachments:
+    """Attaches streams to running requests, and replays ended ones from their records."""
+
+    def __init__(
+        self, engine: Engine, store: Store, record_writer: RecordWriter, orphans: Orphans
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._record_writer = record_writer
+        self._orphans = orphans
+        self._numbers = count(1)
+
+    def attach(self, group: Group, connection: GatewayConnection, request: AttachRequest) -> None:
+        """Move a request's stream to this attachment, and fail the previous one with TAKEN_OVER. A
+        disconnected gateway, or a generation older than the current attachment's, is refused: the
+        client may have resumed at another gateway."""
+        generation, previous = self._generation(request, connection), group.subscriber
+        if isinstance(previous, GatewayConnection):
+            if connection.is_disconnected or generation < group.attachment_generation:
+                connection.reject(request.attachment, _TAKEN_OVER)
+                return
+            previous.reject(group.attachment, _TAKEN_OVER)
+            previous.unsubscribe(group)
+        self._orphans.remove(group)
+        group.attachment_generation = generation
+        is_deferred = isinstance(request, scheduler_pb2.Submission) and request.deferred_delivery
+        connection.attach(group, request.attachment, request.next_indices, is_deferred)
+        if connection.is_disconnected:
+            self.detach(group, connection, client_gone=False)
+
+    def attach_if_same(
+        self, submission: scheduler_pb2.Submission, group: Group, connection: GatewayConnection
+    ) -> None:
+        """Attach a submission to its request; refuse a different request of the same id."""
+        if submission.digest == group.record.digest:
+            self.attach(group, connection, submission)
+        else:
+            connection.reject(submission.attachment, id_taken(submission.request_id))
+
+    async def attach_known(self, request: AttachRequest, connection: GatewayConnection) -> None:
+        """Attach to a running request; replay an ended one from its record."""
+        key = key_of(request)
+        try:
+            await self._record_writer.sync({key})
+            stored = None if key in self._engine.live else await self._store.load(key)
+        except StoreError:
+            connection.reject(request.attachment, NO_REDIS)
+            return
+        # Looked up after the calls: it may have been submitted meanwhile.
+        if group := self._engine.live.get(key):
+            self.attach(group, connection, request)
+        elif stored is None and isinstance(request, scheduler_pb2.Attachment):
+            connection.reject(request.attachment, _UNKNOWN)
+        elif stored is None or stored.state is RequestState.LIVE:
+            # The record of a submission has just expired: the gateway may submit again. Or this
+            # term has not recovered the request yet, or is over.
+            connection.reject(request.attachment, NO_REDIS)
+        else:
+            _replay_ended(stored, request, connection)
+
+    async def attach_finished(
+        self, submission: scheduler_pb2.Submission, connection: GatewayConnection
+    ) -> bool:
+        """Attach to a request that has finished, or has started meanwhile; False if none has."""
+        key = key_of(submission)
+        try:
+            await self._record_writer.sync({key})
+            stored = await self._store.load(key)
+        except StoreError:
+            connection.reject(submission.attachment, NO_REDIS)
+            return True
+        if group := self._engine.live.get(key):
+            self.attach_if_same(submission, group, connection)
+            return True
+        if stored is None or stored.state is not RequestState.FINISHED:
+            return False
+        if submission.digest == stored.record.digest:
+            _replay_ended(stored, submission, connection)
+        else:
+            connection.reject(submission.attachment, id_taken(submission.request_id))
+        return True
+
+    def detach(self, group: Group, connection: GatewayConnection, client_gone: bool) -> None:
+        """Detach a request; it is cancelled unless a stream attaches within its grace period."""
+        connection.unsubscribe(group)
+        self._orphans.add(group, client_gone)
+
+    def _generation(self, request: AttachRequest, connection: GatewayConnection) -> tuple[int, int]:
+        if request.HasField("attachment_generation"):
+            return request.attachment_generation.epoch, request.attachment_generation.number
+        return connection.epoch, next(self._numbers)
+
+
+def _replay_ended(
+    stored: StoredRequest,
+    request: AttachRequest,
+    connection: GatewayConnection,
+) -> None:
+    """Send an ended request's output and end, or its error."""
+    error = error_of(stored)
+    if error is not None:
+        connection.reject(request.attachment, error)
+        return
+    group = from_record(stored, {})
+    for sequence in group.sequences:
+        # Without an end of its own it was ended by its gateway, for a stop string.
+        sequence.end = sequence.end or End(EndReason.STOP_STRING, sequence.num_output_tokens)
+        sequence.is_finished = True
+    connection.replay(group, request.attachment, request.next_indices)
+
+
+def key_of(request: AttachRequest) -> RequestKey:
+    return RequestKey(request.principal, request.request_id)
+
+
+def id_taken(request_id: str) -> RequestError:
+    return failed(
+        StatusCode.ALREADY_EXISTS,
+        "REQUEST_ID_TAKEN",
+        f"the id {request_id!r} belongs to another request, which is live or has just ended",
+    )

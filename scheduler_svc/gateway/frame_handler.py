@@ -1,0 +1,149 @@
+"""Dispatches gateway frames to the engine."""
+
+from grpc import StatusCode
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import failed
+from quire.service.protocol_version import PROTOCOL_VERSION
+from scheduler_svc.core.sequence import Group
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.gateway.attachments import Attachments
+from scheduler_svc.gateway.connection import GatewayConnection, leadership_ended
+from scheduler_svc.gateway.orphans import Orphans
+from scheduler_svc.gateway.submissions import Submissions
+from scheduler_svc.leadership.lease import Lease
+from scheduler_svc.store.requests import RequestKey
+from scheduler_svc.store.store import Store
+
+_CANCELLED = failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
+
+
+class FrameHandler:
+    """Applies frames to the engine during one term; keeps the open connections."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        record_writer: RecordWriter,
+        lease: Lease,
+        orphan_grace_s: float,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._lease = lease
+        self._orphans = Orphans(orphan_grace_s, self._cancel)
+        self._attachments = Attachments(engine, store, record_writer, self._orphans)
+        self._submissions = Submissions(engine, store, record_writer, self._attachments)
+        self._connections: set[GatewayConnection] = set()
+        self._is_closed = False
+        self._announced_model = self._model_now()
+        self._hello = self._make_hello()
+        # Recovered requests are orphans until their gateways have reconnected.
+        for group in engine.live.values():
+            self._orphans.add(group, client_gone=False)
+
+    # Connections
+
+    def connect(self) -> GatewayConnection:
+        """Open a connection. RequestError when this term is over."""
+        if self._is_closed:
+            raise leadership_ended()
+        connection = GatewayConnection(self._store.leadership.epoch, self._lease.wait_held)
+        connection.send_hello(self._hello)
+        self._connections.add(connection)
+        return connection
+
+    def disconnect(self, connection: GatewayConnection) -> None:
+        """Detach the requests of a disconnected gateway; not after the end of the term."""
+        connection.is_disconnected = True
+        if self._is_closed:
+            return
+        self._connections.discard(connection)
+        for group in list(connection.attached.values()):
+            self._attachments.detach(group, connection, client_gone=False)
+
+    def announce(self) -> None:
+        """Send a new hello to every gateway if readiness or the model has changed."""
+        if (model := self._model_now()) != self._announced_model:
+            self._announced_model = model
+            self._hello = self._make_hello()
+            for connection in self._connections:
+                connection.send_hello(self._hello)
+
+    def close(self) -> None:
+        """End every stream after the output so far. Gateways then connect to the next leader and
+        resubmit what was not accepted."""
+        self._is_closed = True
+        self._orphans.close()
+        self._submissions.close()
+        for connection in self._connections:
+            # Its requests may belong to another term when the gateway disconnects.
+            connection.attached.clear()
+            connection.close(leadership_ended())
+        self._connections.clear()
+
+    def _model_now(self) -> tuple[bool, int | None]:
+        """Whether a worker has joined, and max_model_len. Called many times a second."""
+        model = self._engine.model
+        return bool(self._engine.lanes), model.max_model_len if model else None
+
+    def _make_hello(self) -> scheduler_pb2.SchedulerHello:
+        ready, max_model_len = self._announced_model
+        return scheduler_pb2.SchedulerHello(
+            protocol_version=PROTOCOL_VERSION,
+            holder=self._store.leadership.holder,
+            ready=ready,
+            max_model_len=max_model_len,
+        )
+
+    # Frames
+
+    async def apply(
+        self, frame: scheduler_pb2.ConnectRequest, connection: GatewayConnection
+    ) -> None:
+        """Apply one frame. RequestError if the gateway must be disconnected."""
+        _check_version(frame)
+        if self._is_closed:
+            return
+        if frame.submissions:
+            await self._submissions.submit(list(frame.submissions), connection)
+        for attachment in frame.attachments:
+            await self._attachments.attach_known(attachment, connection)
+        for finish in frame.finishes:
+            group = connection.attached.get(finish.attachment)
+            if group and finish.choice < len(group.sequences):
+                group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
+                self._engine.finish_ended(group)
+        for detachment in frame.detachments:
+            if group := connection.attached.get(detachment.attachment):
+                self._attachments.detach(group, connection, detachment.client_gone)
+        for cancellation in frame.cancellations:
+            found = self._cancel(self._target(cancellation, connection))
+            if cancellation.HasField("tag"):
+                connection.send_cancellation_result(cancellation.tag, found)
+
+    def _target(
+        self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
+    ) -> Group | None:
+        if cancellation.WhichOneof("target") == "attachment":
+            return connection.attached.get(cancellation.attachment)
+        key = RequestKey(cancellation.request.principal, cancellation.request.request_id)
+        return self._engine.live.get(key)
+
+    def _cancel(self, group: Group | None) -> bool:
+        if group is None or group.error is not None:
+            return False
+        self._engine.abort(group, _CANCELLED)
+        return True
+
+
+def _check_version(frame: scheduler_pb2.ConnectRequest) -> None:
+    if frame.HasField("hello") and frame.hello.protocol_version != PROTOCOL_VERSION:
+        raise failed(
+            StatusCode.FAILED_PRECONDITION,
+            "PROTOCOL_VERSION",
+            f"the scheduler has protocol version {PROTOCOL_VERSION}, "
+            f"the gateway {frame.hello.protocol_version}",
+        )

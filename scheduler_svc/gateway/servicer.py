@@ -1,0 +1,76 @@
+"""`SchedulerService`: one stream per gateway."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import structlog
+from grpc import StatusCode
+
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.service.errors import RequestError, abort, failed, unavailable
+from scheduler_svc.gateway.connection import GatewayConnection
+from scheduler_svc.gateway.frame_handler import FrameHandler
+
+log = structlog.get_logger()
+
+_Context = grpc.aio.ServicerContext[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]
+_Frames = AsyncIterator[scheduler_pb2.ConnectRequest]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Passes frames between streams and the handler. While this scheduler does not lead, it has no
+    handler, refuses every stream and names the leader."""
+
+    def __init__(self, leader_address: Callable[[], str]) -> None:
+        """`leader_address` returns an empty string while the leader is unknown."""
+        self.handler: FrameHandler | None = None
+        self._leader_address = leader_address
+
+    async def Connect(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: _Frames, context: _Context
+    ) -> None:
+        """Serve one stream. Writes frames to the context, which raises failed writes here."""
+        handler = self.handler
+        try:
+            if handler is None:
+                raise standby_error(self._leader_address())
+            connection = handler.connect()
+        except RequestError as error:
+            # A refusal before the first frame is read would reach the gateway as a failed write.
+            await anext(request_iterator, None)
+            await abort(context, error)
+        reader = asyncio.create_task(_read(request_iterator, handler, connection))
+        try:
+            async for frame in connection.frames():
+                await context.write(frame)
+        except RequestError as error:
+            await abort(context, error)
+        except grpc.aio.InternalError as error:
+            # The gateway died during a write.
+            log.info("gateway disconnected", reason=str(error))
+        finally:
+            reader.cancel()
+            handler.disconnect(connection)
+
+
+def standby_error(leader_address: str) -> RequestError:
+    """The error of a scheduler that does not lead."""
+    metadata = {"leader": leader_address} if leader_address else {}
+    return unavailable("STANDBY", "this scheduler does not lead", metadata=metadata)
+
+
+async def _read(frames: _Frames, handler: FrameHandler, connection: GatewayConnection) -> None:
+    """Apply frames until the gateway ends the stream or an error occurs; then close it."""
+    try:
+        async for frame in frames:
+            await handler.apply(frame, connection)
+        connection.close()
+    except RequestError as error:
+        connection.close(error)
+    except grpc.aio.AbortError:
+        # The stream was ended from this side.
+        pass
+    except Exception:
+        log.exception("gateway frame failed")
+        connection.close(failed(StatusCode.INTERNAL, "INTERNAL", "the frame failed"))

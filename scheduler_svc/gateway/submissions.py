@@ -1,0 +1,181 @@
+"""New requests: validates, records and queues them."""
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import Coroutine
+
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError, invalid
+from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.record_conversion import group_of
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.gateway.attachments import NO_REDIS, Attachments, id_taken, key_of
+from scheduler_svc.gateway.connection import GatewayConnection
+from scheduler_svc.store.errors import StoreError, StoreUnavailable
+from scheduler_svc.store.requests import RecordOutcome, RequestRecord
+from scheduler_svc.store.store import Store
+
+MAX_CHOICES = 16
+# How long new requests wait while Redis is unavailable.
+RECORD_TIMEOUT_S = 10.0
+RECORD_RETRY_S = 0.1
+
+_Submission = scheduler_pb2.Submission
+
+
+class Submissions:
+    """Accepts new requests; a submission of a live request is attached to it."""
+
+    def __init__(
+        self, engine: Engine, store: Store, record_writer: RecordWriter, attachments: Attachments
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._record_writer = record_writer
+        self._attachments = attachments
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Unique across terms: an epoch is at least the clock in ms, so 4 million ids fit per ms.
+        self._sequence_ids = itertools.count(store.leadership.epoch << 22)
+
+    def close(self) -> None:
+        """Cancel the submissions in progress."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def submit(self, submissions: list[_Submission], connection: GatewayConnection) -> None:
+        """Attach a frame's submissions to live requests; validate and record the new ones."""
+        new: list[tuple[_Submission, RequestRecord]] = []
+        surplus: list[tuple[_Submission, RequestError]] = []
+        num_tokens = 0
+        for submission in submissions:
+            if group := self._engine.live.get(key_of(submission)):
+                self._attachments.attach_if_same(submission, group, connection)
+                continue
+            num_prompt_tokens = len(submission.prompt_token_ids)
+            error = validation_error(submission) or self._engine.prompt_error(num_prompt_tokens)
+            if error is not None:
+                self._refuse(submission, error, connection)
+                continue
+            full = self._engine.overload_error(len(new) + 1, num_tokens + num_prompt_tokens)
+            # `again`: it was accepted before, so it is queued whatever the queue's length.
+            if full is None or submission.again:
+                new.append((submission, self._record_of(submission)))
+                num_tokens += num_prompt_tokens
+            else:
+                surplus.append((submission, full))
+        if surplus:
+            self._start(self._refuse_surplus(surplus, connection))
+        if new:
+            # Not cancelled with the stream: what is recorded must also be queued.
+            await asyncio.shield(self._start(self._record(new, connection)))
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _refuse(
+        self, submission: _Submission, error: RequestError, connection: GatewayConnection
+    ) -> None:
+        self._engine.stats.num_refused += 1
+        connection.reject(submission.attachment, error)
+
+    async def _refuse_surplus(
+        self, surplus: list[tuple[_Submission, RequestError]], connection: GatewayConnection
+    ) -> None:
+        """Refuse what exceeds the queue, except requests that have finished already."""
+        for submission, error in surplus:
+            if not await self._attachments.attach_finished(submission, connection):
+                self._refuse(submission, error, connection)
+
+    def _record_of(self, submission: _Submission) -> RequestRecord:
+        record = record_of(submission, next(self._sequence_ids))
+        for _ in range(record.num_choices - 1):
+            next(self._sequence_ids)
+        return record
+
+    async def _record(
+        self, new: list[tuple[_Submission, RequestRecord]], connection: GatewayConnection
+    ) -> None:
+        with self._engine.arrivals.pending(len(new)):
+            try:
+                outcomes = await self._store_records(new)
+            except StoreError:
+                self._record_writer.discard(record for _, record in new)
+                for submission, _ in new:
+                    connection.reject(submission.attachment, NO_REDIS)
+                return
+            for (submission, record), recorded in zip(new, outcomes, strict=True):
+                if recorded is RecordOutcome.NEW:
+                    group = group_of(record)
+                    self._engine.submit(group)
+                    self._attachments.attach(group, connection, submission)
+                elif recorded is RecordOutcome.EXISTS:
+                    await self._attachments.attach_known(submission, connection)
+                else:
+                    connection.reject(submission.attachment, id_taken(submission.request_id))
+
+    async def _store_records(
+        self, new: list[tuple[_Submission, RequestRecord]]
+    ) -> list[RecordOutcome]:
+        """Write the records; retry for `RECORD_TIMEOUT_S` while Redis is unavailable."""
+        are_resubmissions = [submission.again for submission, _ in new]
+        keys = {record.key for _, record in new}
+        deadline = asyncio.get_running_loop().time() + RECORD_TIMEOUT_S
+        while True:
+            try:
+                # A client may reuse an id as soon as it has received the end.
+                await self._record_writer.sync(keys)
+                return await self._store.record([record for _, record in new], are_resubmissions)
+            except StoreUnavailable:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(RECORD_RETRY_S)
+
+
+def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:
+    """Build the record of a submission; choice i has the sequence id `sequence_id` + i."""
+    given = submission.HasField
+    return RequestRecord(
+        key=key_of(submission),
+        digest=submission.digest,
+        prompt_token_ids=array("I", submission.prompt_token_ids),
+        params=submission.params.SerializeToString(),
+        sequence_id=sequence_id,
+        deadline_ms=submission.deadline_ms if given("deadline_ms") else None,
+        opaque=submission.opaque,
+        num_choices=num_choices(submission),
+        priority=submission.priority,
+        cache_salt=submission.cache_salt,
+        resume_window_s=submission.resume_window_s if given("resume_window_s") else None,
+    )
+
+
+def num_choices(submission: _Submission) -> int:
+    return submission.n if submission.HasField("n") else 1
+
+
+def validation_error(submission: _Submission) -> RequestError | None:
+    """The error of an invalid submission, which gateways refuse earlier; None if it is valid."""
+    if not submission.prompt_token_ids:
+        return invalid("prompt", "EMPTY_PROMPT", "has no tokens")
+    if submission.params.max_tokens < 1:
+        return _out_of_range("max_tokens", "must be at least 1")
+    if not submission.params.temperature >= 0:
+        return _out_of_range("temperature", "must be at least 0")
+    if not 0 < submission.params.top_p <= 1:
+        return _out_of_range("top_p", "must be above 0, at most 1")
+    if not 0 <= submission.params.min_p <= 1:
+        return _out_of_range("min_p", "must be 0 to 1")
+    if not 1 <= num_choices(submission) <= MAX_CHOICES:
+        return _out_of_range("n", f"is {submission.n}; must be 1 to {MAX_CHOICES}")
+    if submission.params.num_logprobs > MAX_NUM_LOGPROBS:
+        return _out_of_range("logprobs", f"must be at most {MAX_NUM_LOGPROBS - 1}")
+    return None
+
+
+def _out_of_range(param: str, message: str) -> RequestError:
+    return invalid(f"sampling_params.{param}", f"{param.upper()}_OUT_OF_RANGE", message)

@@ -1,1 +1,0 @@
-"""Gateways: the `Connect` streams, where messages become sequences and tokens become frames."""

@@ -1,0 +1,145 @@
+"""FIFO of plans sent to the worker and not yet completed."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from quire.internal.v1 import worker_pb2
+from scheduler_svc.core.logprobs import ENTRY_BYTES, pack_logprobs
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.stats import StepTiming
+from scheduler_svc.lane.worker_stream import LaneLost
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRows:
+    """Rows and sequences of a plan, in parallel: all that it runs, and those that sample."""
+
+    rows: list[int]
+    sequences: list[Sequence]
+    # One entry per token to sample.
+    sampling_rows: list[int]
+    sampling: list[Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """One plan. Its result belongs to the sequences scheduled then, even if their rows have been
+    reused since."""
+
+    epoch: int
+    step: int
+    scheduled: ScheduledRows
+    num_tokens: int
+    num_rounds: int
+    sent_at: float  # of time.perf_counter
+    # Cost of the step before it was sent.
+    scheduling_s: float
+    redis_s: float
+
+    def timing(self, worker_incarnation: int, completed_at: float) -> StepTiming:
+        """Durations of the step; `completed_at` is of time.perf_counter."""
+        return StepTiming(
+            worker_incarnation=worker_incarnation,
+            scheduling_s=self.scheduling_s,
+            redis_s=self.redis_s,
+            step_s=completed_at - self.sent_at,
+            num_scheduled_tokens=self.num_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """Result of a plan: sampled tokens beside their sequences, and sequences whose rows failed."""
+
+    in_flight: InFlightStep
+    sequences: list[Sequence]
+    token_ids: list[int]
+    # Packed, a string per token; no strings at all if no sequence requests any.
+    logprobs: list[bytes] = field(default_factory=list)
+    failures: list[tuple[Sequence, str]] = field(default_factory=list)
+
+
+class InFlightSteps:
+    """Plans complete in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._steps: deque[InFlightStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def oldest_sent_at(self) -> float | None:
+        """When the oldest plan was sent, of time.perf_counter."""
+        return self._steps[0].sent_at if self._steps else None
+
+    @property
+    def sequences(self) -> set[Sequence]:
+        """Sequences that are in flight."""
+        return {sequence for step in self._steps for sequence in step.scheduled.sequences}
+
+    def add(self, step: InFlightStep) -> None:
+        self._steps.append(step)
+
+    def complete(self, result: worker_pb2.StepResult) -> CompletedStep:
+        """Complete the oldest plan. LaneLost unless each sampling row has a token or failed with a
+        reason."""
+        if not self._steps:
+            raise LaneLost(
+                f"the worker sent a result of step {result.step}, which is not in flight"
+            )
+        completed = _completed(self._steps[0], result)
+        self._steps.popleft()
+        return completed
+
+
+def _completed(in_flight: InFlightStep, result: worker_pb2.StepResult) -> CompletedStep:
+    step, scheduled = in_flight.step, in_flight.scheduled
+    if (result.epoch, result.step) != (in_flight.epoch, step):
+        raise LaneLost(
+            f"the worker sent a result of step {result.step} of epoch {result.epoch}, "
+            f"not of step {step} of epoch {in_flight.epoch}"
+        )
+    sampled_rows, token_ids = list(result.sampled_rows), list(result.sampled_token_ids)
+    if len(sampled_rows) != len(token_ids):
+        raise LaneLost(f"step {step}: {len(sampled_rows)} rows, {len(token_ids)} tokens")
+    if sampled_rows == scheduled.sampling_rows and not result.failures:
+        logprobs = _logprobs(scheduled.sampling, result)
+        return CompletedStep(in_flight, scheduled.sampling, token_ids, logprobs)
+    running = dict(zip(scheduled.rows, scheduled.sequences, strict=True))
+    failures = {failure.row: failure.reason for failure in result.failures}
+    if not failures.keys() <= running.keys():
+        raise LaneLost(f"the worker failed rows that step {step} did not run")
+    num_expected = Counter(scheduled.sampling_rows)
+    if any(sampled_rows.count(row) >= max(1, num_expected[row]) for row in failures):
+        raise LaneLost(f"the worker failed rows of step {step} that sampled all their tokens")
+    # Tokens that a failed row sampled in earlier rounds are dropped.
+    valid = [at for at, row in enumerate(sampled_rows) if row not in failures]
+    valid_rows = sorted(sampled_rows[at] for at in valid)
+    if valid_rows != sorted(row for row in scheduled.sampling_rows if row not in failures):
+        raise LaneLost(f"the worker's result of step {step} does not match its plan")
+    sequences = [running[row] for row in sampled_rows]
+    logprobs = _logprobs(sequences, result)
+    return CompletedStep(
+        in_flight,
+        [sequences[at] for at in valid],
+        [token_ids[at] for at in valid],
+        [logprobs[at] for at in valid] if logprobs else [],
+        [(running[row], reason) for row, reason in failures.items()],
+    )
+
+
+def _logprobs(sequences: list[Sequence], result: worker_pb2.StepResult) -> list[bytes]:
+    """Packed log-probabilities of each token, as many as its sequence requests."""
+    wanted = [sequence.group.params.num_logprobs for sequence in sequences]
+    if not any(wanted):
+        return []
+    try:
+        packed = pack_logprobs(result.logprobs)
+    except ValueError as error:
+        raise LaneLost(f"the worker's log-probabilities of step {result.step}: {error}") from None
+    if [len(piece) for piece in packed] != [count * ENTRY_BYTES for count in wanted]:
+        raise LaneLost(
+            f"the worker's log-probabilities of step {result.step} do not match its plan"
+        )
+    return packed

@@ -1,0 +1,325 @@
+"""The loop that steps one lane."""
+
+import asyncio
+import time
+
+import structlog
+from grpc import StatusCode
+
+from quire.service.errors import failed
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.view import Limits
+from scheduler_svc.lane.assignments import Assignments
+from scheduler_svc.lane.batch_window import BatchWindow
+from scheduler_svc.lane.delivery import deliver
+from scheduler_svc.lane.in_flight import CompletedStep, InFlightStep, InFlightSteps, ScheduledRows
+from scheduler_svc.lane.journal_compaction import JournalCompaction
+from scheduler_svc.lane.multi_step import MultiStep
+from scheduler_svc.lane.options import LaneHooks, LaneOptions
+from scheduler_svc.lane.plan import PlanContents, build_plan
+from scheduler_svc.lane.pool_client import PoolClient
+from scheduler_svc.lane.quarantine import Quarantine
+from scheduler_svc.lane.sequence_table import SequenceTable
+from scheduler_svc.lane.step import Step
+from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.lane.worker_stream import WorkerInfo, WorkerStream
+from scheduler_svc.store.types import Commit, PrefixMatch
+
+log = structlog.get_logger()
+
+IDLE_CHECK_S = 5.0
+
+
+class LaneLoop:
+    """Decides, commits and sends steps, up to `pipeline_depth` plans ahead, and completes them."""
+
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        stream: WorkerStream,
+        epoch: int,
+        limits: Limits,
+        table: SequenceTable,
+        pool: PoolClient,
+        assignments: Assignments,
+        options: LaneOptions,
+        hooks: LaneHooks,
+    ) -> None:
+        self._worker = worker
+        self._stream = stream
+        self._epoch = epoch
+        self._limits = limits
+        self._table = table
+        self._pool = pool
+        self._assignments = assignments
+        self._stats = pool.stats
+        self._options = options
+        self._hooks = hooks
+        self.in_flight = InFlightSteps()
+        self.quarantine = Quarantine(table)
+        self.compaction = JournalCompaction(pool, hooks.compact)
+        self.batch_window = BatchWindow(options.multi_step_s > 0, hooks.since_last_arrival_s)
+        # All plans in flight together stay far below the step timeout.
+        max_s = options.step_timeout_s / (4 * options.pipeline_depth)
+        self._multi_step = MultiStep(min(options.multi_step_s, max_s), hooks.since_last_arrival_s)
+        # Sequences with tokens that are not committed yet, and those whose rows failed.
+        self._uncommitted: dict[Sequence, None] = {}
+        self._failed: list[Sequence] = []
+        self._window_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._check_due = False
+        self._halting = False
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def halt(self) -> None:
+        self._halting = True
+        self.wake()
+
+    async def run(self) -> None:
+        in_flight, timeout_s = self.in_flight, self._options.step_timeout_s
+        watching = asyncio.create_task(
+            self._stream.watch(lambda: in_flight.oldest_sent_at, timeout_s, self.wake)
+        )
+        try:
+            while await self._advance():
+                pass
+            await self._journal_rest()
+        finally:
+            watching.cancel()
+            self.compaction.cancel()
+            for timer in (self._idle_timer, self._window_timer):
+                if timer is not None:
+                    timer.cancel()
+
+    async def _advance(self) -> bool:
+        """Take one step, or wait for work. False: the lane is drained or halted."""
+        self._wake.clear()
+        self._complete_steps()
+        if self._stream.lost:
+            raise self._stream.lost
+        if self._may_step() and await self._step():
+            return True
+        is_drained = self._assignments.draining and self._table.is_empty
+        if not self.in_flight and (self._halting or is_drained):
+            return False
+        await self._wait_for_work()
+        return True
+
+    # Waiting
+
+    def _may_step(self) -> bool:
+        """Whether to decide a step: the pipeline has room, and the batch window is closed. A
+        timer wakes the loop at the window's end."""
+        if self._window_timer is not None:
+            self._window_timer.cancel()
+            self._window_timer = None
+        if self._halting or len(self.in_flight) >= self._pipeline_depth:
+            return False
+        remaining_s = self.batch_window.remaining_s()
+        if remaining_s <= 0 or not self._can_batch_more():
+            return True
+        self._window_timer = asyncio.get_running_loop().call_later(remaining_s, self.wake)
+        return False
+
+    def _can_batch_more(self) -> bool:
+        """Whether all sequences of the lane have deferred delivery, and it accepts more."""
+        table = self._table
+        if table.swapped or table.awaiting_results:
+            return False
+        self._assignments.requeue_ended()
+        sequences = [*table.assigned, *table.rows]
+        if not sequences or not self._assignments.is_open:
+            return False
+        return all(
+            sequence.group.is_deferred and not (sequence.is_suspect or sequence.is_ended)
+            for sequence in sequences
+        )
+
+    @property
+    def _pipeline_depth(self) -> int:
+        """Maximum plans in flight: one while a suspect runs alone."""
+        return 1 if self.quarantine.suspect() else self._options.pipeline_depth
+
+    async def _wait_for_work(self) -> None:
+        """Wait for work; check the pool once when the lane has been idle for a while."""
+        if self._idle_timer is None:
+            loop = asyncio.get_running_loop()
+            self._idle_timer = loop.call_later(
+                IDLE_CHECK_S, self._check_if_idle, self._pool.last_step
+            )
+        await self._wake.wait()
+        if self._check_due:
+            self._check_due = False
+            await self._pool.check()
+
+    def _check_if_idle(self, step: int) -> None:
+        self._idle_timer = None
+        if step == self._pool.last_step != self._pool.checked_step:
+            self._check_due = True
+            self.wake()
+
+    # Steps
+
+    async def _step(self) -> bool:
+        """Decide one step, commit it, notify subscribers, send its plan. False: nothing to do."""
+        stats = self._stats
+        started, waited_s = time.perf_counter(), stats.redis_s
+        suspect = self.quarantine.suspect()
+        candidates = await self._assignments.candidates()
+        step = self._decide(candidates, suspect)
+        if step.is_empty and suspect is not None:
+            # There is no room for the suspect: the other sequences continue.
+            step = self._decide(candidates, None)
+        if step.is_empty:
+            return False
+        reply = await self._pool.commit(step.commit())
+        self._notify(step.builder)
+        scheduled = step.apply(reply)
+        redis_s = stats.redis_s - waited_s
+        scheduling_s = time.perf_counter() - started - redis_s
+        contents = step.builder.plan
+        stats.num_steps += 1
+        stats.num_scheduled_tokens += contents.num_tokens
+        stats.num_prefill_tokens += contents.num_prefill_tokens
+        stats.scheduling_s += scheduling_s
+        if not contents.is_empty:
+            await self._send(contents, scheduled, scheduling_s, redis_s)
+        if step.frees_capacity:
+            self._hooks.capacity_freed()
+        self.compaction.start_if_due(self._pool.last_step, self._table.all_admitted())
+        if self._options.check_every_step:
+            await self._pool.check()
+        return True
+
+    def _builder(self) -> StepBuilder:
+        return StepBuilder(
+            step_number=self._pool.last_step + 1,
+            rows=self._table.rows,
+            block_size=self._limits.block_size,
+            enable_prefix_caching=self._options.enable_prefix_caching,
+            num_free_blocks=self._pool.num_free_blocks,
+        )
+
+    def _decide(
+        self, candidates: list[tuple[Sequence, PrefixMatch]], suspect: Sequence | None
+    ) -> Step:
+        num_usable = self._worker.num_blocks - 1
+        step = Step(self._builder(), self._table, self._limits, num_usable, self._stats)
+        uncommitted, self._uncommitted = self._uncommitted, {}
+        failed, self._failed = self._failed, []
+        step.release.release_ended(failed)
+        if self._assignments.draining and self._hooks.has_other_lane(self._worker.incarnation):
+            step.release.preempt_all()
+        if suspect is None:
+            num_rounds = self._num_rounds(step.builder)
+            step.decide([pair for pair in candidates if not pair[0].is_suspect], num_rounds)
+        else:
+            step.decide_alone(suspect, candidates)
+        step.builder.journal(uncommitted)
+        return step
+
+    def _num_rounds(self, builder: StepBuilder) -> int:
+        """Rounds that decodes may run in a plan without anything else; 1 if a sequence waits."""
+        table = self._table
+        has_waiting = table.assigned or table.swapped or table.is_preempting or builder.requeued
+        if has_waiting or self._hooks.has_waiting():
+            return 1
+        return self._multi_step.num_rounds(table.rows)
+
+    def _notify(self, builder: StepBuilder) -> None:
+        """Deliver journaled tokens, report finished sequences, requeue preempted ones."""
+        deliver(builder)
+        for sequence in builder.finished:
+            self._hooks.sequence_finished(sequence)
+        # The record of a request is ended with its last choice; the journal may be trimmed earlier.
+        self.compaction.uncompacted += [one for one in builder.finished if one.group.num_live]
+        if builder.requeued:
+            # Sequences assigned later must not overtake them.
+            assigned, self._table.assigned = self._table.assigned, []
+            self.compaction.uncompacted += builder.requeued
+            self._hooks.requeue([*builder.requeued, *assigned])
+
+    async def _send(
+        self, contents: PlanContents, scheduled: ScheduledRows, scheduling_s: float, redis_s: float
+    ) -> None:
+        step = InFlightStep(
+            epoch=self._epoch,
+            step=self._pool.last_step,
+            scheduled=scheduled,
+            num_tokens=contents.num_tokens,
+            num_rounds=max(contents.num_rounds, default=1),
+            sent_at=time.perf_counter(),
+            scheduling_s=scheduling_s,
+            redis_s=redis_s,
+        )
+        await self._hooks.wait_for_lease()
+        self.in_flight.add(step)
+        if scheduled.sequences:
+            self.batch_window.sent(step.step)
+        await self._stream.send(build_plan(self._epoch, step.step, contents))
+
+    async def _journal_rest(self) -> None:
+        """Journal and deliver tokens that no step has committed."""
+        builder = self._builder()
+        builder.journal(self._uncommitted)
+        if builder.journaled:
+            commit = Commit(
+                builder.step_number,
+                publications=builder.publications,
+                token_ranges=builder.token_ranges,
+            )
+            await self._pool.commit(commit)
+            deliver(builder)
+
+    # Results
+
+    def _complete_steps(self) -> None:
+        """Complete every step whose result has arrived."""
+        stats = self._stats
+        for result in self._stream.results():
+            started, times = time.perf_counter(), result.times
+            completed = self.in_flight.complete(result)
+            in_flight = completed.in_flight
+            self._table.completed_step = in_flight.step
+            self.batch_window.completed(in_flight.step)
+            self.quarantine.clear(completed.sequences)
+            self._append_tokens(completed)
+            for sequence, reason in completed.failures:
+                self._fail(sequence, reason)
+            busy_ns = times.preparing_ns + times.forward_ns + times.sampling_ns
+            # A plan without rows, or with failed ones only, has no meaningful duration.
+            if completed.token_ids:
+                round_s = busy_ns / in_flight.num_rounds / 1e9
+                self._multi_step.completed(round_s)
+                if in_flight.num_tokens == len(in_flight.scheduled.sampling):
+                    self.batch_window.decoded(round_s)
+            stats.num_sampled_tokens += len(completed.token_ids)
+            stats.worker_idle_ns += times.waiting_ns
+            stats.worker_busy_ns += busy_ns
+            stats.worker_starting_ns += times.starting_ns
+            stats.scheduling_s += time.perf_counter() - started
+            self._hooks.step_completed(in_flight.timing(self._worker.incarnation, started))
+
+    def _append_tokens(self, completed: CompletedStep) -> None:
+        uncommitted = self._uncommitted
+        all_logprobs = iter(completed.logprobs)
+        for sequence, token_id in zip(completed.sequences, completed.token_ids, strict=True):
+            logprobs = next(all_logprobs, b"")
+            # Tokens sampled after an end are dropped.
+            if sequence.end is None and sequence.group.error is None:
+                token_ids = sequence.token_ids
+                token_ids.append(token_id)
+                if logprobs:
+                    sequence.logprobs += logprobs
+                uncommitted[sequence] = None
+                if len(token_ids) >= sequence.max_num_tokens or token_id in sequence.stop_token_ids:
+                    sequence.end_at_last_token()
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        if sequence.group.error is None:
+            log.error("row failed", request=sequence.group.key.request_id, why=reason)
+        sequence.group.fail(failed(StatusCode.INTERNAL, "ROW_FAILED", reason))
+        self._failed.append(sequence)

@@ -1,0 +1,63 @@
+"""A lane's settings, and its callbacks into the engine."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.stats import StepTiming
+from scheduler_svc.core.view import Limits
+from scheduler_svc.lane.worker_stream import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOptions:
+    """The same for every lane."""
+
+    # Upper bounds from the settings; block size and watermark depend on the worker.
+    limits: Limits
+    # Share of a pool's blocks that new requests must leave free.
+    watermark: float
+    # Maximum number of plans in flight.
+    pipeline_depth: int
+    enable_prefix_caching: bool
+    check_every_step: bool
+    # Maximum duration of a plan of several rounds, far below the step timeout; 0: one round per
+    # plan, and no batch window.
+    multi_step_s: float
+    # A worker whose oldest plan takes longer counts as stuck.
+    step_timeout_s: float
+
+    def limits_for(self, worker: WorkerInfo) -> Limits:
+        most = self.limits
+        return replace(
+            most,
+            block_size=worker.block_size,
+            max_num_batched_tokens=min(most.max_num_batched_tokens, worker.max_num_batched_tokens),
+            max_num_seqs=min(most.max_num_seqs, worker.max_num_seqs),
+            watermark=int(self.watermark * worker.num_blocks),
+            max_model_len=worker.max_model_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LaneHooks:
+    """Callbacks of a lane."""
+
+    # A sequence has ended and holds no resources.
+    sequence_finished: Callable[[Sequence], None]
+    # Whether another lane than that of this worker accepts requests.
+    has_other_lane: Callable[[int], bool]
+    # Seconds since the last arrival at any lane.
+    since_last_arrival_s: Callable[[], float]
+    # Whether the engine's queue is not empty.
+    has_waiting: Callable[[], bool]
+    # Returns once a plan may be sent: at once while the lease is held for certain.
+    wait_for_lease: Callable[[], Awaitable[None]]
+    # These sequences wait for a row again, on any lane.
+    requeue: Callable[[list[Sequence]], None]
+    # Capacity may have become free.
+    capacity_freed: Callable[[], None]
+    # A plan has completed.
+    step_completed: Callable[[StepTiming], None]
+    # Writes journaled tokens of these sequences to their records.
+    compact: Callable[[list[Sequence]], Awaitable[None]]

@@ -1,0 +1,216 @@
+"""One step of a lane: releases, decision, commit and plan.
+
+The sequence table changes as the step is decided; nothing else may change it until the plan is
+built.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import takewhile
+
+from scheduler_svc.core.policy import schedule
+from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.core.stats import LaneStats
+from scheduler_svc.core.view import Candidate, Forkable, LaneView, Limits, StepDecision, Swapped
+from scheduler_svc.lane.admission import StepAdmission
+from scheduler_svc.lane.in_flight import ScheduledRows
+from scheduler_svc.lane.release import StepRelease
+from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
+from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.store.types import Commit, CommitReply, ForkedSequence, PrefixMatch
+
+
+class Step:
+    """Built in this order: releases, decision, journal, commit, reply."""
+
+    def __init__(
+        self,
+        builder: StepBuilder,
+        table: SequenceTable,
+        limits: Limits,
+        num_usable_blocks: int,
+        stats: LaneStats,
+    ) -> None:
+        self.builder = builder
+        self._table = table
+        self._limits = limits
+        self._num_usable_blocks = num_usable_blocks
+        self._stats = stats
+        self.release = StepRelease(builder, table, stats)
+        self._decision: StepDecision[Sequence] = StepDecision()
+        self._admission = StepAdmission(builder, table, self._decision, stats)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._decision.is_empty and self.builder.is_empty
+
+    @property
+    def frees_capacity(self) -> bool:
+        """Whether the lane may have capacity that it did not have before."""
+        return not (self._decision.only_decodes and self.builder.releases_nothing)
+
+    def decide(
+        self, candidates: Iterable[tuple[Sequence, PrefixMatch]], num_rounds: int = 1
+    ) -> None:
+        """Run the policy, and apply what takes no blocks. `candidates` come with their cached
+        prefixes; `num_rounds` bounds the rounds of a step that only decodes."""
+        # Nothing may overtake a swapped or preempted sequence that cannot be admitted yet.
+        ready = list(takewhile(self._is_ready, self._table.swapped))
+        is_open = len(ready) == len(self._table.swapped) and not self._is_preempting
+        swapped = {Swapped(other.sequences, len(other.host_blocks)): other for other in ready}
+        view = self._view(list(swapped), candidates if is_open else (), num_rounds)
+        self._apply_decision(schedule(self._limits, view), swapped)
+
+    def decide_alone(
+        self, suspect: Sequence, candidates: Iterable[tuple[Sequence, PrefixMatch]]
+    ) -> None:
+        """Run one sequence alone; the other rows keep their blocks."""
+        # While sequences are being preempted, all assigned ones are requeued.
+        found = [pair for pair in candidates if pair[0] is suspect]
+        view = self._view([], () if self._is_preempting else found)
+        running = [suspect] if suspect.row is not None else []
+        num_others = len(view.running) - len(running)
+        num_siblings = sum(len(group.siblings) for group in view.forkable)
+        alone = replace(
+            view,
+            running=running,
+            forkable=(),
+            num_reserved_rows=view.num_reserved_rows + num_siblings + num_others,
+        )
+        self._apply_decision(schedule(self._limits, alone), {})
+
+    @property
+    def _is_preempting(self) -> bool:
+        return bool(self._table.is_preempting or self.builder.requeued)
+
+    def _apply_decision(
+        self, decision: StepDecision[Sequence], swapped: Mapping[Swapped[Sequence], SwappedGroup]
+    ) -> None:
+        self._decision = decision
+        for forkable in decision.cancelled_forks:
+            self.release.cancel_forks(forkable.siblings[0].group)
+        for sequence in decision.preempted:
+            self.release.preempt(sequence)
+        for sequences in decision.swapped_out:
+            self.release.swap_out(sequences)
+        for discarded in decision.discarded:
+            self.release.discard_swapped(swapped[discarded])
+        self._admission = StepAdmission(self.builder, self._table, decision, self._stats)
+        self._admission.share_prefixes()
+        self._schedule()
+
+    def commit(self) -> Commit:
+        builder = self.builder
+        return Commit(
+            step=builder.step_number,
+            withdrawals=builder.withdrawals,
+            publications=builder.publications,
+            token_ranges=builder.token_ranges,
+            removed=builder.removed,
+            shared_blocks=builder.shared,
+            returned_blocks=builder.returned,
+            taken_references=self._admission.taken_references(),
+            added=[ForkedSequence(sibling.sequence_id, 0) for _, sibling in self._decision.forked],
+            admissions=self._admission.admissions(),
+        )
+
+    def apply(self, reply: CommitReply) -> ScheduledRows:
+        """Assign the blocks; the plan's contents are complete then."""
+        builder = self.builder
+        builder.plan.num_scheduled_tokens += self._decision.num_scheduled_tokens
+        builder.plan.num_rounds = self._decision.num_rounds
+        self._admission.apply(reply)
+        # Sequences admitted in this step have their rows now.
+        builder.plan.rows = _rows_of(builder.sequences)
+        return ScheduledRows(
+            builder.plan.rows, builder.sequences, _rows_of(builder.sampling), builder.sampling
+        )
+
+    def _is_ready(self, swapped: SwappedGroup) -> bool:
+        """Whether all of its tokens are known, so that it can be swapped in."""
+        return swapped.last_step <= self._table.completed_step
+
+    def _view(
+        self,
+        swapped: list[Swapped[Sequence]],
+        candidates: Iterable[tuple[Sequence, PrefixMatch]],
+        num_rounds: int = 1,
+    ) -> LaneView[Sequence]:
+        table = self._table
+        groups = {group: _is_computed(group) for group in table.forking_groups}
+        return LaneView(
+            running=list(table.rows),
+            num_free_blocks=self.builder.num_free_blocks,
+            num_usable_blocks=self._num_usable_blocks,
+            references=table.rows.references,
+            forkable=[_forkable(group) for group, computed in groups.items() if computed],
+            swapped=swapped,
+            num_free_host_blocks=table.swap_space.num_free,
+            candidates=[self._candidate(*pair) for pair in candidates],
+            num_reserved_rows=sum(
+                len(group.siblings) for group, computed in groups.items() if not computed
+            ),
+            num_rounds=num_rounds,
+        )
+
+    def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:
+        return Candidate(
+            sequence=sequence,
+            # Without hits, if the prompt's log-probabilities are requested.
+            block_hashes=() if sequence.computes_prompt else self.builder.hashes(sequence),
+            num_hits=match.num_hits,
+            num_free_hits=match.num_free_hits,
+            num_rows=sequence.num_wanted_rows,
+            is_new=not sequence.has_precedence,
+        )
+
+    def _schedule(self) -> None:
+        """Count this step's tokens as computed, and collect the sequences that sample."""
+        builder, decision, number = self.builder, self._decision, self.builder.step_number
+        decodes = decision.scheduled[: decision.num_decodes]
+        if decision.num_rounds:
+            self._schedule_rounds(decodes, decision.num_rounds)
+            return
+        # `builder.compute` inlined: this is the longest loop of a busy lane.
+        for sequence in decodes:
+            sequence.num_computed_tokens += 1
+            sequence.num_tokens += 1
+            sequence.last_step = number
+        builder.sequences += decodes
+        builder.sampling += decodes
+        for sequence, num_tokens in zip(
+            decision.scheduled[len(decodes) :],
+            decision.num_scheduled_tokens[len(decodes) :],
+            strict=True,
+        ):
+            builder.compute(sequence, num_tokens)
+            builder.publish(sequence)
+
+    def _schedule_rounds(self, decodes: list[Sequence], num_rounds: list[int]) -> None:
+        builder, number = self.builder, self.builder.step_number
+        for sequence, count in zip(decodes, num_rounds, strict=True):
+            sequence.num_computed_tokens += count
+            sequence.num_tokens += count
+            sequence.last_step = number
+        builder.sequences += decodes
+        for done in range(max(num_rounds)):
+            builder.sampling += [
+                other for other, count in zip(decodes, num_rounds, strict=True) if count > done
+            ]
+
+
+def _is_computed(group: Group) -> bool:
+    """Whether its prompt is computed, plans in flight included."""
+    source = group.sequences[0]
+    return group.pinned_blocks is not None or (
+        source.row is not None and source.num_computed_tokens >= source.num_prompt_tokens
+    )
+
+
+def _forkable(group: Group) -> Forkable[Sequence]:
+    source = group.sequences[0] if group.pinned_blocks is None else None
+    return Forkable(list(group.siblings), source, group.pinned_blocks)
+
+
+def _rows_of(sequences: list[Sequence]) -> list[int]:
+    return [sequence.row for sequence in sequences if sequence.row is not None]

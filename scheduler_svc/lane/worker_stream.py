@@ -1,0 +1,181 @@
+"""The `Execute` stream to one worker: sends plans, receives results and heartbeats."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from typing import Self
+
+import grpc
+
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.protocol_version import PROTOCOL_VERSION
+
+_Call = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
+
+OPEN_TIMEOUT_S = 5.0
+WATCH_INTERVAL_S = 0.25
+# Workers send a heartbeat every second.
+SILENCE_S = 3.0
+
+
+class LaneLost(Exception):
+    """The worker's stream has ended; the message is the reason."""
+
+
+class WorkerSilent(LaneLost):
+    """The worker sent nothing for too long: it may be dead, stopped or cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """The fields of a worker's hello, under the same names."""
+
+    incarnation: int
+    protocol_version: int
+    model_fingerprint: bytes
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    kv_cache_dtype: str
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    last_finished_step: int
+    draining: bool
+
+
+class WorkerStream:
+    """One `Execute` call."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        # Why the stream has ended; None while it has not.
+        self.lost: LaneLost | None = None
+        self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        self._call: _Call = self._stub.Execute()
+        self._results: deque[worker_pb2.StepResult] = deque()
+        self._reader: asyncio.Task[None] | None = None
+        self._last_message_at = time.monotonic()
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, address: str) -> AsyncIterator[Self]:
+        """Connect to a worker; close the stream at the end. LaneLost if it cannot be reached."""
+        options = channel_options(INTERNAL_MESSAGE_BYTES)
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await channel.channel_ready()
+            except TimeoutError:
+                raise LaneLost(f"{address} cannot be reached") from None
+            stream = cls(channel)
+            try:
+                yield stream
+            finally:
+                await stream._close()
+
+    async def identify(self) -> int:
+        """The worker's incarnation, at once. LaneLost without a response."""
+        request = worker_pb2.IdentifyRequest()
+        try:
+            return (await self._stub.Identify(request, timeout=OPEN_TIMEOUT_S)).incarnation
+        except grpc.aio.AioRpcError as error:
+            raise LaneLost(_why(error)) from error
+
+    async def open(self, epoch: int, holder: bytes) -> WorkerInfo:
+        """Open the lane under a leadership and return the worker's hello, which it sends after its
+        running step. LaneLost without a hello."""
+        opening = worker_pb2.OpenLane(
+            epoch=epoch,
+            holder=holder,
+            protocol_version=PROTOCOL_VERSION,
+        )
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await self._call.write(worker_pb2.ExecuteRequest(open=opening))
+                first = await self._call.read()
+                if not isinstance(first, worker_pb2.ExecuteResponse) or not first.HasField("hello"):
+                    code, details = await self._call.code(), await self._call.details()
+                    raise LaneLost(f"no hello: {code.name}: {details}")
+        except TimeoutError:
+            raise LaneLost(f"no hello within {OPEN_TIMEOUT_S:g} s") from None
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise LaneLost(_why(error)) from error
+        hello = first.hello
+        return WorkerInfo(**{x.name: getattr(hello, x.name) for x in fields(WorkerInfo)})
+
+    def start(self, on_draining: Callable[[], None], on_change: Callable[[], None]) -> None:
+        """Start to read; `on_change` is called for each result and when the stream is lost."""
+        self._last_message_at = time.monotonic()
+        self._reader = asyncio.create_task(self._read(on_draining, on_change))
+
+    def results(self) -> Iterator[worker_pb2.StepResult]:
+        """Take the results received since the last call, in the order of the plans."""
+        while self._results:
+            yield self._results.popleft()
+
+    async def send(self, plan: worker_pb2.BatchPlan) -> None:
+        """Send a plan. LaneLost if the stream has ended."""
+        try:
+            await self._call.write(worker_pb2.ExecuteRequest(plan=plan))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise LaneLost(_why(error)) from error
+
+    async def watch(
+        self,
+        oldest_sent_at: Callable[[], float | None],
+        step_timeout_s: float,
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Detect a worker that is stopped, cut off or stuck, whose stream does not break: mark it
+        lost when it is silent for too long or has a plan for longer than `step_timeout_s`, and
+        call `on_lost`. `oldest_sent_at`: the time.perf_counter at which the oldest plan without a
+        result was sent; None without one."""
+        while self.lost is None:
+            before = time.monotonic()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            now = time.monotonic()
+            silent_s = now - self._last_message_at
+            if now - before > WATCH_INTERVAL_S + SILENCE_S / 2:
+                # This process itself was stopped, and has not read.
+                self._last_message_at = now
+            elif silent_s > SILENCE_S:
+                self._mark_lost(WorkerSilent(f"it was silent for {silent_s:.1f} s"))
+            elif (sent_at := oldest_sent_at()) and time.perf_counter() - sent_at > step_timeout_s:
+                self._mark_lost(LaneLost(f"it has not finished a step in {step_timeout_s:g} s"))
+        on_lost()
+
+    def _mark_lost(self, why: LaneLost) -> None:
+        """Give the stream up; the first reason is kept."""
+        self.lost = self.lost or why
+
+    async def _close(self) -> None:
+        self._call.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self, on_draining: Callable[[], None], on_change: Callable[[], None]) -> None:
+        try:
+            # The hello was read with read(), which must not be mixed with iteration.
+            while isinstance(response := await self._call.read(), worker_pb2.ExecuteResponse):
+                self._last_message_at = time.monotonic()
+                if response.HasField("result"):
+                    self._results.append(response.result)
+                    on_change()
+                elif response.HasField("heartbeat") and response.heartbeat.draining:
+                    on_draining()
+            code, details = await self._call.code(), await self._call.details()
+            self._mark_lost(LaneLost(f"the worker ended the stream: {code.name} {details}"))
+        except grpc.aio.AioRpcError as error:
+            self._mark_lost(LaneLost(_why(error)))
+        on_change()
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

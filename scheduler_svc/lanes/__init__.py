@@ -1,1 +1,0 @@
-"""Lanes: the scheduler's side of each worker, its sequences and its `Execute` stream."""

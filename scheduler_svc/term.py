@@ -1,0 +1,189 @@
+"""One leadership term: recovers live requests, runs the engine, hands requests over."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from scheduler_svc.core.sequence import Group, NullSubscriber
+from scheduler_svc.core.view import Limits
+from scheduler_svc.engine.discovery import Discovery
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.record_conversion import from_record, last_pools, ranges_of, to_record
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.gateway.frame_handler import FrameHandler
+from scheduler_svc.lane.options import LaneHooks, LaneOptions
+from scheduler_svc.leadership.lease import Lease
+from scheduler_svc.operations.step_histograms import StepHistograms
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.retry import retry_unavailable
+from scheduler_svc.store.store import Store
+
+log = structlog.get_logger()
+
+# Delay by which changes of readiness are announced together.
+HELLO_DELAY_S = 0.1
+# Maximum wait for the lanes of recovered workers; a live worker needs less.
+LANES_WITHIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class RecoveredState:
+    """Live requests at the end of one term, with which the next one begins."""
+
+    groups: list[Group] = field(default_factory=list)
+    # The last known step of each pool, by incarnation.
+    steps: Mapping[int, int] = field(default_factory=dict)
+
+
+async def recover(store: Store) -> RecoveredState:
+    """Recover another leader's requests from Redis: records, and the journals of the pools."""
+    pools = await store.pools()
+    journals = {pool: await store.pool(pool, num_blocks=0).journal() for pool in pools}
+    ranges = ranges_of(entry for journal in journals.values() for entry in journal)
+    groups = [from_record(stored, ranges) for stored in await store.load_live()]
+    last_incarnations = last_pools(journals)
+    for sequence in (other for group in groups for other in group.sequences):
+        sequence.last_incarnation = last_incarnations.get(sequence.sequence_id)
+    if groups:
+        log.info("requests recovered", requests=len(groups))
+    return RecoveredState(groups, dict.fromkeys(pools, 0))
+
+
+async def rewrite(store: Store, state: RecoveredState) -> RecoveredState:
+    """Overwrite the records in Redis, which lost writes, with this scheduler's state."""
+    await store.replace_live([to_record(group) for group in state.groups])
+    for group in state.groups:
+        for sequence in group.sequences:
+            sequence.num_recorded = sequence.num_journaled
+    pools = await store.pools()
+    return RecoveredState(state.groups, {pool: state.steps.get(pool, 0) for pool in pools})
+
+
+class Term:
+    """The components of a leading scheduler. `run` ends when halted or when leadership is lost."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        store: Store,
+        lease: Lease,
+        recovered: RecoveredState,
+        steps: StepHistograms,
+    ) -> None:
+        self.lease = lease
+        self.epoch = store.leadership.epoch
+        self._record_writer = RecordWriter(
+            store, settings.finished_ttl_s, settings.finished_max_bytes
+        )
+        self.engine = Engine(
+            self._record_writer,
+            store.match_pools,
+            settings.placement,
+            by_priority=settings.scheduling_policy == "priority",
+            max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+        )
+        self._recovered = [s for group in recovered.groups for s in group.sequences]
+        for group in recovered.groups:
+            self.engine.restore(group)
+        self.handler = FrameHandler(
+            self.engine, store, self._record_writer, lease, settings.orphan_grace_s
+        )
+        hooks = LaneHooks(
+            sequence_finished=self.engine.sequence_finished,
+            has_other_lane=self.engine.has_other_lane,
+            since_last_arrival_s=self.engine.arrivals.since_last_arrival_s,
+            has_waiting=self.engine.has_waiting,
+            wait_for_lease=self.lease.wait_held,
+            requeue=self.engine.requeue,
+            capacity_freed=self.engine.dispatcher.wake,
+            step_completed=steps.observe,
+            compact=self._record_writer.compact,
+        )
+        self._discovery = Discovery(
+            settings.worker_addresses,
+            store,
+            self.engine,
+            self._record_writer,
+            _lane_options(settings),
+            hooks,
+            recovered.steps,
+        )
+
+    async def run(self) -> None:
+        """Run the term. Errors of the store are raised in an exception group."""
+        # Before any pool changes: its journal may hold the only copy of some tokens.
+        await retry_unavailable(lambda: self._record_writer.compact(self._recovered))
+        last_incarnations = {
+            s.last_incarnation for s in self._recovered if s.last_incarnation is not None
+        }
+        self._recovered = []
+        self.engine.dispatcher.wait_for_lanes(last_incarnations, LANES_WITHIN_S)
+        async with asyncio.TaskGroup() as group:
+            background = [
+                group.create_task(work)
+                for work in (
+                    self.engine.dispatcher.run(),
+                    self._record_writer.run(),
+                    self._announce_changes(),
+                )
+            ]
+            await group.create_task(self._discovery.run())
+            for task in background:
+                task.cancel()
+
+    def halt(self) -> None:
+        """Send no more plans; `run` returns when the steps in flight are delivered."""
+        self._discovery.halt()
+
+    async def flush(self) -> None:
+        """Bring the records of all live requests up to date."""
+        groups = list(self.engine.live.values())
+        await self._record_writer.compact([s for group in groups for s in group.sequences])
+
+    def export_state(self) -> RecoveredState:
+        """Hand the live requests to this scheduler's next term; this one must not run any more."""
+        # Requests whose endings are unwritten end again there, by their tokens or their error.
+        groups = [*self._record_writer.unwritten, *self.engine.live.values()]
+        for group in groups:
+            group.subscriber = NullSubscriber()
+            group.pinned_blocks = None
+            group.siblings = []
+            for sequence in group.sequences:
+                sequence.rewind()
+                sequence.is_finished = False
+        return RecoveredState(groups, self._discovery.steps)
+
+    async def _announce_changes(self) -> None:
+        """Announce readiness and the model to the gateways, at most once per `HELLO_DELAY_S`."""
+        changed = self.engine.lanes_changed
+        while True:
+            await changed.wait()
+            await asyncio.sleep(HELLO_DELAY_S)
+            changed.clear()
+            self.handler.announce()
+
+
+def _lane_options(settings: SchedulerSettings) -> LaneOptions:
+    return LaneOptions(
+        limits=Limits(
+            block_size=0,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            watermark=0,
+            policy=settings.batch_policy,
+            preemption_mode=settings.preemption_mode,
+            max_num_partial_prefills=settings.max_num_partial_prefills,
+            max_long_partial_prefills=settings.max_long_partial_prefills,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            num_lookahead_slots=settings.num_lookahead_slots,
+        ),
+        watermark=settings.watermark,
+        pipeline_depth=settings.pipeline_depth,
+        multi_step_s=settings.multi_step_s,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        check_every_step=settings.check_every_step,
+        step_timeout_s=settings.step_timeout_s,
+    )

@@ -1,0 +1,197 @@
+"""Invalid and malformed requests: the status, and the field it names."""
+
+import math
+
+import grpc
+import pytest
+from gateway_fake_scheduler import MAX_MODEL_LEN
+from gateway_stack import Stack
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from gateway_svc.generation import validation
+from gateway_svc.text.chat_template import ChatTemplate
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def sampling(**params: object) -> dict[str, object]:
+    return {"text": "ok", "sampling_params": pb.SamplingParams(**params)}
+
+
+def tokens(*ids: int) -> dict[str, object]:
+    return {"token_ids": pb.TokenIds(ids=ids)}
+
+
+def conversation(*roles: str) -> dict[str, object]:
+    messages = [pb.Message(role=role, content="x") for role in roles]
+    return {"conversation": pb.Conversation(messages=messages)}
+
+
+INVALID_REQUESTS = {
+    "no prompt": ({}, "prompt"),
+    "empty text": ({"text": ""}, "prompt"),
+    "empty token ids": (tokens(), "prompt"),
+    "text too long": ({"text": "a " * MAX_MODEL_LEN}, "prompt"),
+    "text that cannot fit": ({"text": "a" * 2**20}, "prompt"),
+    "token ids too long": (tokens(*[1] * MAX_MODEL_LEN), "prompt"),
+    "token id outside": (tokens(1, 2, 3, 100_000), "prompt.token_ids[3]"),
+    "no messages": (conversation(), "prompt.conversation"),
+    "refused role": (conversation("wizard"), "prompt.conversation"),
+    "many messages": (conversation(*["user"] * 4097), "prompt.conversation.messages"),
+    "long role": (conversation("user", "r" * 65), "prompt.conversation.messages[1].role"),
+    "long cache salt": ({"text": "a", "cache_salt": "é" * 129}, "cache_salt"),
+    "empty request id": ({"text": "a", "request_id": ""}, "request_id"),
+    "long request id": ({"text": "a", "request_id": "a" * 129}, "request_id"),
+    "negative temperature": (sampling(temperature=-0.5), "sampling_params.temperature"),
+    "temperature nan": (sampling(temperature=math.nan), "sampling_params.temperature"),
+    "temperature inf": (sampling(temperature=math.inf), "sampling_params.temperature"),
+    "top_p 0": (sampling(top_p=0), "sampling_params.top_p"),
+    "top_p above 1": (sampling(top_p=1.5), "sampling_params.top_p"),
+    "top_p nan": (sampling(top_p=math.nan), "sampling_params.top_p"),
+    "min_p below 0": (sampling(min_p=-0.1), "sampling_params.min_p"),
+    "min_p above 1": (sampling(min_p=1.5), "sampling_params.min_p"),
+    "min_p nan": (sampling(min_p=math.nan), "sampling_params.min_p"),
+    "max_tokens 0": (sampling(max_tokens=0), "sampling_params.max_tokens"),
+    "n 0": (sampling(n=0), "sampling_params.n"),
+    "n 17": (sampling(n=17), "sampling_params.n"),
+    "n beyond all bounds": (sampling(n=2**32 - 1), "sampling_params.n"),
+    "logprobs 21": (sampling(logprobs=21), "sampling_params.logprobs"),
+    "logprobs beyond all bounds": (sampling(logprobs=2**32 - 1), "sampling_params.logprobs"),
+    "empty stop": (sampling(stop=["a", ""]), "sampling_params.stop[1]"),
+    "long stop": (sampling(stop=["a" * 257]), "sampling_params.stop[0]"),
+    "many stops": (sampling(stop=["a"] * 17), "sampling_params.stop"),
+    "many stop ids": (sampling(stop_token_ids=[1] * 257), "sampling_params.stop_token_ids"),
+    "top_p just above 1": (sampling(top_p=1.0000001), "sampling_params.top_p"),
+    "stop id outside": (sampling(stop_token_ids=[100_000]), "sampling_params.stop_token_ids[0]"),
+}
+
+
+def field_of(error: grpc.aio.AioRpcError) -> str:
+    status = rpc_status.from_call(error)
+    request = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(request) for detail in status.details)
+    return str(request.field_violations[0].field)
+
+
+@pytest.mark.parametrize("name", INVALID_REQUESTS)
+async def test_the_invalid_field_is_named(stack: Stack, name: str) -> None:
+    parts, field = INVALID_REQUESTS[name]
+    for call in (
+        stack.inference.Generate(pb.GenerateRequest(**parts)),
+        stack.inference.StreamGenerate(pb.StreamGenerateRequest(**parts)).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is INVALID
+        assert field_of(caught.value) == field
+        assert str(caught.value.details()).startswith(f"{field}: ")
+    assert stack.scheduler.submissions.empty()
+    await stack.check_next_request()
+
+
+async def test_errors_print_numbers_as_written(stack: Stack) -> None:
+    for written, expected in ((1.0000001, "1.0000001"), (1.5, "1.5"), (-0.1, "-0.1")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.inference.Generate(pb.GenerateRequest(**sampling(top_p=written)))
+        assert f"is {expected};" in str(caught.value.details())
+
+
+async def test_a_long_error_of_the_template_is_cut(stack: Stack, monkeypatch) -> None:
+    source = "{{ raise_exception(messages[0].content) }}"
+    files = stack.gateway.served.get(None).files
+    monkeypatch.setitem(files.__dict__, "chat_template", ChatTemplate(source, {}))
+    monkeypatch.setattr(validation, "check_text", lambda *_: None)
+    messages = [pb.Message(role="user", content="日" * 10**6)]
+    request = pb.GenerateRequest(conversation=pb.Conversation(messages=messages))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(request)
+    assert caught.value.code() is INVALID
+    assert field_of(caught.value) == "prompt.conversation"
+    assert "日日日" in str(caught.value.details())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "quire.v1.InferenceService/Generate",
+        "quire.v1.InferenceService/StreamGenerate",
+        "quire.v1.TokenizerService/Tokenize",
+        "grpc.health.v1.Health/Watch",
+    ],
+)
+# A truncated field, and text that is not UTF-8.
+@pytest.mark.parametrize("data", [b"\x0a\xff", b"\x0a\x01\xff"])
+async def test_malformed_requests_are_invalid_arguments(
+    stack: Stack, method: str, data: bytes
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.channel.unary_stream(f"/{method}")(data).read()
+    assert caught.value.code() is INVALID
+    assert "Error" not in str(caught.value.details())
+    await stack.check_next_request()
+
+
+async def test_an_unknown_method_is_unimplemented(stack: Stack) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.channel.unary_unary("/quire.v1.InferenceService/Nothing")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
+    for call, field in (
+        (stack.inference.Generate(pb.GenerateRequest(text="a", model="other")), "model"),
+        (stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(model="other")), "model"),
+        (stack.models.GetModel(model_pb2.GetModelRequest(name="other")), "name"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert field_of(caught.value) == field
+        assert "'tiny'" in str(caught.value.details())
+    await stack.check_next_request()
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "code", "field"),
+    [(20, "INVALID_ARGUMENT", "prompt"), (40, "RESOURCE_EXHAUSTED", None)],
+)
+async def test_megabytes_of_text_are_rejected(
+    stack: Stack, megabytes: int, code: str, field: str
+) -> None:
+    """Beyond the message limit gRPC itself rejects them, and cannot name the field."""
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(stack.address, options=options) as channel:
+        generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(pb.GenerateRequest(text="a" * megabytes * 2**20))
+    assert caught.value.code().name == code
+    if field is not None:
+        assert field_of(caught.value) == field
+    await stack.check_next_request()
+
+
+async def test_control_characters_are_tokenized(stack: Stack) -> None:
+    call = stack.inference.Generate(pb.GenerateRequest(text="a\0b\x1b\n"))
+    submission = await stack.scheduler.serve_one(stack.encode("fox"))
+    assert list(submission.prompt_token_ids) == stack.encode("a\0b\x1b\n")
+    await call
+
+
+async def test_a_conversation_needs_a_chat_template(stack: Stack, monkeypatch) -> None:
+    files = stack.gateway.served.get(None).files
+    monkeypatch.setitem(files.__dict__, "chat_template", None)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(pb.GenerateRequest(**conversation("user")))
+    assert field_of(caught.value) == "prompt.conversation"
+
+
+async def test_max_tokens_is_capped_by_the_context(stack: Stack) -> None:
+    params = pb.SamplingParams(max_tokens=10**6, temperature=0, seed=0)
+    call = stack.inference.Generate(pb.GenerateRequest(text="ab", sampling_params=params))
+    submission = await stack.scheduler.serve_one([5])
+    await call
+    assert submission.params.max_tokens == MAX_MODEL_LEN - len(submission.prompt_token_ids)
+    assert (submission.params.temperature, submission.params.seed) == (0, 0)

@@ -1,0 +1,12 @@
+"""Groups without sequences, for tests of single parts."""
+
+from array import array
+
+from scheduler_svc.core.request import Params
+from scheduler_svc.core.sequence import Group, NullSubscriber
+from scheduler_svc.store.requests import RequestKey, RequestRecord
+
+
+def bare_group(request_id: str, params: Params, is_deferred: bool = False) -> Group:
+    record = RequestRecord(RequestKey("", request_id), b"", array("I"), b"", sequence_id=1)
+    return Group(record, params, NullSubscriber(), is_deferred=is_deferred)

@@ -1,0 +1,278 @@
+"""A simulated worker in the test's process, whose servicer can misbehave."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc import StatusCode
+from sim_tokens import token_at as sim_token_at
+from waiting import until
+
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.service.protocol_version import PROTOCOL_VERSION
+from worker_svc.plan.plans import PlanError, plan_from_proto, result_to_proto
+from worker_svc.runner.multi_step import MultiStepRunner
+from worker_svc.sim.runner import SimModel, SimRunner
+from worker_svc.sim.sampling import logprobs_at
+
+VOCAB_SIZE = 50_000
+HEARTBEAT_S = 1.0
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def token_at(seed: int, position: int) -> int:
+    """The token at an absolute position of the sequence with this seed."""
+    return sim_token_at(seed, position, VOCAB_SIZE)
+
+
+def entries_at(seed: int, position: int, num_logprobs: int) -> list[tuple[int, float, int]]:
+    """Token ids, log-probabilities and ranks of the token at a position."""
+    if not num_logprobs:
+        return []
+    token_ids, logprobs, ranks = logprobs_at(
+        np.array([seed], np.uint64),
+        np.array([position]),
+        np.array([token_at(seed, position)]),
+        num_logprobs - 1,
+        VOCAB_SIZE,
+    )
+    return list(zip(token_ids[0].tolist(), logprobs[0].tolist(), ranks[0].tolist(), strict=True))
+
+
+class Broken(Exception):
+    """Raised by a hook: the worker breaks its stream."""
+
+
+class CheckingStream:
+    """The worker's side of one `Execute` stream. It ends at a `None` in `responses`."""
+
+    def __init__(self) -> None:
+        self.plans: asyncio.Queue[worker_pb2.BatchPlan | None] = asyncio.Queue()
+        self.responses: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue()
+
+    def send(self, **message: Any) -> None:
+        self.responses.put_nowait(worker_pb2.ExecuteResponse(**message))
+
+    def end(self) -> None:
+        self.responses.put_nowait(None)
+
+    def drop_plans(self) -> None:
+        """Drop the plans that have not started."""
+        while not self.plans.empty():
+            self.plans.get_nowait()
+
+
+class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Runs plans through the simulated worker's KV checker, which raises if one breaks a rule.
+
+    A cleared `gate` holds every step back; a cleared `awake` suspends the whole process. A plan
+    with a row whose seed is in `poison` breaks the stream instead of running.
+    """
+
+    def __init__(
+        self,
+        incarnation: int,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_model_len: int = 64,
+        fingerprint: bytes = b"model",
+        num_host_blocks: int = 0,
+        max_num_batched_tokens: int = 32,
+        kv_cache_dtype: str = "float32",
+    ) -> None:
+        self.hello = worker_pb2.Hello(
+            incarnation=incarnation,
+            protocol_version=PROTOCOL_VERSION,
+            model_fingerprint=fingerprint,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            kv_cache_dtype=kv_cache_dtype,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.runner = SimRunner(
+            SimModel(
+                vocab_size=VOCAB_SIZE,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_host_blocks=num_host_blocks,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+            )
+        )
+        self.gate, self.awake = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+        self.awake.set()
+        # Clears the gate when this many tokens are sampled, once.
+        self.hold_after: float = math.inf
+        self.poison: set[int] = set()
+        # Changes results before they are sent; raises Broken to lose the result of a step.
+        self.distort: Callable[[worker_pb2.StepResult], object] = lambda result: None
+        self.plans: list[worker_pb2.BatchPlan] = []
+        # Seeds of the rows in use.
+        self.seeds: dict[int, int] = {}
+        self.max_rows = 0
+        self.num_streams = 0
+        self.num_refused_streams = 0
+        self.num_sampled_tokens = 0
+        self._fence = (0, b"")
+        self._stream: CheckingStream | None = None
+        # Held while a step runs.
+        self._device = asyncio.Lock()
+
+    @property
+    def rows(self) -> set[int]:
+        return set(self.seeds)
+
+    @property
+    def is_held_back(self) -> bool:
+        """A step waits for the gate."""
+        return self._device.locked() and not self.gate.is_set()
+
+    @property
+    def failing_seeds(self) -> set[int]:
+        return self.runner.failing_seeds
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(sum(plan.schedule.num_scheduled_tokens) for plan in self.plans)
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        return sum(
+            count
+            for plan in self.plans
+            for count in plan.schedule.num_scheduled_tokens
+            if count > 1
+        )
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        return sum(len(plan.swap_outs.sources) for plan in self.plans)
+
+    async def check(self) -> None:
+        """Assert that no row is in use and no rule was broken."""
+        assert not self.runner.kv_checker.violations
+        await until(lambda: not self.rows, "the release of all rows")
+
+    def drain(self) -> None:
+        """Ask the scheduler to drain the lane."""
+        self.hello.draining = True
+        if self._stream is not None:
+            self._send_heartbeat(self._stream)
+
+    async def Identify(  # noqa: N802
+        self, request: worker_pb2.IdentifyRequest, context: _Context
+    ) -> worker_pb2.IdentifyResponse:
+        await self.awake.wait()
+        return worker_pb2.IdentifyResponse(incarnation=self.hello.incarnation)
+
+    async def Execute(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
+        context: _Context,
+    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:
+            return
+        opening = first.open
+        await self.awake.wait()
+        await self._raise_fence((opening.epoch, opening.holder), context)
+        if self._stream is not None:
+            self._stream.drop_plans()
+            self._stream.end()
+        # After the step that runs.
+        async with self._device:
+            stream = self._open()
+        yield worker_pb2.ExecuteResponse(hello=self.hello)
+        tasks = [
+            asyncio.create_task(self._read(requests, stream)),
+            asyncio.create_task(self._send_heartbeats(stream)),
+        ]
+        self._running = asyncio.create_task(self._run_plans(stream))
+        try:
+            while (response := await stream.responses.get()) is not None:
+                yield response
+        finally:
+            if self.awake.is_set():
+                stream.drop_plans()
+            # A suspended process does not notice the end; it continues when it is resumed.
+            stream.plans.put_nowait(None)
+            for task in tasks:
+                task.cancel()
+        await context.abort(StatusCode.UNAVAILABLE, "the worker has broken the stream")
+
+    async def _raise_fence(self, fence: tuple[int, bytes], context: _Context) -> None:
+        epoch, holder = fence
+        if epoch < self._fence[0] or (epoch == self._fence[0] and holder != self._fence[1]):
+            self.num_refused_streams += 1
+            await context.abort(StatusCode.FAILED_PRECONDITION, f"epoch {epoch} is over")
+        self._fence = fence
+
+    def _open(self) -> CheckingStream:
+        """Start a stream with all rows free."""
+        self._stream = stream = CheckingStream()
+        self.num_streams += 1
+        self.runner.clear()
+        self.seeds = {}
+        self.hello.last_finished_step = self.runner.last_finished_step
+        return stream
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.ExecuteRequest], stream: CheckingStream
+    ) -> None:
+        async for request in requests:
+            stream.plans.put_nowait(request.plan)
+        stream.end()
+
+    async def _send_heartbeats(self, stream: CheckingStream) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self.awake.wait()
+            self._send_heartbeat(stream)
+
+    def _send_heartbeat(self, stream: CheckingStream) -> None:
+        stream.send(
+            heartbeat=worker_pb2.Heartbeat(
+                last_finished_step=self.runner.last_finished_step, draining=self.hello.draining
+            )
+        )
+
+    async def _run_plans(self, stream: CheckingStream) -> None:
+        while (plan := await stream.plans.get()) is not None:
+            async with self._device:
+                self.plans.append(plan)
+                await self.gate.wait()
+                await self.awake.wait()
+                if stream is not self._stream:
+                    return
+                try:
+                    stream.send(result=self._run(plan))
+                except (Broken, PlanError):
+                    stream.end()
+                    return
+
+    def _run(self, message: worker_pb2.BatchPlan) -> worker_pb2.StepResult:
+        for row in message.released_rows:
+            del self.seeds[row]
+        self.seeds.update(zip(message.admissions.rows, message.admissions.seeds, strict=True))
+        self.max_rows = max(self.max_rows, len(self.seeds))
+        if not self.poison.isdisjoint(self.seeds[row] for row in message.schedule.rows):
+            raise Broken
+        plan = plan_from_proto(message)
+        result = result_to_proto(plan, MultiStepRunner(self.runner).launch(plan).output())
+        self.num_sampled_tokens += len(result.sampled_rows)
+        if self.num_sampled_tokens >= self.hold_after:
+            self.hold_after = math.inf
+            self.gate.clear()
+        self.distort(result)
+        return result

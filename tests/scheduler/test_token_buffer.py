@@ -1,0 +1,219 @@
+"""Tokens of deferred-delivery requests are sent in batches, all other tokens at once."""
+
+import struct
+from array import array
+from dataclasses import dataclass, field
+
+from bare_groups import bare_group
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.core.logprobs import ENTRY_BYTES, MAX_NUM_LOGPROBS
+from scheduler_svc.core.request import Delivery, End, EndReason, Params
+from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.gateway.connection import GatewayConnection
+from scheduler_svc.gateway.token_buffer import DEFERRED_TOKENS
+
+# Of the token at an index: itself, as a log-probability's bytes.
+PACKED = struct.Struct("<Iff")
+
+
+async def always() -> None:
+    pass
+
+
+def group_of(attachment: int, n: int = 1, num_logprobs: int = 0) -> Group:
+    params = Params(0, 0, 1, 1, max_tokens=1000, num_logprobs=num_logprobs)
+    group = bare_group(str(attachment), params)
+    group.sequences = [Sequence(at, group, at, array("I", [7]), 1, 1) for at in range(n)]
+    group.num_live = n
+    return group
+
+
+def entry(token_id: int) -> bytes:
+    packed = PACKED.pack(token_id, 0.0, 0.0)
+    assert len(packed) == ENTRY_BYTES
+    return packed
+
+
+def step(connection: GatewayConnection, groups: list[Group], num_tokens: int = 1) -> None:
+    """Deliver `num_tokens` tokens to every choice that has not ended, as a commit does."""
+    delivery = Delivery()
+    for group in groups:
+        for sequence in group.sequences:
+            if sequence.end is not None:
+                continue
+            first = sequence.num_output_tokens
+            token_ids = list(range(first, first + num_tokens))
+            packed = b"".join(map(entry, token_ids)) * group.params.num_logprobs
+            sequence.token_ids.extend(token_ids)
+            sequence.logprobs += packed
+            sequence.num_journaled += num_tokens
+            delivery.attachments.append(group.attachment)
+            delivery.choices.append(sequence.choice)
+            delivery.first_indices.append(first)
+            delivery.num_tokens.append(num_tokens)
+            delivery.token_ids += token_ids
+            delivery.logprobs.append(packed)
+    if not any(delivery.logprobs):
+        delivery.logprobs = []
+    connection.deliver(delivery)
+
+
+def end(connection: GatewayConnection, sequence: Sequence) -> None:
+    sequence.end = End(EndReason.LENGTH, sequence.num_output_tokens)
+    sequence.is_finished = True
+    sequence.group.num_live -= 1
+    connection.ended(sequence, sequence.end)
+
+
+@dataclass
+class Listener:
+    """Reads and checks the frames; the tokens of a choice are the numbers from 0 on."""
+
+    connection: GatewayConnection
+    num_frames: int = 0
+    received: dict[tuple[int, int], int] = field(default_factory=dict)
+    ended: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    async def listen(self) -> None:
+        frames = aiter(self.connection.frames())
+        while self.connection._pending.is_set():
+            self._take(await anext(frames))
+        await frames.aclose()
+
+    def _take(self, frame: scheduler_pb2.ConnectResponse) -> None:
+        self.num_frames += 1
+        deltas, start, at = frame.deltas, 0, 0
+        for place, key in enumerate(zip(deltas.attachments, deltas.choices, strict=True)):
+            first, count = deltas.first_indices[place], deltas.num_tokens[place]
+            expected = list(range(first, first + count))
+            assert self.received.get(key, 0) == first
+            assert list(deltas.token_ids[start : start + count]) == expected
+            self.received[key] = first + count
+            start += count
+            if deltas.num_logprobs and deltas.num_logprobs[place]:
+                assert deltas.num_logprobs[place] == 1
+                packed = b"".join(map(entry, expected))
+                assert deltas.logprobs[at : at + len(packed)] == packed
+                at += len(packed)
+        assert start == len(deltas.token_ids)
+        assert at == len(deltas.logprobs)
+        for ended in frame.choice_ends:
+            self.ended[ended.attachment, ended.choice] = ended.num_tokens
+
+
+async def test_deferred_delivery_requests_have_few_frames() -> None:
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = [group_of(number) for number in range(1, 9)]
+    for number, group in enumerate(groups, 1):
+        connection.attach(group, number, [], is_deferred=True)
+    listener = Listener(connection)
+    await listener.listen()
+    listener.num_frames = 0
+    for _ in range(1 + 3 * DEFERRED_TOKENS):
+        step(connection, groups)
+        await listener.listen()
+    # The first tokens, and three full buffers.
+    assert listener.num_frames == 4
+    assert set(listener.received.values()) == {1 + 3 * DEFERRED_TOKENS}
+
+
+async def test_an_end_is_sent_at_once_with_all_tokens_before_it() -> None:
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = [group_of(number) for number in (1, 2)]
+    for number, group in enumerate(groups, 1):
+        connection.attach(group, number, [], is_deferred=True)
+    for _ in range(5):
+        step(connection, groups)
+    end(connection, groups[0].sequences[0])
+    listener = Listener(connection)
+    await listener.listen()
+    assert listener.received == {(1, 0): 5, (2, 0): 1}
+    assert listener.ended == {(1, 0): 5}
+
+
+async def test_replayed_tokens_are_not_sent_again() -> None:
+    """A stream is resumed with some tokens, of which the gateway has a part."""
+    connection = GatewayConnection(epoch=1, may_send=always)
+    group = group_of(1)
+    step(GatewayConnection(epoch=1, may_send=always), [group], 9)
+    connection.attach(group, 5, [4], is_deferred=True)
+    listener = Listener(connection, received={(5, 0): 4})
+    await listener.listen()
+    assert listener.received == {(5, 0): 9}
+    for _ in range(DEFERRED_TOKENS):
+        step(connection, [group])
+    await listener.listen()
+    assert listener.received == {(5, 0): 9 + DEFERRED_TOKENS}
+
+
+async def test_nothing_is_sent_of_a_released_request() -> None:
+    connection = GatewayConnection(epoch=1, may_send=always)
+    group, other = group_of(1), group_of(2)
+    connection.attach(group, 1, [], is_deferred=True)
+    connection.attach(other, 2, [], is_deferred=True)
+    step(connection, [group, other], 2)
+    step(connection, [group, other], 2)
+    connection.unsubscribe(group)
+    step(connection, [other], DEFERRED_TOKENS)
+    listener = Listener(connection)
+    await listener.listen()
+    assert listener.received == {(1, 0): 2, (2, 0): 4 + DEFERRED_TOKENS}
+
+
+async def test_many_requests_with_log_probabilities_do_not_disconnect_their_gateway() -> None:
+    """Sent together they would exceed the limit of unread tokens."""
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = [group_of(number, num_logprobs=MAX_NUM_LOGPROBS) for number in range(1, 1501)]
+    for number, group in enumerate(groups, 1):
+        connection.attach(group, number, [], is_deferred=True)
+    frames, num_tokens = aiter(connection.frames()), 0
+    for _ in range(1 + DEFERRED_TOKENS):
+        step(connection, groups)
+        while connection._pending.is_set():
+            num_tokens += len((await anext(frames)).deltas.token_ids)
+    assert num_tokens >= 1500 * DEFERRED_TOKENS
+
+
+@given(
+    original=st.lists(
+        st.tuples(st.booleans(), st.integers(1, 3), st.booleans()), min_size=1, max_size=4
+    ),
+    steps=st.lists(
+        st.tuples(st.integers(0, 15), st.integers(1, 5), st.booleans()), min_size=1, max_size=60
+    ),
+)
+@settings(max_examples=100, deadline=None)
+async def test_every_request_receives_all_tokens_in_order(
+    original: list[tuple[bool, int, bool]], steps: list[tuple[int, int, bool]]
+) -> None:
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = []
+    for number, (is_deferred, n, with_logprobs) in enumerate(original, 1):
+        groups.append(group_of(number, n, int(with_logprobs)))
+        connection.attach(groups[-1], number, [], is_deferred)
+    listener = Listener(connection)
+    for chosen, num_tokens, is_heard in steps:
+        scheduled = [group for at, group in enumerate(groups) if chosen >> at & 1]
+        step(connection, scheduled, num_tokens)
+        if is_heard:
+            await listener.listen()
+        for (is_deferred, _, _), group in zip(original, groups, strict=True):
+            for sequence in group.sequences if is_heard else ():
+                received = listener.received.get((group.attachment, sequence.choice), 0)
+                behind = sequence.num_output_tokens - received
+                assert behind < (DEFERRED_TOKENS if is_deferred else 1)
+                assert received or not sequence.num_output_tokens
+    for group in groups:
+        for sequence in group.sequences:
+            end(connection, sequence)
+    await listener.listen()
+    for group in groups:
+        for sequence in group.sequences:
+            key = group.attachment, sequence.choice
+            assert (
+                listener.received.get(key, 0) == listener.ended[key] == sequence.num_output_tokens
+            )
+    assert not connection.attached

@@ -1,0 +1,74 @@
+"""Exchanged parts of a model: which are, which are not, and that nothing else changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB_SIZE, random_logits, random_network
+from transformers import CohereConfig, PretrainedConfig
+
+from kernels.dispatch import Implementation, cpp_implementations
+from worker_svc.model.elementwise_fusion import fuse
+
+
+def cohere() -> PretrainedConfig:
+    """Norms that take the mean away, and embeddings that rotate pairs of neighbours."""
+    return CohereConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.5,
+    )
+
+
+_FUSED: tuple[tuple[Callable[[], PretrainedConfig], dict[str, int]], ...] = (
+    (FAMILIES["llama"], {"norms": 7, "gates": 3, "rotations": 3}),
+    (FAMILIES["qwen3"], {"norms": 13, "gates": 3, "rotations": 3}),
+    (FAMILIES["gemma2"], {"norms": 13, "gates": 3, "rotations": 3}),
+    (FAMILIES["gpt2"], {"norms": 0, "gates": 0, "rotations": 0}),
+    (cohere, {"norms": 0, "gates": 2, "rotations": 0}),
+)
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize(
+    ("config", "expected"), _FUSED, ids=[config.__name__ for config, _ in _FUSED]
+)
+def test_replaced_parts_give_the_same(
+    config: Callable[[], PretrainedConfig],
+    expected: dict[str, int],
+    implementation: Implementation,
+) -> None:
+    model = random_network(config())
+    before = random_logits(model)
+    assert dict(fuse(model, implementation)) == expected
+    after = random_logits(model)
+    assert (after - before).abs().max() < 1e-4 * before.abs().max()
+    if not any(expected.values()):
+        assert after.equal(before)
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+def test_replacing_parts_of_one_model_leaves_another_unchanged(
+    implementation: Implementation,
+) -> None:
+    other, exchanged = random_network(FAMILIES["llama"]()), random_network(FAMILIES["llama"]())
+    before = random_logits(other)
+    fuse(exchanged, implementation)
+    assert random_logits(other).equal(before)
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+def test_in_half_precision(implementation: Implementation) -> None:
+    model = random_network(FAMILIES["qwen3"]()).to(torch.bfloat16)
+    before = random_logits(model)
+    assert dict(fuse(model, implementation)) == {"norms": 13, "gates": 3, "rotations": 3}
+    assert (random_logits(model) - before).abs().max() < 0.05 * before.abs().max()
+
+
+def test_without_kernels_nothing_is_exchanged() -> None:
+    model = random_network(FAMILIES["llama"]())
+    assert not fuse(model, Implementation.TORCH)

@@ -1,0 +1,5 @@
+"""The KV cache: its size by profiling, its tensors and the scales of 8-bit formats.
+
+Set up by `runner.runner_loading`, after the model is loaded. `runner` and `gpu` use the pool,
+`model` the specs and scales, `sim` the size. Imports `model` and `gpu` to profile a step.
+"""

@@ -1,0 +1,173 @@
+"""Determines the dtype, the size and the scales of the cache."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import structlog
+import torch
+
+from kernels.dispatch import Implementation
+from kernels.flash import FlashAttention
+from worker_svc.cache.kv_pool import (
+    AttentionSpecs,
+    block_bytes_of,
+    dtype_name,
+    size_pool,
+    with_cache_dtype,
+)
+from worker_svc.cache.kv_scales import KvMaxima, KvScales, read_scales, scales_of_maxima
+from worker_svc.cache.pool_size import (
+    DeviceMemory,
+    PoolSize,
+    bytes_allocated_later,
+    cache_memory,
+    require_host_memory,
+)
+from worker_svc.cache.profiling import ProfileBatch, ProfileRun, largest_batch, measure, run_batch
+from worker_svc.gpu.device_memory import MemoryMeter
+from worker_svc.gpu.graphs import graph_sizes
+from worker_svc.gpu.staging import largest_step_bytes
+from worker_svc.model.loading import LoadedModel
+from worker_svc.service.process import host_memory
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+log = structlog.get_logger()
+
+# Enough tokens to contain large keys and values, few enough to be fast on a CPU.
+_SCALE_TOKENS, _SCALE_ROWS = 512, 4
+
+
+@dataclass(frozen=True)
+class CacheSetup:
+    """Parameters of the pool and of the attention over it."""
+
+    layers: AttentionSpecs  # with the dtype of the cache
+    size: PoolSize
+    scales: tuple[KvScales, ...]  # per layer
+
+
+def set_up_cache(
+    model: LoadedModel,
+    settings: WorkerSettings,
+    implementation: Implementation,
+    flash: FlashAttention | None,
+    meter: MemoryMeter | None,
+) -> CacheSetup:
+    """Run the largest batch if there is a meter to measure its memory, or a small one if scales
+    are needed that the checkpoint lacks. Afterwards the model's attention function must be
+    replaced.
+
+    WrongSettingError, with both numbers, if the requested cache does not fit.
+    """
+    layers = with_cache_dtype(model.layers, settings.kv_cache_dtype)
+    dtype = layers[0].dtype
+    scales = _known_scales(model, dtype)
+    memory: DeviceMemory | None = None
+    if meter is not None:
+        largest = _batch(model, settings, settings.max_num_batched_tokens, settings.max_num_seqs)
+        run, memory = _profile(model, largest, implementation, flash, meter)
+        later = _allocated_later(model, settings, memory.peak_activations)
+        memory = replace(memory, allocated_later=later)
+        scales = scales or _profiled_scales(run.maxima, dtype)
+    elif scales is None:
+        num_tokens = min(settings.max_num_batched_tokens, _SCALE_TOKENS)
+        small = _batch(model, settings, num_tokens, min(settings.max_num_seqs, _SCALE_ROWS))
+        run = run_batch(model, small, implementation, flash, sampling=False)
+        scales = _profiled_scales(run.maxima, dtype)
+    return CacheSetup(layers, _size(model, layers, settings, memory), scales)
+
+
+def _known_scales(model: LoadedModel, dtype: torch.dtype) -> tuple[KvScales, ...] | None:
+    """1.0 for a cache of 16 or 32 bits, else the checkpoint's, or None if it has none."""
+    if dtype.itemsize > 1:
+        return (KvScales(),) * len(model.layers)
+    scales = read_scales(model.weights, len(model.layers))
+    if scales is not None:
+        _log_scales(scales, dtype, "the checkpoint")
+    return scales
+
+
+def _profiled_scales(maxima: tuple[KvMaxima, ...], dtype: torch.dtype) -> tuple[KvScales, ...]:
+    scales = scales_of_maxima(maxima, dtype)
+    _log_scales(scales, dtype, "a run over random tokens")
+    return scales
+
+
+def _log_scales(scales: tuple[KvScales, ...], dtype: torch.dtype, source: str) -> None:
+    keys, values = [scale.key for scale in scales], [scale.value for scale in scales]
+    log.info(
+        "scales of the cache",
+        source=source,
+        dtype=dtype_name(dtype),
+        keys=[min(keys), max(keys)],
+        values=[min(values), max(values)],
+    )
+
+
+def _batch(
+    model: LoadedModel, settings: WorkerSettings, num_tokens: int, num_rows: int
+) -> ProfileBatch:
+    return largest_batch(
+        num_tokens, num_rows, model.max_model_len, settings.block_size, _vocab_size(model)
+    )
+
+
+def _vocab_size(model: LoadedModel) -> int:
+    return int(model.network.config.get_text_config().vocab_size)
+
+
+def _allocated_later(model: LoadedModel, settings: WorkerSettings, peak_activations: int) -> int:
+    num_rows, num_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    width = -(-model.max_model_len // settings.block_size)
+    return bytes_allocated_later(
+        peak_activations,
+        num_tokens,
+        0 if settings.enforce_eager else graph_sizes(num_rows)[-1],
+        _vocab_size(model),
+        (num_rows + 1) * width * 4 + largest_step_bytes(num_rows, num_tokens, width),
+        2 * len(model.layers),
+    )
+
+
+def _profile(
+    model: LoadedModel,
+    batch: ProfileBatch,
+    implementation: Implementation,
+    flash: FlashAttention | None,
+    meter: MemoryMeter,
+) -> tuple[ProfileRun, DeviceMemory]:
+    try:
+        return measure(meter, partial(run_batch, model, batch, implementation, flash))
+    except torch.OutOfMemoryError as error:
+        raise WrongSettingError(
+            f"the largest batch, {batch.inputs.num_tokens} tokens in {batch.inputs.num_requests} "
+            "rows, does not fit beside the weights; lower --max-num-batched-tokens or "
+            f"--max-num-seqs: {error}"
+        ) from error
+
+
+def _size(
+    model: LoadedModel,
+    layers: AttentionSpecs,
+    settings: WorkerSettings,
+    memory: DeviceMemory | None,
+) -> PoolSize:
+    requested = settings.kv_cache_memory
+    if settings.num_blocks is not None:
+        requested = settings.num_blocks * block_bytes_of(layers, settings.block_size)
+    if memory is not None:
+        log.info(
+            "memory of the GPU",
+            **vars(memory),
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+        )
+    num_bytes = cache_memory(requested, settings.gpu_memory_utilization, memory)
+    require_host_memory(num_bytes if memory is None else 0, settings.swap_space, host_memory())
+    return size_pool(
+        layers,
+        settings.block_size,
+        model.max_model_len,
+        num_bytes,
+        settings.num_blocks,
+        settings.swap_space,
+    )

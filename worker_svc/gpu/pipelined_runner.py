@@ -1,0 +1,215 @@
+"""Runs plans on a GPU asynchronously: the host prepares a step while the device runs the previous.
+
+The lengths of all sequences are known before their tokens, and inputs depend only on lengths. Token
+ids that are still being sampled are filled in on the device.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import Implementation
+from kernels.sampling import NO_TOKEN, sample, token_logprobs
+from worker_svc.cache.kv_pool import KvPool
+from worker_svc.gpu.device_forward import DeviceForward
+from worker_svc.gpu.device_inputs import (
+    BlockChanges,
+    ForwardInputs,
+    SamplingInputs,
+    block_arrays,
+    forward_arrays,
+    sampling_arrays,
+)
+from worker_svc.gpu.staging import Staging
+from worker_svc.gpu.streams import Event, PendingCopies, Streams
+from worker_svc.plan.inputs import Ints, StepInputs
+from worker_svc.plan.logprobs import Logprobs
+from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, StepOutput, StepTimes
+from worker_svc.plan.tables import RowTables
+from worker_svc.runner.step_runner import Callback, PendingOutput, no_op
+
+
+class PipelinedRunner:
+    """One model with its pool and tables. Not thread-safe: one thread launches all steps."""
+
+    def __init__(
+        self,
+        device_forward: DeviceForward,
+        pool: KvPool,
+        tables: RowTables,
+        staging: Staging,
+        streams: Streams,
+        implementation: Implementation | None = None,
+    ) -> None:
+        """`implementation` is that of the sampler; the default is the best one available."""
+        self._forward = device_forward
+        self._model = device_forward.model
+        self._pool = pool
+        self._tables = tables
+        self._staging = staging
+        self._streams = streams
+        self._implementation = implementation
+        self._ended = streams.record_event()
+        self.last_finished_step = 0  # read by other threads
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan, before_blocking: Callback = no_op) -> PendingOutput[StepOutput]:
+        """Queue one plan on the device. An error leaves rows undefined until `clear`; the pool
+        stays usable. `before_blocking` is called once, at the start."""
+        before_blocking()
+        launched_ns = time.monotonic_ns()
+        before, began = self._ended, self._streams.record_event()
+        tables, rows = self._tables, plan.rows
+        tables.apply(plan)
+        self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
+        inputs = tables.prepare(rows, plan.num_scheduled_tokens)
+        self._pool.wait_for_swap_outs(inputs.slot_mapping)
+        size = self._forward.graph_size(inputs.num_requests, inputs.num_tokens)
+        forward_inputs, sampling = self._stage(plan, inputs, size)
+        prepared = self._streams.record_event()
+        logits = self._logits(forward_inputs, sampling, inputs, size)
+        forwarded = self._streams.record_event()
+        sampled_rows = rows[inputs.sampling_mask]
+        num_logprobs = tables.num_logprobs[sampled_rows]
+        results = self._sample(logits, forward_inputs, sampling, num_logprobs)
+        self._ended = self._streams.record_event()
+        tables.advance(rows, inputs.seq_lens)
+        tables.append_placeholder(sampled_rows)
+        return _LaunchedStep(
+            self,
+            plan,
+            launched_ns,
+            _StepEvents(before, began, prepared, forwarded, self._ended),
+            sampled_rows,
+            num_logprobs,
+            self._streams.fetch(results),
+        )
+
+    def clear(self) -> None:
+        """Release all rows after the last launched step; blocks keep their contents."""
+        self._streams.synchronize()
+        self._tables.clear()
+
+    def _stage(
+        self, plan: Plan, inputs: StepInputs, size: int | None
+    ) -> tuple[ForwardInputs, SamplingInputs]:
+        """Copy the inputs to the device, and update its block table."""
+        rows = plan.rows
+        num_padding = 0 if size is None else size - len(rows)
+        groups = (
+            forward_arrays(rows, inputs, self._forward.padding_row, num_padding),
+            sampling_arrays(rows, inputs, self._tables),
+            block_arrays(plan, self._tables),
+        )
+        tensors = self._staging.send({k: v for group in groups for k, v in group.items()})
+        of_forward, of_sampling, of_blocks = (
+            {name: tensors[name] for name in group} for group in groups
+        )
+        self._forward.change_blocks(BlockChanges(**of_blocks))
+        return ForwardInputs(**of_forward), SamplingInputs(**of_sampling)
+
+    def _logits(
+        self,
+        forward_inputs: ForwardInputs,
+        sampling: SamplingInputs,
+        inputs: StepInputs,
+        size: int | None,
+    ) -> Tensor | None:
+        """Logits of the rows that sample; None for a plan without tokens."""
+        if not inputs.num_tokens:
+            return None
+        if size is not None:
+            return self._forward.replay(size, inputs.num_requests, sampling.logits_indices)
+        longest = int(inputs.seq_lens.max())
+        return self._forward.launch(
+            forward_inputs, sampling.logits_indices, inputs.max_query_len, longest
+        )
+
+    def _sample(
+        self,
+        logits: Tensor | None,
+        forward_inputs: ForwardInputs,
+        sampling: SamplingInputs,
+        num_logprobs: Ints,
+    ) -> Sequence[Tensor]:
+        """The token of each row that samples, and the results of `token_logprobs` for those that
+        request them.
+
+        The token is NO_TOKEN if the row failed in this step, or in an earlier one whose result had
+        not arrived when this one was prepared.
+        """
+        if logits is None or not len(num_logprobs):
+            return [sampling.sampling_rows]  # empty
+        tokens = sample(logits, sampling.params, implementation=self._implementation)
+        had_failed = forward_inputs.input_ids.index_select(0, sampling.logits_indices) < 0
+        tokens = tokens.masked_fill(had_failed, NO_TOKEN)
+        self._forward.write_last_tokens(sampling.sampling_rows, tokens)
+        if not len(sampling.logprob_indices):
+            return [tokens]
+        entries = token_logprobs(
+            logits.index_select(0, sampling.logprob_indices),
+            tokens.index_select(0, sampling.logprob_indices).clamp_min(0),
+            min(int(num_logprobs.max()) - 1, logits.shape[1]),
+            implementation=self._implementation,
+        )
+        return [tokens, entries.token_ids, entries.logprobs, entries.ranks]
+
+
+@dataclass(frozen=True)
+class _StepEvents:
+    """Events of a step on the device."""
+
+    before: Event  # the end of the previous step
+    began: Event
+    prepared: Event
+    forwarded: Event
+    ended: Event
+
+    def times(self, known_ns: int) -> StepTimes:
+        """`known_ns` is the time from the plan's arrival to its launch."""
+        waiting_ns = self.before.elapsed_ns(self.began)
+        return StepTimes(
+            waiting_ns=waiting_ns,
+            preparing_ns=self.began.elapsed_ns(self.prepared),
+            forward_ns=self.prepared.elapsed_ns(self.forwarded),
+            sampling_ns=self.forwarded.elapsed_ns(self.ended),
+            starting_ns=min(waiting_ns, known_ns),
+        )
+
+
+@dataclass(frozen=True)
+class _LaunchedStep:
+    """A step that was queued on the device."""
+
+    runner: PipelinedRunner
+    plan: Plan
+    launched_ns: int
+    events: _StepEvents
+    sampling: Ints  # rows
+    num_logprobs: Ints  # per sampling row
+    results: PendingCopies
+
+    def is_ready(self) -> bool:
+        return self.results.is_ready()
+
+    def output(self) -> StepOutput:
+        arrays = self.results.arrays()
+        token_ids = arrays[0]
+        valid = token_ids != NO_TOKEN
+        rows, num_logprobs = self.sampling[valid], self.num_logprobs[valid]
+        failed = self.sampling[~valid].tolist()
+        logprobs = None
+        if num_logprobs.any():
+            kept = valid[self.num_logprobs > 0]
+            logprobs = Logprobs.pack(num_logprobs, *(array[kept] for array in arrays[1:]))
+        self.runner.last_finished_step = self.plan.step
+        return StepOutput(
+            sampled_rows=rows.tolist(),
+            sampled_token_ids=token_ids[valid].tolist(),
+            times=self.events.times(max(0, self.launched_ns - self.plan.arrived_ns)),
+            logprobs=logprobs,
+            failures=dict.fromkeys(failed, NO_TOKEN_REASON),
+        )

@@ -1,0 +1,4 @@
+"""Loading of checkpoints and the forward pass: attention, fused layers, packed weights.
+
+Called by `runner`, `gpu`, `cache` and `sim`. Imports attention specs and scales from `cache`.
+"""

@@ -1,0 +1,68 @@
+"""The files of a model: where they are, and the fingerprint that prefix hashes begin with."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+_WHOLE_BELOW = 64 * 2**20
+_SAMPLE_BYTES = 2**20
+_NUM_SAMPLES = 32
+
+
+class ModelError(ValueError):
+    """A model that cannot be found or served."""
+
+
+def find_model(model: str, revision: str | None, files: list[str]) -> Path:
+    """The local folder, else the hub's cache with the files that match. ModelError if the model is
+    in neither."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith("."):
+        raise ModelError(f"{model}: no such folder")
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{model}: no such folder, and not available from the hub: {error}"
+        ) from error
+
+
+def model_fingerprint(folder: Path, dtype: str, weights: tuple[Path, ...]) -> bytes:
+    """SHA-256 over the canonical config.json, the dtype, and each weights file's name, size and
+    content.
+
+    A file of up to 64 MiB is hashed whole; of a larger one the first megabyte, which contains the
+    header of safetensors, and 32 evenly spaced samples of a megabyte, the last at its end.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    parts = [json.dumps(config, sort_keys=True, separators=(",", ":")).encode(), dtype.encode()]
+    for path in sorted(weights):
+        parts += [path.name.encode(), str(path.stat().st_size).encode(), _content(path)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _content(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for start, length in _samples(path.stat().st_size):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.digest()
+
+
+def _samples(size: int) -> Iterator[tuple[int, int]]:
+    """The (start, length) pieces of a file that are hashed."""
+    if size <= _WHOLE_BELOW:
+        yield 0, size
+        return
+    last = size - _SAMPLE_BYTES
+    for i in range(_NUM_SAMPLES + 1):
+        yield last * i // _NUM_SAMPLES, _SAMPLE_BYTES

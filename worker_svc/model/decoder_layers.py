@@ -1,0 +1,309 @@
+"""Fused decoder layers: norm, one product for queries, keys and values, RoPE, attention, and
+products that add the residual.
+
+A layer of transformers is replaced if its code mentions nothing else, if each of its parts was
+replaced, and if the fused layer reproduces the output of the original on the model's own states.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import unwrap
+from itertools import pairwise
+from typing import Any, Final
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kernels.decoder import DecoderWeights, LayerWeights
+from kernels.dispatch import Implementation
+from kernels.fused import Activation, qk_norm_rope, rms_norm
+from kernels.linear import PackedLinear
+from worker_svc.model.attention import PagedAttention, set_attention
+from worker_svc.model.elementwise_fusion import RmsNorm
+from worker_svc.model.weight_packing import PackedGatedMlp, products_of
+
+log = structlog.get_logger()
+
+_LAYER_NAMES: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_QKV: Final = ("q_proj", "k_proj", "v_proj")
+_PROJECTIONS: Final = {*_QKV, "o_proj"}
+_HEAD_NORMS: Final = {"q_norm", "k_norm"}
+# What the attention of such a layer mentions besides its projections and norms.
+_ATTENTION_NAMES: Final = {
+    *("shape", "head_dim", "view", "reshape", "transpose", "contiguous", "layer_idx", "update"),
+    *("apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS", "get_interface", "getattr", "config"),
+    *("_attn_implementation", "eager_attention_forward", "attention_dropout", "training"),
+    *("scaling", "sliding_window"),
+}
+# Largest difference, relative to the largest number that is added to a token: rounding errors of
+# several operations.
+_TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@dataclass
+class LayerCall:
+    """A call of a layer: its arguments and its output."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    # Of its attention: query heads, key heads, the dimensions of both.
+    shape: tuple[int, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The forward pass of a decoder layer."""
+
+    attention: Any  # the module; its config names the attention function
+    weights: LayerWeights
+    num_heads: int
+    num_kv_heads: int
+    activation: Activation
+
+    @property
+    def attention_function(self) -> Any:
+        return ALL_ATTENTION_FUNCTIONS[self.attention.config._attn_implementation]
+
+    def __call__(
+        self, states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **unused: object
+    ) -> Tensor:
+        own = self.weights
+        query, key, value = self._heads(states, *position_embeddings)
+        attended, _ = self.attention_function(
+            self.attention,
+            query,
+            key,
+            value,
+            None,
+            scaling=own.scale,
+            sliding_window=own.sliding_window,
+        )
+        states = own.o_proj(attended.flatten(2), states)
+        gates = rms_norm(states, own.mlp_norm, own.mlp_epsilon, implementation=self._implementation)
+        return PackedGatedMlp(own.gate, own.up, own.down, self.activation)(gates, states)
+
+    def _heads(self, states: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values in transformers' layout `[1, heads, num_tokens, dim]`."""
+        own = self.weights
+        normed = rms_norm(
+            states,
+            own.attention_norm,
+            own.attention_epsilon,
+            implementation=self._implementation,
+        )
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        heads = own.qkv_proj(normed).view(states.shape[1], sum(counts), -1)
+        qk_norm_rope(
+            heads[:, : sum(counts[:2])],
+            cosines,
+            sines,
+            own.head_norms,
+            own.head_epsilon,
+            implementation=self._implementation,
+        )
+        return heads.transpose(0, 1).unsqueeze(0).split_with_sizes(counts, 1)
+
+    @property
+    def _implementation(self) -> Implementation:
+        return self.weights.qkv_proj.weight.implementation
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The forward pass of all layers of a model, in one call if the attention is paged."""
+
+    layers: Sequence[DecoderLayer]
+    weights: DecoderWeights
+
+    @property
+    def paged_attention(self) -> PagedAttention | None:
+        """The attention function if it can run all layers in one call."""
+        attention = self.layers[0].attention_function
+        if isinstance(attention, PagedAttention) and attention.can_run(self.weights):
+            return attention
+        return None
+
+    def __call__(
+        self, states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **unused: object
+    ) -> Tensor:
+        attention = self.paged_attention
+        if attention is not None:
+            states = attention.run_layers(self.weights, states.squeeze(0), *position_embeddings)
+            return states.unsqueeze(0)
+        for layer in self.layers:
+            states = layer(states, position_embeddings=position_embeddings)
+        return states
+
+
+@torch.inference_mode()
+def record_layer_calls(network: Any, implementation: Implementation) -> Mapping[Any, LayerCall]:
+    """Run a few tokens through an unmodified model and record the calls of the layers that may be
+    replaced. Leaves another attention function in the model."""
+    layers = {layer: LayerCall((), {}, None) for layer in _candidates(network)}
+    if not implementation.is_cpp or not layers:
+        return {}
+    by_attention = {layer.self_attn: call for layer, call in layers.items()}
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        call = by_attention.get(module)
+        if call is not None:
+            call.shape = (query.shape[1], key.shape[1], *(x.shape[3] for x in (query, value)))
+            call.arguments = kwargs
+        return _plain_attention(query, key, value, kwargs.get("scaling")), None
+
+    def record(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = layers[layer]
+        call.args, call.kwargs, call.output = args, kwargs, output
+
+    set_attention(network, attend)
+    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
+    tokens, positions = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 3, 6]])
+    network(input_ids=tokens, position_ids=positions, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    # The network keeps the function until it is replaced.
+    by_attention.clear()
+    return layers
+
+
+@torch.inference_mode()
+def fuse_layers(calls: Mapping[Any, LayerCall]) -> Counter[str]:
+    """Replace the layers of a model after `fuse` and `pack`, where possible; return counts."""
+    fused: dict[Any, DecoderLayer] = {}
+    for module, call in calls.items():
+        layer = _fused_layer(module, call)
+        if layer is not None and _agrees(layer, call):
+            fused[module] = module.forward = layer
+            for name in _QKV:
+                # Their weights are now part of the fused product.
+                del module.self_attn.get_submodule(name).forward
+    counts = Counter(layers=len(fused))
+    if len(fused) == len(calls) and _are_consecutive(list(calls.values())):
+        counts["layers in one call"] = _stack(fused)
+    return counts
+
+
+def _stack(fused: Mapping[Any, DecoderLayer]) -> int:
+    """The first layer runs all of them; every later one returns its input."""
+    layers = list(fused.values())
+    if len({(one.num_heads, one.num_kv_heads, one.activation) for one in layers}) != 1:
+        return 0
+    weights = DecoderWeights(
+        [one.weights for one in layers], layers[0].num_heads, layers[0].activation
+    )
+    first, *rest = fused
+    first.forward = LayerStack(layers, weights)
+    for module in rest:
+        module.forward = _identity
+    return len(layers)
+
+
+def _identity(states: Tensor, **unused: object) -> Tensor:
+    return states
+
+
+def _are_consecutive(calls: Sequence[LayerCall]) -> bool:
+    """Whether each layer's input is the previous output, with the same position embeddings."""
+    return bool(calls) and all(
+        after.args[0] is before.output
+        and after.kwargs["position_embeddings"] is before.kwargs["position_embeddings"]
+        for before, after in pairwise(calls)
+    )
+
+
+def _candidates(network: nn.Module) -> Iterator[Any]:
+    """Layers whose code mentions only parts that are replaced here."""
+    known = _ATTENTION_NAMES | _PROJECTIONS | _HEAD_NORMS
+    for module in network.modules():
+        layer: Any = module
+        if _names(layer) == _LAYER_NAMES and known >= _names(layer.self_attn) >= _PROJECTIONS:
+            yield layer
+
+
+def _names(module: nn.Module) -> set[str]:
+    """The names that the code of its forward pass mentions."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return {"unknown"} if code is None else set(code.co_names)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    attended = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
+
+
+def _fused_layer(module: Any, call: LayerCall) -> DecoderLayer | None:
+    """The fused layer; None if one of its parts was not replaced."""
+    attention = module.self_attn
+    # A replaced `forward` means that `qk_norm_rope` gives what the layer's own code gives.
+    if not call.shape or not call.args or "forward" not in vars(attention):
+        return None
+    products = products_of(*(getattr(attention, name) for name in _QKV), attention.o_proj)
+    norms = [module.input_layernorm.forward, module.post_attention_layernorm.forward]
+    mlp = module.mlp.forward
+    num_heads, num_kv_heads, dim, value_dim = call.shape
+    if products is None or not isinstance(mlp, PackedGatedMlp) or value_dim != dim:
+        return None
+    if _names(attention) >= _HEAD_NORMS:
+        norms += [attention.q_norm.forward, attention.k_norm.forward]
+    if not all(isinstance(norm, RmsNorm) for norm in norms):
+        return None
+    attention_norm, mlp_norm, *head_norms = norms
+    if not _are_alike(head_norms, dim):
+        return None
+    weights = LayerWeights(
+        attention_norm=attention_norm.weight,
+        attention_epsilon=attention_norm.epsilon,
+        qkv_proj=PackedLinear.joined(products[:3]),
+        head_norms=_per_head(head_norms, (num_heads, num_kv_heads)),
+        head_epsilon=head_norms[0].epsilon if head_norms else 0.0,
+        scale=call.arguments.get("scaling") or dim**-0.5,
+        sliding_window=call.arguments.get("sliding_window"),
+        o_proj=products[3],
+        mlp_norm=mlp_norm.weight,
+        mlp_epsilon=mlp_norm.epsilon,
+        gate=mlp.gate,
+        up=mlp.up,
+        down=mlp.down,
+    )
+    return DecoderLayer(attention, weights, num_heads, num_kv_heads, mlp.activation)
+
+
+def _are_alike(norms: Sequence[RmsNorm], dim: int) -> bool:
+    """Whether all have this dimension and one epsilon."""
+    kinds = {(norm.epsilon, len(norm.weight)) for norm in norms}
+    return len(kinds) <= 1 and all(len(norm.weight) == dim for norm in norms)
+
+
+def _per_head(norms: Sequence[RmsNorm], counts: tuple[int, int]) -> Tensor | None:
+    if not norms:
+        return None
+    rows = torch.stack([norm.weight for norm in norms])
+    return rows.repeat_interleave(torch.tensor(counts), 0)
+
+
+def _agrees(layer: DecoderLayer, call: LayerCall) -> bool:
+    """Whether the layer adds the same as in the recorded call; False if it raises."""
+    states, output = call.args[0], call.output
+    try:
+        result = layer(*call.args, **call.kwargs)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        log.warning("a decoder layer keeps its own code", error=str(error))
+        return False
+    if not isinstance(output, Tensor) or result.shape != output.shape:
+        return False
+    if result.dtype != output.dtype:
+        return False
+    added = (output.float() - states.float()).abs().amax(-1, keepdim=True)
+    rounding = 2 * torch.finfo(output.dtype).eps * output.float().abs()
+    bound = _TOLERANCE[output.dtype] * added + rounding
+    return bool(((result.float() - output.float()).abs() <= bound).all())

@@ -1,0 +1,182 @@
+"""Fused operations between a model's matrix products: norms, gated activations, rotary embeddings.
+
+transformers writes these parts as many operations, each of which reads and writes all numbers. A
+part is replaced only if on random numbers the fused one gives the same result. A model that
+computes it differently keeps its own code.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.dispatch import Implementation
+from kernels.fused import Activation, gated_activation, rms_norm, rope
+
+# Largest difference, relative to the largest number: a few rounding errors.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_ROTATION = "apply_rotary_pos_emb"  # its name in all models of transformers
+
+
+def fuse(network: nn.Module, implementation: Implementation) -> Counter[str]:
+    """Replace parts where possible; return their number by kind."""
+    if not implementation.is_cpp:
+        return Counter()
+    fused: Counter[str] = Counter()
+    rotations: dict[FunctionType, FunctionType | None] = {}
+    with torch.inference_mode():
+        for module in network.modules():
+            fused["norms"] += _fuse_norm(module, implementation)
+            fused["gates"] += _fuse_gate(module, implementation)
+            fused["rotations"] += _fuse_rotation(module, implementation, rotations)
+    return fused
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """The forward pass of a root-mean-square norm."""
+
+    weight: Tensor  # float32
+    epsilon: float
+    implementation: Implementation
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return rms_norm(states, self.weight, self.epsilon, implementation=self.implementation)
+
+
+def _fuse_norm(module: nn.Module, implementation: Implementation) -> bool:
+    """Replace a module that is a root-mean-square norm."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
+        return False
+    states = _random(3, len(weight), like=weight)
+    # Some families store the weight minus 1.
+    for offset in (0.0, 1.0):
+        norm = RmsNorm(weight.detach().float() + offset, epsilon, implementation)
+        if _has_one_argument(module) and _agree(module, norm, states):
+            module.forward = norm
+            return True
+    return False
+
+
+@dataclass
+class GatedMlp:
+    """The forward pass of a gated MLP: down(activation(gate) * up)."""
+
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    activation: Activation
+    implementation: Implementation
+
+    def __call__(self, states: Tensor) -> Any:
+        gates, values = self.gate(states), self.up(states)
+        active = gated_activation(
+            gates, values, self.activation, implementation=self.implementation
+        )
+        return self.down(active)
+
+
+def _fuse_gate(module: nn.Module, implementation: Implementation) -> bool:
+    """Replace the activation of a module that is a gated MLP."""
+    gate, up, down = (getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down"))
+    if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
+        return False
+    if not isinstance(down, nn.Linear) or not _has_one_argument(module):
+        return False
+    states = _random(3, gate.in_features, like=gate.weight)
+    for activation in Activation:
+        mlp = GatedMlp(gate, up, down, activation, implementation)
+        if _agree(module, mlp, states):
+            module.forward = mlp
+            return True
+    return False
+
+
+def _fuse_rotation(
+    module: nn.Module,
+    implementation: Implementation,
+    known: dict[FunctionType, FunctionType | None],
+) -> bool:
+    """Replace the rotary embedding that a module's forward pass calls by name."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
+        return False
+    if forward not in known:
+        known[forward] = _with_rotation(forward, implementation, next(module.parameters()))
+    function = known[forward]
+    if function is None:
+        return False
+    module.forward = MethodType(function, module)
+    return True
+
+
+def _with_rotation(
+    forward: FunctionType, implementation: Implementation, like: Tensor
+) -> FunctionType | None:
+    """A copy of the code in which the name refers to the fused function; transformers' module is
+    not changed. None if the result would differ."""
+    original = forward.__globals__.get(_ROTATION)
+    query, key = _random(1, 4, 3, 16, like=like), _random(1, 2, 3, 16, like=like)
+    cosines, sines = _random(1, 3, 16, like=like).cos(), _random(1, 3, 16, like=like).sin()
+    states = (query, key, cosines, sines)
+    rotated = partial(rope, implementation=implementation)
+    if original is None or not _agree(original, rotated, *states):
+        return None
+
+    def rotation(
+        query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *args: Any, **named: Any
+    ) -> Any:
+        usual = query.dtype == key.dtype == cosines.dtype and cosines.dim() == 3
+        if args or named or not usual or cosines.shape[-1] != query.shape[-1]:
+            return original(query, key, cosines, sines, *args, **named)
+        return rope(query, key, cosines, sines, implementation=implementation)
+
+    copy = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _ROTATION: rotation},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _has_one_argument(module: nn.Module) -> bool:
+    return len(signature(module.forward).parameters) == 1
+
+
+def _random(*shape: int, like: Tensor) -> Tensor:
+    """Numbers of a generator of their own, the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+
+def _agree(own: Callable[..., Any], other: Callable[..., Any], *states: Tensor) -> bool:
+    """Whether both give the same result; False if one raises."""
+    try:
+        own_results, other_results = own(*states), other(*states)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    if isinstance(own_results, Tensor):
+        own_results, other_results = (own_results,), (other_results,)
+    return len(own_results) == len(other_results) and all(
+        map(_are_close, own_results, other_results)
+    )
+
+
+def _are_close(result: object, other: object) -> bool:
+    if not isinstance(result, Tensor) or not isinstance(other, Tensor):
+        return False
+    if result.shape != other.shape or result.dtype != other.dtype:
+        return False
+    bound = _TOLERANCE.get(result.dtype, 0.0) * result.float().abs().max()
+    return bool(((result.float() - other.float()).abs() <= bound).all())

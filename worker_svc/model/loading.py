@@ -1,0 +1,198 @@
+"""Loads models and checks that they can be served. `LoadedModel` runs the forward pass.
+
+Any causal model of transformers can be served whose class supports the attention interface and
+whose only state is keys and values.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from worker_svc.cache.kv_pool import AttentionSpecs, dtype_name
+from worker_svc.model.attention import (
+    AttentionFunction,
+    LayerProbe,
+    UnsupportedModelError,
+    register_attention,
+    set_attention,
+)
+from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprint
+from worker_svc.model.fused_forward import FusedForward
+from worker_svc.settings import WrongSettingError
+
+log = structlog.get_logger()
+
+_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory and its properties."""
+
+    network: Any  # the transformers model
+    layers: AttentionSpecs  # of attention, in the order of calls
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    fingerprint: bytes
+    weights: tuple[Path, ...]  # safetensors files
+
+    def set_attention(self, function: AttentionFunction) -> None:
+        """Replace the attention function of every layer."""
+        set_attention(self.network, function)
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Float32 `[len(logits_indices), vocab_size]` of a flat batch; in `out` if given."""
+        logits = self._logits(input_ids, positions, logits_indices)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def _logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+        forward = self.network.forward
+        if isinstance(forward, FusedForward):
+            # For a single call the overhead of calling a module is significant.
+            logits = forward.in_one_call(input_ids, positions, logits_indices)
+            if logits is not None:
+                return logits
+        output = self.network(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_indices,
+        )
+        flat: Tensor = output.logits[0]
+        return flat
+
+
+def load_model(
+    model: str,
+    revision: str | None,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int | None,
+) -> LoadedModel:
+    """Load a folder or, if there is none of that name, a model of the hub.
+
+    ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
+    `max_model_len` is larger than the model's own.
+    """
+    folder = find_model(model, revision, _FILES)
+    weights = tuple(folder.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{folder} has no *.safetensors file")
+    config = _read_config(folder)
+    network_class = _network_class(config)
+    length = _max_model_len(config.get_text_config(), max_model_len)
+    probe = LayerProbe()
+    probe_name = register_attention(probe)
+    network = network_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        attn_implementation=probe_name,
+        use_safetensors=True,
+    )
+    network.to(device).eval()
+    layers = _probe_layers(network, probe, device)
+    log.info("model loaded", model=model, type=network_class.__name__, device=str(device))
+    return LoadedModel(
+        network=network,
+        layers=layers,
+        dtype=network.dtype,
+        device=device,
+        max_model_len=length,
+        fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights),
+        weights=weights,
+    )
+
+
+def find_device(device: str) -> torch.device:
+    """The device of a setting; `auto` selects a GPU if there is one. WrongSettingError if there is
+    no GPU for `cuda`."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise WrongSettingError(
+            f"--device: cuda, but torch {torch.__version__} finds no GPU; set auto or cpu, or "
+            "check the driver and the devices of the container"
+        )
+    if device == "auto":
+        device = "cuda" if has_gpu else "cpu"
+    return torch.device(device)
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: unreadable config.json: {error}") from error
+
+
+def _network_class(config: Any) -> Any:
+    """The model's class. ModelError, which names it, if it cannot be served."""
+    network_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if network_class is None:
+        raise ModelError(f"{type(config).__name__} is not the config of a causal language model")
+    name = network_class.__name__
+    if not network_class.is_backend_compatible():
+        raise ModelError(f"{name} does not support transformers' attention interface")
+    if getattr(network_class, "_is_stateful", False):
+        raise ModelError(f"{name} has state other than keys and values")
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if not layer_types <= _LAYER_TYPES:
+        raise ModelError(f"{name} has layers of type {sorted(layer_types - _LAYER_TYPES)}")
+    return network_class
+
+
+def _max_model_len(config: Any, wanted: int | None) -> int:
+    limit = _length_limit(config)
+    length = limit if wanted is None else wanted
+    if length is None:
+        raise WrongSettingError("--max-model-len: the model has no limit of its own, so set one")
+    if limit is not None and length > limit:
+        raise WrongSettingError(f"--max-model-len: {length} is more than the model's {limit}")
+    return length
+
+
+def _length_limit(config: Any) -> int | None:
+    """The longest sequence that one set of rotary frequencies serves.
+
+    `longrope` has two sets, and transformers chooses by the longest sequence of the batch: a
+    sequence's output would depend on the batch, and cached keys of both kinds would mix.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    short = [
+        part["original_max_position_embeddings"]
+        for part in kinds
+        if part.get("rope_type") == "longrope"
+    ]
+    if short and limit is not None and min(short) < limit:
+        log.warning("longrope is served up to its short range", tokens=min(short), of=limit)
+        return int(min(short))
+    return limit
+
+
+@torch.inference_mode()
+def _probe_layers(network: Any, probe: LayerProbe, device: torch.device) -> AttentionSpecs:
+    """Run two tokens through the model to record the heads and dimensions of every layer."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device).unsqueeze(0)
+    try:
+        network(input_ids=tokens, position_ids=positions, use_cache=False)
+    except UnsupportedModelError as error:
+        raise ModelError(f"{type(network).__name__}: {error}") from error
+    if not probe.layers:
+        raise ModelError(f"{type(network).__name__} has no attention layer")
+    return tuple(probe.layers)

@@ -1,0 +1,114 @@
+"""Packs a model's weights into the layout of the kernel that multiplies with them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.dispatch import Implementation
+from kernels.fused import Activation
+from kernels.linear import WEIGHT_DTYPES, PackedLinear, PackedWeight, gated_linear
+from worker_svc.model.elementwise_fusion import GatedMlp
+
+
+def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
+    """Replace the products of linear layers; return counts. A weight that nothing else reads is
+    freed as soon as it is packed, so at most one weight is in memory twice.
+
+    Tied embeddings read their rows from the packed weight. A freed weight reads as NaN.
+    """
+    packed: Counter[str] = Counter()
+    if not implementation.is_cpp:
+        return packed
+    for users in _by_weight(network):
+        linears = [user for user in users if type(user) is nn.Linear]
+        embeddings = [user for user in users if _is_plain_embedding(user)]
+        if not linears or linears[0].weight.dtype not in WEIGHT_DTYPES:
+            continue
+        weight = PackedWeight.of(linears[0].weight.detach(), implementation)
+        for layer in linears:
+            bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+            _set_forward(layer, PackedLinear(weight, bias))
+        packed["products"] += len(linears)
+        if len(linears) + len(embeddings) == len(users):
+            for embedding in embeddings:
+                _set_forward(embedding, weight.rows)
+            _free(users)
+    _copy_mapped(network)
+    for module in network.modules():
+        if isinstance(module.forward, GatedMlp):
+            packed["gated products"] += _join_gate(module, module.forward)
+    return packed
+
+
+@dataclass(frozen=True)
+class PackedGatedMlp:
+    """The forward pass of a gated MLP, with gate and up projection in one call."""
+
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
+    activation: Activation
+
+    def __call__(self, states: Tensor, residual: Tensor | None = None) -> Tensor:
+        active = gated_linear(
+            states,
+            self.gate.weight,
+            self.up.weight,
+            self.activation,
+            self.gate.bias,
+            self.up.bias,
+        )
+        return self.down(active, residual)
+
+
+def _join_gate(module: nn.Module, mlp: GatedMlp) -> bool:
+    """Replace a gated MLP whose projections were packed."""
+    products = products_of(mlp.gate, mlp.up, mlp.down)
+    if products is None:
+        return False
+    gate, up, down = products
+    _set_forward(module, PackedGatedMlp(gate, up, down, mlp.activation))
+    return True
+
+
+def products_of(*layers: nn.Module) -> list[PackedLinear] | None:
+    """Their forward passes; None if one of them is not a packed product."""
+    products = [layer.forward for layer in layers if isinstance(layer.forward, PackedLinear)]
+    return products if len(products) == len(layers) else None
+
+
+def _by_weight(network: nn.Module) -> list[list[nn.Module]]:
+    """The modules with weights, grouped by weight."""
+    users: dict[Tensor, list[nn.Module]] = defaultdict(list)
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter is not getattr(module, "bias", None):
+                users[parameter].append(module)
+    return list(users.values())
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
+def _set_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    module.forward = forward
+
+
+def _free(modules: list[nn.Module]) -> None:
+    """Replace the weight of all of them by NaN of its shape, which takes no memory."""
+    weight = modules[0].get_parameter("weight")
+    nothing = weight.new_full((1, 1), torch.nan).expand(weight.shape)
+    freed = nn.Parameter(nothing, requires_grad=False)
+    for module in modules:
+        module.weight = freed
+
+
+def _copy_mapped(network: nn.Module) -> None:
+    """Copy weights out of mapped files: a file stays mapped while one of its weights is used."""
+    for parameter in network.parameters():
+        if parameter.is_contiguous():
+            parameter.data = parameter.data.clone()

@@ -1,0 +1,266 @@
+"""Plans and results as the worker's own types, and their conversion from and to protos."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from operator import add
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.plan.inputs import Ints
+from worker_svc.plan.logprobs import Logprobs
+
+NO_TOKEN_REASON: Final = "the model gave logits that are not finite numbers"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence that gets a row."""
+
+    row: int
+    token_ids: Ints
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: Ints
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    num_logprobs: int  # 0 none, k + 1 for the chosen token and the top k
+    num_prompt_logprobs: int  # refused unless 0: no public parameter requests them yet
+
+
+@dataclass(frozen=True)
+class BlockAppend:
+    """Blocks to append to a row's table."""
+
+    row: int
+    block_ids: Ints
+
+
+@dataclass(frozen=True)
+class BlockMoves:
+    """Whole blocks, each from a source to the destination at the same index."""
+
+    sources: Ints
+    destinations: Ints
+
+
+# The message has one packed array per scalar field of an admission.
+_COLUMNS: Final = {
+    "row": "rows",
+    "num_prompt_tokens": "num_prompt_tokens",
+    "num_computed_tokens": "num_computed_tokens",
+    "temperature": "temperatures",
+    "top_k": "top_ks",
+    "top_p": "top_ps",
+    "min_p": "min_ps",
+    "seed": "seeds",
+    "num_logprobs": "num_logprobs",
+    "num_prompt_logprobs": "num_prompt_logprobs",
+}
+_NOTHING: Final[Ints] = np.empty(0, np.int64)
+_NO_MOVES: Final = BlockMoves(_NOTHING, _NOTHING)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step."""
+
+    epoch: int
+    step: int
+    released_rows: Ints
+    admissions: tuple[Admission, ...]
+    appends: tuple[BlockAppend, ...]
+    swap_outs: BlockMoves
+    swap_ins: BlockMoves
+    copies: BlockMoves
+    rows: Ints  # scheduled
+    num_scheduled_tokens: Ints  # one per scheduled row
+    num_rounds: Ints = field(default_factory=lambda: _NOTHING)  # one per scheduled row, or none
+    round: int = 0  # the index of this part in a plan of several rounds
+    arrived_ns: int = field(default_factory=time.monotonic_ns, compare=False)
+
+    @property
+    def moves_blocks(self) -> bool:
+        return any(len(moves.sources) for moves in (self.swap_outs, self.swap_ins, self.copies))
+
+    def rounds(self) -> Iterator["Plan"]:
+        """This plan, split into plans of one round each."""
+        yield replace(self, num_rounds=_NOTHING)
+        for done in range(1, int(self.num_rounds.max(initial=0))):
+            rows = self.rows[self.num_rounds > done]
+            yield Plan(
+                epoch=self.epoch,
+                step=self.step,
+                released_rows=_NOTHING,
+                admissions=(),
+                appends=(),
+                swap_outs=_NO_MOVES,
+                swap_ins=_NO_MOVES,
+                copies=_NO_MOVES,
+                rows=rows,
+                num_scheduled_tokens=np.ones_like(rows),
+                round=done,
+                arrived_ns=self.arrived_ns,
+            )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The duration of a step by phase."""
+
+    waiting_ns: int = 0
+    preparing_ns: int = 0
+    forward_ns: int = 0
+    sampling_ns: int = 0
+    starting_ns: int = 0  # the part of `waiting_ns` after the plan had arrived
+
+    def __add__(self, other: "StepTimes") -> "StepTimes":
+        return StepTimes(*map(add, vars(self).values(), vars(other).values()))
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The result of a plan."""
+
+    sampled_rows: list[int]
+    sampled_token_ids: list[int]
+    times: StepTimes
+    logprobs: Logprobs | None = None  # None where no sampled row requests any
+    failures: dict[int, str] = field(default_factory=dict)  # reason by row
+
+
+class PlanError(ValueError):
+    """A plan that contradicts itself or the worker's state."""
+
+
+def plan_from_proto(message: worker_pb2.BatchPlan) -> Plan:
+    """PlanError where parallel arrays differ in length."""
+    scheduled = message.schedule
+    plan = Plan(
+        epoch=message.epoch,
+        step=message.step,
+        released_rows=_ints(message.released_rows),
+        admissions=_admissions(message),
+        appends=_appends(message),
+        swap_outs=_moves(message, "swap_outs"),
+        swap_ins=_moves(message, "swap_ins"),
+        copies=_moves(message, "copies"),
+        rows=_ints(scheduled.rows),
+        num_scheduled_tokens=_ints(scheduled.num_scheduled_tokens),
+        num_rounds=_ints(scheduled.num_rounds),
+    )
+    _require_parallel("schedule", plan.rows, plan.num_scheduled_tokens)
+    if len(plan.num_rounds):
+        _require_parallel("rounds", plan.rows, plan.num_rounds)
+        if plan.num_rounds.min() < 1:
+            raise PlanError("a scheduled row must run in one round at least")
+    return plan
+
+
+def plan_to_proto(plan: Plan) -> worker_pb2.BatchPlan:
+    """The inverse of `plan_from_proto`."""
+    message = worker_pb2.BatchPlan(
+        epoch=plan.epoch, step=plan.step, released_rows=plan.released_rows
+    )
+    for admission in plan.admissions:
+        _add_admission(message.admissions, admission)
+    for append in plan.appends:
+        message.appends.rows.append(append.row)
+        message.appends.block_ids.extend(append.block_ids)
+        message.appends.num_blocks.append(len(append.block_ids))
+    for name in ("swap_outs", "swap_ins", "copies"):
+        moves: BlockMoves = getattr(plan, name)
+        if len(moves.sources):
+            getattr(message, name).sources.extend(moves.sources)
+            getattr(message, name).destinations.extend(moves.destinations)
+    message.schedule.rows.extend(plan.rows)
+    message.schedule.num_scheduled_tokens.extend(plan.num_scheduled_tokens)
+    message.schedule.num_rounds.extend(plan.num_rounds)
+    return message
+
+
+def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
+    return worker_pb2.StepResult(
+        epoch=plan.epoch,
+        step=plan.step,
+        sampled_rows=output.sampled_rows,
+        sampled_token_ids=output.sampled_token_ids,
+        logprobs=None if output.logprobs is None else output.logprobs.to_proto(),
+        failures=[
+            worker_pb2.RowFailure(row=row, reason=reason) for row, reason in output.failures.items()
+        ],
+        times=worker_pb2.StepTimes(**vars(output.times)),
+    )
+
+
+def _admissions(plan: worker_pb2.BatchPlan) -> tuple[Admission, ...]:
+    # Most plans have none, and reading an absent message would cost time.
+    if not plan.HasField("admissions"):
+        return ()
+    message = plan.admissions
+    columns = {name: getattr(message, column) for name, column in _COLUMNS.items()}
+    counts = (message.num_tokens, message.num_blocks)
+    _require_parallel("admissions", *columns.values(), *counts)
+    token_ids = _split(message.token_ids, message.num_tokens)
+    block_ids = _split(message.block_ids, message.num_blocks)
+    return tuple(
+        Admission(
+            token_ids=token_ids[i],
+            block_ids=block_ids[i],
+            **{name: column[i] for name, column in columns.items()},
+        )
+        for i in range(len(message.rows))
+    )
+
+
+def _add_admission(message: worker_pb2.Admissions, admission: Admission) -> None:
+    for name, column in _COLUMNS.items():
+        getattr(message, column).append(getattr(admission, name))
+    message.token_ids.extend(admission.token_ids)
+    message.num_tokens.append(len(admission.token_ids))
+    message.block_ids.extend(admission.block_ids)
+    message.num_blocks.append(len(admission.block_ids))
+
+
+def _appends(plan: worker_pb2.BatchPlan) -> tuple[BlockAppend, ...]:
+    if not plan.HasField("appends"):
+        return ()
+    message = plan.appends
+    _require_parallel("appends", message.rows, message.num_blocks)
+    block_ids = _split(message.block_ids, message.num_blocks)
+    return tuple(BlockAppend(row, ids) for row, ids in zip(message.rows, block_ids, strict=True))
+
+
+def _moves(
+    plan: worker_pb2.BatchPlan, name: Literal["swap_outs", "swap_ins", "copies"]
+) -> BlockMoves:
+    if not plan.HasField(name):
+        return _NO_MOVES
+    message: worker_pb2.BlockMoves = getattr(plan, name)
+    _require_parallel("moves", message.sources, message.destinations)
+    return BlockMoves(_ints(message.sources), _ints(message.destinations))
+
+
+def _split(values: Sequence[int], counts: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Cut a concatenation; PlanError if the counts do not add up to its length."""
+    if sum(counts) != len(values):
+        raise PlanError(f"{len(values)} values, but their counts add up to {sum(counts)}")
+    array, ends = _ints(values), list(accumulate(counts, initial=0))
+    return [array[first:end] for first, end in pairwise(ends)]
+
+
+def _require_parallel(what: str, *arrays: Sequence[object] | Ints) -> None:
+    lengths = [len(array) for array in arrays]
+    if len(set(lengths)) > 1:
+        raise PlanError(f"{what}: parallel arrays of lengths {lengths}")
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,196 @@
+"""The state of rows between plans: tokens, blocks, sampling parameters."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_svc.plan.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
+from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
+from worker_svc.plan.plans import Admission, BlockAppend, Plan, PlanError
+
+# In the token table: a sampled token that is only on the device.
+PLACEHOLDER_TOKEN: Final = -1
+
+
+class RowTables:
+    """One line per row. A free row has no tokens and a table of null blocks.
+
+    Row invariant: num_computed_tokens <= num_tokens <= max_model_len
+        tokens  [0, computed) in the cache  [computed, num_tokens) known, not yet computed
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._block_size = block_size
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_pool_blocks = num_blocks
+        width = -(-max_model_len // block_size)
+        self.token_table = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, width), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.temperatures = np.zeros(max_num_seqs, np.float32)
+        self.top_ks = np.zeros(max_num_seqs, np.int64)
+        self.top_ps = np.ones(max_num_seqs, np.float32)
+        self.min_ps = np.zeros(max_num_seqs, np.float32)
+        self.seeds = np.zeros(max_num_seqs, np.uint64)
+        self.num_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.failures: dict[int, str] = {}  # reason by failed row
+        self._buffers = InputBuffers(max_num_seqs, max_num_batched_tokens)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self._max_num_batched_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        return self.token_table.shape[1]
+
+    def apply(self, plan: Plan) -> None:
+        """Release, admit, append, in this order. PlanError leaves the tables half changed."""
+        for row in plan.released_rows.tolist():
+            self._release(row)
+        for admission in plan.admissions:
+            self._admit(admission)
+        for append in plan.appends:
+            self._append(append)
+
+    def clear(self) -> None:
+        """Release every row."""
+        for row in self.num_tokens.nonzero()[0].tolist():
+            self._release(row)
+
+    def without_failed(self, plan: Plan) -> tuple[Ints, Ints, dict[int, str]]:
+        """The scheduled rows that have not failed, their token counts, and the failed ones."""
+        if not self.failures:
+            return plan.rows, plan.num_scheduled_tokens, {}
+        failures = {row: self.failures[row] for row in plan.rows.tolist() if row in self.failures}
+        running = ~np.isin(plan.rows, list(failures))
+        return plan.rows[running], plan.num_scheduled_tokens[running], failures
+
+    def prepare(self, rows: Ints, num_scheduled_tokens: Ints) -> StepInputs:
+        """The inputs of the scheduled rows, valid until the next call. PlanError for an invalid
+        schedule."""
+        self._check_schedule(rows, num_scheduled_tokens)
+        return prepare_inputs(
+            rows,
+            num_scheduled_tokens,
+            self.num_computed_tokens[rows],
+            self.num_tokens[rows],
+            self.token_table,
+            self.block_table,
+            self._block_size,
+            self._buffers,
+        )
+
+    def block_tables(self, rows: Ints, seq_lens: Ints) -> NDArray[np.int32]:
+        """The rows' block tables, as wide as the longest sequence needs."""
+        width = -(-int(seq_lens.max(initial=0)) // self._block_size)
+        return self.block_table[rows, :width]
+
+    def advance(self, rows: Ints, seq_lens: Ints) -> None:
+        """Count the rows' tokens up to `seq_lens` as computed."""
+        self.num_computed_tokens[rows] = seq_lens
+
+    def write_sampled(self, rows: Ints, token_ids: Ints) -> None:
+        """Append one token to each row's sequence."""
+        self.token_table[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def append_placeholder(self, rows: Ints) -> None:
+        """Append PLACEHOLDER_TOKEN to each row's sequence."""
+        self.token_table[rows, self.num_tokens[rows]] = PLACEHOLDER_TOKEN
+        self.num_tokens[rows] += 1
+
+    def append_token(self, row: int, token_id: int) -> None:
+        """`write_sampled` for one row. PlanError if it holds no sequence or is full."""
+        self._require_held(row)
+        if self.num_tokens[row] >= self.max_model_len:
+            raise PlanError(f"row {row}: no room for a token")
+        self.write_sampled(np.array([row]), np.array([token_id]))
+
+    def fail(self, row: int, reason: str) -> None:
+        """Mark a row as failed until it is released."""
+        self.failures[row] = reason
+
+    def _release(self, row: int) -> None:
+        self._require_held(row)
+        self.num_tokens[row] = 0
+        self.num_computed_tokens[row] = 0
+        self.num_blocks[row] = 0
+        self.block_table[row] = 0
+        self.failures.pop(row, None)
+
+    def _admit(self, admission: Admission) -> None:
+        row, length = admission.row, len(admission.token_ids)
+        self._require_free(row)
+        if not 0 < length < self.max_model_len:
+            raise PlanError(f"row {row}: {length} tokens, at most {self.max_model_len - 1} fit")
+        if admission.num_computed_tokens >= length:
+            raise PlanError(f"row {row}: no token left to compute")
+        if (count := admission.num_logprobs) > MAX_NUM_LOGPROBS:
+            raise PlanError(f"row {row}: {count} log-probabilities, at most {MAX_NUM_LOGPROBS}")
+        if admission.num_prompt_logprobs:
+            raise PlanError(f"row {row}: log-probabilities of prompt tokens are not computed")
+        self.token_table[row, :length] = admission.token_ids
+        self.num_tokens[row] = length
+        self.num_computed_tokens[row] = admission.num_computed_tokens
+        self.temperatures[row] = admission.temperature
+        self.top_ks[row] = admission.top_k
+        self.top_ps[row] = admission.top_p
+        self.min_ps[row] = admission.min_p
+        self.seeds[row] = admission.seed
+        self.num_logprobs[row] = admission.num_logprobs
+        self._append(BlockAppend(row, admission.block_ids))
+
+    def _append(self, append: BlockAppend) -> None:
+        row, ids = append.row, append.block_ids
+        self._require_held(row)
+        start = int(self.num_blocks[row])
+        if start + len(ids) > self.block_table.shape[1]:
+            raise PlanError(f"row {row}: {start + len(ids)} blocks, its table has fewer")
+        if len(ids) and not (ids.min() > 0 and ids.max() < self._num_pool_blocks):
+            raise PlanError(f"row {row}: block ids must be 1 to {self._num_pool_blocks - 1}")
+        self.block_table[row, start : start + len(ids)] = ids
+        self.num_blocks[row] += len(ids)
+
+    def _check_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
+        self._refuse("no such row", rows, rows >= self.max_num_seqs)
+        self._refuse("no sequence held", rows, self.num_tokens[rows] == 0)
+        if np.bincount(rows).max(initial=0) > 1:
+            raise PlanError("a row is scheduled twice")
+        if (total := int(num_scheduled_tokens.sum())) > self._max_num_batched_tokens:
+            limit = self._max_num_batched_tokens
+            raise PlanError(f"{total} tokens scheduled, at most {limit} in one step")
+        seq_lens = self.num_computed_tokens[rows] + num_scheduled_tokens
+        self._refuse("no token scheduled", rows, num_scheduled_tokens < 1)
+        self._refuse("more tokens scheduled than known", rows, seq_lens > self.num_tokens[rows])
+        missing = seq_lens > self.num_blocks[rows] * self._block_size
+        self._refuse("tokens without a block", rows, missing)
+        self._refuse("no room for a token", rows, self.num_tokens[rows] >= self.max_model_len)
+
+    @staticmethod
+    def _refuse(what: str, rows: Ints, wrong: NDArray[np.bool_]) -> None:
+        if wrong.any():
+            raise PlanError(f"{what}: rows {rows[wrong].tolist()}")
+
+    def _require_held(self, row: int) -> None:
+        if row >= self.max_num_seqs or self.num_tokens[row] == 0:
+            raise PlanError(f"row {row} holds no sequence")
+
+    def _require_free(self, row: int) -> None:
+        if row >= self.max_num_seqs or self.num_tokens[row] != 0:
+            raise PlanError(f"row {row} is not free")

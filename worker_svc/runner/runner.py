@@ -1,0 +1,157 @@
+"""Runs plans synchronously: tables, inputs, forward pass, sampling."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.attention import PagedBatch
+from kernels.dispatch import Implementation
+from kernels.sampling import NO_TOKEN, SamplingTensors, sample, token_logprobs
+from worker_svc.cache.kv_pool import KvPool
+from worker_svc.model.attention import PagedAttention
+from worker_svc.model.loading import LoadedModel
+from worker_svc.plan.inputs import Ints, StepInputs
+from worker_svc.plan.logprobs import Logprobs
+from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, StepOutput, StepTimes
+from worker_svc.plan.tables import RowTables
+from worker_svc.runner.step_runner import Callback, PendingOutput, ReadyOutput, no_op
+
+
+class Runner:
+    """One model with its pool and tables. Not thread-safe: one thread runs all steps."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        attention: PagedAttention,
+        tables: RowTables,
+        implementation: Implementation | None = None,
+    ) -> None:
+        """`implementation` is that of the sampler; the default is the best one available."""
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._tables = tables
+        self._device = model.device
+        self._is_on_host = model.device.type == "cpu"
+        self._implementation = implementation
+        self._idle_since_ns = time.monotonic_ns()
+        self.last_finished_step = 0  # read by other threads
+
+    def launch(self, plan: Plan, before_blocking: Callback = no_op) -> PendingOutput[StepOutput]:
+        """Run one plan to its end. `before_blocking` is called before blocks are moved and before
+        the forward pass: both release the interpreter."""
+        return ReadyOutput(self.run(plan, before_blocking))
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, before_blocking: Callback = no_op) -> StepOutput:
+        """Run one plan. An error leaves rows undefined until `clear`; the pool stays usable."""
+        started_ns = time.monotonic_ns()
+        idle_since_ns = self._idle_since_ns
+        self._apply(plan, before_blocking)
+        rows, counts, failures = self._tables.without_failed(plan)
+        inputs = self._tables.prepare(rows, counts)
+        prepared_ns = time.monotonic_ns()
+        logits = self._forward(inputs, rows, before_blocking) if inputs.num_tokens else None
+        forwarded_ns = time.monotonic_ns()
+        sampled_rows, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
+        ended_ns = time.monotonic_ns()
+        self._idle_since_ns = ended_ns
+        self.last_finished_step = plan.step
+        return StepOutput(
+            sampled_rows=sampled_rows,
+            sampled_token_ids=token_ids,
+            times=StepTimes(
+                waiting_ns=started_ns - idle_since_ns,
+                preparing_ns=prepared_ns - started_ns,
+                forward_ns=forwarded_ns - prepared_ns,
+                sampling_ns=ended_ns - forwarded_ns,
+                starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
+            ),
+            logprobs=logprobs,
+            failures=failures,
+        )
+
+    def clear(self) -> None:
+        """Release all rows; blocks keep their contents."""
+        self._tables.clear()
+
+    def _apply(self, plan: Plan, before_blocking: Callback) -> None:
+        self._tables.apply(plan)
+        if plan.moves_blocks:
+            before_blocking()
+            self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
+
+    def _forward(self, inputs: StepInputs, rows: Ints, before_blocking: Callback) -> Tensor:
+        """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""
+        batch = PagedBatch(
+            block_table=self._tensor(self._tables.block_tables(rows, inputs.seq_lens)),
+            query_start_loc=self._tensor(inputs.query_start_loc),
+            seq_lens=self._tensor(inputs.seq_lens),
+            block_size=self._pool.block_size,
+        )
+        self._pool.wait_for_swap_outs(inputs.slot_mapping)
+        self._attention.set_batch(batch, self._tensor(inputs.slot_mapping))
+        ids, positions, indices = (
+            self._tensor(array)
+            for array in (inputs.input_ids, inputs.positions, inputs.logits_indices)
+        )
+        before_blocking()
+        logits = self._model.logits(ids, positions, indices)
+        self._tables.advance(rows, inputs.seq_lens)
+        return logits
+
+    def _sample(
+        self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, str]
+    ) -> tuple[list[int], list[int], Logprobs | None]:
+        """Sample, add failing rows to `failures`, and write the tokens into the table."""
+        if logits is None or not logits.shape[0]:
+            return [], [], None
+        sampling = rows[inputs.sampling_mask]
+        tokens = sample(logits, self._params(sampling), implementation=self._implementation)
+        token_ids = tokens.cpu().numpy()
+        valid = token_ids != NO_TOKEN
+        if not valid.all():
+            for row in sampling[~valid].tolist():
+                self._tables.fail(row, NO_TOKEN_REASON)
+                failures[row] = NO_TOKEN_REASON
+            kept = self._tensor(valid)
+            sampling, token_ids = sampling[valid], token_ids[valid]
+            logits, tokens = logits[kept], tokens[kept]
+        self._tables.write_sampled(sampling, token_ids)
+        logprobs = self._logprobs(logits, tokens, sampling)
+        return sampling.tolist(), token_ids.tolist(), logprobs
+
+    def _params(self, rows: Ints) -> SamplingTensors:
+        tables = self._tables
+        return SamplingTensors(
+            temperatures=self._tensor(tables.temperatures[rows]),
+            top_ks=self._tensor(tables.top_ks[rows]),
+            top_ps=self._tensor(tables.top_ps[rows]),
+            min_ps=self._tensor(tables.min_ps[rows]),
+            seeds=self._tensor(tables.seeds[rows].view(np.int64)),
+            positions=self._tensor(tables.num_tokens[rows]),
+        )
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Ints) -> Logprobs | None:
+        """None if no row requests any."""
+        num_logprobs = self._tables.num_logprobs[rows]
+        indices = num_logprobs.nonzero()[0]
+        if not len(indices):
+            return None
+        index = self._tensor(indices)
+        num_top = min(int(num_logprobs.max()) - 1, logits.shape[1])
+        entries = token_logprobs(
+            logits[index], tokens[index], num_top, implementation=self._implementation
+        )
+        arrays = (entries.token_ids, entries.logprobs, entries.ranks)
+        return Logprobs.pack(num_logprobs, *(tensor.cpu().numpy() for tensor in arrays))
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._is_on_host else tensor.to(self._device)
