@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import structlog
 
+from gateway_svc.generation.service import GenerationService
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.rpc.call_interceptor import CallInterceptor
 from gateway_svc.rpc.inference_servicer import InferenceServicer
@@ -52,6 +53,7 @@ class Gateway:
             self._scheduler_states.put_nowait,
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
+        self.generations = GenerationService(self.served, self.scheduler)
         self.server = grpc.aio.server(interceptors=[self.calls], options=server_options())
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
@@ -107,7 +109,7 @@ class Gateway:
 
     def _add_servicers(self) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(self.served, self.scheduler, self._metrics), self.server
+            InferenceServicer(self.generations, self._metrics), self.server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
             TokenizerServicer(self.served, self.scheduler), self.server

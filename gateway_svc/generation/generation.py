@@ -140,13 +140,16 @@ def start(
 
 
 def resume(
-    request: inference_pb2.ResumeGenerateRequest, served: ServedModel, requests: Multiplexer
+    request: inference_pb2.ResumeGenerateRequest,
+    principal: str,
+    served: ServedModel,
+    requests: Multiplexer,
 ) -> AbstractAsyncContextManager[Generation]:
     """Resume a live or finished request; exit as `start` does.
 
     Requests all tokens, as the text after the client's next tokens depends on those before.
     """
-    attachment = scheduler_pb2.Attachment(request_id=request.request_id)
+    attachment = scheduler_pb2.Attachment(request_id=request.request_id, principal=principal)
     stream = requests.attach(attachment, _cancel_this_task())
     return _closing(
         requests,

@@ -31,38 +31,43 @@ class PreparedRequest:
 
 
 class RequestsInPreparation:
-    """Requests that the scheduler does not have yet; cancelled by their ids."""
+    """Requests that the scheduler does not have yet; cancelled by principal and id."""
 
     def __init__(self) -> None:
         # Set on cancellation. An id may be in preparation twice; a cancellation applies to both.
-        self._cancelled: dict[str, set[asyncio.Event]] = {}
+        self._cancelled: dict[tuple[str, str], set[asyncio.Event]] = {}
 
     @contextmanager
-    def track(self, request_id: str) -> Iterator[None]:
+    def track(self, principal: str, request_id: str) -> Iterator[None]:
         """Make a request cancellable during the block. RequestError at the end of the block if it
         was cancelled.
         """
+        key = (principal, request_id)
         cancelled = asyncio.Event()
-        self._cancelled.setdefault(request_id, set()).add(cancelled)
+        self._cancelled.setdefault(key, set()).add(cancelled)
         try:
             yield
             if cancelled.is_set():
                 raise failed(grpc.StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
         finally:
-            self._cancelled[request_id].remove(cancelled)
-            if not self._cancelled[request_id]:
-                del self._cancelled[request_id]
+            self._cancelled[key].remove(cancelled)
+            if not self._cancelled[key]:
+                del self._cancelled[key]
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, principal: str, request_id: str) -> bool:
         """Cancel requests of this id; return whether any is in preparation."""
-        found = self._cancelled.get(request_id, set())
+        found = self._cancelled.get((principal, request_id), set())
         for cancelled in found:
             cancelled.set()
         return bool(found)
 
 
 async def prepare(
-    request: GenerationRequest, model: Model, max_model_len: int | None, deadline_s: float | None
+    request: GenerationRequest,
+    model: Model,
+    max_model_len: int | None,
+    deadline_s: float | None,
+    principal: str,
 ) -> PreparedRequest:
     """RequestError names the invalid field. `deadline_s` is the time left to the client's call."""
     limits = model.limits(max_model_len)
@@ -76,6 +81,7 @@ async def prepare(
     validation.check_num_logprobs(resolved, state.num_choices)
     submission = scheduler_pb2.Submission(
         request_id=request_id,
+        principal=principal,
         digest=request_digest(request),
         prompt_token_ids=prompt_token_ids,
         params=resolved,

@@ -132,10 +132,10 @@ class Multiplexer:
         if self._remove(stream):
             self.send_queue.detach(scheduler_pb2.Detachment(attachment=stream.attachment))
 
-    async def cancel(self, request_id: str) -> bool:
+    async def cancel(self, request_id: str, principal: str = "") -> bool:
         """Cancel a request of any gateway; return whether one of this id was live."""
         tag = next(self._numbers)
-        key = scheduler_pb2.RequestKey(request_id=request_id)
+        key = scheduler_pb2.RequestKey(principal=principal, request_id=request_id)
         was_live: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._cancellations[tag] = _PendingCancellation(key, was_live)
         if self.is_connected:

@@ -1,0 +1,60 @@
+"""Generation as every public API uses it: prepares, starts, resumes and cancels requests."""
+
+from contextlib import AbstractAsyncContextManager
+
+import grpc
+
+from gateway_svc.generation import generation, submission, validation
+from gateway_svc.generation.generation import Generation
+from gateway_svc.generation.submission import PreparedRequest, RequestsInPreparation
+from gateway_svc.generation.validation import GenerationRequest
+from gateway_svc.scheduler.connection import SchedulerConnection
+from gateway_svc.text.served_model import ServedModel
+from quire.service.errors import failed
+from quire.v1 import inference_pb2
+
+
+class GenerationService:
+    """The requests of one gateway. Request ids are scoped by `principal`, empty without
+    authentication."""
+
+    def __init__(self, served: ServedModel, scheduler: SchedulerConnection) -> None:
+        self.served = served
+        self.scheduler = scheduler
+        self._in_preparation = RequestsInPreparation()
+
+    async def prepare(
+        self, request: GenerationRequest, deadline_s: float | None, principal: str = ""
+    ) -> PreparedRequest:
+        """Validate and tokenize a request, which can be cancelled meanwhile. RequestError names
+        the invalid field. `deadline_s` is the time left to the client's call."""
+        model = self.served.get(request.model if request.HasField("model") else None)
+        with self._in_preparation.track(principal, request.request_id):
+            await self.scheduler.wait_until_connected()
+            return await submission.prepare(
+                request, model, self.scheduler.max_model_len, deadline_s, principal
+            )
+
+    def start(self, prepared: PreparedRequest) -> AbstractAsyncContextManager[Generation]:
+        """Submit a request. Exiting before its end cancels it, unless it may be resumed."""
+        return generation.start(prepared, self.scheduler.requests)
+
+    def resume(
+        self, request: inference_pb2.ResumeGenerateRequest, principal: str = ""
+    ) -> AbstractAsyncContextManager[Generation]:
+        """Resume a live or finished request; exit as `start` does."""
+        validation.check_resume_request(request)
+        return generation.resume(request, principal, self.served, self.scheduler.requests)
+
+    async def cancel(self, request_id: str, principal: str = "") -> None:
+        """End a request of any gateway. RequestError NOT_FOUND if it is not live."""
+        validation.check_request_id(request_id)
+        # Both are checked: another request of this id may already run.
+        was_in_preparation = self._in_preparation.cancel(principal, request_id)
+        was_live = await self.scheduler.requests.cancel(request_id, principal)
+        if not (was_in_preparation or was_live):
+            raise failed(
+                grpc.StatusCode.NOT_FOUND,
+                "UNKNOWN_REQUEST",
+                f"no request {request_id!r} is live",
+            )
