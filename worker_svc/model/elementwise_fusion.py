@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -106,7 +106,8 @@ def _fuse_rotation(
     known: dict[FunctionType, FunctionType | None],
 ) -> bool:
     """Replace the rotary embedding that a module's forward pass calls by name."""
-    forward = type(module).forward
+    # Decorators of transformers rename deprecated arguments, which no call here has.
+    forward = unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
         return False
     if forward not in known:
