@@ -8,6 +8,9 @@ import grpc
 import structlog
 
 from gateway_svc.generation.service import GenerationService
+from gateway_svc.generation.tokenization import TokenizationService
+from gateway_svc.http.app import make_app
+from gateway_svc.http.server import HttpServer
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.rpc.call_interceptor import CallInterceptor
 from gateway_svc.rpc.inference_servicer import InferenceServicer
@@ -54,6 +57,9 @@ class Gateway:
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
         self.generations = GenerationService(self.served, self.scheduler)
+        self.tokenization = TokenizationService(self.served, self.scheduler)
+        # None if it is not configured.
+        self.http = self._make_http(settings.http_listen)
         self.server = grpc.aio.server(interceptors=[self.calls], options=server_options())
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
@@ -75,6 +81,8 @@ class Gateway:
             asyncio.create_task(self._publish_scheduler_state()),
         ]
         self.scheduler.start()
+        if self.http is not None:
+            await self.http.start()
         return address
 
     async def drain(self) -> None:
@@ -83,6 +91,8 @@ class Gateway:
         # Rejects calls from here on. Not awaited: health watches keep it from returning.
         closing = asyncio.create_task(self.server.stop(self._settings.drain_grace_s))
         try:
+            if self.http is not None:
+                await self.http.drain()
             await self.calls.wait_until_idle()
         finally:
             closing.cancel()
@@ -97,7 +107,11 @@ class Gateway:
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
+                if self.http is not None:
+                    await self.http.drain()
                 await self.calls.wait_until_idle()
+        if self.http is not None:
+            await self.http.stop()
         await self.server.stop(None)
         await self.scheduler.close(timeout_s=1)
         for task in self._tasks:
@@ -112,11 +126,19 @@ class Gateway:
             InferenceServicer(self.generations, self._metrics), self.server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
-            TokenizerServicer(self.served, self.scheduler), self.server
+            TokenizerServicer(self.tokenization), self.server
         )
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelServicer(self.served, self.scheduler), self.server
+            ModelServicer(self.tokenization), self.server
         )
+
+    def _make_http(self, listen: str | None) -> HttpServer | None:
+        if listen is None:
+            return None
+        app = make_app(
+            self.generations, self.tokenization, self._metrics, self.health, lambda _: ""
+        )
+        return HttpServer(app, listen)
 
     async def _load_model(self) -> None:
         settings = self._settings

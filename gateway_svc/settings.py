@@ -57,6 +57,10 @@ class GatewaySettings(ServiceSettings):
         ge=1,
         description="Maximum tokens queued for a slow client; its stream fails beyond them.",
     )
+    http_listen: MetricsAddress | None = Field(
+        None,
+        description="Address to serve OpenAI's HTTP API on, host:port; not served if not set.",
+    )
     metrics_listen: MetricsAddress | None = Field(
         None, description="Address to serve metrics on over HTTP, host:port; not served if not set."
     )

@@ -38,6 +38,8 @@ class ChoiceUpdate:
     end: ChoiceEnd | None
     # One per entry of token_ids; empty unless requested.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # The characters of the choice before each token; empty unless requested.
+    text_offsets: tuple[int, ...] = ()
 
 
 class Choice:
@@ -54,12 +56,18 @@ class Choice:
         stops: Sequence[str],
         stop_token_ids: Set[int],
         next_index: int = 0,
+        include_stop: bool = False,
+        first_text_offset: int | None = None,
     ) -> None:
-        """The client has the tokens before `next_index`, with their text."""
+        """The client has the tokens before `next_index`, with their text. `include_stop` keeps the
+        stop string in the text. With `first_text_offset`, updates with log-probabilities have
+        the text offset of each token, which takes decoding one by one."""
         self.index = index
         self.num_tokens = 0
         # The stop string that was found; nothing is emitted after it.
         self.stop_string: str | None = None
+        # The text that the client had before the first update.
+        self.received_text = ""
         # None until the choice has ended.
         self.end: ChoiceEnd | None = None
         self._detokenizer = detokenizer
@@ -67,6 +75,10 @@ class Choice:
         self._has_stops = bool(stops)
         self._stop_token_ids = stop_token_ids
         self._next_index = next_index
+        self._include_stop = include_stop
+        self._has_text_offsets = first_text_offset is not None
+        # Before and in the choice so far, with text that is held back.
+        self._num_characters = first_text_offset or 0
 
     def process(self, events: Iterable[ChoiceEvent]) -> ChoiceUpdate:
         """Process events of this choice, in order and without gaps; an end is the last.
@@ -84,7 +96,10 @@ class Choice:
             else:
                 token_ids += event.token_ids
                 logprobs += event.logprobs
-        texts = self._decode_new(token_ids)
+        offsets: list[int] = []
+        texts = self._decode_new(
+            token_ids, offsets if logprobs and self._has_text_offsets else None
+        )
         # Before `_end`, which may keep fewer tokens.
         new = slice(first_index - num_before, self.num_tokens - num_before)
         if end is not None:
@@ -96,24 +111,30 @@ class Choice:
             first_index,
             self.end,
             tuple(logprobs[new]),
+            tuple(offsets[new]),
         )
 
-    def _decode_new(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the texts to emit, up to a stop string."""
+    def _decode_new(self, token_ids: Sequence[int], offsets: list[int] | None) -> list[str]:
+        """Return the texts to emit, up to a stop string. Appends each token's text offset to
+        `offsets`."""
         texts: list[str] = []
-        for segment in self._split_token_ids(token_ids):
+        for segment in self._split_token_ids(token_ids, offsets is not None):
             if self.stop_string is not None:
                 break
+            if offsets is not None:
+                offsets.append(self._num_characters)
             text = self._decode(segment)
             if self.num_tokens > self._next_index:
                 texts.append(text)
+            else:
+                self.received_text += text
         return texts
 
-    def _split_token_ids(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Split tokens where the text up to there is needed: at `next_index` and, with stop
-        strings, after every token.
+    def _split_token_ids(self, token_ids: Sequence[int], is_each: bool) -> Iterator[Sequence[int]]:
+        """Split tokens where the text up to there is needed: at `next_index`, and after every
+        token with stop strings or if `is_each`.
         """
-        if self._has_stops:
+        if self._has_stops or is_each:
             yield from zip(token_ids)
             return
         num_received = max(0, self._next_index - self.num_tokens)
@@ -125,7 +146,9 @@ class Choice:
         """
         self.num_tokens += len(segment)
         shown = [token_id for token_id in segment if token_id not in self._stop_token_ids]
-        return self._check_stops(self._detokenizer.push(shown))
+        text = self._detokenizer.push(shown)
+        self._num_characters += len(text)
+        return self._check_stops(text)
 
     def _end(self, ended: Ended) -> str:
         """Return the text held back. A stop string, found before or in it, takes precedence over
@@ -154,7 +177,7 @@ class Choice:
     def _check_stops(self, text: str) -> str:
         checked = self._stops.push(text)
         self.stop_string = checked.stop
-        return checked.text
+        return checked.text + (checked.stop or "") if self._include_stop else checked.text
 
 
 def create_choices(
@@ -171,6 +194,8 @@ def create_choices(
         )
     skip, context = state.skip_special_tokens, state.context_token_ids
     stop_token_ids = frozenset(state.stop_token_ids)
+    has_offsets = state.http.format == gateway_pb2.FORMAT_COMPLETION
+    first_text_offset = len(state.http.echo) if has_offsets else None
     return tuple(
         Choice(
             index,
@@ -178,6 +203,8 @@ def create_choices(
             state.stop,
             stop_token_ids,
             next_index,
+            state.include_stop_str_in_output,
+            first_text_offset,
         )
         for index, next_index in zip_longest(range(state.num_choices), next_indices, fillvalue=0)
     )

@@ -45,6 +45,12 @@ class Generation:
         return bool(self.choices) and all(choice.end is not None for choice in self.choices)
 
     @property
+    def state(self) -> gateway_pb2.ResumeState | None:
+        """What any gateway needs to continue the output; None until the acceptance of a request
+        that another gateway submitted."""
+        return self._stream.state
+
+    @property
     def num_prompt_tokens(self) -> int:
         state = self._stream.state
         return 0 if state is None else state.num_prompt_tokens

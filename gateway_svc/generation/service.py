@@ -10,6 +10,7 @@ from gateway_svc.generation.submission import PreparedRequest, RequestsInPrepara
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.scheduler.connection import SchedulerConnection
 from gateway_svc.text.served_model import ServedModel
+from quire.internal.v1 import gateway_pb2
 from quire.service.errors import failed
 from quire.v1 import inference_pb2
 
@@ -24,15 +25,20 @@ class GenerationService:
         self._in_preparation = RequestsInPreparation()
 
     async def prepare(
-        self, request: GenerationRequest, deadline_s: float | None, principal: str = ""
+        self,
+        request: GenerationRequest,
+        deadline_s: float | None,
+        principal: str = "",
+        http: gateway_pb2.HttpState | None = None,
     ) -> PreparedRequest:
         """Validate and tokenize a request, which can be cancelled meanwhile. RequestError names
-        the invalid field. `deadline_s` is the time left to the client's call."""
+        the invalid field. `deadline_s` is the time left to the client's call.
+        `http` is stored for the rendering of the output."""
         model = self.served.get(request.model if request.HasField("model") else None)
         with self._in_preparation.track(principal, request.request_id):
             await self.scheduler.wait_until_connected()
             return await submission.prepare(
-                request, model, self.scheduler.max_model_len, deadline_s, principal
+                request, model, self.scheduler.max_model_len, deadline_s, principal, http
             )
 
     def start(self, prepared: PreparedRequest) -> AbstractAsyncContextManager[Generation]:

@@ -68,6 +68,7 @@ async def prepare(
     max_model_len: int | None,
     deadline_s: float | None,
     principal: str,
+    http: gateway_pb2.HttpState | None = None,
 ) -> PreparedRequest:
     """RequestError names the invalid field. `deadline_s` is the time left to the client's call."""
     limits = model.limits(max_model_len)
@@ -78,6 +79,8 @@ async def prepare(
     params = request.sampling_params
     resolved = validation.resolve(params, request_id, len(prompt_token_ids), limits)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
+    if http is not None:
+        state.http.CopyFrom(http)
     validation.check_num_logprobs(resolved, state.num_choices)
     submission = scheduler_pb2.Submission(
         request_id=request_id,
@@ -132,6 +135,7 @@ def _create_resume_state(
         stop_token_ids=stop_token_ids,
         skip_special_tokens=skip,
         resume_window_s=request.resume_window_s,
+        include_stop_str_in_output=params.include_stop_str_in_output,
     )
 
 

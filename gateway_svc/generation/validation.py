@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from google.protobuf.wrappers_pb2 import FloatValue
 
+from gateway_svc.text.chat_template import RESERVED_VARIABLES
 from gateway_svc.text.served_model import ModelLimits
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, invalid
@@ -28,6 +29,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
+MAX_VARIABLES_BYTES = 2**14
 MAX_RESUME_WINDOW_S = 3600
 # Of one Detokenize call, unless the model's sequences are longer: a tenth of a second of work.
 MAX_DETOKENIZED_TOKENS = 2**17
@@ -79,6 +81,7 @@ def check_conversation(
     for at, message in enumerate(conversation.messages):
         role = f"{field}.messages[{at}].role"
         _check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
+    _check_template_variables(f"{field}.chat_template_kwargs", conversation)
     check_text(field, "".join(message.content for message in conversation.messages), limits)
 
 
@@ -177,6 +180,15 @@ def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
             check_token_ids("prompt.token_ids", request.token_ids.ids, limits.vocab_size)
         case "conversation":
             check_conversation("prompt.conversation", request.conversation, limits)
+
+
+def _check_template_variables(field: str, conversation: inference_pb2.Conversation) -> None:
+    variables = conversation.chat_template_kwargs
+    num_bytes = variables.ByteSize()
+    _check_at_most(field, "TEMPLATE_VARIABLES_SIZE", num_bytes, MAX_VARIABLES_BYTES, "bytes")
+    for name in variables.fields:
+        if name in RESERVED_VARIABLES:
+            raise invalid(f"{field}.{name}", "RESERVED_VARIABLE", "is set by the server")
 
 
 def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> None:

@@ -1,90 +1,36 @@
 """`ModelService` and `TokenizerService`: the served model and its tokenizer."""
 
-from typing import TypeVar
-
-from gateway_svc.generation import validation
+from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.rpc.call_interceptor import Context
-from gateway_svc.scheduler.connection import SchedulerConnection
-from gateway_svc.text.served_model import Model, ServedModel
-from quire.service.channels import PUBLIC_MESSAGE_BYTES
-from quire.service.errors import invalid
 from quire.v1 import model_pb2, model_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-
-R = TypeVar("R", tokenizer_pb2.TokenizeResponse, tokenizer_pb2.DetokenizeResponse)
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    def __init__(self, served: ServedModel, scheduler: SchedulerConnection) -> None:
-        self._served = served
-        self._scheduler = scheduler
+    def __init__(self, tokenization: TokenizationService) -> None:
+        self._tokenization = tokenization
 
     async def ListModels(  # noqa: N802
         self, request: model_pb2.ListModelsRequest, context: Context
     ) -> model_pb2.ListModelsResponse:
-        return model_pb2.ListModelsResponse(models=[self._describe(self._served.get(None))])
+        return model_pb2.ListModelsResponse(models=[self._tokenization.model(None)])
 
     async def GetModel(  # noqa: N802
         self, request: model_pb2.GetModelRequest, context: Context
     ) -> model_pb2.GetModelResponse:
-        model = self._served.get(request.name, field="name")
-        return model_pb2.GetModelResponse(model=self._describe(model))
-
-    def _describe(self, model: Model) -> model_pb2.Model:
-        limits = model.limits(self._scheduler.max_model_len)
-        return model_pb2.Model(
-            name=model.name,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            eos_token_ids=limits.eos_token_ids,
-            has_chat_template=limits.has_chat_template,
-        )
+        model = self._tokenization.model(request.name, field="name")
+        return model_pb2.GetModelResponse(model=model)
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    def __init__(self, served: ServedModel, scheduler: SchedulerConnection) -> None:
-        self._served = served
-        self._scheduler = scheduler
+    def __init__(self, tokenization: TokenizationService) -> None:
+        self._tokenization = tokenization
 
     async def Tokenize(  # noqa: N802
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
-        model = self._served.get(request.model if request.HasField("model") else None)
-        limits = model.limits(self._scheduler.max_model_len)
-        match request.WhichOneof("input"):
-            case "text":
-                text, rendered = request.text, None
-                add_special_tokens = request.add_special_tokens or not request.HasField(
-                    "add_special_tokens"
-                )
-                validation.check_text("text", text, limits)
-            case "conversation":
-                validation.check_conversation("conversation", request.conversation, limits)
-                text = rendered = await model.render("conversation", request.conversation)
-                add_special_tokens = False
-            case _:
-                raise invalid("input", "NO_INPUT", "is missing; set text or conversation")
-        token_ids = await model.encode(text, add_special_tokens)
-        return _check_size(
-            "input", tokenizer_pb2.TokenizeResponse(token_ids=token_ids, rendered=rendered)
-        )
+        return await self._tokenization.tokenize(request)
 
     async def Detokenize(  # noqa: N802
         self, request: tokenizer_pb2.DetokenizeRequest, context: Context
     ) -> tokenizer_pb2.DetokenizeResponse:
-        model = self._served.get(request.model if request.HasField("model") else None)
-        validation.check_detokenize(request.token_ids, model.limits(self._scheduler.max_model_len))
-        skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
-        text = await model.decode(request.token_ids, skip)
-        return _check_size("token_ids", tokenizer_pb2.DetokenizeResponse(text=text))
-
-
-def _check_size(field: str, response: R) -> R:
-    """Return the response. RequestError at `field` if it exceeds the message limit."""
-    num_bytes = response.ByteSize()
-    if num_bytes > PUBLIC_MESSAGE_BYTES:
-        raise invalid(
-            field,
-            "RESPONSE_TOO_LARGE",
-            f"gives a response of {num_bytes} bytes; at most {PUBLIC_MESSAGE_BYTES} can be sent",
-        )
-    return response
+        return await self._tokenization.detokenize(request)

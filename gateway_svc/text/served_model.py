@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf import json_format
 
 from gateway_svc.text.chat_template import TemplateError
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.model_files import ModelFiles
+from gateway_svc.text.token_bytes import TokenBytes
 from quire.service.errors import RequestError, invalid, unavailable
 from quire.v1 import inference_pb2
 
@@ -42,6 +44,7 @@ class Model:
     files: ModelFiles
     vocabulary: Vocabulary
     token_texts: TokenTexts
+    token_bytes: TokenBytes
     # The most characters that one token stands for.
     longest_token: int
     threads: ThreadPoolExecutor
@@ -50,7 +53,8 @@ class Model:
     def from_files(cls, name: str, files: ModelFiles, threads: ThreadPoolExecutor) -> "Model":
         longest = max(map(len, files.tokenizer.get_vocab(with_added_tokens=True)), default=1)
         vocabulary = Vocabulary.from_tokenizer(files.tokenizer)
-        return cls(name, files, vocabulary, TokenTexts(vocabulary), longest, threads)
+        texts = TokenTexts(vocabulary)
+        return cls(name, files, vocabulary, texts, TokenBytes(vocabulary, texts), longest, threads)
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
         """`max_model_len` is the scheduler's; while it is None, the model's own applies."""
@@ -89,11 +93,13 @@ class Model:
             "add_generation_prompt"
         )
 
+        variables = _template_variables(conversation)
+
         def work() -> str:
             messages = [
                 {"role": part.role, "content": part.content} for part in conversation.messages
             ]
-            return template.render(messages, add)
+            return template.render(messages, add, variables)
 
         try:
             return await self._in_thread(work)
@@ -103,6 +109,23 @@ class Model:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+
+def _template_variables(conversation: inference_pb2.Conversation) -> dict[str, Any]:
+    """The variables for the chat template. Whole numbers are integers, as in JSON."""
+
+    def plain(value: Any) -> Any:
+        match value:
+            case dict():
+                return {key: plain(item) for key, item in value.items()}
+            case list():
+                return [plain(item) for item in value]
+            case float() if value.is_integer():
+                return int(value)
+        return value
+
+    variables: dict[str, Any] = plain(json_format.MessageToDict(conversation.chat_template_kwargs))
+    return variables
 
 
 class ServedModel:

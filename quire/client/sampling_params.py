@@ -36,11 +36,13 @@ class SamplingParams:
     seed: int | None = None
     # The default is the rest of the model's context.
     max_tokens: int | None = None
-    # Texts that end the output and are removed from it.
+    # Texts that end the output, and are removed from it unless `include_stop_str_in_output`.
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    # Keeps the stop string that ended the output.
+    include_stop_str_in_output: bool | None = None
     # Completions of the prompt, 1 to 16, each with its own random bits; the default is 1.
     n: int | None = None
     # Returns the log-probabilities of each sampled token and of this many most likely ones, 0 to
@@ -58,6 +60,7 @@ class SamplingParams:
         check_token_ids("stop_token_ids", self.stop_token_ids)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("skip_special_tokens", self.skip_special_tokens)
+        check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         check_integer("n", self.n, UINT32_MAX)
         check_integer("logprobs", self.logprobs, UINT32_MAX)
 
@@ -74,6 +77,7 @@ class SamplingParams:
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
             n=self.n,
             logprobs=self.logprobs,
         )

@@ -1,0 +1,91 @@
+"""The FastAPI application: routes, and errors in OpenAI's JSON."""
+
+import importlib.metadata
+from collections.abc import Callable
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+
+from gateway_svc.generation.service import GenerationService
+from gateway_svc.generation.tokenization import TokenizationService
+from gateway_svc.http.chat_request import ChatRequest
+from gateway_svc.http.completion_request import CompletionRequest
+from gateway_svc.http.context import RequestContext
+from gateway_svc.http.errors import to_http
+from gateway_svc.http.generation_response import INTERNAL_ERROR
+from gateway_svc.http.generation_routes import GenerationRoutes
+from gateway_svc.http.generations import Generations
+from gateway_svc.http.model_requests import DetokenizeRequest, TokenizeRequest
+from gateway_svc.http.model_routes import ModelRoutes
+from gateway_svc.http.openapi import add_schemas
+from gateway_svc.http.response_request import ResponseRequest
+from gateway_svc.http.response_routes import ResponseRoutes
+from gateway_svc.metrics.request_metrics import GatewayMetrics
+from quire.service.errors import RequestError, invalid
+from quire.service.health import Health
+
+log = structlog.get_logger()
+
+_BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def make_app(
+    service: GenerationService,
+    tokenization: TokenizationService,
+    metrics: GatewayMetrics,
+    health: Health,
+    authenticate: Callable[[str | None], str],
+) -> FastAPI:
+    """`authenticate` returns the principal of an Authorization header, or raises a
+    RequestError."""
+    app = FastAPI(title="Quire", version=importlib.metadata.version("quire"), redoc_url=None)
+    context = RequestContext(service, authenticate)
+    generations = Generations(service, metrics)
+    registry: CollectorRegistry = metrics.registry
+    app.include_router(GenerationRoutes(context, service, generations).router())
+    app.include_router(ResponseRoutes(context, service, generations).router())
+    app.include_router(ModelRoutes(context, tokenization, health, registry).router())
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+    add_schemas(app, _BODIES)
+    return app
+
+
+async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestError)
+    failure = to_http(error)
+    headers = {} if failure.retry_after_s is None else {"retry-after": str(failure.retry_after_s)}
+    if failure.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(failure.body, failure.status, headers)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    """A parameter of the path or the query."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    invalid_field = invalid(str(first["loc"][-1]), "INVALID_FIELD", first["msg"])
+    return JSONResponse(to_http(invalid_field).body, 400)
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    """A path or method that does not exist."""
+    assert isinstance(error, HTTPException)
+    body = {
+        "message": f"{request.method} {request.url.path}: {error.detail}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+    return JSONResponse({"error": body}, error.status_code, headers=error.headers)
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    log.error("an HTTP request failed unexpectedly", exc_info=error)
+    return JSONResponse(INTERNAL_ERROR, 500)

@@ -1,0 +1,80 @@
+"""The objects `chat.completion` and `chat.completion.chunk`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.http.format import Output, ServerEvent, Usage, finish_reason, stop_reason
+from gateway_svc.http.logprobs import chat_logprobs
+from gateway_svc.text.served_model import Model
+from quire.internal.v1 import gateway_pb2
+
+
+class ChatFormat:
+    def __init__(self, request_id: str, model: Model, state: gateway_pb2.HttpState) -> None:
+        self._model = model
+        self._state = state
+        self._fixed = {
+            "id": f"chatcmpl-{request_id}",
+            "object": "chat.completion.chunk",
+            "created": state.created,
+            "model": model.name,
+        }
+
+    def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
+        for index in choices:
+            yield self._event([_choice(index, {"role": "assistant", "content": ""})])
+
+    def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
+        if not (update.text or update.logprobs or update.end):
+            # Text that is held back comes with a later update.
+            return
+        logprobs = chat_logprobs(update, self._model)
+        choice = {
+            **_choice(index, {"content": update.text} if update.text else {}),
+            "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
+            "finish_reason": finish_reason(update.end),
+        }
+        if update.end is not None:
+            choice["stop_reason"] = stop_reason(update.end)
+        yield self._event([choice], usage if self._state.continuous_usage else None)
+
+    def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
+        if self._state.include_usage:
+            yield self._event([], usage)
+
+    def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": self._joined_logprobs(output),
+                "finish_reason": finish_reason(output.end),
+                "stop_reason": stop_reason(output.end),
+            }
+            for index, output in enumerate(outputs)
+        ]
+        return {
+            **self._fixed,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage.to_json(),
+        }
+
+    def _joined_logprobs(self, output: Output) -> dict[str, Any] | None:
+        if not output.updates:
+            return None
+        content = [
+            entry for update in output.updates for entry in chat_logprobs(update, self._model) or ()
+        ]
+        return {"content": content, "refusal": None}
+
+    def _event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> ServerEvent:
+        data = {**self._fixed, "choices": choices}
+        if self._state.include_usage or self._state.continuous_usage:
+            data["usage"] = None if usage is None else usage.to_json()
+        return ServerEvent(data)
+
+
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

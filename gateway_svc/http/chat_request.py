@@ -1,0 +1,128 @@
+"""The body of `POST /v1/chat/completions`."""
+
+from typing import Annotated, Any, Literal
+
+from google.protobuf import struct_pb2
+from pydantic import Field
+
+from gateway_svc.http.fields import (
+    Count,
+    GenerationMessage,
+    HttpRequest,
+    SamplingFields,
+    message_type,
+    unsupported,
+)
+from quire.v1 import inference_pb2
+
+
+class TextPart(HttpRequest):
+    """A part of a message's content. Only texts are served."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    # Of output that a client sends back.
+    annotations: unsupported([]) = None  # type: ignore[valid-type]
+    logprobs: unsupported([]) = None  # type: ignore[valid-type]
+
+
+Content = str | list[TextPart]
+
+
+class ChatMessage(HttpRequest):
+    role: Annotated[str, Field(min_length=1)]
+    content: Content | None = None
+    # Links a tool's output to its call; templates of models without tools have no use for it.
+    tool_call_id: str | None = None
+    name: unsupported() = None  # type: ignore[valid-type]
+    tool_calls: unsupported([]) = None  # type: ignore[valid-type]
+    function_call: unsupported() = None  # type: ignore[valid-type]
+    audio: unsupported() = None  # type: ignore[valid-type]
+    refusal: unsupported() = None  # type: ignore[valid-type]
+    reasoning: unsupported() = None  # type: ignore[valid-type]
+    reasoning_content: unsupported() = None  # type: ignore[valid-type]
+    # Of output that a client sends back.
+    annotations: unsupported([]) = None  # type: ignore[valid-type]
+
+    def to_proto(self) -> inference_pb2.Message:
+        return inference_pb2.Message(role=self.role, content=text_of(self.content))
+
+
+class ChatRequest(SamplingFields):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
+    # Labels of the client's, which change nothing.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # As vLLM has them.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: unsupported(False) = None  # type: ignore[valid-type]
+    add_special_tokens: unsupported(False) = None  # type: ignore[valid-type]
+    chat_template: unsupported() = None  # type: ignore[valid-type]
+    documents: unsupported([]) = None  # type: ignore[valid-type]
+    echo: unsupported(False) = None  # type: ignore[valid-type]
+
+    tools: unsupported([]) = None  # type: ignore[valid-type]
+    tool_choice: unsupported("none", "auto") = None  # type: ignore[valid-type]
+    parallel_tool_calls: unsupported(True, False) = None  # type: ignore[valid-type]
+    functions: unsupported([]) = None  # type: ignore[valid-type]
+    function_call: unsupported("none", "auto") = None  # type: ignore[valid-type]
+    audio: unsupported() = None  # type: ignore[valid-type]
+    modalities: unsupported(["text"]) = None  # type: ignore[valid-type]
+    moderation: unsupported() = None  # type: ignore[valid-type]
+    prediction: unsupported() = None  # type: ignore[valid-type]
+    prompt_cache_options: unsupported() = None  # type: ignore[valid-type]
+    prompt_cache_retention: unsupported("in_memory") = None  # type: ignore[valid-type]
+    reasoning_effort: unsupported() = None  # type: ignore[valid-type]
+    service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
+    store: unsupported(False) = None  # type: ignore[valid-type]
+    verbosity: unsupported("medium") = None  # type: ignore[valid-type]
+    web_search_options: unsupported() = None  # type: ignore[valid-type]
+
+    def message(self, request_id: str) -> GenerationMessage:
+        params = self.sampling_params()
+        if self.max_completion_tokens is not None:
+            params.max_tokens = self.max_completion_tokens
+        if self.logprobs:
+            params.logprobs = self.top_logprobs or 0
+        return message_type(bool(self.stream))(
+            request_id=request_id,
+            model=self.model,
+            conversation=conversation(
+                [message.to_proto() for message in self.messages],
+                self.add_generation_prompt,
+                self.chat_template_kwargs,
+            ),
+            sampling_params=params,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            resume_window_s=self.resume_window_s,
+        )
+
+
+def text_of(content: Content | None) -> str:
+    """The text of a message's content; its parts are separated by line feeds, as in vLLM."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def conversation(
+    messages: list[inference_pb2.Message],
+    add_generation_prompt: bool | None = None,
+    variables: dict[str, Any] | None = None,
+) -> inference_pb2.Conversation:
+    struct = None
+    if variables:
+        struct = struct_pb2.Struct()
+        struct.update(variables)
+    return inference_pb2.Conversation(
+        messages=messages,
+        add_generation_prompt=add_generation_prompt,
+        chat_template_kwargs=struct,
+    )

@@ -1,0 +1,76 @@
+"""The objects `text_completion`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.http.format import Output, ServerEvent, Usage, finish_reason, stop_reason
+from gateway_svc.http.logprobs import completion_logprobs
+from gateway_svc.text.served_model import Model
+from quire.internal.v1 import gateway_pb2
+
+
+class CompletionFormat:
+    def __init__(self, request_id: str, model: Model, state: gateway_pb2.HttpState) -> None:
+        self._model = model
+        self._state = state
+        self._fixed = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": state.created,
+            "model": model.name,
+        }
+
+    def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
+        return ()
+
+    def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
+        if not (update.text or update.logprobs or update.end):
+            # Text that is held back comes with a later update.
+            return
+        choice = {
+            **_choice(index, update.text),
+            "logprobs": completion_logprobs(update, self._model),
+            "finish_reason": finish_reason(update.end),
+            "stop_reason": stop_reason(update.end),
+        }
+        yield self._event([choice], usage if self._state.continuous_usage else None)
+
+    def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
+        if self._state.include_usage:
+            yield self._event([], usage)
+
+    def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {
+                **_choice(index, output.text),
+                "logprobs": self._joined_logprobs(output),
+                "finish_reason": finish_reason(output.end),
+                "stop_reason": stop_reason(output.end),
+            }
+            for index, output in enumerate(outputs)
+        ]
+        return {**self._fixed, "choices": choices, "usage": usage.to_json()}
+
+    def _joined_logprobs(self, output: Output) -> dict[str, Any] | None:
+        parts = [completion_logprobs(update, self._model) for update in output.updates]
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        return {name: [entry for part in found for entry in part[name]] for name in found[0]}
+
+    def _event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> ServerEvent:
+        data = {**self._fixed, "choices": choices}
+        if self._state.include_usage or self._state.continuous_usage:
+            data["usage"] = None if usage is None else usage.to_json()
+        return ServerEvent(data)
+
+
+def _choice(index: int, text: str) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+    }

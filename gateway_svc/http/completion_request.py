@@ -1,0 +1,68 @@
+"""The body of `POST /v1/completions`."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from gateway_svc.http.fields import (
+    GenerationMessage,
+    SamplingFields,
+    TokenId,
+    message_type,
+    prompt_id,
+    unsupported,
+)
+from quire.v1 import inference_pb2
+
+MAX_PROMPTS = 1024
+# OpenAI's default.
+_MAX_TOKENS = 16
+
+
+def _as_list(value: Any) -> Any:
+    """A text or a list of token ids is one prompt."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return [value]
+    return value
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Annotated[
+        list[str | list[TokenId]],
+        BeforeValidator(_as_list),
+        Field(min_length=1, max_length=MAX_PROMPTS),
+    ]
+    # Log-probabilities of this many most likely tokens, and of the sampled one.
+    logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
+    # Puts the prompt before the output.
+    echo: bool | None = None
+    add_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
+    suffix: unsupported("") = None  # type: ignore[valid-type]
+    best_of: unsupported(1) = None  # type: ignore[valid-type]
+
+    def messages(self, request_id: str) -> list[GenerationMessage]:
+        """One per prompt, each with an id of its own."""
+        params = self.sampling_params()
+        if self.max_tokens is None:
+            params.max_tokens = _MAX_TOKENS
+        if self.logprobs is not None:
+            params.logprobs = self.logprobs
+        create = message_type(bool(self.stream))
+        return [
+            create(
+                request_id=prompt_id(request_id, number),
+                model=self.model,
+                sampling_params=params,
+                cache_salt=self.cache_salt,
+                priority=self.priority,
+                resume_window_s=self.resume_window_s,
+                **_prompt(prompt),
+            )
+            for number, prompt in enumerate(self.prompt)
+        ]
+
+
+def _prompt(prompt: str | list[int]) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    return {"token_ids": inference_pb2.TokenIds(ids=prompt)}

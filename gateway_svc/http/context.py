@@ -1,0 +1,49 @@
+"""What all routes need of a request: its id, its owner, and its body."""
+
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi import Request
+
+from gateway_svc.generation.service import GenerationService
+from gateway_svc.http.body import read_body
+from gateway_svc.http.fields import HttpRequest
+
+R = TypeVar("R", bound=HttpRequest)
+
+# Escapes such as \u00e9 take six bytes for a character.
+_BYTES_PER_CHARACTER = 6
+_MIN_BODY_BYTES = 2**20
+_MAX_BODY_BYTES = 2**26
+
+
+class RequestContext:
+    """Reads requests of one gateway."""
+
+    def __init__(self, service: GenerationService, authenticate: Callable[[str | None], str]):
+        """`authenticate` returns the principal of an Authorization header, or raises a
+        RequestError."""
+        self._service = service
+        self._authenticate = authenticate
+
+    def principal(self, request: Request) -> str:
+        return self._authenticate(request.headers.get("authorization"))
+
+    async def body(self, request: Request, kind: type[R]) -> R:
+        return await read_body(request, kind, self._max_body_bytes())
+
+    @staticmethod
+    def request_id(request: Request) -> str:
+        """The client's, or a random one. The Idempotency-Key is the same for each attempt, the
+        X-Request-Id of some proxies is not."""
+        headers = request.headers
+        chosen = headers.get("idempotency-key") or headers.get("x-request-id")
+        return chosen or secrets.token_hex(16)
+
+    def _max_body_bytes(self) -> int:
+        """More than any request that the model's context can hold."""
+        model = self._service.served.get(None)
+        limits = model.limits(self._service.scheduler.max_model_len)
+        characters = limits.max_model_len * limits.longest_token
+        return min(max(_MIN_BODY_BYTES, characters * _BYTES_PER_CHARACTER), _MAX_BODY_BYTES)

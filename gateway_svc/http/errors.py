@@ -1,0 +1,98 @@
+"""Converts errors to OpenAI's JSON: message, type, param and code."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+
+from quire.service.errors import RequestError
+
+D = TypeVar("D", bound=Message)
+
+# gRPC's own mapping (google/rpc/code.proto), where it has one.
+_STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+# Codes of OpenAI's API, for errors that it has too.
+_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "UNKNOWN_MODEL": "model_not_found",
+    "UNKNOWN_KEY": "invalid_api_key",
+}
+# Fields of the gRPC API, as `invalid` names them, and what precedes them.
+_PREFIX = re.compile(r"^(sampling_params|prompt\.conversation|conversation)\.")
+
+
+@dataclass(frozen=True)
+class HttpError:
+    """An error as the HTTP API reports it."""
+
+    status: int
+    body: dict[str, Any]
+    retry_after_s: int | None
+
+
+def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpError:
+    """Convert an error. `renamed` has the client's names of fields that have others in gRPC."""
+    status = _STATUSES.get(error.code, 500)
+    info = _detail(error, error_details_pb2.ErrorInfo())
+    reason = info.reason if info is not None else ""
+    message, param = error.message, None
+    request = _detail(error, error_details_pb2.BadRequest())
+    if request is not None and request.field_violations:
+        field = request.field_violations[0].field
+        param = _param(field, renamed or {})
+        message = param + message.removeprefix(field)
+    body = {
+        "message": message,
+        "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+        "param": param,
+        "code": _CODES.get(reason, reason.lower()) or None,
+    }
+    retry = _detail(error, error_details_pb2.RetryInfo())
+    retry_after_s = None
+    if retry is not None:
+        # The header has whole seconds.
+        retry_after_s = max(1, round(retry.retry_delay.ToTimedelta().total_seconds()))
+    return HttpError(status, {"error": body}, retry_after_s)
+
+
+def is_resumable(error: RequestError) -> bool:
+    """Whether the request runs on, and can be resumed at this or another gateway."""
+    info = _detail(error, error_details_pb2.ErrorInfo())
+    return info is not None and info.metadata.get("resumable") == "true"
+
+
+def _param(field: str, renamed: dict[str, str]) -> str:
+    name = _PREFIX.sub("", field)
+    head = re.split(r"[.\[]", name, maxsplit=1)[0]
+    return renamed.get(head, head) + name[len(head) :]
+
+
+def _detail(error: RequestError, kind: D) -> D | None:
+    """The first detail of this kind."""
+    for detail in error.packed_details():
+        if detail.Unpack(kind):
+            return kind
+    return None

@@ -1,0 +1,90 @@
+"""The response of a request that generates: written while it runs, ended with its client."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import structlog
+from fastapi import Response
+
+from gateway_svc.http.errors import to_http
+from gateway_svc.http.response_writer import KEEP_ALIVE_S, Receive, ResponseWriter, Send
+from quire.service.errors import RequestError
+
+log = structlog.get_logger()
+
+INTERNAL_ERROR = {
+    "error": {"message": "internal error", "type": "server_error", "param": None, "code": None}
+}
+
+
+class GenerationResponse(Response):
+    """Runs a request and writes its output, as it is generated.
+
+    It is no response with a ready body: its status is known only when the scheduler has accepted
+    the request, and a client that disconnects ends the run.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        run: Callable[[ResponseWriter], Awaitable[None]],
+        renamed: dict[str, str] | None = None,
+    ) -> None:
+        """`run` generates and writes; it may raise a RequestError. `renamed` has the client's
+        names of fields."""
+        super().__init__()
+        self._request_id = request_id
+        self._run = run
+        self._renamed = renamed
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        writer = ResponseWriter(send, self._request_id)
+        has_disconnected = False
+
+        async def watch() -> None:
+            nonlocal has_disconnected
+            await _wait_until_disconnected(receive, writer)
+            has_disconnected = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self._write(writer)
+        except asyncio.CancelledError:
+            if not has_disconnected:
+                raise
+            task.uncancel()
+        finally:
+            watcher.cancel()
+
+    async def _write(self, writer: ResponseWriter) -> None:
+        try:
+            await self._run(writer)
+        except RequestError as error:
+            failure = to_http(error, self._renamed)
+            if writer.has_started:
+                await writer.abort(failure.body)
+            else:
+                await writer.json(failure.status, failure.body, failure.retry_after_s)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            if writer.has_started:
+                await writer.abort(INTERNAL_ERROR)
+            else:
+                await writer.json(500, INTERNAL_ERROR)
+
+
+async def _wait_until_disconnected(receive: Receive, writer: ResponseWriter) -> None:
+    """Return when the client has disconnected; write comments while a stream is idle."""
+    while True:
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                message = await receive()
+        except TimeoutError:
+            await writer.keep_alive()
+            continue
+        if message["type"] == "http.disconnect":
+            return

@@ -1,0 +1,154 @@
+"""Routes that generate: completions, chat completions, and the events of any request."""
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from gateway_svc.generation.generation import Generation
+from gateway_svc.generation.service import GenerationService
+from gateway_svc.http.chat_format import ChatFormat
+from gateway_svc.http.chat_request import ChatRequest
+from gateway_svc.http.completion_format import CompletionFormat
+from gateway_svc.http.completion_request import CompletionRequest
+from gateway_svc.http.context import RequestContext
+from gateway_svc.http.fields import GenerationMessage, SamplingFields
+from gateway_svc.http.format import Format
+from gateway_svc.http.generation_response import GenerationResponse
+from gateway_svc.http.generations import Generations
+from gateway_svc.http.openapi import documented
+from gateway_svc.http.output import write_events, write_object
+from gateway_svc.http.positions import DONE, Positions
+from gateway_svc.http.response_format import ResponseFormat
+from gateway_svc.http.response_writer import ResponseWriter
+from quire.internal.v1 import gateway_pb2
+from quire.service.errors import invalid
+
+_REQUEST_ID = "X-Request-Id"
+
+
+class GenerationRoutes:
+    """Adapts HTTP requests to generations, one per prompt."""
+
+    def __init__(
+        self, context: RequestContext, service: GenerationService, generations: Generations
+    ) -> None:
+        self._context = context
+        self._service = service
+        self._generations = generations
+
+    def router(self) -> APIRouter:
+        router = APIRouter(default_response_class=Response)
+        router.post(
+            "/v1/completions", openapi_extra=documented(CompletionRequest), tags=["generation"]
+        )(self.create_completion)
+        router.post(
+            "/v1/chat/completions", openapi_extra=documented(ChatRequest), tags=["generation"]
+        )(self.create_chat_completion)
+        router.get("/v1/requests/{request_id}/events", tags=["requests"])(self.request_events)
+        router.delete("/v1/requests/{request_id}", status_code=204, tags=["requests"])(
+            self.cancel_request
+        )
+        return router
+
+    async def create_completion(self, request: Request) -> Response:
+        """Complete one or several prompts."""
+        principal = self._context.principal(request)
+        body = await self._context.body(request, CompletionRequest)
+        request_id = self._context.request_id(request)
+        messages = body.messages(request_id)
+        states = [_state(body, gateway_pb2.FORMAT_COMPLETION, len(messages)) for _ in messages]
+        if body.echo:
+            await self._set_echoes(body, states)
+        renamed = {"prompt": "prompt", "token_ids": "prompt", "request_id": _REQUEST_ID}
+        return self._respond(request_id, principal, body, messages, states, renamed)
+
+    async def create_chat_completion(self, request: Request) -> Response:
+        """Continue a conversation."""
+        principal = self._context.principal(request)
+        body = await self._context.body(request, ChatRequest)
+        request_id = self._context.request_id(request)
+        messages = [body.message(request_id)]
+        states = [_state(body, gateway_pb2.FORMAT_CHAT, 1)]
+        renamed = {
+            "prompt": "messages",
+            "logprobs": "top_logprobs",
+            "request_id": _REQUEST_ID,
+        }
+        if body.max_completion_tokens is not None:
+            renamed["max_tokens"] = "max_completion_tokens"
+        return self._respond(request_id, principal, body, messages, states, renamed)
+
+    async def request_events(self, request_id: str, request: Request) -> Response:
+        """Stream a request's output, live or finished, after the event that `Last-Event-ID`
+        names. A browser's EventSource sends that header when it reconnects."""
+        principal = self._context.principal(request)
+        last_id = request.headers.get("last-event-id", "")
+        if last_id == DONE:
+            # Makes an EventSource stop.
+            return Response(status_code=204)
+        positions = Positions.parse(last_id) if last_id else Positions()
+
+        async def run(writer: ResponseWriter) -> None:
+            updates = self._generations.resume(request_id, positions, principal)
+            await write_events(updates, self.make_format, positions, writer)
+
+        return GenerationResponse(request_id, run, {"next_token_indices": "Last-Event-ID"})
+
+    async def cancel_request(self, request_id: str, request: Request) -> Response:
+        """End a live request."""
+        await self._service.cancel(request_id, self._context.principal(request))
+        return Response(status_code=204)
+
+    def make_format(self, generation: Generation) -> Format:
+        """The format in which a request was created; that of completions for one over gRPC."""
+        state = generation.state
+        assert state is not None
+        model = self._service.served.get(state.model)
+        http = state.http if state.HasField("http") else gateway_pb2.HttpState(include_usage=True)
+        if http.format == gateway_pb2.FORMAT_CHAT:
+            return ChatFormat(generation.request_id, model, http)
+        if http.format == gateway_pb2.FORMAT_RESPONSE:
+            return ResponseFormat(generation, model, http)
+        return CompletionFormat(generation.request_id, model, http)
+
+    def _respond(
+        self,
+        request_id: str,
+        principal: str,
+        body: SamplingFields,
+        messages: list[GenerationMessage],
+        states: list[gateway_pb2.HttpState],
+        renamed: dict[str, str],
+    ) -> Response:
+        if body.stream_options is not None and not body.stream:
+            raise invalid("stream_options", "NO_STREAM", "is accepted only with stream = true")
+
+        async def run(writer: ResponseWriter) -> None:
+            updates = self._generations.run(messages, states, principal)
+            if body.stream:
+                await write_events(updates, self.make_format, Positions(), writer)
+            else:
+                await write_object(updates, self.make_format, writer)
+
+        return GenerationResponse(request_id, run, renamed)
+
+    async def _set_echoes(
+        self, body: CompletionRequest, states: list[gateway_pb2.HttpState]
+    ) -> None:
+        if body.logprobs is not None:
+            raise invalid("echo", "UNSUPPORTED_FIELD", "is not supported together with logprobs")
+        model = self._service.served.get(body.model)
+        for prompt, state in zip(body.prompt, states, strict=True):
+            state.echo = prompt if isinstance(prompt, str) else await model.decode(prompt, False)
+
+
+def _state(
+    body: SamplingFields, form: gateway_pb2.Format.ValueType, num_prompts: int
+) -> gateway_pb2.HttpState:
+    return gateway_pb2.HttpState(
+        format=form,
+        created=int(time.time()),
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        num_prompts=num_prompts,
+    )

@@ -1,0 +1,99 @@
+"""The generations of one HTTP request: one per prompt, merged into one sequence of updates."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+
+from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.generation.generation import Generation
+from gateway_svc.generation.service import GenerationService
+from gateway_svc.http.fields import GenerationMessage, prompt_id
+from gateway_svc.http.merge import Merge
+from gateway_svc.http.positions import Positions
+from gateway_svc.metrics.request_metrics import GatewayMetrics, RequestTimes
+from quire.internal.v1 import gateway_pb2
+from quire.v1 import inference_pb2
+
+
+@dataclass(frozen=True)
+class PromptUpdate:
+    """What an update added to the output of one prompt; no parts at its acceptance."""
+
+    prompt: int
+    generation: Generation
+    parts: Sequence[ChoiceUpdate]
+
+
+Updates = AsyncGenerator[PromptUpdate, None]
+
+
+class Generations:
+    """Starts and resumes the generations of HTTP requests."""
+
+    def __init__(self, service: GenerationService, metrics: GatewayMetrics) -> None:
+        self._service = service
+        self._metrics = metrics
+
+    async def run(
+        self,
+        messages: Sequence[GenerationMessage],
+        states: Sequence[gateway_pb2.HttpState],
+        principal: str,
+    ) -> Updates:
+        """Yield the updates of all prompts. RequestError, before the first update, if one of them
+        is invalid; no prompt is started then."""
+        with ExitStack() as measured:
+            times = [measured.enter_context(self._metrics.request()) for _ in messages]
+            prepared = [
+                await self._service.prepare(message, None, principal, state)
+                for message, state in zip(messages, states, strict=True)
+            ]
+            sources = [
+                _prompt_updates(prompt, partial(self._service.start, one), time)
+                for prompt, (one, time) in enumerate(zip(prepared, times, strict=True))
+            ]
+            # A single prompt needs no task of its own.
+            async with aclosing(sources[0] if len(sources) == 1 else _merged(sources)) as updates:
+                async for update in updates:
+                    yield update
+
+    async def resume(self, request_id: str, positions: Positions, principal: str) -> Updates:
+        """Yield the updates of a request that runs or has ended, after the client's positions."""
+        with self._metrics.resumed_request() as times:
+
+            def source(prompt: int) -> Updates:
+                request = inference_pb2.ResumeGenerateRequest(
+                    request_id=prompt_id(request_id, prompt),
+                    next_token_indices=positions.next_indices(prompt),
+                )
+                resume = partial(self._service.resume, request, principal)
+                return _prompt_updates(prompt, resume, times)
+
+            merge = Merge[PromptUpdate]()
+            merge.add(source(0))
+            num_prompts = 1
+            async with aclosing(merge.items()) as updates:
+                async for update in updates:
+                    state = update.generation.state
+                    # Any prompt's state has their number.
+                    while state is not None and num_prompts < state.http.num_prompts:
+                        merge.add(source(num_prompts))
+                        num_prompts += 1
+                    yield update
+
+
+def _merged(sources: Sequence[Updates]) -> Updates:
+    merge = Merge[PromptUpdate]()
+    for source in sources:
+        merge.add(source)
+    return merge.items()
+
+
+async def _prompt_updates(
+    prompt: int, start: Callable[[], AbstractAsyncContextManager[Generation]], times: RequestTimes
+) -> Updates:
+    """`start` is called in the task that reads the updates, which a slow client ends."""
+    async with start() as generation:
+        async for parts in times.measure(generation.updates()):
+            yield PromptUpdate(prompt, generation, parts)

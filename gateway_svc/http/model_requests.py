@@ -1,0 +1,54 @@
+"""The bodies of `POST /tokenize` and `POST /detokenize`, as vLLM has them."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from gateway_svc.http.chat_request import ChatMessage, conversation
+from gateway_svc.http.fields import HttpRequest, TokenId, unsupported
+from quire.v1 import tokenizer_pb2
+
+
+class TokenizeRequest(HttpRequest):
+    model: str | None = None
+    # Either a prompt or messages.
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Adds the text of each token.
+    return_token_strs: bool | None = None
+    continue_final_message: unsupported(False) = None  # type: ignore[valid-type]
+    chat_template: unsupported() = None  # type: ignore[valid-type]
+    tools: unsupported([]) = None  # type: ignore[valid-type]
+
+    def message(self) -> tokenizer_pb2.TokenizeRequest:
+        """The message; its input is absent unless exactly one of the two is set."""
+        message = tokenizer_pb2.TokenizeRequest(
+            model=self.model, add_special_tokens=self.add_special_tokens
+        )
+        if self.messages is not None and self.prompt is None:
+            message.conversation.CopyFrom(
+                conversation(
+                    [one.to_proto() for one in self.messages],
+                    self.add_generation_prompt,
+                    self.chat_template_kwargs,
+                )
+            )
+        elif self.messages is None and self.prompt is not None:
+            message.text = self.prompt
+        return message
+
+
+class DetokenizeRequest(HttpRequest):
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None
+
+    def message(self) -> tokenizer_pb2.DetokenizeRequest:
+        return tokenizer_pb2.DetokenizeRequest(
+            model=self.model,
+            token_ids=self.tokens,
+            skip_special_tokens=self.skip_special_tokens,
+        )

@@ -1,0 +1,149 @@
+"""The body of `POST /v1/responses`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gateway_svc.http.chat_request import Content, conversation, text_of
+from gateway_svc.http.fields import (
+    Count,
+    GenerationMessage,
+    HttpRequest,
+    message_type,
+    unsupported,
+)
+from quire.v1 import inference_pb2
+
+# Of a response in the background: as long as a response is kept after its end.
+BACKGROUND_WINDOW_S = 60
+
+
+class InputMessage(HttpRequest):
+    """A message of the input, or of an earlier response's output."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: Content
+    type: Literal["message"] | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: unsupported() = None  # type: ignore[valid-type]
+
+
+class TextFormat(HttpRequest):
+    type: Literal["text"]
+
+
+class TextConfig(HttpRequest):
+    format: TextFormat | None = None
+    verbosity: unsupported("medium") = None  # type: ignore[valid-type]
+
+
+class ResponseRequest(HttpRequest):
+    model: str | None = None
+    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = None
+    stream: bool | None = None
+    # Runs without a client; the response is retrieved by its id.
+    background: bool | None = None
+    # Responses are kept for minutes either way, as all requests are.
+    store: bool | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    text: TextConfig | None = None
+    # Labels of the client's, which change nothing.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # As vLLM has them.
+    top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    access_programs: unsupported() = None  # type: ignore[valid-type]
+    background_options: unsupported() = None  # type: ignore[valid-type]
+    context_management: unsupported([]) = None  # type: ignore[valid-type]
+    conversation: unsupported() = None  # type: ignore[valid-type]
+    image: unsupported() = None  # type: ignore[valid-type]
+    max_tool_calls: unsupported() = None  # type: ignore[valid-type]
+    moderation: unsupported() = None  # type: ignore[valid-type]
+    parallel_tool_calls: unsupported(True, False) = None  # type: ignore[valid-type]
+    previous_response_id: unsupported() = None  # type: ignore[valid-type]
+    prompt: unsupported() = None  # type: ignore[valid-type]
+    prompt_cache_options: unsupported() = None  # type: ignore[valid-type]
+    prompt_cache_retention: unsupported("in_memory") = None  # type: ignore[valid-type]
+    reasoning: unsupported() = None  # type: ignore[valid-type]
+    service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
+    stream_options: unsupported({"include_obfuscation": False}) = None  # type: ignore[valid-type]
+    tool_choice: unsupported("none", "auto") = None  # type: ignore[valid-type]
+    tools: unsupported([]) = None  # type: ignore[valid-type]
+    truncation: unsupported("disabled") = None  # type: ignore[valid-type]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.include) or bool(self.top_logprobs)
+
+    def message(self, request_id: str) -> GenerationMessage:
+        params = inference_pb2.SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            min_p=self.min_p,
+            seed=None if self.seed is None else self.seed % 2**64,
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+        )
+        return message_type(bool(self.stream))(
+            request_id=request_id,
+            model=self.model,
+            conversation=conversation(self._messages(), None, self.chat_template_kwargs),
+            sampling_params=params,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            resume_window_s=BACKGROUND_WINDOW_S if self.background else None,
+        )
+
+    def _messages(self) -> list[inference_pb2.Message]:
+        messages = []
+        if self.instructions is not None:
+            messages.append(inference_pb2.Message(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            return [*messages, inference_pb2.Message(role="user", content=self.input)]
+        return messages + [
+            inference_pb2.Message(role=item.role, content=text_of(item.content))
+            for item in self.input
+        ]
+
+    def response(self, model: str) -> dict[str, Any]:
+        """The fields of the response object that the request determines."""
+        return {
+            "object": "response",
+            "model": model,
+            "background": bool(self.background),
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "store": self.store is not False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }

@@ -1,0 +1,170 @@
+"""`/v1/responses`: creates, retrieves and cancels responses."""
+
+import asyncio
+import contextlib
+import time
+from contextlib import aclosing
+
+import grpc
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from gateway_svc.generation.generation import Generation
+from gateway_svc.generation.service import GenerationService
+from gateway_svc.http.context import RequestContext
+from gateway_svc.http.generation_response import GenerationResponse
+from gateway_svc.http.generations import Generations
+from gateway_svc.http.openapi import documented
+from gateway_svc.http.output import Collector, write_events, write_object
+from gateway_svc.http.positions import Positions
+from gateway_svc.http.response_format import ResponseFormat, next_index_after
+from gateway_svc.http.response_request import ResponseRequest
+from gateway_svc.http.response_writer import ResponseWriter
+from gateway_svc.scheduler.events import error_reason
+from quire.internal.v1 import gateway_pb2
+from quire.service.errors import RequestError, failed
+
+# A response in the background that takes longer than this to read is still running.
+_READ_S = 0.5
+_PREFIX = "resp_"
+_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "request_id": "X-Request-Id",
+}
+
+
+class ResponseRoutes:
+    """Adapts responses to generations. A response is kept as long as its request's record."""
+
+    def __init__(
+        self, context: RequestContext, service: GenerationService, generations: Generations
+    ) -> None:
+        self._context = context
+        self._service = service
+        self._generations = generations
+
+    def router(self) -> APIRouter:
+        router = APIRouter(default_response_class=Response, tags=["responses"])
+        router.post("/v1/responses", openapi_extra=documented(ResponseRequest))(self.create)
+        router.get("/v1/responses/{response_id}")(self.retrieve)
+        router.post("/v1/responses/{response_id}/cancel")(self.cancel)
+        return router
+
+    async def create(self, request: Request) -> Response:
+        """Generate a response, streamed, whole, or in the background."""
+        principal = self._context.principal(request)
+        body = await self._context.body(request, ResponseRequest)
+        request_id = self._context.request_id(request)
+        state = gateway_pb2.HttpState(
+            format=gateway_pb2.FORMAT_RESPONSE,
+            created=int(time.time()),
+            num_prompts=1,
+            response=orjson.dumps(body.response(self._service.served.name)),
+        )
+        updates = self._generations.run([body.message(request_id)], [state], principal)
+
+        async def run(writer: ResponseWriter) -> None:
+            if body.stream:
+                await write_events(updates, self._format, Positions(), writer)
+            elif body.background:
+                # The request continues after the end of this call.
+                async with aclosing(updates):
+                    update = await anext(updates)
+                await writer.json(200, self._format(update.generation).queued())
+            else:
+                await write_object(updates, self._format, writer)
+
+        return GenerationResponse(request_id, run, _NAMES)
+
+    async def retrieve(
+        self, response_id: str, request: Request, stream: bool = False, starting_after: int = -1
+    ) -> Response:
+        """Return a response, or stream its events after a sequence number. One that runs in the
+        background is returned as far as it is; the stream of another one that runs is taken over.
+        """
+        principal = self._context.principal(request)
+        request_id = _request_id(response_id)
+
+        async def run(writer: ResponseWriter) -> None:
+            if not stream:
+                await self._write_object(request_id, principal, writer)
+                return
+            try:
+                await self._write_events(request_id, principal, starting_after, writer)
+            except RequestError as error:
+                # Only events behind the last token are missing.
+                if error_reason(error) != "TOKEN_INDEX_PAST_END" or writer.has_started:
+                    raise
+                await self._write_events(request_id, principal, starting_after, writer, False)
+
+        return GenerationResponse(request_id, run)
+
+    async def cancel(self, response_id: str, request: Request) -> Response:
+        """End a live response."""
+        principal = self._context.principal(request)
+        request_id = _request_id(response_id)
+
+        async def run(writer: ResponseWriter) -> None:
+            updates = self._generations.resume(request_id, Positions(), principal)
+            async with aclosing(updates):
+                update = await anext(updates)
+                form = self._format(update.generation)
+                await self._service.cancel(request_id, principal)
+            await writer.json(200, form.cancelled())
+
+        return GenerationResponse(request_id, run)
+
+    async def _write_object(self, request_id: str, principal: str, writer: ResponseWriter) -> None:
+        collector = Collector(self._format)
+        updates = self._generations.resume(request_id, Positions(), principal)
+        async with aclosing(updates):
+            first = await anext(updates)
+            collector.add(first)
+            state = first.generation.state
+            is_background = state is not None and state.resume_window_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_READ_S if is_background else None):
+                    async for update in updates:
+                        collector.add(update)
+        await writer.json(200, collector.body())
+
+    async def _write_events(
+        self,
+        request_id: str,
+        principal: str,
+        after: int,
+        writer: ResponseWriter,
+        skips_tokens: bool = True,
+    ) -> None:
+        """Write the events after a sequence number; `skips_tokens` if it may be that of a delta."""
+        next_index = next_index_after(after) if skips_tokens else 0
+        positions = Positions([[(next_index, False)]]) if next_index else Positions()
+
+        def make_format(generation: Generation) -> ResponseFormat:
+            return self._format(generation, after)
+
+        updates = self._generations.resume(request_id, positions, principal)
+        await write_events(updates, make_format, positions, writer)
+
+    def _format(self, generation: Generation, after: int = -1) -> ResponseFormat:
+        """RequestError NOT_FOUND if the request was not created as a response."""
+        state = generation.state
+        if state is None or state.http.format != gateway_pb2.FORMAT_RESPONSE:
+            raise _unknown(_PREFIX + generation.request_id)
+        model = self._service.served.get(state.model)
+        return ResponseFormat(generation, model, state.http, after)
+
+
+def _request_id(response_id: str) -> str:
+    if not response_id.startswith(_PREFIX):
+        raise _unknown(response_id)
+    return response_id.removeprefix(_PREFIX)
+
+
+def _unknown(response_id: str) -> RequestError:
+    return failed(
+        grpc.StatusCode.NOT_FOUND, "UNKNOWN_RESPONSE", f"no response {response_id[:256]!r} is kept"
+    )

@@ -1,0 +1,93 @@
+"""Writes responses to ASGI: server-sent events, without a task per event, or one JSON object."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import orjson
+
+from gateway_svc.http.format import ServerEvent
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# Shorter than the idle timeouts of common proxies.
+KEEP_ALIVE_S = 15.0
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
+_COMMENT = b": keep-alive\n\n"
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would otherwise hold events back.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ResponseWriter:
+    """One response: events after `start`, or one object without it."""
+
+    def __init__(self, send: Send, request_id: str = "") -> None:
+        self.has_started = False
+        self._send = send
+        # Others cannot be in a header; they are refused when they are checked.
+        is_valid = _PRINTABLE.fullmatch(request_id)
+        self._headers = [(b"x-request-id", request_id.encode())] if is_valid else []
+        self._written_at = 0.0
+
+    async def start(self) -> None:
+        """Start a stream of events, unless it has started."""
+        if not self.has_started:
+            await self._start(200, _EVENT_HEADERS)
+
+    async def events(self, events: Iterable[ServerEvent], position: str) -> None:
+        """Write events. After the last one the client has all that is before `position`."""
+        data = [_encoded(event) for event in events]
+        if data:
+            data[-1] = b"id: %b\n%b" % (position.encode(), data[-1])
+            await self._write(b"".join(data))
+
+    async def end(self, last_id: str) -> None:
+        """Write `[DONE]` and end the stream."""
+        data = b"id: %b\ndata: [DONE]\n\n" % last_id.encode()
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def keep_alive(self) -> None:
+        """Write a comment if no event was written for a while."""
+        is_idle = asyncio.get_running_loop().time() - self._written_at >= KEEP_ALIVE_S
+        if self.has_started and is_idle:
+            await self._write(_COMMENT)
+
+    async def json(self, status: int, body: Any, retry_after_s: int | None = None) -> None:
+        """Write an object as the whole response."""
+        data = orjson.dumps(body)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(data)).encode()),
+        ]
+        if retry_after_s is not None:
+            headers.append((b"retry-after", str(retry_after_s).encode()))
+        await self._start(status, headers)
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def abort(self, error: Any) -> None:
+        """End a stream with an error, without `[DONE]`."""
+        data = b"data: %b\n\n" % orjson.dumps(error)
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_started = True
+        headers = [*headers, *self._headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, data: bytes) -> None:
+        self._written_at = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _encoded(event: ServerEvent) -> bytes:
+    data = orjson.dumps(event.data)
+    if event.name is None:
+        return b"data: %b\n\n" % data
+    return b"event: %b\ndata: %b\n\n" % (event.name.encode(), data)

@@ -1,0 +1,88 @@
+"""Runs uvicorn within the gateway's event loop, from start to stop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from gateway_svc.http.live_requests import LiveRequests
+
+log = structlog.get_logger()
+
+_BACKLOG = 2048
+_SHUTDOWN_S = 1
+
+
+class HttpServer:
+    """Serves an application on one address."""
+
+    def __init__(self, app: FastAPI, listen: str) -> None:
+        """`listen` is host:port; port 0 picks a free one."""
+        self._listen = listen
+        self.requests = LiveRequests(app)
+        # The address, after the start.
+        self.address = listen
+        config = uvicorn.Config(
+            self.requests,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Bind and serve. OSError if the address cannot be bound."""
+        sockets = await asyncio.to_thread(_bind, self._listen)
+        host = self._listen.rpartition(":")[0]
+        self.address = f"{host}:{sockets[0].getsockname()[1]}"
+        self._task = asyncio.create_task(self._server.serve(sockets))
+        log.info("serving HTTP", address=self.address)
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait until the live ones have ended."""
+        self.requests.refuse()
+        await self.requests.wait_until_idle()
+
+    async def stop(self) -> None:
+        """End all connections."""
+        if self._task is not None:
+            self._server.should_exit = True
+            self._server.force_exit = True
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The gateway handles signals itself."""
+        yield
+
+
+def _bind(listen: str) -> list[socket.socket]:
+    """Sockets for the first address that the name resolves to. OSError with the address."""
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"cannot serve HTTP on {listen}: {reason}") from error
+    bound.setblocking(False)
+    return [bound]
