@@ -82,7 +82,7 @@ class Gateway:
         ]
         self.scheduler.start()
         if self.http is not None:
-            await self.http.start()
+            await self.http.start(settings.http_address_file)
         return address
 
     async def drain(self) -> None:

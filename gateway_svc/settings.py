@@ -1,5 +1,6 @@
 """The gateway's settings."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
@@ -60,6 +61,9 @@ class GatewaySettings(ServiceSettings):
     http_listen: MetricsAddress | None = Field(
         None,
         description="Address to serve OpenAI's HTTP API on, host:port; not served if not set.",
+    )
+    http_address_file: Path | None = Field(
+        None, description="File that receives the bound address of the HTTP API."
     )
     metrics_listen: MetricsAddress | None = Field(
         None, description="Address to serve metrics on over HTTP, host:port; not served if not set."

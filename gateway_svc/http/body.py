@@ -63,8 +63,9 @@ def _parse(data: bytes, kind: type[R]) -> R:
 
 
 def _invalid(details: list[ErrorDetails]) -> RequestError:
-    """The first error of the field that is named first; alternatives of a union are one field."""
-    first = details[0]
+    """The error of the first invalid field: of a union's alternatives, the one that fits best."""
+    alternatives = [one for one in details if one["loc"][:1] == details[0]["loc"][:1]]
+    first = max(alternatives, key=lambda one: len(one["loc"]))
     if first["type"] == "extra_forbidden":
         name = _path(first["loc"])
         return invalid(name, "UNKNOWN_FIELD", "is not a field of this request; remove it")

@@ -26,7 +26,8 @@ class ChatFormat:
             yield self._event([_choice(index, {"role": "assistant", "content": ""})])
 
     def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
-        if not (update.text or update.logprobs or update.end):
+        has_ids = self._state.return_token_ids and update.token_ids
+        if not (update.text or update.logprobs or update.end or has_ids):
             # Text that is held back comes with a later update.
             return
         logprobs = chat_logprobs(update, self._model)
@@ -37,6 +38,8 @@ class ChatFormat:
         }
         if update.end is not None:
             choice["stop_reason"] = stop_reason(update.end)
+        if self._state.return_token_ids:
+            choice["token_ids"] = update.token_ids
         yield self._event([choice], usage if self._state.continuous_usage else None)
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
@@ -51,6 +54,7 @@ class ChatFormat:
                 "logprobs": self._joined_logprobs(output),
                 "finish_reason": finish_reason(output.end),
                 "stop_reason": stop_reason(output.end),
+                **({"token_ids": output.token_ids} if self._state.return_token_ids else {}),
             }
             for index, output in enumerate(outputs)
         ]

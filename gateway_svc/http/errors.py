@@ -41,7 +41,7 @@ _CODES = {
     "UNKNOWN_KEY": "invalid_api_key",
 }
 # Fields of the gRPC API, as `invalid` names them, and what precedes them.
-_PREFIX = re.compile(r"^(sampling_params|prompt\.conversation|conversation)\.")
+_PREFIX = re.compile(r"^(sampling_params|prompt\.conversation|prompt|conversation)\.")
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class SamplingFields(HttpRequest):
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
     # Quire's: seconds for which the request continues after its client has disconnected.
     resume_window_s: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
 
@@ -91,7 +92,6 @@ class SamplingFields(HttpRequest):
     spaces_between_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
     response_format: unsupported({"type": "text"}) = None  # type: ignore[valid-type]
     structured_outputs: unsupported() = None  # type: ignore[valid-type]
-    return_token_ids: unsupported(False) = None  # type: ignore[valid-type]
     return_tokens_as_token_ids: unsupported(False) = None  # type: ignore[valid-type]
 
     @property

@@ -37,11 +37,13 @@ class Output:
     """The output of one choice, collected from its updates."""
 
     texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     updates: list[ChoiceUpdate] = field(default_factory=list)
     end: ChoiceEnd | None = None
 
     def add(self, update: ChoiceUpdate) -> None:
         self.texts.append(update.text)
+        self.token_ids += update.token_ids
         if update.logprobs:
             self.updates.append(update)
         self.end = update.end or self.end

@@ -71,6 +71,7 @@ class GenerationRoutes:
         states = [_state(body, gateway_pb2.FORMAT_CHAT, 1)]
         renamed = {
             "prompt": "messages",
+            "conversation": "messages",
             "logprobs": "top_logprobs",
             "request_id": _REQUEST_ID,
         }
@@ -150,5 +151,6 @@ def _state(
         created=int(time.time()),
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
+        return_token_ids=bool(body.return_token_ids),
         num_prompts=num_prompts,
     )

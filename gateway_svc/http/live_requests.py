@@ -17,14 +17,15 @@ class LiveRequests:
 
     def __init__(self, app: FastAPI) -> None:
         self.num_live = 0
+        # New requests are refused: the gateway stops.
+        self.is_refusing = False
         self._app = app
-        self._is_refusing = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def refuse(self) -> None:
         """Respond to new requests that the gateway stops."""
-        self._is_refusing = True
+        self.is_refusing = True
 
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
@@ -33,7 +34,7 @@ class LiveRequests:
         if scope["type"] != "http" or scope["path"] in _ALWAYS:
             await self._app(scope, receive, send)
             return
-        if self._is_refusing:
+        if self.is_refusing:
             failure = to_http(unavailable("STOPPING", "the gateway is stopping"))
             writer = ResponseWriter(send)
             await writer.json(failure.status, failure.body, failure.retry_after_s)

@@ -11,11 +11,13 @@ T = TypeVar("T")
 class Merge(Generic[T]):
     """Items of several sources, as they come; each source runs in a task of its own.
 
-    The queue holds one item, so that a slow reader holds the sources back.
+    Each source has at most one item in the queue, so that a slow reader holds the sources back and
+    none is starved by the others.
     """
 
     def __init__(self) -> None:
-        self._queue = asyncio.Queue[T | BaseException | None](maxsize=1)
+        # Items, and what to set when one has been read.
+        self._queue = asyncio.Queue[tuple[T | BaseException | None, asyncio.Event]]()
         self._tasks: list[asyncio.Task[None]] = []
 
     def add(self, source: AsyncGenerator[T, None]) -> None:
@@ -26,7 +28,8 @@ class Merge(Generic[T]):
         num_ended = 0
         try:
             while num_ended < len(self._tasks):
-                item = await self._queue.get()
+                item, was_read = await self._queue.get()
+                was_read.set()
                 if isinstance(item, BaseException):
                     raise item
                 if item is None:
@@ -43,7 +46,12 @@ class Merge(Generic[T]):
         try:
             async with aclosing(source) as items:
                 async for item in items:
-                    await self._queue.put(item)
+                    await self._put(item)
         except Exception as error:
             end = error
-        await self._queue.put(end)
+        await self._put(end)
+
+    async def _put(self, item: T | BaseException | None) -> None:
+        was_read = asyncio.Event()
+        self._queue.put_nowait((item, was_read))
+        await was_read.wait()

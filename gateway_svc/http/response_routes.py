@@ -29,6 +29,7 @@ _READ_S = 0.5
 _PREFIX = "resp_"
 _NAMES = {
     "prompt": "input",
+    "conversation": "input",
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",

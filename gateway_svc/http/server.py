@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from gateway_svc.http.live_requests import LiveRequests
+from quire.service.lifecycle import write_address
 
 log = structlog.get_logger()
 
@@ -39,12 +41,14 @@ class HttpServer:
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Bind and serve. OSError if the address cannot be bound."""
+    async def start(self, address_file: Path | None) -> None:
+        """Bind, write the address to the file, and serve. OSError if it cannot be bound."""
         sockets = await asyncio.to_thread(_bind, self._listen)
         host = self._listen.rpartition(":")[0]
         self.address = f"{host}:{sockets[0].getsockname()[1]}"
         self._task = asyncio.create_task(self._server.serve(sockets))
+        if address_file is not None:
+            write_address(address_file, self.address)
         log.info("serving HTTP", address=self.address)
 
     async def drain(self) -> None:

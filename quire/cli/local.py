@@ -10,8 +10,17 @@ from quire.client.targets import DEFAULT_TARGET
 from quire.demo.demo import DEMO_MODEL, run_demo
 from quire.launcher.stack import LocalStack
 
+DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
+
 _Listen = Annotated[
     str, typer.Option(envvar="QUIRE_GATEWAY_LISTEN", help="The address of the API.")
+]
+_HttpListen = Annotated[
+    str,
+    typer.Option(
+        envvar="QUIRE_GATEWAY_HTTP_LISTEN",
+        help="The address of the OpenAI-compatible HTTP API; empty to serve none.",
+    ),
 ]
 _RedisURL = Annotated[
     str | None,
@@ -38,6 +47,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="Folder in Hugging Face format, or a hub id.")],
     workers: Annotated[int, integer_option("Worker processes.")] = 1,
     listen: _Listen = DEFAULT_TARGET,
+    http_listen: _HttpListen = DEFAULT_HTTP_LISTEN,
     redis_url: _RedisURL = None,
     served_model_name: _ServedModelName = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
@@ -67,6 +77,7 @@ def serve(
         model,
         num_workers=workers,
         gateway_listen=listen,
+        http_listen=http_listen or None,
         redis_url=redis_url,
         served_model_name=served_model_name,
         revision=revision,
@@ -79,7 +90,7 @@ def serve(
     _interrupt_on_sigterm()
     typer.echo(f"Starting {model} ...", err=True)
     with stack:
-        typer.echo(_welcome(model, stack.address, stack.scheduler_address))
+        typer.echo(_welcome(model, stack.address, stack.scheduler_address, stack.http_addresses))
         _wait_for_interrupt(stack)
 
 
@@ -119,10 +130,11 @@ def _wait_for_interrupt(stack: LocalStack) -> None:
         typer.echo("Draining; interrupt again to stop at once.", err=True)
 
 
-def _welcome(model: str, address: str, scheduler: str) -> str:
+def _welcome(model: str, address: str, scheduler: str, http: list[str]) -> str:
     target = "" if address == DEFAULT_TARGET else f" --target {address}"
+    urls = "".join(f" OpenAI's API: http://{one}/v1." for one in http)
     return (
-        f"Quire serves {model} on {address}. Try, in another terminal:\n"
+        f"Quire serves {model} on {address}.{urls} Try, in another terminal:\n"
         f'  quire generate{target} "Return the number of"\n'
         f"  quire status --target {scheduler}\n"
         "Ctrl-C drains and stops."

@@ -46,6 +46,8 @@ class ServiceSpec:
     start_check: StartCheck | None = None
     # The command's `--listen`. Port 0 picks a port, which restarts keep.
     listen: str | None = None
+    # The service writes its address for HTTP here; None if it serves none.
+    http_address_file: Path | None = None
 
 
 class ServiceProcess(ChildProcess):

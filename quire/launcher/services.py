@@ -41,13 +41,21 @@ class ServiceSpecs:
         listens: Sequence[str],
         flags: Mapping[str, str | None],
         start_check: StartCheck,
+        http_listen: str | None = None,
     ) -> list[ServiceSpec]:
-        """One specification per address; flags that are None are omitted."""
+        """One specification per address; flags that are None are omitted. `http_listen` is the
+        first one's address for HTTP."""
         arguments = [f"--{key}={value}" for key, value in flags.items() if value is not None]
+        https: Sequence[str | None] = [None] * len(listens)
+        if http_listen is not None:
+            https = consecutive_addresses(http_listen, len(listens))
         specs = []
-        for name, listen in zip(_names(service, len(listens)), listens, strict=True):
+        for name, listen, http in zip(_names(service, len(listens)), listens, https, strict=True):
             address_file = self.directory / f"{name}.address"
+            http_file = self.directory / f"{name}.http-address" if http else None
             command = [sys.executable, "-m", f"{service}_svc", *arguments]
+            if http:
+                command += [f"--http-listen={http}", f"--http-address-file={http_file}"]
             specs.append(
                 ServiceSpec(
                     name=name,
@@ -57,6 +65,7 @@ class ServiceSpecs:
                     environment=self._environment(service),
                     start_check=start_check,
                     listen=listen,
+                    http_address_file=http_file,
                 )
             )
         return specs

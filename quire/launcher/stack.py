@@ -34,6 +34,8 @@ class LocalStack:
     num_gateways: int = 1
     # Port 0 picks a free one. Further gateways get the following ports.
     gateway_listen: str = "127.0.0.1:0"
+    # Of the HTTP API; not served if absent. Further gateways get the following ports.
+    http_listen: str | None = None
     # A running Redis to use instead of a private one.
     redis_url: str | None = None
     # Makes the private Redis write an append-only file, so that its data survives a restart.
@@ -77,6 +79,12 @@ class LocalStack:
     def addresses(self) -> list[str]:
         """The gateways' addresses; joined by commas they are a client's target."""
         return self._addresses("gateway")
+
+    @property
+    def http_addresses(self) -> list[str]:
+        """The gateways' addresses for HTTP, none without `http_listen`."""
+        files = [process.spec.http_address_file for process in self.processes("gateway")]
+        return [file.read_text() for file in files if file is not None and file.exists()]
 
     @property
     def scheduler_address(self) -> str:
@@ -175,7 +183,9 @@ class LocalStack:
         weights = StartCheck("model", "load the model")
         start = self._processes.start
         self._tiers = {
-            "gateway": start(specs.make("gateway", gateways, gateway_flags, tokenizer)),
+            "gateway": start(
+                specs.make("gateway", gateways, gateway_flags, tokenizer, self.http_listen)
+            ),
             "scheduler": start(
                 specs.make("scheduler", schedulers, scheduler_flags, redis), ready_when=any
             ),

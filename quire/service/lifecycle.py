@@ -70,12 +70,16 @@ async def start_server(
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     if address_file is not None:
-        # Renamed into place, so that the file is never partial.
-        partial = address_file.with_suffix(".partial")
-        partial.write_text(address)
-        partial.rename(address_file)
+        write_address(address_file, address)
     log.info("listening", address=address)
     return address
+
+
+def write_address(file: Path, address: str) -> None:
+    """Write a bound address. The file is renamed into place, so that it is never partial."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(address)
+    partial.rename(file)
 
 
 def _add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import gateway_tokenizers
 import grpc
+import httpx2
 import pytest
 from gateway_fake_scheduler import FakeScheduler
 from gateway_stack import Stack
 from grpc_health.v1 import health_pb2
+from http_client import Http
 
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
@@ -46,6 +48,7 @@ def settings_for(model_folder: Path) -> Callable[..., GatewaySettings]:
     def build(**changes: object) -> GatewaySettings:
         values = {
             "listen": "127.0.0.1:0",
+            "http_listen": "127.0.0.1:0",
             "model": str(model_folder),
             "served_model_name": "tiny",
             "drain_grace_s": 0.0,
@@ -69,3 +72,11 @@ async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[S
         assert stack.is_idle()
     await gateway.stop()
     await scheduler.stop()
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[Http]:
+    assert stack.gateway.http is not None
+    async with httpx2.AsyncClient(base_url=f"http://{stack.gateway.http.address}") as client:
+        yield Http(stack, client)
+        await asyncio.wait_for(stack.gateway.http.requests.wait_until_idle(), 5)

@@ -89,7 +89,10 @@ def test_a_stack_that_does_not_run_has_no_address(model):
 
 
 def test_serve_drains_on_a_signal_and_removes_its_files(model, tmp_path):
-    command = [sys.executable, "-m", "quire", "serve", model, "--listen", "127.0.0.1:0"]
+    command = [
+        *(sys.executable, "-m", "quire", "serve", model),
+        *("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"),
+    ]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     server = subprocess.Popen(
         command,

@@ -1,0 +1,143 @@
+"""`/v1/chat/completions` over HTTP."""
+
+import pytest
+from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
+from http_client import Http
+
+from gateway_svc.text.chat_template import ChatTemplate
+
+
+async def test_a_chat_completion(http: Http) -> None:
+    body = {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "fox"}],
+            },
+        ],
+        "max_completion_tokens": 7,
+    }
+    sending = http.start("/v1/chat/completions", body, idempotency_key="k", x_request_id="other")
+    sent = await http.submission()
+    assert (sent.request_id, sent.params.max_tokens) == ("k", 7)
+    prompt = http.stack.gateway.served.get(None).vocabulary.decode(list(sent.prompt_token_ids))
+    assert "<|system|>Be brief." in prompt
+    assert "<|user|>Say\nfox" in prompt
+    ids = http.stack.encode("fox")
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.write(sent, 0, ids)
+    http.stack.scheduler.end(sent, len(ids), num_cached_prompt_tokens=3)
+    response = await sending
+    assert response.headers["x-request-id"] == "k"
+    completion = response.json()
+    assert completion["id"] == "chatcmpl-k"
+    [choice] = completion["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "fox", "refusal": None}
+    assert choice["finish_reason"] == "length"
+    assert completion["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+async def test_choices_of_a_stream_are_interleaved(http: Http) -> None:
+    texts = ["a fox", "the dog"]
+    ids = [http.stack.encode(text) for text in texts]
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "stream": True}
+    async with http.stream("/v1/chat/completions", body) as events:
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        for at in range(max(map(len, ids))):
+            parts = [Delta(sent, at, ids[i][at : at + 1], i) for i in (1, 0) if at < len(ids[i])]
+            http.stack.scheduler.send(deltas=deltas(*parts))
+        for choice in (0, 1):
+            http.stack.scheduler.end(sent, len(ids[choice]), choice=choice)
+        *received, done = await events.rest()
+    assert done.data == "[DONE]"
+    chunks = [event.json() for event in received]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert "usage" not in chunks[0]
+    for index, text in enumerate(texts):
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in own) == text
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["length"]
+
+
+async def test_logprobs_have_bytes(http: Http) -> None:
+    """A character whose bytes are several tokens."""
+    ids = http.stack.encode("語")
+    assert len(ids) > 1
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
+    sending = http.start("/v1/chat/completions", body)
+    sent = await http.submission()
+    assert sent.params.num_logprobs == 2
+    http.stack.scheduler.accept(sent)
+    entries = [[Entry(id_, -1.5, 2), Entry(7, float("-inf"), 1)] for id_ in ids]
+    http.stack.scheduler.send(
+        deltas=deltas(Delta(sent, 0, ids, 0, entries)), choice_ends=[choice_end(sent, len(ids))]
+    )
+    content = (await sending).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "語"
+    assert [entry["logprob"] for entry in content] == [-1.5] * len(ids)
+    assert [len(entry["top_logprobs"]) for entry in content] == [1] * len(ids)
+    assert content[0]["top_logprobs"][0]["logprob"] == -9999.0
+
+
+async def test_variables_reach_the_template(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = http.stack.gateway.served.get(None).files
+    template = ChatTemplate("{{ messages[0].content }} {{ budget }} {{ thinking }}", {})
+    monkeypatch.setitem(files.__dict__, "chat_template", template)
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": {"budget": 12, "thinking": False},
+    }
+    sending = http.start("/v1/chat/completions", body)
+    sent = await http.submission()
+    decode = http.stack.gateway.served.get(None).vocabulary.decode
+    assert decode(list(sent.prompt_token_ids)) == "x 12 False"
+    sending.cancel()
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"messages": []}, "messages", "invalid_field"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_field"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "chat_template_refuses"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+            "invalid_field",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_field"),
+        ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "logprobs_out_of_range"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_field"),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs.messages",
+            "reserved_variable",
+        ),
+        ({"store": True}, "store", "unsupported_field"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+async def test_an_invalid_field_of_a_chat_is_named(
+    http: Http, change: dict[str, object], param: str, code: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **change}
+    status, error = await http.error("/v1/chat/completions", body)
+    assert (status, error["param"], error["code"]) == (400, param, code)
+
+
+def test_a_template_without_system_messages_gets_them_in_the_first_user_message() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    messages = [
+        {"role": "developer", "content": "A"},
+        {"role": "user", "content": "B"},
+        {"role": "assistant", "content": "C"},
+    ]
+    assert ChatTemplate(source, {}).render(messages, True) == "[user]A\n\nB[assistant]C"

@@ -1,0 +1,221 @@
+"""`/v1/completions` over HTTP."""
+
+import pytest
+from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
+from http_client import Http
+
+from quire.internal.v1 import scheduler_pb2
+
+
+async def test_a_completion(http: Http) -> None:
+    body = {"model": "tiny", "prompt": "The", "max_tokens": 4}
+    completion = await http.respond("/v1/completions", body, " quick fox", x_request_id="r1")
+    tokens = http.stack.encode(" quick fox")
+    assert completion["id"] == "cmpl-r1"
+    assert completion["object"] == "text_completion"
+    assert completion["model"] == "tiny"
+    assert completion["choices"] == [
+        {
+            "index": 0,
+            "text": " quick fox",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    num_prompt_tokens = len(http.stack.encode("The"))
+    assert completion["usage"] == {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": len(tokens),
+        "total_tokens": num_prompt_tokens + len(tokens),
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_every_parameter_reaches_the_scheduler(http: Http) -> None:
+    body = {
+        "prompt": [5, 6, 7],
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 3,
+        "min_p": 0.125,
+        "seed": -1,
+        "max_tokens": 9,
+        "n": 2,
+        "stop": ["a", "b"],
+        "stop_token_ids": [8],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "logprobs": 4,
+        "priority": -3,
+        "cache_salt": "salt",
+        "resume_window_s": 30,
+        "user": "u",
+        # Values that change nothing.
+        "best_of": 1,
+        "suffix": None,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+    }
+    sending = http.start("/v1/completions", body)
+    sent = await http.submission()
+    assert list(sent.prompt_token_ids) == [5, 6, 7]
+    params = sent.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.25, 3, 0.125)
+    assert (params.seed, params.max_tokens, params.num_logprobs) == (2**64 - 1, 9, 5)
+    assert list(params.stop_token_ids) == [8]
+    assert (sent.n, sent.priority, sent.cache_salt) == (2, -3, b"salt")
+    assert sent.resume_window_s == 30
+    sending.cancel()
+
+
+async def test_top_k_of_minus_one_considers_all_and_max_tokens_has_openai_s_default(
+    http: Http,
+) -> None:
+    sending = http.start("/v1/completions", {"prompt": "The", "top_k": -1})
+    sent = await http.submission()
+    assert (sent.params.top_k, sent.params.max_tokens) == (0, 16)
+    sending.cancel()
+
+
+async def test_several_prompts_are_one_response(http: Http) -> None:
+    """In the order of the prompts, with the choices of each."""
+    body = {"prompt": ["The", [5, 6]], "n": 2, "echo": True}
+    sending = http.start("/v1/completions", body, x_request_id="r")
+    sent = [await http.submission(), await http.submission()]
+    assert [one.request_id for one in sent] == ["r", "r-1"]
+    for number, one in enumerate(reversed(sent)):
+        http.stack.scheduler.accept(one)
+        for choice in (1, 0):
+            ids = http.stack.encode(f" {number}{choice}")
+            http.stack.scheduler.write(one, 0, ids, choice)
+            http.stack.scheduler.end(one, len(ids), choice=choice)
+    completion = (await sending).json()
+    echo = http.stack.gateway.served.get(None).vocabulary.decode([5, 6])
+    assert [choice["text"] for choice in completion["choices"]] == [
+        "The 10",
+        "The 11",
+        f"{echo} 00",
+        f"{echo} 01",
+    ]
+    assert [choice["index"] for choice in completion["choices"]] == [0, 1, 2, 3]
+
+
+async def test_a_stream_has_usage_if_wanted_and_ends_with_done(http: Http) -> None:
+    body = {
+        "prompt": "The",
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    ids = http.stack.encode(" fox")
+    async with http.stream("/v1/completions", body, x_request_id="s1") as events:
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        http.stack.scheduler.write(sent, 0, ids[:1])
+        first = await events.next()
+        assert first.id == "1"
+        assert first.json()["usage"]["completion_tokens"] == 1
+        http.stack.scheduler.write(sent, 1, ids[1:])
+        http.stack.scheduler.end(sent, len(ids))
+        rest = await events.rest()
+    assert rest[-1].data == "[DONE]"
+    assert {event.id for event in rest[-2:]} == {"done"}
+    *chunks, last = [event.json() for event in rest[:-1]]
+    texts = [chunk["choices"][0]["text"] for chunk in [first.json(), *chunks]]
+    assert "".join(texts) == " fox"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == len(ids)
+
+
+async def test_logprobs_have_the_offset_of_each_token(http: Http) -> None:
+    """Also of tokens that are parts of characters."""
+    text = "a日 fox"
+    ids = http.stack.encode(text)
+    sending = http.start("/v1/completions", {"prompt": "The", "logprobs": 1})
+    sent = await http.submission()
+    http.stack.scheduler.accept(sent)
+    entries = [[Entry(id_, -1.0 - at, 2), Entry(7, -0.5, 1)] for at, id_ in enumerate(ids)]
+    http.stack.scheduler.send(
+        deltas=deltas(Delta(sent, 0, ids, 0, entries)), choice_ends=[choice_end(sent, len(ids))]
+    )
+    logprobs = (await sending).json()["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-1.0 - at for at in range(len(ids))]
+    offsets = logprobs["text_offset"]
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    assert text[offsets[-1] :] == logprobs["tokens"][-1]
+    assert all(-0.5 in top.values() for top in logprobs["top_logprobs"])
+
+
+async def test_a_stop_string_is_kept_if_wanted(http: Http) -> None:
+    for keeps, text in ((True, "a fox"), (False, "a ")):
+        sending = http.start(
+            "/v1/completions",
+            {"prompt": "The", "stop": "fox", "include_stop_str_in_output": keeps},
+        )
+        sent = await http.submission()
+        ids = http.stack.encode("a fox jumps")
+        http.stack.scheduler.accept(sent)
+        http.stack.scheduler.write(sent, 0, ids)
+        finish = await http.stack.scheduler.finishes.get()
+        reason = scheduler_pb2.END_REASON_STOP_STRING
+        http.stack.scheduler.end(sent, finish.num_tokens, reason)
+        choice = (await sending).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+            text,
+            "stop",
+            "fox",
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"prompt": None}, "prompt", "invalid_field"),
+        ({"prompt": []}, "prompt", "invalid_field"),
+        ({"prompt": ""}, "prompt", "empty_prompt"),
+        ({"prompt": ["x"] * 1025}, "prompt", "invalid_field"),
+        ({"prompt": "x " * 300}, "prompt", "context_length_exceeded"),
+        ({"prompt": [10**9]}, "prompt[0]", "token_id_outside_vocabulary"),
+        ({"prompt": [[1], "x", [-1]]}, "prompt[2][0]", "invalid_field"),
+        ({"model": "other"}, "model", "model_not_found"),
+        ({"temperature": -1}, "temperature", "temperature_out_of_range"),
+        ({"temperature": "1"}, "temperature", "invalid_field"),
+        ({"n": 0}, "n", "invalid_field"),
+        ({"n": 17}, "n", "n_out_of_range"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_field"),
+        ({"logprobs": 21}, "logprobs", "logprobs_out_of_range"),
+        ({"stop": ["a"] * 17}, "stop", "too_many_stop"),
+        ({"suffix": "x"}, "suffix", "unsupported_field"),
+        ({"best_of": 2}, "best_of", "unsupported_field"),
+        ({"echo": True, "logprobs": 1}, "echo", "unsupported_field"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_field"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "no_stream"),
+        ({"frequency": 1}, "frequency", "unknown_field"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_field"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+async def test_an_invalid_field_is_named(
+    http: Http, change: dict[str, object], param: str, code: str
+) -> None:
+    status, error = await http.error("/v1/completions", {"prompt": "x", **change})
+    assert status == (404 if code == "model_not_found" else 400)
+    assert (error["param"], error["code"]) == (param, code)
+    assert error["message"].startswith(f"{param}: ")
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+async def test_a_body_that_is_no_object_is_refused(http: Http) -> None:
+    response = await http.client.post("/v1/completions", content=b'{"prompt": ')
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "malformed_json"
+    status, _ = await http.error("/v1/completions", [1])
+    assert status == 400
+    large = b'"' + b"x" * 2**21 + b'"'
+    response = await http.client.post("/v1/completions", content=large)
+    assert response.json()["error"]["code"] == "request_too_large"

@@ -1,0 +1,199 @@
+"""Requests over HTTP: their ids, events that are resumed, cancellation, disconnected clients."""
+
+import asyncio
+
+import grpc
+import pytest
+from gateway_fake_scheduler import Delta, deltas
+from http_client import Http
+from waiting import until
+
+from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.http.merge import Merge
+from gateway_svc.http.positions import Positions
+from gateway_svc.http.response_writer import ResponseWriter
+from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError
+
+
+async def test_a_stream_is_resumed_after_the_last_event(http: Http) -> None:
+    """As a browser's EventSource does, from each event of each choice."""
+    texts = ["a fox jumps", "the lazy dog"]
+    ids = [http.stack.encode(text) for text in texts]
+    body = {"prompt": "The", "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    scheduler = http.stack.scheduler
+    async with http.stream("/v1/completions", body, x_request_id="r") as events:
+        sent = await http.submission()
+        scheduler.accept(sent)
+        for at in range(max(map(len, ids))):
+            parts = [Delta(sent, at, ids[i][at : at + 1], i) for i in (0, 1) if at < len(ids[i])]
+            scheduler.send(deltas=deltas(*parts))
+        for choice in (0, 1):
+            scheduler.end(sent, len(ids[choice]), choice=choice)
+        whole = await events.rest()
+    for number, last in enumerate(whole[:-1]):
+        assert last.id is not None
+        if last.id == "done":
+            continue
+        async with http.stream("/v1/requests/r/events", last_event_id=last.id) as events:
+            attachment = await scheduler.attachments.get()
+            scheduler.accept(attachment, sent.opaque)
+            scheduler.send(deltas=deltas(*(Delta(attachment, 0, ids[i], i) for i in (0, 1))))
+            for choice in (0, 1):
+                scheduler.end(attachment, len(ids[choice]), choice=choice)
+            rest = await events.rest()
+        for choice, text in enumerate(texts):
+            assert _text(whole[: number + 1], choice) + _text(rest, choice) == text
+            assert _ends(whole[: number + 1], choice) + _ends(rest, choice) == 1
+        assert rest[-2].data == whole[-2].data
+        assert rest[-1].data == "[DONE]"
+    response = await http.client.get("/v1/requests/r/events", headers={"last-event-id": "done"})
+    assert response.status_code == 204
+
+
+def _text(events: list, choice: int) -> str:
+    chunks = [c for event in events if event.data != "[DONE]" for c in event.json()["choices"]]
+    return "".join(chunk["text"] for chunk in chunks if chunk["index"] == choice)
+
+
+def _ends(events: list, choice: int) -> int:
+    chunks = [c for event in events if event.data != "[DONE]" for c in event.json()["choices"]]
+    return sum(1 for c in chunks if c["index"] == choice and c["finish_reason"] is not None)
+
+
+async def test_a_request_of_several_prompts_is_resumed_as_one(http: Http) -> None:
+    body = {"prompt": ["a", "b", "c"], "stream": True, "echo": True, "resume_window_s": 60}
+    scheduler, ids = http.stack.scheduler, http.stack.encode(" fox")
+    async with http.stream("/v1/completions", body, x_request_id="r"):
+        sent = [await http.submission() for _ in range(3)]
+    for _ in sent:
+        await scheduler.detachments.get()
+    async with http.stream("/v1/requests/r/events") as events:
+        for number in range(3):
+            attachment = await scheduler.attachments.get()
+            own = next(one for one in sent if one.request_id == attachment.request_id)
+            assert number or own.request_id == "r"
+            scheduler.accept(attachment, own.opaque)
+            scheduler.write(attachment, 0, ids)
+            scheduler.end(attachment, len(ids))
+        rest = await events.rest()
+    assert [_text(rest, choice) for choice in range(3)] == ["a fox", "b fox", "c fox"]
+
+
+async def test_a_client_that_disconnects_ends_its_request(http: Http) -> None:
+    for body in ({"prompt": "The", "stream": True}, {"prompt": "The"}):
+        sending = http.start("/v1/completions", body)
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        http.stack.scheduler.write(sent, 0, http.stack.encode("fox"))
+        sending.cancel()
+        cancellation = await http.stack.scheduler.cancellations.get()
+        assert cancellation.attachment == sent.attachment
+
+
+async def test_a_request_is_cancelled_by_its_id(http: Http) -> None:
+    sending = asyncio.create_task(http.client.delete("/v1/requests/some"))
+    cancellation = await http.stack.scheduler.cancellations.get()
+    assert cancellation.request == scheduler_pb2.RequestKey(request_id="some")
+    result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=False)
+    http.stack.scheduler.send(cancellation_results=[result])
+    response = await sending
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "unknown_request"
+
+
+async def test_an_error_after_the_start_is_an_event(http: Http) -> None:
+    async with http.stream("/v1/completions", {"prompt": "The", "stream": True}) as events:
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        http.stack.scheduler.write(sent, 0, http.stack.encode("fox"))
+        await events.next()
+        http.stack.scheduler.fail(sent, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        *_, last = await events.rest()
+    assert last.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_comments_keep_an_idle_stream_alive(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[dict] = []
+
+    async def send(message: dict) -> None:
+        written.append(message)
+
+    monkeypatch.setattr("gateway_svc.http.response_writer.KEEP_ALIVE_S", 0)
+    writer = ResponseWriter(send, "r")
+    await writer.keep_alive()
+    assert written == []
+    await writer.start()
+    await writer.keep_alive()
+    assert written[-1]["body"] == b": keep-alive\n\n"
+
+
+async def test_unknown_paths_and_event_ids_are_refused(http: Http) -> None:
+    response = await http.client.get("/v1/nothing")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, None)
+    response = await http.client.get("/v1/completions")
+    assert response.status_code == 405
+    response = await http.client.get("/v1/requests/r/events", headers={"last-event-id": "x"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "Last-Event-ID"
+
+
+async def test_a_gateway_that_drains_refuses_new_requests(http: Http) -> None:
+    server = http.stack.gateway.http
+    assert server is not None
+    sending = http.start("/v1/completions", {"prompt": "The"})
+    sent = await http.submission()
+    draining = asyncio.create_task(server.drain())
+    await until(lambda: server.requests.is_refusing, "the refusal")
+    status, error = await http.error("/v1/completions", {"prompt": "The"})
+    assert (status, error["code"]) == (503, "stopping")
+    assert (await http.client.get("/health")).status_code == 200
+    ids = http.stack.encode("fox")
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.write(sent, 0, ids)
+    http.stack.scheduler.end(sent, len(ids))
+    assert (await sending).status_code == 200
+    await draining
+
+
+def test_positions_are_read_as_written() -> None:
+    positions = Positions()
+    positions.open(1, 2)
+    assert str(positions) == "-,0.0"
+    positions.open(0, 2)
+    positions.advance(1, ChoiceUpdate(1, "", (1, 2), 3, None))
+    assert str(positions) == "0.0,0.5"
+    again = Positions.parse("12e.7,-,3")
+    assert str(again) == "12e.7,-,3"
+    assert (again.next_indices(0), again.next_indices(1)) == ([12, 7], [])
+    assert (again.has_end(0, 0), again.has_end(0, 1), again.has_end(5, 0)) == (True, False, False)
+    for text in ("", "e", "1.", ",", "1e2", "9999999999", "-1", "1 "):
+        with pytest.raises(RequestError):
+            Positions.parse(text)
+
+
+async def test_the_first_error_of_a_source_ends_all() -> None:
+    closed = []
+
+    async def endless(number: int):
+        try:
+            while True:
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            closed.append(number)
+
+    async def failing():
+        yield 0
+        raise ValueError("no")
+
+    merge = Merge[int]()
+    merge.add(endless(1))
+    merge.add(endless(2))
+    merge.add(failing())
+    with pytest.raises(ValueError, match="no"):
+        async for _ in merge.items():
+            pass
+    assert sorted(closed) == [1, 2]
