@@ -30,6 +30,8 @@ from quire.service.health import Health
 
 log = structlog.get_logger()
 
+# The client's names of fields of the tokenizer.
+_NAMES = {"token_ids": "tokens", "conversation": "messages"}
 _BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -59,7 +61,7 @@ def make_app(
 
 async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
-    failure = to_http(error)
+    failure = to_http(error, _NAMES)
     headers = {} if failure.retry_after_s is None else {"retry-after": str(failure.retry_after_s)}
     if failure.status == 401:
         headers["www-authenticate"] = "Bearer"

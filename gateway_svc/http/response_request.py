@@ -100,7 +100,8 @@ class ResponseRequest(HttpRequest):
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
         )
-        return message_type(bool(self.stream))(
+        # Only the updates of a stream begin with the acceptance.
+        return message_type(bool(self.stream or self.background))(
             request_id=request_id,
             model=self.model,
             conversation=conversation(self._messages(), None, self.chat_template_kwargs),

@@ -97,7 +97,7 @@ class ResponseRoutes:
                 await self._write_events(request_id, principal, starting_after, writer)
             except RequestError as error:
                 # Only events behind the last token are missing.
-                if error_reason(error) != "TOKEN_INDEX_PAST_END" or writer.has_started:
+                if error_reason(error) != "TOKEN_INDEX_PAST_END" or writer.has_written:
                     raise
                 await self._write_events(request_id, principal, starting_after, writer, False)
 

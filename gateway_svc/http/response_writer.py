@@ -30,6 +30,8 @@ class ResponseWriter:
 
     def __init__(self, send: Send, request_id: str = "") -> None:
         self.has_started = False
+        # An event was written.
+        self.has_written = False
         self._send = send
         # Others cannot be in a header; they are refused when they are checked.
         is_valid = _PRINTABLE.fullmatch(request_id)
@@ -45,6 +47,7 @@ class ResponseWriter:
         """Write events. After the last one the client has all that is before `position`."""
         data = [_encoded(event) for event in events]
         if data:
+            self.has_written = True
             data[-1] = b"id: %b\n%b" % (position.encode(), data[-1])
             await self._write(b"".join(data))
 

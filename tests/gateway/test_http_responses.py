@@ -1,0 +1,173 @@
+"""`/v1/responses` over HTTP."""
+
+import asyncio
+
+import pytest
+from http_client import Event, Http
+
+from quire.internal.v1 import scheduler_pb2
+
+
+async def test_a_response(http: Http) -> None:
+    body = {
+        "model": "tiny",
+        "instructions": "A",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "B"}]},
+            {
+                "type": "message",
+                "id": "msg_1",
+                "status": "completed",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "C", "annotations": []}],
+            },
+            {"role": "user", "content": "D"},
+        ],
+        "max_output_tokens": 9,
+        "metadata": {"a": "b"},
+    }
+    sending = http.start("/v1/responses", body, x_request_id="r")
+    sent = await http.submission()
+    assert sent.params.max_tokens == 9
+    prompt = http.stack.gateway.served.get(None).vocabulary.decode(list(sent.prompt_token_ids))
+    for part in ("<|system|>A", "<|user|>B", "<|assistant|>C", "<|user|>D"):
+        assert part in prompt
+    ids = http.stack.encode("fox")
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.write(sent, 0, ids)
+    stop = scheduler_pb2.END_REASON_STOP_TOKEN
+    http.stack.scheduler.end(sent, len(ids), stop, stop_token_id=ids[-1])
+    response = (await sending).json()
+    assert (response["id"], response["object"], response["status"]) == (
+        "resp_r",
+        "response",
+        "completed",
+    )
+    [item] = response["output"]
+    assert item["content"][0]["text"] == "fox"
+    assert response["metadata"] == {"a": "b"}
+    assert response["usage"]["output_tokens"] == len(ids)
+
+
+async def _finish(http: Http, attachment: scheduler_pb2.Attachment, opaque: bytes) -> None:
+    ids = http.stack.encode("a fox")
+    http.stack.scheduler.accept(attachment, opaque)
+    http.stack.scheduler.write(attachment, 0, ids)
+    http.stack.scheduler.end(attachment, len(ids))
+
+
+def _text(events: list[Event]) -> str:
+    return "".join(
+        event.json()["delta"] for event in events if event.name == "response.output_text.delta"
+    )
+
+
+async def test_the_events_of_a_response_are_streamed_again_after_each(http: Http) -> None:
+    ids = http.stack.encode("a fox")
+    async with http.stream(
+        "/v1/responses", {"input": "x", "stream": True}, x_request_id="r"
+    ) as events:
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        for at, id_ in enumerate(ids):
+            http.stack.scheduler.write(sent, at, [id_])
+        http.stack.scheduler.end(sent, len(ids))
+        *whole, done = await events.rest()
+    assert done.data == "[DONE]"
+    names = [event.name for event in whole]
+    assert names[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert names[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    numbers = [event.json()["sequence_number"] for event in whole]
+    assert numbers == sorted(set(numbers))
+    assert _text(whole) == "a fox"
+    for at, number in enumerate(numbers):
+        url = f"/v1/responses/resp_r?stream=true&starting_after={number}"
+        async with http.stream(url) as events:
+            received = asyncio.create_task(events.rest())
+            # An index past the end is found when the choice ends; the events are read again then.
+            while not received.done():
+                getting = asyncio.create_task(http.stack.scheduler.attachments.get())
+                await asyncio.wait({getting, received}, return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    await _finish(http, getting.result(), sent.opaque)
+                getting.cancel()
+            *rest, _ = received.result()
+        assert _text(whole[: at + 1]) + _text(rest) == "a fox"
+        assert [event.name for event in rest][-4:] == names[max(at + 1, len(names) - 4) :]
+        if rest:
+            assert rest[-1].json()["response"]["output"] == (whole[-1].json()["response"]["output"])
+
+
+async def test_a_response_in_the_background_is_retrieved_and_cancelled(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.http.response_routes._READ_S", 0.1)
+    scheduler = http.stack.scheduler
+    sending = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
+    sent = await http.submission()
+    assert sent.resume_window_s
+    scheduler.accept(sent)
+    assert (await sending).json()["status"] == "queued"
+    assert (await scheduler.detachments.get()).client_gone
+
+    getting = asyncio.create_task(http.client.get("/v1/responses/resp_r"))
+    attachment = await scheduler.attachments.get()
+    ids = http.stack.encode("a fox")
+    scheduler.accept(attachment, sent.opaque)
+    scheduler.write(attachment, 0, ids)
+    response = (await getting).json()
+    assert response["status"] == "in_progress"
+    assert response["output"][0]["content"][0]["text"] == "a fox"
+    assert (await scheduler.detachments.get()).client_gone
+
+    cancelling = asyncio.create_task(http.client.post("/v1/responses/resp_r/cancel"))
+    attachment = await scheduler.attachments.get()
+    scheduler.accept(attachment, sent.opaque)
+    cancellation = await scheduler.cancellations.get()
+    assert cancellation.request.request_id == "r"
+    result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=True)
+    scheduler.send(cancellation_results=[result])
+    assert (await cancelling).json()["status"] == "cancelled"
+
+
+async def test_what_is_no_response_is_not_found(http: Http) -> None:
+    response = await http.client.get("/v1/responses/other")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_response")
+    getting = asyncio.create_task(http.client.get("/v1/responses/resp_r"))
+    attachment = await http.stack.scheduler.attachments.get()
+    # A completion's.
+    sending = http.start("/v1/completions", {"prompt": "x"})
+    sent = await http.submission()
+    sending.cancel()
+    http.stack.scheduler.accept(attachment, sent.opaque)
+    assert (await getting).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"input": []}, "input", "invalid_field"),
+        ({"input": "x " * 300}, "input", "context_length_exceeded"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id", "unsupported_field"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_field"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "invalid_field"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_field"),
+        ({"top_logprobs": 21}, "top_logprobs", "logprobs_out_of_range"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+async def test_an_invalid_field_of_a_response_is_named(
+    http: Http, change: dict[str, object], param: str, code: str
+) -> None:
+    status, error = await http.error("/v1/responses", {"input": "x", **change})
+    assert (status, error["param"], error["code"]) == (400, param, code)
