@@ -50,8 +50,8 @@ FROM base AS gateway
 COPY --from=gateway-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051
-EXPOSE 50051
+ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051 QUIRE_GATEWAY_HTTP_LISTEN=0.0.0.0:8000
+EXPOSE 50051 8000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
   CMD ["quire", "health", "--target", "127.0.0.1:50051", "--service", ""]
 ENTRYPOINT ["python", "-m", "gateway_svc"]

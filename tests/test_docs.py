@@ -129,10 +129,11 @@ def test_the_example_environment_shows_the_defaults_of_compose() -> None:
 
 @pytest.mark.parametrize("settings", [GatewaySettings, SchedulerSettings, WorkerSettings])
 def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> None:
-    """Except the address, which the image sets, and the address file, which has no reader there."""
+    """Except the addresses, which the image sets, and their files, which have no reader there."""
     prefix = settings.model_config["env_prefix"]
     names = {prefix + name.upper() for name in settings.model_fields}
     passed_on = set(
         re.findall(r"^ +(QUIRE_[A-Z_]+):", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE)
     )
-    assert names - passed_on == {f"{prefix}LISTEN", f"{prefix}ADDRESS_FILE"}
+    own = {"LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE"}
+    assert names - passed_on == {f"{prefix}{name}" for name in own} & names

@@ -12,17 +12,17 @@ from starlette.exceptions import HTTPException
 
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.generation.tokenization import TokenizationService
-from gateway_svc.http.chat_request import ChatRequest
-from gateway_svc.http.completion_request import CompletionRequest
+from gateway_svc.http.bodies.chat import ChatRequest
+from gateway_svc.http.bodies.completion import CompletionRequest
+from gateway_svc.http.bodies.response import ResponseRequest
+from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.errors import to_http
 from gateway_svc.http.generation_response import INTERNAL_ERROR
 from gateway_svc.http.generation_routes import GenerationRoutes
 from gateway_svc.http.generations import Generations
-from gateway_svc.http.model_requests import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.model_routes import ModelRoutes
 from gateway_svc.http.openapi import add_schemas
-from gateway_svc.http.response_request import ResponseRequest
 from gateway_svc.http.response_routes import ResponseRoutes
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from quire.service.errors import RequestError, invalid

@@ -7,8 +7,8 @@ from typing import TypeVar
 from fastapi import Request
 
 from gateway_svc.generation.service import GenerationService
-from gateway_svc.http.body import read_body
-from gateway_svc.http.fields import HttpRequest
+from gateway_svc.http.bodies.fields import HttpRequest
+from gateway_svc.http.bodies.reading import read_body
 
 R = TypeVar("R", bound=HttpRequest)
 

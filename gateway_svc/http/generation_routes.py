@@ -6,19 +6,19 @@ from fastapi import APIRouter, Request, Response
 
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
-from gateway_svc.http.chat_format import ChatFormat
-from gateway_svc.http.chat_request import ChatRequest
-from gateway_svc.http.completion_format import CompletionFormat
-from gateway_svc.http.completion_request import CompletionRequest
+from gateway_svc.http.bodies.chat import ChatRequest
+from gateway_svc.http.bodies.completion import CompletionRequest
+from gateway_svc.http.bodies.fields import GenerationMessage, SamplingFields
 from gateway_svc.http.context import RequestContext
-from gateway_svc.http.fields import GenerationMessage, SamplingFields
-from gateway_svc.http.format import Format
+from gateway_svc.http.formats.chat import ChatFormat
+from gateway_svc.http.formats.completion import CompletionFormat
+from gateway_svc.http.formats.format import Format
+from gateway_svc.http.formats.response import ResponseFormat
 from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import write_events, write_object
 from gateway_svc.http.positions import DONE, Positions
-from gateway_svc.http.response_format import ResponseFormat
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.internal.v1 import gateway_pb2
 from quire.service.errors import invalid

@@ -8,7 +8,7 @@ from functools import partial
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
-from gateway_svc.http.fields import GenerationMessage, prompt_id
+from gateway_svc.http.bodies.fields import GenerationMessage, prompt_id
 from gateway_svc.http.merge import Merge
 from gateway_svc.http.positions import Positions
 from gateway_svc.metrics.request_metrics import GatewayMetrics, RequestTimes

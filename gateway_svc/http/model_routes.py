@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from gateway_svc.generation.tokenization import TokenizationService
+from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.context import RequestContext
-from gateway_svc.http.model_requests import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.openapi import documented
 from quire.service.health import Health
 from quire.v1 import model_pb2

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from gateway_svc.http.fields import HttpRequest
+from gateway_svc.http.bodies.fields import HttpRequest
 
 _REF = "#/components/schemas/{model}"
 

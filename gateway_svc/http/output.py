@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.generation import Generation
-from gateway_svc.http.format import Format, Output, Usage
+from gateway_svc.http.formats.format import Format, Output, Usage
 from gateway_svc.http.generations import PromptUpdate, Updates
 from gateway_svc.http.positions import DONE, Positions
 from gateway_svc.http.response_writer import ResponseWriter

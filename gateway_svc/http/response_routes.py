@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request, Response
 
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
+from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.context import RequestContext
+from gateway_svc.http.formats.response import ResponseFormat, next_index_after
 from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import Collector, write_events, write_object
 from gateway_svc.http.positions import Positions
-from gateway_svc.http.response_format import ResponseFormat, next_index_after
-from gateway_svc.http.response_request import ResponseRequest
 from gateway_svc.http.response_writer import ResponseWriter
 from gateway_svc.scheduler.events import error_reason
 from quire.internal.v1 import gateway_pb2

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from gateway_svc.http.format import ServerEvent
+from gateway_svc.http.formats.format import ServerEvent
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -109,12 +109,14 @@ class ComposeProject:
     def __init__(self, name: str, **settings: str) -> None:
         self.name = name
         self.target = f"127.0.0.1:{_free_port()}"
+        self.http = f"127.0.0.1:{_free_port()}"
         self.env = {
             **os.environ,
             **_SETTINGS,
             **settings,
             "COMPOSE_PROJECT_NAME": name,
             "QUIRE_PORT": self.target,
+            "QUIRE_HTTP_PORT": self.http,
         }
 
     def compose(self, *arguments: str, **settings: str) -> str:

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from compose_project import ROOT, ComposeProject, run
 from google.protobuf import descriptor_pool, json_format, message_factory
@@ -30,7 +31,8 @@ def test_up_serves_what_a_local_stack_serves_and_down_leaves_nothing(
     assert generated_by_command(project.target) == generated_locally()
     assert generated_through_reflection(project.target) == generated_locally()
     published = {c.number: c.published for c in project.containers() if c.published}
-    assert [list(ports) for ports in published.values()] == [["50051/tcp"]]
+    assert [sorted(ports) for ports in published.values()] == [["50051/tcp", "8000/tcp"]]
+    assert generated_over_http(project.http) == generated_locally()
 
     assert len(project.leftovers()) == 5 + 2 + 2
     project.make("down")
@@ -47,6 +49,13 @@ def generated_by_command(target: str) -> str:
     flags = [f"--{name}={value}" for name, value in options.items()]
     printed = run(sys.executable, "-m", "quire", "generate", PROMPT, *flags)
     return printed.removesuffix("\n")
+
+
+def generated_over_http(address: str) -> str:
+    body = {"prompt": PROMPT, "temperature": 0.8, "max_tokens": 96, "seed": 1}
+    response = httpx2.post(f"http://{address}/v1/completions", json=body, timeout=60)
+    text: str = response.json()["choices"][0]["text"]
+    return text
 
 
 def generated_through_reflection(target: str) -> str:

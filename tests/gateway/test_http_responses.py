@@ -23,12 +23,12 @@ async def test_a_response(http: Http) -> None:
             },
             {"role": "user", "content": "D"},
         ],
-        "max_output_tokens": 9,
+        "max_output_tokens": 3,
         "metadata": {"a": "b"},
     }
     sending = http.start("/v1/responses", body, x_request_id="r")
     sent = await http.submission()
-    assert sent.params.max_tokens == 9
+    assert sent.params.max_tokens == 3
     prompt = http.stack.gateway.served.get(None).vocabulary.decode(list(sent.prompt_token_ids))
     for part in ("<|system|>A", "<|user|>B", "<|assistant|>C", "<|user|>D"):
         assert part in prompt

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway_svc.http.chat_request import Content, conversation, text_of
-from gateway_svc.http.fields import (
+from gateway_svc.http.bodies.chat import Content, conversation, text_of
+from gateway_svc.http.bodies.fields import (
     Count,
     GenerationMessage,
     HttpRequest,

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
-from gateway_svc.http.format import Output, ServerEvent, Usage, finish_reason, stop_reason
-from gateway_svc.http.logprobs import chat_logprobs
+from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
+from gateway_svc.http.formats.logprobs import chat_logprobs
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from google.protobuf import struct_pb2
 from pydantic import Field
 
-from gateway_svc.http.fields import (
+from gateway_svc.http.bodies.fields import (
     Count,
     GenerationMessage,
     HttpRequest,

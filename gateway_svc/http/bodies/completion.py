@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from gateway_svc.http.fields import (
+from gateway_svc.http.bodies.fields import (
     GenerationMessage,
     SamplingFields,
     TokenId,

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.http.chat_request import ChatMessage, conversation
-from gateway_svc.http.fields import HttpRequest, TokenId, unsupported
+from gateway_svc.http.bodies.chat import ChatMessage, conversation
+from gateway_svc.http.bodies.fields import HttpRequest, TokenId, unsupported
 from quire.v1 import tokenizer_pb2
 
 

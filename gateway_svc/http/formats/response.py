@@ -8,8 +8,8 @@ import orjson
 
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.generation import Generation
-from gateway_svc.http.format import Output, ServerEvent, Usage
-from gateway_svc.http.logprobs import chat_logprobs
+from gateway_svc.http.formats.format import Output, ServerEvent, Usage
+from gateway_svc.http.formats.logprobs import chat_logprobs
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2
 

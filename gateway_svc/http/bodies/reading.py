@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from gateway_svc.http.fields import HttpRequest
+from gateway_svc.http.bodies.fields import HttpRequest
 from quire.service.errors import RequestError, failed, invalid
 
 R = TypeVar("R", bound=HttpRequest)

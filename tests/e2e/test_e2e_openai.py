@@ -1,0 +1,166 @@
+"""The official client of OpenAI's API against real processes that serve the demo model."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from quire.client.client import Client
+from quire.client.sampling_params import SamplingParams
+from quire.launcher.stack import LocalStack
+
+MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "model")
+PROMPT = "Return the number of"
+GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    """Two gateways, so that a request can be resumed at the other one."""
+    with LocalStack(
+        MODEL,
+        served_model_name="demo",
+        num_gateways=2,
+        http_listen="127.0.0.1:0",
+        settings={"QUIRE_WORKER_DTYPE": "float32"},
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture
+def client(stack: LocalStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"http://{stack.http_addresses[0]}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(stack: LocalStack) -> str:
+    """The text over gRPC."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with Client(stack.address) as client:
+        return client.generate(PROMPT, params).outputs[0].text
+
+
+def test_a_completion_is_that_of_grpc(client: openai.OpenAI, expected: str) -> None:
+    completion = client.completions.create(prompt=PROMPT, **GREEDY)
+    assert completion.choices[0].text == expected
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 12
+    with client.completions.create(
+        prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **GREEDY
+    ) as stream:
+        chunks = list(stream)
+    assert "".join(c.text for chunk in chunks for c in chunk.choices) == expected
+    assert chunks[-1].usage == completion.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}  # type: ignore[union-attr]
+    )
+
+
+def test_several_prompts_and_choices(client: openai.OpenAI, expected: str) -> None:
+    completion = client.completions.create(
+        prompt=[PROMPT, "Raise"], n=2, logprobs=2, seed=3, **GREEDY
+    )
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    assert completion.choices[0].text == completion.choices[1].text == expected
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.text_offset is not None
+    assert logprobs.tokens is not None
+    # Special tokens have an entry, but no text.
+    joined = "".join(logprobs.tokens).replace("<|endoftext|>", "")
+    assert joined == expected
+    assert [joined[at:] for at in logprobs.text_offset][-1] == logprobs.tokens[-1]
+
+
+def test_a_chat_with_log_probabilities(client: openai.OpenAI) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
+    shared = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 3}
+    completion = client.chat.completions.create(**shared)  # type: ignore[call-overload]
+    [choice] = completion.choices
+    content = choice.logprobs.content
+    assert len(content) == 12
+    assert all(len(entry.top_logprobs) == 3 for entry in content)
+    with client.chat.completions.create(stream=True, **shared) as stream:  # type: ignore[call-overload]
+        deltas = [c for chunk in stream for c in chunk.choices]
+    assert "".join(c.delta.content or "" for c in deltas) == choice.message.content
+    assert sum(len(c.logprobs.content) for c in deltas if c.logprobs) == 12
+
+
+def test_a_response_is_streamed_retrieved_and_cancelled(client: openai.OpenAI) -> None:
+    shared = {"model": "demo", "input": PROMPT, "temperature": 0, "max_output_tokens": 12}
+    response = client.responses.create(**shared)
+    assert response.output_text
+    with client.responses.create(stream=True, **shared) as stream:
+        events = list(stream)
+    last = events[-1].response
+    assert last.output_text == response.output_text
+    assert client.responses.retrieve(last.id).output_text == response.output_text
+    background = client.responses.create(
+        **{**shared, "max_output_tokens": 900}, background=True, extra_body={"seed": 1}
+    )
+    assert background.status == "queued"
+    assert client.responses.cancel(background.id).status == "cancelled"
+
+
+def test_errors_are_the_client_s_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no model 'nope'"):
+        client.completions.create(model="nope", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature") as raised:
+        client.completions.create(model="demo", prompt="x", temperature=-1)
+    assert raised.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match=r"context_length_exceeded|tokens"):
+        client.completions.create(model="demo", prompt="word " * 3000)
+    assert client.models.list().data[0].id == "demo"
+
+
+async def test_streams_of_many_clients_at_once(stack: LocalStack, expected: str) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{stack.http_addresses[1]}/v1", api_key="none", max_retries=0
+    ) as client:
+
+        async def text() -> str:
+            stream = await client.completions.create(prompt=PROMPT, stream=True, **GREEDY)
+            return "".join([c.text async for chunk in stream for c in chunk.choices])
+
+        assert set(await asyncio.gather(*(text() for _ in range(24)))) == {expected}
+
+
+def test_a_request_continues_at_another_gateway(stack: LocalStack) -> None:
+    """With the id of the last event that was received."""
+    first, second = (f"http://{address}" for address in stack.http_addresses)
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    whole = httpx2.post(f"{first}/v1/completions", json=body).json()["choices"][0]["text"]
+    streamed = {**body, "stream": True, "resume_window_s": 30}
+    headers = {"x-request-id": "continued"}
+    events = _events(httpx2.stream, "POST", f"{first}/v1/completions", streamed, headers)
+    received = list(itertools.islice(events, 20))
+    events.close()
+    headers = {"last-event-id": received[-1][0]}
+    url = f"{second}/v1/requests/continued/events"
+    received += _events(httpx2.stream, "GET", url, None, headers)
+    assert received[-1] == ("done", "[DONE]")
+    texts = [json.loads(data)["choices"][0]["text"] for _, data in received[:-1]]
+    assert "".join(texts) == whole
+
+
+def _events(
+    stream: Any, method: str, url: str, body: dict[str, Any] | None, headers: dict[str, str]
+) -> Generator[tuple[str, str], None, None]:
+    """The id and the data of each event."""
+    last_id = ""
+    with stream(method, url, json=body, headers=headers, timeout=30) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            name, _, value = line.partition(": ")
+            if name == "id":
+                last_id = value
+            elif name == "data":
+                yield last_id, value
