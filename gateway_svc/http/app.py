@@ -23,7 +23,9 @@ from gateway_svc.http.generation_routes import GenerationRoutes
 from gateway_svc.http.generations import Generations
 from gateway_svc.http.model_routes import ModelRoutes
 from gateway_svc.http.openapi import add_schemas
+from gateway_svc.http.page_routes import PageRoutes
 from gateway_svc.http.response_routes import ResponseRoutes
+from gateway_svc.http.service_status import ServiceStatus
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from quire.service.errors import RequestError, invalid
 from quire.service.health import Health
@@ -51,6 +53,7 @@ def make_app(
     app.include_router(GenerationRoutes(context, service, generations).router())
     app.include_router(ResponseRoutes(context, service, generations).router())
     app.include_router(ModelRoutes(context, tokenization, health, registry).router())
+    app.include_router(PageRoutes(context, ServiceStatus(service.scheduler)).router())
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -16,7 +16,7 @@ from gateway_svc.scheduler.leader_discovery import (
 )
 from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
 from gateway_svc.scheduler.send_queue import SendQueue
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from quire.service.addresses import NameResolver
 from quire.service.protocol_version import PROTOCOL_VERSION
 
@@ -26,6 +26,7 @@ log = structlog.get_logger()
 _SHORT_STREAM_S = 1.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_STATUS_TIMEOUT_S = 5.0
 
 
 class SchedulerConnection:
@@ -53,6 +54,8 @@ class SchedulerConnection:
         self._was_connected = asyncio.Event()
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
+        # The leader, while it is connected.
+        self._leader: LeaderStream | None = None
 
     def start(self) -> None:
         """Connect, and reconnect until closed."""
@@ -81,6 +84,18 @@ class SchedulerConnection:
         except TimeoutError:
             raise scheduler_unavailable() from None
 
+    async def status(self) -> tuple[str, operations_pb2.GetStatusResponse]:
+        """The leader's address and its status, with block maps. RequestError if there is none."""
+        leader = self._leader
+        if leader is None:
+            raise scheduler_unavailable()
+        request = operations_pb2.GetStatusRequest(with_block_maps=True)
+        operations = operations_pb2_grpc.OperationsServiceStub(leader.channel)
+        try:
+            return leader.address, await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            raise scheduler_unavailable() from None
+
     async def _run(self) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -89,9 +104,11 @@ class SchedulerConnection:
         while not self._is_closing:
             leader = await self._discovery.find()
             connected_at = time.monotonic()
+            self._leader = leader
             try:
                 reason = await self._run_stream(leader)
             finally:
+                self._leader = None
                 self.requests.on_disconnected()
                 leader.call.cancel()
                 await leader.channel.close()

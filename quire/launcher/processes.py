@@ -46,7 +46,8 @@ class ServiceSpec:
     start_check: StartCheck | None = None
     # The command's `--listen`. Port 0 picks a port, which restarts keep.
     listen: str | None = None
-    # The service writes its address for HTTP here; None if it serves none.
+    # The command's `--http-listen`, likewise, and the file for its address; None without HTTP.
+    http_listen: str | None = None
     http_address_file: Path | None = None
 
 
@@ -67,6 +68,12 @@ class ServiceProcess(ChildProcess):
         if self._bound is None and self.spec.address_file.exists():
             self._bound = self.spec.address_file.read_text()
         return self._bound
+
+    @property
+    def http_address(self) -> str | None:
+        """The service's address for HTTP; None until it listens, and without HTTP."""
+        file = self.spec.http_address_file
+        return file.read_text() if file is not None and file.exists() else None
 
     def is_ready(self) -> bool:
         return self._health("ready") == SERVING
@@ -102,6 +109,8 @@ class ServiceProcess(ChildProcess):
         self._bound = listen if self.num_starts else None
         spec.address_file.unlink(missing_ok=True)
         flags = [f"--listen={listen}"] if listen is not None else []
+        if spec.http_listen is not None:
+            flags.append(f"--http-listen={self.http_address or spec.http_listen}")
         return start_with_death_signal([*spec.command, *flags], spec.log_file, spec.environment)
 
     def _health(self, service: str) -> int | None:

@@ -54,8 +54,8 @@ class ServiceSpecs:
             address_file = self.directory / f"{name}.address"
             http_file = self.directory / f"{name}.http-address" if http else None
             command = [sys.executable, "-m", f"{service}_svc", *arguments]
-            if http:
-                command += [f"--http-listen={http}", f"--http-address-file={http_file}"]
+            if http_file is not None:
+                command.append(f"--http-address-file={http_file}")
             specs.append(
                 ServiceSpec(
                     name=name,
@@ -65,6 +65,7 @@ class ServiceSpecs:
                     environment=self._environment(service),
                     start_check=start_check,
                     listen=listen,
+                    http_listen=http,
                     http_address_file=http_file,
                 )
             )

@@ -83,8 +83,8 @@ class LocalStack:
     @property
     def http_addresses(self) -> list[str]:
         """The gateways' addresses for HTTP, none without `http_listen`."""
-        files = [process.spec.http_address_file for process in self.processes("gateway")]
-        return [file.read_text() for file in files if file is not None and file.exists()]
+        found = [process.http_address for process in self.processes("gateway")]
+        return [address for address in found if address is not None]
 
     @property
     def scheduler_address(self) -> str:

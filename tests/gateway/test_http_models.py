@@ -1,10 +1,14 @@
 """Routes of the model and of the gateway itself."""
 
+import re
+
 from gateway_tokenizers import byte_fallback, byte_level
 from http_client import Http
 
+from gateway_svc.http.service_status import to_json
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.token_bytes import TokenBytes
+from quire.internal.v1 import operations_pb2
 
 
 async def test_models_are_listed_and_described(http: Http) -> None:
@@ -45,6 +49,32 @@ async def test_the_gateway_describes_itself(http: Http) -> None:
     response = await http.client.get("/ready")
     assert response.status_code == 503
     assert response.json()["failing"] == {"scheduler": "no worker has joined"}
+
+
+async def test_the_page_is_served_without_other_servers(http: Http) -> None:
+    page = await http.client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    for name in re.findall(r'(?:src|href)="(page/[^"]+)"', page.text):
+        assert (await http.client.get(f"/{name}")).status_code == 200
+    assert (await http.client.get("/page/../app.py")).status_code == 404
+    assert (await http.client.get("/page/nothing.js")).status_code == 404
+
+
+async def test_without_a_leader_the_page_says_so(http: Http) -> None:
+    """The scripted scheduler has no status."""
+    response = await http.client.get("/status")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "scheduler_away"
+
+
+def test_a_cell_of_the_page_shows_any_held_block() -> None:
+    blocks = bytes([0, *[1] * 480, *[2] * 480, *[1] * 479, 3])
+    worker = operations_pb2.WorkerStatus(incarnation=2**63, block_map=blocks, num_blocks=1440)
+    status = operations_pb2.GetStatusResponse(epoch=3, workers=[worker])
+    [shown] = to_json("a:1", status)["workers"]
+    assert shown["blocks"] == "f" * 160 + "c" * 160 + "f" * 159 + "h"
+    assert shown["incarnation"] == str(2**63)
 
 
 def test_the_bytes_of_tokens() -> None:

@@ -1,0 +1,72 @@
+"""The state of the service for the page: the leader's status, read at most once a second."""
+
+import asyncio
+import time
+from typing import Any
+
+from gateway_svc.scheduler.connection import SchedulerConnection
+from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
+
+_INTERVAL_S = 1.0
+# Cells of a worker's block map.
+_MAX_CELLS = 480
+# By the kind of a block in the map. A cell has the first kind that any of its blocks has: a few
+# held blocks of a large pool would otherwise be invisible.
+_MARKS = {3: "h", 2: "c", 1: "f"}
+
+
+class ServiceStatus:
+    """Reads the status for any number of pages."""
+
+    def __init__(self, scheduler: SchedulerConnection) -> None:
+        self._scheduler = scheduler
+        self._lock = asyncio.Lock()
+        self._status: dict[str, Any] = {}
+        self._expires_at = 0.0
+
+    async def get(self) -> dict[str, Any]:
+        """RequestError if no scheduler leads."""
+        async with self._lock:
+            if time.monotonic() >= self._expires_at:
+                address, status = await self._scheduler.status()
+                self._status = to_json(address, status)
+                self._expires_at = time.monotonic() + _INTERVAL_S
+            return self._status
+
+
+def to_json(leader: str, status: GetStatusResponse) -> dict[str, Any]:
+    return {
+        "leader": leader,
+        "epoch": status.epoch,
+        "uptime_ms": status.uptime_ms,
+        "num_accepted": status.num_accepted,
+        "num_refused": status.num_refused,
+        "queue": {
+            "num_requests": status.queue.num_requests,
+            "num_tokens": status.queue.num_tokens,
+        },
+        "workers": [_worker(worker) for worker in status.workers],
+    }
+
+
+def _worker(worker: WorkerStatus) -> dict[str, Any]:
+    return {
+        # Too large for a number of JavaScript.
+        "incarnation": str(worker.incarnation),
+        "address": worker.address,
+        "draining": worker.draining,
+        "num_running": worker.num_running,
+        "num_assigned": worker.num_assigned,
+        "num_swapped": worker.num_swapped,
+        "num_sampled_tokens": worker.num_sampled_tokens,
+        "num_blocks": worker.num_blocks,
+        "num_free_blocks": worker.num_free_blocks,
+        "blocks": _cells(worker.block_map[1:]),
+    }
+
+
+def _cells(blocks: bytes) -> str:
+    """A character per cell."""
+    per_cell = max(1, -(-len(blocks) // _MAX_CELLS))
+    parts = (blocks[at : at + per_cell] for at in range(0, len(blocks), per_cell))
+    return "".join(next(_MARKS[kind] for kind in _MARKS if kind in part) for part in parts)
