@@ -8,6 +8,11 @@ _Options = list[tuple[str, Any]]
 # field; gRPC's own does not.
 PUBLIC_MESSAGE_BYTES = 32 * 2**20
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
+# Calls that gRPC's core holds until the server's event loop accepts them; beyond them, and after
+# the time, it resets calls with a bare CANCELLED. Its defaults, 1,000 calls and 30 s, are reached
+# by one client's burst.
+_MAX_PENDING_CALLS = 100_000
+_MAX_PENDING_S = 600
 
 
 def channel_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
@@ -48,6 +53,9 @@ def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
         # Servers ignore the key without `http2.`, and close idle calls for too many pings.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_S),
     ]
 
 
