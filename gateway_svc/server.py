@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import structlog
 
+from gateway_svc.admission.live_limits import LiveLimits, stopping
+from gateway_svc.admission.request_size import RequestSize
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.app import make_app
@@ -21,8 +23,7 @@ from gateway_svc.settings import GatewaySettings
 from gateway_svc.text import model_files
 from gateway_svc.text.model_files import ModelFilesError
 from gateway_svc.text.served_model import Model, ServedModel
-from quire.service.channels import server_options
-from quire.service.errors import unavailable
+from quire.service.channels import PUBLIC_MESSAGE_BYTES, server_options
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, start_metrics
@@ -33,6 +34,11 @@ log = structlog.get_logger()
 SERVICES = ("quire.v1.InferenceService", "quire.v1.TokenizerService", "quire.v1.ModelService")
 _TOKENIZER = "tokenizer"
 _SCHEDULER = "scheduler"
+# Sequence length that requests are limited by before the model is loaded.
+_UNKNOWN_MODEL_LEN = 2**20
+# A stopping gateway serves calls that were at its socket until none has begun for this time.
+_QUIET_S = 0.25
+_MAX_QUIET_PERIODS = 8
 
 
 class Gateway:
@@ -40,7 +46,8 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.health = Health((_TOKENIZER, _SCHEDULER), SERVICES)
-        self.calls = CallInterceptor(SERVICES)
+        self.live_limits = LiveLimits(settings.max_live_calls, settings.max_request_bytes)
+        self.calls = CallInterceptor(SERVICES, self.live_limits, self.request_size)
         # None before the start, and if metrics are not configured.
         self.metrics_server: MetricsServer | None = None
         self._metrics = GatewayMetrics()
@@ -56,7 +63,9 @@ class Gateway:
             self._scheduler_states.put_nowait,
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
-        self.generations = GenerationService(self.served, self.scheduler)
+        self.generations = GenerationService(
+            self.served, self.scheduler, settings.max_resume_window_s
+        )
         self.tokenization = TokenizationService(self.served, self.scheduler)
         # None if it is not configured.
         self.http = self._make_http(settings.http_listen)
@@ -85,26 +94,39 @@ class Gateway:
             await self.http.start(settings.http_address_file)
         return address
 
+    def request_size(self) -> RequestSize:
+        """The limits of a request, which follow from the model once it is loaded."""
+        if not self.served.is_set:
+            return RequestSize(PUBLIC_MESSAGE_BYTES, _UNKNOWN_MODEL_LEN)
+        limits = self.served.get(None).limits(self.scheduler.max_model_len)
+        return RequestSize.of_context(
+            limits.max_model_len, limits.longest_token, PUBLIC_MESSAGE_BYTES
+        )
+
     async def drain(self) -> None:
-        """Reject new calls and wait until the live ones have ended."""
+        """Refuse new calls with UNAVAILABLE and wait until the live ones have ended.
+
+        The server goes on accepting: if it were stopped, gRPC's core would reset calls that have
+        reached the socket with a bare CANCELLED.
+        """
+        self.live_limits.is_stopping = True
         await self.health.stopping()
-        # Rejects calls from here on. Not awaited: health watches keep it from returning.
-        closing = asyncio.create_task(self.server.stop(self._settings.drain_grace_s))
-        try:
-            if self.http is not None:
-                await self.http.drain()
+        if self.http is not None:
+            await self.http.drain()
+        for _ in range(_MAX_QUIET_PERIODS):
             await self.calls.wait_until_idle()
-        finally:
-            closing.cancel()
-            await asyncio.gather(closing, return_exceptions=True)
+            num_attempts = self.live_limits.num_attempts
+            await asyncio.sleep(_QUIET_S)
+            if self.live_limits.num_attempts == num_attempts:
+                break
+        await self.calls.wait_until_idle()
 
     async def stop(self) -> None:
         """End live calls with UNAVAILABLE, then all components. The requests of these calls
         continue for a grace period, in which they can be resumed at another gateway.
         """
-        self.scheduler.requests.detach_all(
-            unavailable("STOPPING", "the gateway is stopping", metadata={"resumable": "true"})
-        )
+        self.live_limits.is_stopping = True
+        self.scheduler.requests.detach_all(stopping())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
                 if self.http is not None:

@@ -65,6 +65,20 @@ class GatewaySettings(ServiceSettings):
     http_address_file: Path | None = Field(
         None, description="File that receives the bound address of the HTTP API."
     )
+    max_live_calls: int = Field(
+        10_000,
+        ge=1,
+        description="Maximum calls served at once; more are refused with a time to retry.",
+    )
+    max_request_bytes: int = Field(
+        256 * 2**20,
+        ge=1,
+        description="Maximum bytes of the requests of all live calls together; calls beyond it are "
+        "refused with a time to retry.",
+    )
+    max_resume_window_s: int = Field(
+        60, ge=0, description="Largest resume_window_s that a request may have."
+    )
     metrics_listen: MetricsAddress | None = Field(
         None, description="Address to serve metrics on over HTTP, host:port; not served if not set."
     )

@@ -19,7 +19,10 @@ class GenerationService:
     """The requests of one gateway. Request ids are scoped by `principal`, empty without
     authentication."""
 
-    def __init__(self, served: ServedModel, scheduler: SchedulerConnection) -> None:
+    def __init__(
+        self, served: ServedModel, scheduler: SchedulerConnection, max_resume_window_s: int
+    ) -> None:
+        self._max_resume_window_s = max_resume_window_s
         self.served = served
         self.scheduler = scheduler
         self._in_preparation = RequestsInPreparation()
@@ -35,6 +38,7 @@ class GenerationService:
         the invalid field. `deadline_s` is the time left to the client's call.
         `http` is stored for the rendering of the output."""
         model = self.served.get(request.model if request.HasField("model") else None)
+        validation.check_resume_window(request.resume_window_s, self._max_resume_window_s)
         with self._in_preparation.track(principal, request.request_id):
             await self.scheduler.wait_until_connected()
             return await submission.prepare(

@@ -30,7 +30,6 @@ MAX_CACHE_SALT_BYTES = 256
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 MAX_VARIABLES_BYTES = 2**14
-MAX_RESUME_WINDOW_S = 3600
 # Of one Detokenize call, unless the model's sequences are longer: a tenth of a second of work.
 MAX_DETOKENIZED_TOKENS = 2**17
 
@@ -41,10 +40,6 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
         check_request_id(request.request_id)
     salt_bytes = len(request.cache_salt.encode())
     _check_at_most("cache_salt", "CACHE_SALT_LENGTH", salt_bytes, MAX_CACHE_SALT_BYTES, "bytes")
-    if request.resume_window_s > MAX_RESUME_WINDOW_S:
-        raise _out_of_range(
-            "resume_window_s", request.resume_window_s, f"0 to {MAX_RESUME_WINDOW_S}"
-        )
     _check_sampling(request.sampling_params, limits.vocab_size)
     _check_prompt(request, limits)
 
@@ -63,6 +58,19 @@ def check_resume_request(request: inference_pb2.ResumeGenerateRequest) -> None:
 
 def check_request_id(request_id: str) -> None:
     _check_length("request_id", "REQUEST_ID_LENGTH", request_id, MAX_REQUEST_ID_CHARACTERS)
+    at = next((at for at, one in enumerate(request_id) if not "!" <= one <= "~"), None)
+    if at is not None:
+        raise invalid(
+            "request_id",
+            "REQUEST_ID_CHARACTERS",
+            f"has U+{ord(request_id[at]):04X} at character {at}; printable ASCII characters other "
+            "than the space are allowed",
+        )
+
+
+def check_resume_window(window_s: int, maximum_s: int) -> None:
+    if window_s > maximum_s:
+        raise _out_of_range("resume_window_s", window_s, f"0 to {maximum_s}")
 
 
 def check_conversation(

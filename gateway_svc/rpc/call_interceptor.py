@@ -8,6 +8,8 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from gateway_svc.admission.live_limits import LiveLimits
+from gateway_svc.admission.request_size import RequestSize
 from quire.service.errors import RequestError, abort, failed
 
 log = structlog.get_logger()
@@ -25,11 +27,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     with the name of a Python class.
     """
 
-    def __init__(self, services: Iterable[str]) -> None:
-        """Calls of `services` are counted, and their errors become statuses. Health checks are
-        excluded: a watch does not end by itself.
+    def __init__(
+        self,
+        services: Iterable[str],
+        live_limits: LiveLimits,
+        request_size: Callable[[], RequestSize],
+    ) -> None:
+        """Calls of `services` are counted and limited, and their errors become statuses. Health
+        checks are excluded: a watch does not end by itself. All requests are limited in size.
         """
         self.num_live = 0
+        self._live_limits = live_limits
+        self._request_size = request_size
         self._idle = asyncio.Event()
         self._idle.set()
         self._prefixes = tuple(f"/{service}/" for service in services)
@@ -60,22 +69,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             method, create = handler.unary_stream, grpc.unary_stream_rpc_method_handler
         else:
             method, create = handler.unary_unary, grpc.unary_unary_rpc_method_handler
+        method = self._parsed(handler.request_deserializer, method)
         if is_counted:
             method = self._counted(method)
         # Without a deserializer gRPC passes the bytes to the method.
-        return create(
-            _parsed(handler.request_deserializer, method),
-            response_serializer=handler.response_serializer,
-        )
+        return create(method, response_serializer=handler.response_serializer)
 
     def _counted(self, method: _Method) -> _Method:
-        async def call(request: Any, context: Context) -> Any:
+        async def call(data: bytes, context: Context) -> Any:
             self.num_live += 1
             self._idle.clear()
             try:
-                return await method(request, context)
+                with self._live_limits.hold(len(data)):
+                    return await method(data, context)
             except RequestError as error:
                 await abort(context, error)
+            except grpc.aio.AbortError:
+                raise
             except Exception:
                 log.exception("a call failed unexpectedly")
                 await context.abort(grpc.StatusCode.INTERNAL, "internal error")
@@ -86,18 +96,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
+    def _parsed(self, parse: Callable[[bytes], Any], method: _Method) -> _Method:
+        # The class of which `parse` is a method.
+        descriptor = parse.__self__.DESCRIPTOR  # type: ignore[attr-defined]
 
-def _parsed(parse: Callable[[bytes], Any], method: _Method) -> _Method:
-    async def call(data: bytes, context: Context) -> Any:
-        try:
-            request = parse(data)
-        except DecodeError:
-            error = failed(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "MALFORMED_REQUEST",
-                "the request cannot be parsed as the method's request type",
-            )
-            await abort(context, error)
-        return await method(request, context)
+        async def call(data: bytes, context: Context) -> Any:
+            try:
+                self._request_size().check(data, descriptor)
+                request = parse(data)
+            except RequestError as error:
+                await abort(context, error)
+            except DecodeError:
+                await abort(context, _malformed())
+            return await method(request, context)
 
-    return call
+        return call
+
+
+def _malformed() -> RequestError:
+    return failed(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MALFORMED_REQUEST",
+        "the request cannot be parsed as the method's request type",
+    )

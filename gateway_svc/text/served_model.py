@@ -135,6 +135,10 @@ class ServedModel:
         self.name = name
         self._model: Model | None = None
 
+    @property
+    def is_set(self) -> bool:
+        return self._model is not None
+
     def set(self, model: Model) -> None:
         self._model = model
 

@@ -3,6 +3,7 @@
 Functions raise TypeError or ValueError for arguments that a message cannot contain.
 """
 
+import re
 from collections.abc import Sequence
 from typing import TypedDict, TypeVar
 from uuid import uuid4
@@ -28,6 +29,7 @@ from quire.client.prompts import (
 from quire.client.sampling_params import SamplingParams
 from quire.v1 import inference_pb2, tokenizer_pb2
 
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _Request = TypeVar("_Request", inference_pb2.GenerateRequest, inference_pb2.StreamGenerateRequest)
 
 
@@ -120,9 +122,13 @@ def check_resumption(request_id: object, next_token_indices: object) -> None:
 
 
 def _check_request_id(request_id: object) -> None:
-    if request_id is None:
+    if not isinstance(request_id, str):
         raise wrong_type("request_id", "a text", request_id)
-    check_text("request_id", request_id)
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise ValueError(
+            "request_id: must have 1 to 128 printable ASCII characters other than the space "
+            f"(got {request_id!r:.160})"
+        )
 
 
 def _fill_options(request: _Request, options: RequestOptions) -> None:
@@ -133,6 +139,8 @@ def _fill_options(request: _Request, options: RequestOptions) -> None:
             check_integer(name, value, INT32_MAX, INT32_MIN)
         elif name == "resume_window_s":
             check_integer(name, value, UINT32_MAX)
+        elif name == "request_id" and value is not None:
+            _check_request_id(value)
         else:
             check_text(name, value)
         if value is not None:

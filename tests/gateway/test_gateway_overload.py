@@ -1,12 +1,10 @@
 """Many calls at once: all are served, or refused with a time to retry."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 
 import grpc
 import pytest
-from gateway_fake_scheduler import FakeScheduler
 from gateway_stack import Stack, info_of
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -15,10 +13,99 @@ from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.service.channels import channel_options
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import inference_pb2_grpc, model_pb2
+from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
+
+
+def length_field(number: int, content: bytes) -> bytes:
+    """A serialized field that has a length."""
+    size, length = len(content), bytearray()
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return bytes([number << 3 | 2, *length, size]) + content
 
 
 async def test_thousands_of_simultaneous_calls_are_served(stack: Stack) -> None:
     calls = [stack.models.ListModels(model_pb2.ListModelsRequest()) for _ in range(2500)]
     codes = Counter([await call.code() for call in calls])
     assert codes == {grpc.StatusCode.OK: 2500}
+
+
+def retry_delay_s(error: grpc.aio.AioRpcError) -> float:
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in rpc_status.from_call(error).details)
+    return float(retry.retry_delay.ToMilliseconds() / 1000)
+
+
+async def test_calls_beyond_the_limit_are_refused_with_a_time_to_retry(stack: Stack) -> None:
+    stack.gateway.live_limits._max_calls = 1
+    stream = stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="x"))
+    submission = await stack.scheduler.submissions.get()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.models.ListModels(model_pb2.ListModelsRequest())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    info = info_of(caught.value)
+    assert (info.reason, info.metadata["resumable"]) == ("TOO_MANY_CALLS", "true")
+    assert retry_delay_s(caught.value) > 0
+    stack.scheduler.accept(submission)
+    stack.scheduler.end(submission, 0)
+    assert [part async for part in stream]
+    await stack.models.ListModels(model_pb2.ListModelsRequest())
+
+
+async def test_request_bytes_beyond_the_budget_are_refused(stack: Stack) -> None:
+    stack.gateway.live_limits._max_bytes = 100
+    stream = stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="x" * 60))
+    submission = await stack.scheduler.submissions.get()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 60))
+    assert info_of(caught.value).reason == "TOO_MANY_REQUEST_BYTES"
+    assert retry_delay_s(caught.value) > 0
+    stack.scheduler.accept(submission)
+    stack.scheduler.end(submission, 0)
+    assert [part async for part in stream]
+    await stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 60))
+
+
+# Two million entries of one or two bytes each, which a parser would expand up to thirtyfold.
+_MANY = 2**21
+MANY_ENTRIES = {
+    "messages": (5, b"\x0a\x00" * _MANY, "prompt.conversation.messages", "TOO_MANY_FIELDS"),
+    "stop strings": (6, b"\x32\x00" * _MANY, "sampling_params.stop", "TOO_MANY_FIELDS"),
+    "stop ids": (6, b"\x38\x00" * _MANY, "sampling_params.stop_token_ids", "TOO_MANY_FIELDS"),
+    "ids": (4, length_field(1, b"\x00" * _MANY), "prompt.token_ids.ids", "TOO_MANY_NUMBERS"),
+    "a group": (5, b"\x7b\x7c" + b"\x0a\x00" * _MANY, "request", "MALFORMED_REQUEST"),
+    "too long": (5, b"\x0a\x00" * 2 * _MANY, "prompt.conversation", "REQUEST_TOO_LARGE"),
+}
+
+
+@pytest.mark.parametrize("name", MANY_ENTRIES)
+async def test_many_entries_are_refused_before_they_are_parsed(stack: Stack, name: str) -> None:
+    number, content, field, reason = MANY_ENTRIES[name]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.channel.unary_unary("/quire.v1.InferenceService/Generate")(
+            length_field(number, content)
+        )
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(caught.value.details()).startswith(f"{field}: ")
+    assert info_of(caught.value).reason == reason
+
+
+async def test_a_stopping_gateway_accepts_calls_and_refuses_them(
+    settings_for: Callable[..., GatewaySettings],
+) -> None:
+    """With a call at the socket that the server has not accepted yet."""
+    gateway = Gateway(settings_for(drain_grace_s=30.0))
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        await channel.channel_ready()
+        calls = [
+            inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x"))
+            for _ in range(20)
+        ]
+        await gateway.drain()
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await gateway.stop()

@@ -1,0 +1,61 @@
+"""The limits of one serialized request, which follow from the model. Checked before parsing.
+
+Parsed, a message of two bytes takes about seventy, and parsing blocks the process: it holds the
+interpreter's lock, so that a thread would not help.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway_svc.admission.wire_format import FieldCounter
+from quire.service.errors import invalid
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
+# Everything but the prompt's text and token ids: 4096 messages with their roles are one MiB. The
+# rest is a margin, so that a text that is somewhat too long reaches the check that names its field.
+_MARGIN_BYTES = 4 * 2**20
+_MAX_UTF8_BYTES = 4
+_MAX_VARINT_BYTES = 5
+# Fields and submessages together: 4096 messages of a conversation have three each.
+_MAX_FIELDS = 16_384
+# Of the numbers of one packed field, unless the model's sequences are longer.
+_MAX_NUMBERS = 2**17 + 1
+# Smaller requests contain at most half as many fields.
+_UNCOUNTED_BYTES = _MAX_FIELDS
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """What a request may contain at most."""
+
+    max_bytes: int
+    max_numbers: int
+
+    @classmethod
+    def of_context(
+        cls, max_model_len: int, longest_token: int, message_bytes: int
+    ) -> "RequestSize":
+        """The largest request that a model's context can need, at most `message_bytes`."""
+        per_token = max(_MAX_UTF8_BYTES * longest_token, _MAX_VARINT_BYTES)
+        return cls(
+            min(message_bytes, max_model_len * per_token + _MARGIN_BYTES),
+            max(_MAX_NUMBERS, max_model_len + 1),
+        )
+
+    def check(self, data: bytes, descriptor: "Descriptor") -> None:
+        """Check a serialized request of a message type. RequestError names the field."""
+        if len(data) <= _UNCOUNTED_BYTES:
+            return
+        counter = FieldCounter(_MAX_FIELDS, self.max_numbers)
+        exceeded = counter.count(data, descriptor)
+        if len(data) > self.max_bytes:
+            raise invalid(
+                counter.largest or "request",
+                "REQUEST_TOO_LARGE",
+                f"makes a request of {len(data)} bytes; the model's context needs at most "
+                f"{self.max_bytes}",
+            )
+        if exceeded is not None:
+            raise invalid(exceeded.path, exceeded.reason, exceeded.description)
