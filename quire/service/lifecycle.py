@@ -2,14 +2,17 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from quire.service.errors import abort, failed
 from quire.service.health import Health
 
 log = structlog.get_logger()
@@ -82,12 +85,35 @@ def write_address(file: Path, address: str) -> None:
     partial.rename(file)
 
 
+class _Reflection(reflection.aio.ReflectionServicer):
+    """Parses requests itself: gRPC's own parsing ends a malformed one with UNKNOWN."""
+
+    async def respond(
+        self, requests: AsyncIterable[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
+        async for data in requests:
+            try:
+                request = reflection_pb2.ServerReflectionRequest.FromString(data)
+            except DecodeError:
+                message = "the request cannot be parsed as ServerReflectionRequest"
+                error = failed(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
+                await abort(context, error)
+            async for response in self.ServerReflectionInfo(_only(request), context):
+                yield response
+
+
+async def _only(
+    request: reflection_pb2.ServerReflectionRequest,
+) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+    yield request
+
+
 def _add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
-    """Serve reflection as v1 and v1alpha. Lists only v1alpha, which has a descriptor."""
-    servicer = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME))
+    """List and serve reflection as v1 and v1alpha. Only v1alpha has a descriptor."""
+    servicer = _Reflection((*services, reflection.SERVICE_NAME, _STABLE_REFLECTION))
+    # Without a deserializer gRPC passes the bytes to the method.
     method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        servicer.respond,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     for name in (reflection.SERVICE_NAME, _STABLE_REFLECTION):

@@ -33,6 +33,18 @@ async def test_reflection_lists_every_service(stack: Stack) -> None:
     async for response in reflection.ServerReflectionInfo(iter([request])):
         names = {service.name for service in response.list_services_response.service}
     assert {*SERVICES, "grpc.health.v1.Health"} <= names
+    assert {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")} <= names
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_malformed_reflection_requests_are_invalid_arguments(
+    stack: Stack, version: str
+) -> None:
+    method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    call = stack.channel.stream_stream(method)(iter([b"\x0a\xff"]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_the_model_is_described(stack: Stack) -> None:
