@@ -221,6 +221,8 @@ class Client:
                     return
                 except QuireError as error:
                     call.cancel()
+                    if self._closed:
+                        raise
                     if not stream.is_complete:
                         time.sleep(stream.backoff_s(error))
         finally:

@@ -5,6 +5,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Generic, TypeAlias, TypeVar
 
 import grpc
@@ -12,6 +13,8 @@ import grpc
 from quire.client.errors import QuireError, translate_errors
 from quire.client.retry_policy import RetryPolicy
 
+# Calls in progress at once: enough to fill a service, few enough for its limits.
+_MAX_CALLS = 2048
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 # The classes cannot be subscripted at run time.
@@ -41,12 +44,16 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         cancels all other calls."""
         responses: dict[int, _Response] = {}
         try:
-            for index in range(len(self._requests)):
+            unstarted = iter(range(len(self._requests)))
+            for index in islice(unstarted, _MAX_CALLS):
                 self._start(index)
             while len(responses) < len(self._requests):
                 with suppress(queue.Empty):
                     index = self._ended.get(timeout=self._next_due_s())
                     self._finish(index, responses)
+                    if index in responses:
+                        for following in islice(unstarted, 1):
+                            self._start(following)
                 while self._due and self._due[0][0] <= time.monotonic():
                     self._start(heapq.heappop(self._due)[1])
         finally:

@@ -68,7 +68,10 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
 
 
 def _is_resumable(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo | None) -> bool:
-    """The server's metadata; without it, whether the connection failed."""
+    """The server's metadata; without it, whether the connection failed. A CANCELLED without
+    ErrorInfo is a reset by gRPC's core, for example of a server that stops."""
+    if info is None and code is grpc.StatusCode.CANCELLED:
+        return True
     resumable = info.metadata.get("resumable") if info else None
     return resumable == "true" if resumable else code is grpc.StatusCode.UNAVAILABLE
 

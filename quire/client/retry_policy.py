@@ -93,10 +93,12 @@ class RetryPolicy:
         if self._on_break is not None:
             self._on_break(error)
         self.target = self._targets.after(self.target)
-        return self._next_delay(now)
+        # An overloaded server's time; after other failures another server may be ready at once.
+        overloaded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return self._next_delay(now, (error.retry_after_s or 0.0) if overloaded else 0.0)
 
-    def _next_delay(self, now: float) -> float:
+    def _next_delay(self, now: float, at_least_s: float) -> float:
         """Half of the delay is random, so that clients do not retry simultaneously."""
-        delay_s = self._backoff_s * (0.5 + 0.5 * self._jitter())
+        delay_s = max(self._backoff_s, 2 * at_least_s) * (0.5 + 0.5 * self._jitter())
         self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
         return delay_s if self._deadline_s is None else min(delay_s, max(0, self._deadline_s - now))

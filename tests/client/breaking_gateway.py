@@ -17,6 +17,8 @@ from quire.v1.inference_pb2_grpc import (
 )
 
 BROKEN = RequestError(grpc.StatusCode.UNAVAILABLE, "the connection is lost")
+# Without details, as gRPC resets calls that a stopping server has not accepted.
+RESET = RequestError(grpc.StatusCode.CANCELLED, "CANCELLED")
 DRAINING = unavailable("DRAINING", "the gateway stops", metadata={"resumable": "true"})
 SLOW = failed(
     grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", "slow", metadata={"resumable": "true"}

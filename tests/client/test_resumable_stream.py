@@ -14,6 +14,7 @@ from breaking_gateway import (
     DRAINING,
     NUM_TOKENS,
     REFUSED,
+    RESET,
     SLOW,
     TAKEN_OVER,
     UNKNOWN,
@@ -97,7 +98,7 @@ def test_before_acceptance_the_same_request_is_sent_again(gateways, stream):
     assert gateway.requests[0] == gateway.requests[2]
 
 
-@pytest.mark.parametrize("error", [BROKEN, DRAINING, SLOW])
+@pytest.mark.parametrize("error", [BROKEN, DRAINING, RESET, SLOW])
 def test_a_stream_continues_after_the_received_tokens(gateways, stream, error):
     gateway = gateways(ScriptedCall(error, after=4))
     check_whole(stream(gateway.target))
