@@ -6,14 +6,22 @@ from collections.abc import Callable
 
 from scheduler_svc.core.sequence import Group
 
+# Sequences of requests whose clients have disconnected: a quarter of a worker's default batch, so
+# that they cannot starve live requests.
+_MAX_ABANDONED_SEQUENCES = 64
+
 
 class Orphans:
-    """Calls `cancel` for each orphan whose grace period has passed."""
+    """Calls `cancel` for each orphan whose grace period has passed, and for the oldest of those
+    whose client has disconnected while these have too many sequences: it is the least likely to be
+    resumed. Requests of lost gateways are not limited, as their clients resume elsewhere."""
 
     def __init__(self, grace_s: float, cancel: Callable[[Group], object]) -> None:
         self._grace_s = grace_s
         self._cancel = cancel
         self._timers: dict[Group, asyncio.TimerHandle] = {}
+        # Those whose client has disconnected, oldest first.
+        self._abandoned: dict[Group, None] = {}
 
     def add(self, group: Group, client_gone: bool) -> None:
         """Start a request's grace period. `client_gone`: only its client has disconnected."""
@@ -22,8 +30,12 @@ class Orphans:
         self._timers[group] = loop.call_later(
             self._grace_of(group, client_gone), self._expire, group
         )
+        if client_gone:
+            self._abandoned[group] = None
+            self._limit_abandoned()
 
     def remove(self, group: Group) -> None:
+        self._abandoned.pop(group, None)
         if timer := self._timers.pop(group, None):
             timer.cancel()
 
@@ -41,6 +53,14 @@ class Orphans:
         # No client waits beyond its deadline.
         return min(self._grace_s, max(0.0, deadline_ms / 1000 - time.time()))
 
+    def _limit_abandoned(self) -> None:
+        num_sequences = sum(group.num_live for group in self._abandoned)
+        while num_sequences > _MAX_ABANDONED_SEQUENCES:
+            oldest = next(iter(self._abandoned))
+            num_sequences -= oldest.num_live
+            self.remove(oldest)
+            self._cancel(oldest)
+
     def _expire(self, group: Group) -> None:
-        del self._timers[group]
+        self.remove(group)
         self._cancel(group)
