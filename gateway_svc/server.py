@@ -111,15 +111,19 @@ class Gateway:
         """
         self.live_limits.is_stopping = True
         await self.health.stopping()
-        if self.http is not None:
-            await self.http.drain()
         for _ in range(_MAX_QUIET_PERIODS):
-            await self.calls.wait_until_idle()
+            await self._wait_until_idle()
             num_attempts = self.live_limits.num_attempts
             await asyncio.sleep(_QUIET_S)
             if self.live_limits.num_attempts == num_attempts:
                 break
+        await self._wait_until_idle()
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until no call and no HTTP request is live."""
         await self.calls.wait_until_idle()
+        if self.http is not None:
+            await self.http.requests.wait_until_idle()
 
     async def stop(self) -> None:
         """End live calls with UNAVAILABLE, then all components. The requests of these calls
@@ -129,9 +133,7 @@ class Gateway:
         self.scheduler.requests.detach_all(stopping())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
-                if self.http is not None:
-                    await self.http.drain()
-                await self.calls.wait_until_idle()
+                await self._wait_until_idle()
         if self.http is not None:
             await self.http.stop()
         await self.server.stop(None)
@@ -160,7 +162,7 @@ class Gateway:
         app = make_app(
             self.generations, self.tokenization, self._metrics, self.health, lambda _: ""
         )
-        return HttpServer(app, listen)
+        return HttpServer(app, listen, self.live_limits)
 
     async def _load_model(self) -> None:
         settings = self._settings

@@ -28,6 +28,7 @@ _INSTALLED = {
 }
 # Packages whose modules have other names, or that bring another package.
 _MODULES = {
+    "fastapi": ("fastapi", "starlette"),
     "grpcio-health-checking": ("grpc_health",),
     "grpcio-reflection": ("grpc_reflection",),
     "grpcio-status": ("grpc_status",),

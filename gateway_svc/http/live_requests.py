@@ -1,49 +1,55 @@
-"""Counts live HTTP requests, and refuses new ones while the gateway stops."""
+"""Counts live HTTP requests, and refuses those beyond the gateway's limits."""
 
 import asyncio
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
+from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.http.errors import to_http
-from gateway_svc.http.response_writer import Receive, ResponseWriter, Send
-from quire.service.errors import unavailable
+from gateway_svc.http.response_writer import ResponseWriter
+from quire.service.errors import RequestError
 
-# Of operators, who look at a gateway that drains.
+# Of operators, who look at a gateway that is full or stops.
 _ALWAYS = ("/health", "/ready", "/version", "/metrics")
 
 
 class LiveRequests:
-    """An ASGI application around the gateway's."""
+    """An ASGI application around the gateway's. The limits are those of gRPC calls, too."""
 
-    def __init__(self, app: FastAPI) -> None:
-        self.num_live = 0
-        # New requests are refused: the gateway stops.
-        self.is_refusing = False
+    def __init__(self, app: FastAPI, limits: LiveLimits) -> None:
         self._app = app
+        self._limits = limits
+        self._num_live = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def refuse(self) -> None:
-        """Respond to new requests that the gateway stops."""
-        self.is_refusing = True
-
     async def wait_until_idle(self) -> None:
+        """Wait until no request is live. Operators' requests are not counted."""
         await self._idle.wait()
 
-    async def __call__(self, scope: dict[str, object], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _ALWAYS:
             await self._app(scope, receive, send)
             return
-        if self.is_refusing:
-            failure = to_http(unavailable("STOPPING", "the gateway is stopping"))
-            writer = ResponseWriter(send)
-            await writer.json(failure.status, failure.body, failure.retry_after_s)
-            return
-        self.num_live += 1
+        self._num_live += 1
         self._idle.clear()
         try:
-            await self._app(scope, receive, send)
+            with self._limits.hold(_num_bytes(scope)):
+                await self._app(scope, receive, send)
+        except RequestError as error:
+            # Of the limits: the application's own errors are responses.
+            failure = to_http(error)
+            writer = ResponseWriter(send)
+            await writer.json(failure.status, failure.body, failure.retry_after_s)
         finally:
-            self.num_live -= 1
-            if not self.num_live:
+            self._num_live -= 1
+            if not self._num_live:
                 self._idle.set()
+
+
+def _num_bytes(scope: Scope) -> int:
+    """The size of the body as announced; 0 if it is sent in chunks."""
+    length = Headers(scope=scope).get("content-length", "0")
+    return int(length) if length.isdecimal() else 0

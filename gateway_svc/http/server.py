@@ -10,6 +10,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.http.live_requests import LiveRequests
 from quire.service.lifecycle import write_address
 
@@ -22,10 +23,10 @@ _SHUTDOWN_S = 1
 class HttpServer:
     """Serves an application on one address."""
 
-    def __init__(self, app: FastAPI, listen: str) -> None:
+    def __init__(self, app: FastAPI, listen: str, limits: LiveLimits) -> None:
         """`listen` is host:port; port 0 picks a free one."""
         self._listen = listen
-        self.requests = LiveRequests(app)
+        self.requests = LiveRequests(app, limits)
         # The address, after the start.
         self.address = listen
         config = uvicorn.Config(
@@ -50,11 +51,6 @@ class HttpServer:
         if address_file is not None:
             write_address(address_file, self.address)
         log.info("serving HTTP", address=self.address)
-
-    async def drain(self) -> None:
-        """Refuse new requests and wait until the live ones have ended."""
-        self.requests.refuse()
-        await self.requests.wait_until_idle()
 
     async def stop(self) -> None:
         """End all connections."""

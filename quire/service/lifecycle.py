@@ -98,7 +98,9 @@ class _Reflection(reflection.aio.ReflectionServicer):
                 message = "the request cannot be parsed as ServerReflectionRequest"
                 error = failed(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
                 await abort(context, error)
-            async for response in self.ServerReflectionInfo(_only(request), context):
+            # Its type stub declares a coroutine.
+            responses: Any = self.ServerReflectionInfo(_only(request), context)
+            async for response in responses:
                 yield response
 
 
@@ -112,7 +114,7 @@ def _add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
     """List and serve reflection as v1 and v1alpha. Only v1alpha has a descriptor."""
     servicer = _Reflection((*services, reflection.SERVICE_NAME, _STABLE_REFLECTION))
     # Without a deserializer gRPC passes the bytes to the method.
-    method = grpc.stream_stream_rpc_method_handler(
+    method: Any = grpc.stream_stream_rpc_method_handler(
         servicer.respond,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )

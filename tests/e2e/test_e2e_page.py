@@ -3,12 +3,15 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from quire.launcher.stack import LocalStack
 
+# Not on a machine for GPU tests.
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "model")
 # A browser of a test looks up nothing on the network.
@@ -37,15 +40,15 @@ def stack() -> Iterator[LocalStack]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
 
 
 @pytest.fixture
-def page(stack: LocalStack, browser: Browser) -> Iterator[Page]:
+def page(stack: LocalStack, browser: Any) -> Iterator[Any]:
     """The page in the dark. A script's error fails the test."""
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()
@@ -57,7 +60,7 @@ def page(stack: LocalStack, browser: Browser) -> Iterator[Page]:
     assert errors == []
 
 
-def test_a_chat_is_streamed_and_stopped_by_the_keyboard(page: Page) -> None:
+def test_a_chat_is_streamed_and_stopped_by_the_keyboard(page: Any) -> None:
     prompt = page.get_by_label("Message")
     expect(prompt).to_be_focused()
     page.keyboard.type("Return the")
@@ -80,7 +83,7 @@ def test_a_chat_is_streamed_and_stopped_by_the_keyboard(page: Page) -> None:
     expect(page.locator("#log article")).to_have_count(0)
 
 
-def test_an_error_is_shown_and_the_next_message_works(page: Page) -> None:
+def test_an_error_is_shown_and_the_next_message_works(page: Any) -> None:
     page.get_by_label("Temperature").evaluate("input => input.value = -1")
     page.get_by_label("Message").fill("x")
     page.get_by_label("Message").press("Enter")
@@ -90,7 +93,7 @@ def test_an_error_is_shown_and_the_next_message_works(page: Page) -> None:
     expect(page.locator("#log small").last).to_contain_text("tokens/s")
 
 
-def test_the_service_is_shown_and_survives_its_gateway(page: Page, stack: LocalStack) -> None:
+def test_the_service_is_shown_and_survives_its_gateway(page: Any, stack: LocalStack) -> None:
     expect(page.locator("#workers article")).to_have_count(2)
     expect(page.locator("#workers canvas")).to_have_count(2)
     expect(page.locator("#service-state")).to_contain_text("leads with epoch")

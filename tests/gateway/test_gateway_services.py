@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from tokenizers import processors
 
-from gateway_svc.rpc import model_servicers
+from gateway_svc.generation import tokenization
 from gateway_svc.server import SERVICES, Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.v1 import inference_pb2 as pb
@@ -111,7 +111,7 @@ async def test_the_maximum_number_of_ids_is_detokenized(stack: Stack) -> None:
 async def test_a_response_beyond_the_message_limit_is_refused(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, method: str, request_: object, field: str
 ) -> None:
-    monkeypatch.setattr(model_servicers, "PUBLIC_MESSAGE_BYTES", 64)
+    monkeypatch.setattr(tokenization, "PUBLIC_MESSAGE_BYTES", 64)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await getattr(stack.tokenizer, method)(request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

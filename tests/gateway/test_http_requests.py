@@ -145,8 +145,9 @@ async def test_a_gateway_that_drains_refuses_new_requests(http: Http) -> None:
     assert server is not None
     sending = http.start("/v1/completions", {"prompt": "The"})
     sent = await http.submission()
-    draining = asyncio.create_task(server.drain())
-    await until(lambda: server.requests.is_refusing, "the refusal")
+    limits = http.stack.gateway.live_limits
+    draining = asyncio.create_task(http.stack.gateway.drain())
+    await until(lambda: limits.is_stopping, "the refusal")
     status, error = await http.error("/v1/completions", {"prompt": "The"})
     assert (status, error["code"]) == (503, "stopping")
     assert (await http.client.get("/health")).status_code == 200
@@ -156,6 +157,15 @@ async def test_a_gateway_that_drains_refuses_new_requests(http: Http) -> None:
     http.stack.scheduler.end(sent, len(ids))
     assert (await sending).status_code == 200
     await draining
+
+
+async def test_a_full_gateway_says_when_to_retry(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http.stack.gateway.live_limits, "_max_calls", 0)
+    response = await http.client.post("/v1/completions", json={"prompt": "x"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.json()["error"]["code"] == "too_many_calls"
 
 
 def test_positions_are_read_as_written() -> None:

@@ -15,6 +15,8 @@ from gateway_svc.http.bodies.fields import (
 )
 from quire.v1 import inference_pb2
 
+MAX_MESSAGES = 4096
+
 
 class TextPart(HttpRequest):
     """A part of a message's content. Only texts are served."""
@@ -26,7 +28,7 @@ class TextPart(HttpRequest):
     logprobs: unsupported([]) = None  # type: ignore[valid-type]
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
 
 
 class ChatMessage(HttpRequest):
@@ -49,7 +51,7 @@ class ChatMessage(HttpRequest):
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None

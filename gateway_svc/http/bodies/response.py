@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway_svc.http.bodies.chat import Content, conversation, text_of
+from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, conversation, text_of
 from gateway_svc.http.bodies.fields import (
     Count,
     GenerationMessage,
@@ -40,7 +40,7 @@ class TextConfig(HttpRequest):
 
 class ResponseRequest(HttpRequest):
     model: str | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     stream: bool | None = None
     # Runs without a client; the response is retrieved by its id.

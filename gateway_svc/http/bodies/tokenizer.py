@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.http.bodies.chat import ChatMessage, conversation
+from gateway_svc.http.bodies.chat import MAX_MESSAGES, ChatMessage, conversation
 from gateway_svc.http.bodies.fields import HttpRequest, TokenId, unsupported
 from quire.v1 import tokenizer_pb2
 
@@ -13,7 +13,9 @@ class TokenizeRequest(HttpRequest):
     model: str | None = None
     # Either a prompt or messages.
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = (
+        None
+    )
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
