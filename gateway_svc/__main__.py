@@ -5,6 +5,7 @@ import sys
 
 import structlog
 
+from gateway_svc.access.keys_file import KeysFileError
 from gateway_svc.server import serve
 from gateway_svc.settings import GatewaySettings
 from quire.service.logs import configure_logging
@@ -15,7 +16,7 @@ def main() -> None:
     configure_logging("gateway", settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
-    except OSError as error:
+    except (OSError, KeysFileError) as error:
         structlog.get_logger().error("cannot start", reason=str(error))
         sys.exit(1)
 

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import structlog
 
+from gateway_svc.access.authentication import Authentication
+from gateway_svc.access.keys_watch import KeysWatch
 from gateway_svc.admission.live_limits import LiveLimits, stopping
 from gateway_svc.admission.request_size import RequestSize
 from gateway_svc.generation.service import GenerationService
@@ -23,6 +25,7 @@ from gateway_svc.settings import GatewaySettings
 from gateway_svc.text import model_files
 from gateway_svc.text.model_files import ModelFilesError
 from gateway_svc.text.served_model import Model, ServedModel
+from quire.service.addresses import is_loopback
 from quire.service.channels import PUBLIC_MESSAGE_BYTES, server_options
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
@@ -45,9 +48,16 @@ class Gateway:
     """The components of one gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
+        """KeysFileError if the settings' keys file is not valid."""
+        self._keys_watch = None if settings.api_keys is None else KeysWatch(settings.api_keys)
+        self.authentication = (
+            Authentication() if self._keys_watch is None else self._keys_watch.authentication
+        )
         self.health = Health((_TOKENIZER, _SCHEDULER), SERVICES)
         self.live_limits = LiveLimits(settings.max_live_calls, settings.max_request_bytes)
-        self.calls = CallInterceptor(SERVICES, self.live_limits, self.request_size)
+        self.calls = CallInterceptor(
+            SERVICES, self.authentication, self.live_limits, self.request_size
+        )
         # None before the start, and if metrics are not configured.
         self.metrics_server: MetricsServer | None = None
         self._metrics = GatewayMetrics()
@@ -89,6 +99,10 @@ class Gateway:
             asyncio.create_task(self._load_model()),
             asyncio.create_task(self._publish_scheduler_state()),
         ]
+        if self._keys_watch is not None:
+            self._tasks.append(asyncio.create_task(self._keys_watch.run()))
+        else:
+            _warn_of_open_addresses(settings.listen, settings.http_listen)
         self.scheduler.start()
         if self.http is not None:
             await self.http.start(settings.http_address_file)
@@ -147,7 +161,7 @@ class Gateway:
 
     def _add_servicers(self) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(self.generations, self._metrics), self.server
+            InferenceServicer(self.generations, self._metrics, self.calls.tenant_of), self.server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
             TokenizerServicer(self.tokenization), self.server
@@ -160,7 +174,11 @@ class Gateway:
         if listen is None:
             return None
         app = make_app(
-            self.generations, self.tokenization, self._metrics, self.health, lambda _: ""
+            self.generations,
+            self.tokenization,
+            self._metrics,
+            self.health,
+            self.authentication.authenticate,
         )
         return HttpServer(app, listen, self.live_limits)
 
@@ -189,6 +207,12 @@ class Gateway:
                 await self.health.passed(_SCHEDULER)
             else:
                 await self.health.failed(_SCHEDULER, reason)
+
+
+def _warn_of_open_addresses(*listens: str | None) -> None:
+    for listen in listens:
+        if listen is not None and not is_loopback(listen):
+            log.warning("calls need no API key, and other machines can connect", address=listen)
 
 
 async def serve(settings: GatewaySettings) -> None:

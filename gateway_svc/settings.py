@@ -50,6 +50,11 @@ class GatewaySettings(ServiceSettings):
     served_model_name: _Text | None = Field(
         None, description="Model name in the API; the value of --model if not set."
     )
+    api_keys: Path | None = Field(
+        None,
+        description="YAML file with the tenants and the hashes of their API keys; without it every "
+        "call is accepted. It is read again when it changes.",
+    )
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenize prompts and render chat templates."
     )

@@ -25,19 +25,23 @@ class LLM:
         model: str | None = None,
         *,
         target: str | None = None,
+        api_key: str | None = None,
         num_workers: int | None = None,
         revision: str | None = None,
         verbose: bool = False,
         **worker_settings: str | int | float | bool | None,
     ) -> None:
         """`num_workers` is 1 if absent. `worker_settings` are settings of the worker by name, such
-        as `block_size=32` or `dtype="bfloat16"`; None is the default.
+        as `block_size=32` or `dtype="bfloat16"`; None is the default. `api_key` is for a running
+        server.
 
-        ValueError without a model and a target, or for a setting with a target. LaunchError if the
-        stack does not start.
+        ValueError without a model and a target, for a setting with a target, or for an API key
+        without one. LaunchError if the stack does not start.
         """
         if model is None and target is None:
             raise ValueError("LLM needs a model to start or the target of a running server")
+        if api_key is not None and target is None:
+            raise ValueError("api_key is for the target of a running server")
         given = {name: value for name, value in worker_settings.items() if value is not None}
         stack = None
         if target is not None:
@@ -54,7 +58,7 @@ class LLM:
             ).start()
         # A private stack serves one model, which needs no name in requests.
         self._model = None if stack else model
-        self.client = Client(stack.address if stack else str(target))
+        self.client = Client(stack.address if stack else str(target), api_key=api_key)
         # Runs once: by `close`, when this object is collected, or at exit.
         self._finalizer = weakref.finalize(self, _close, self.client, stack)
 

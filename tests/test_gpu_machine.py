@@ -23,7 +23,7 @@ _OURS = {
 # Installed on the GPU machine; the second line are dependencies of the first.
 _INSTALLED = {
     *("torch", "triton", "transformers", "grpc", "google", "numpy", "safetensors", "tokenizers"),
-    *("jinja2", "huggingface_hub", "click", "packaging", "typing_extensions"),
+    *("jinja2", "huggingface_hub", "click", "packaging", "typing_extensions", "yaml"),
     *("pytest", "hypothesis", "rich", "typer"),
 }
 # Packages whose modules have other names, or that bring another package.

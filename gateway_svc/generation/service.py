@@ -4,6 +4,7 @@ from contextlib import AbstractAsyncContextManager
 
 import grpc
 
+from gateway_svc.access.tenant import ANONYMOUS, Tenant
 from gateway_svc.generation import generation, submission, validation
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.submission import PreparedRequest, RequestsInPreparation
@@ -16,8 +17,8 @@ from quire.v1 import inference_pb2
 
 
 class GenerationService:
-    """The requests of one gateway. Request ids are scoped by `principal`, empty without
-    authentication."""
+    """The requests of one gateway. A tenant scopes request ids and cached prefixes, and limits what
+    its requests may ask for."""
 
     def __init__(
         self, served: ServedModel, scheduler: SchedulerConnection, max_resume_window_s: int
@@ -31,7 +32,7 @@ class GenerationService:
         self,
         request: GenerationRequest,
         deadline_s: float | None,
-        principal: str = "",
+        tenant: Tenant = ANONYMOUS,
         http: gateway_pb2.HttpState | None = None,
     ) -> PreparedRequest:
         """Validate and tokenize a request, which can be cancelled meanwhile. RequestError names
@@ -39,10 +40,10 @@ class GenerationService:
         `http` is stored for the rendering of the output."""
         model = self.served.get(request.model if request.HasField("model") else None)
         validation.check_resume_window(request.resume_window_s, self._max_resume_window_s)
-        with self._in_preparation.track(principal, request.request_id):
+        with self._in_preparation.track(tenant.principal, request.request_id):
             await self.scheduler.wait_until_connected()
             return await submission.prepare(
-                request, model, self.scheduler.max_model_len, deadline_s, principal, http
+                request, model, self.scheduler.max_model_len, deadline_s, tenant, http
             )
 
     def start(self, prepared: PreparedRequest) -> AbstractAsyncContextManager[Generation]:
@@ -50,18 +51,18 @@ class GenerationService:
         return generation.start(prepared, self.scheduler.requests)
 
     def resume(
-        self, request: inference_pb2.ResumeGenerateRequest, principal: str = ""
+        self, request: inference_pb2.ResumeGenerateRequest, tenant: Tenant = ANONYMOUS
     ) -> AbstractAsyncContextManager[Generation]:
         """Resume a live or finished request; exit as `start` does."""
         validation.check_resume_request(request)
-        return generation.resume(request, principal, self.served, self.scheduler.requests)
+        return generation.resume(request, tenant.principal, self.served, self.scheduler.requests)
 
-    async def cancel(self, request_id: str, principal: str = "") -> None:
+    async def cancel(self, request_id: str, tenant: Tenant = ANONYMOUS) -> None:
         """End a request of any gateway. RequestError NOT_FOUND if it is not live."""
         validation.check_request_id(request_id)
         # Both are checked: another request of this id may already run.
-        was_in_preparation = self._in_preparation.cancel(principal, request_id)
-        was_live = await self.scheduler.requests.cancel(request_id, principal)
+        was_in_preparation = self._in_preparation.cancel(tenant.principal, request_id)
+        was_live = await self.scheduler.requests.cancel(request_id, tenant.principal)
         if not (was_in_preparation or was_live):
             raise failed(
                 grpc.StatusCode.NOT_FOUND,

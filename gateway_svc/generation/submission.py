@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from gateway_svc.generation import validation
+from gateway_svc.access.tenant import Tenant
+from gateway_svc.generation import tenant_limits, validation
 from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.text.detokenizer import Detokenizer
@@ -67,12 +68,13 @@ async def prepare(
     model: Model,
     max_model_len: int | None,
     deadline_s: float | None,
-    principal: str,
+    tenant: Tenant,
     http: gateway_pb2.HttpState | None = None,
 ) -> PreparedRequest:
     """RequestError names the invalid field. `deadline_s` is the time left to the client's call."""
     limits = model.limits(max_model_len)
     validation.check_request(request, limits)
+    tenant_limits.check_request(request, tenant)
     deadline_ms = None if deadline_s is None else round((time.time() + deadline_s) * 1000)
     prompt_token_ids = await _tokenize(request, model, limits)
     request_id = request.request_id or secrets.token_hex(16)
@@ -81,20 +83,22 @@ async def prepare(
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if http is not None:
         state.http.CopyFrom(http)
+    tenant_limits.cap_max_tokens(resolved, state.num_choices, tenant)
     validation.check_num_logprobs(resolved, state.num_choices)
     submission = scheduler_pb2.Submission(
         request_id=request_id,
-        principal=principal,
+        principal=tenant.principal,
         digest=request_digest(request),
         prompt_token_ids=prompt_token_ids,
         params=resolved,
         deadline_ms=deadline_ms,
         resume_window_s=request.resume_window_s if request.HasField("resume_window_s") else None,
-        priority=request.priority if request.HasField("priority") else None,
+        priority=tenant_limits.priority(request, tenant),
         n=state.num_choices,
-        cache_salt=request.cache_salt.encode(),
+        cache_salt=tenant.cache_salt(request.cache_salt),
         opaque=state.SerializeToString(),
         deferred_delivery=_is_deferred(request),
+        tenant=tenant.policy() if tenant.principal else None,
     )
     return PreparedRequest(model, submission, state, create_choices(state, model))
 

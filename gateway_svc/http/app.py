@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
+from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.bodies.chat import ChatRequest
@@ -42,9 +43,9 @@ def make_app(
     tokenization: TokenizationService,
     metrics: GatewayMetrics,
     health: Health,
-    authenticate: Callable[[str | None], str],
+    authenticate: Callable[[str | None], Tenant],
 ) -> FastAPI:
-    """`authenticate` returns the principal of an Authorization header, or raises a
+    """`authenticate` returns the tenant of an Authorization header, or raises a
     RequestError."""
     app = FastAPI(title="Quire", version=importlib.metadata.version("quire"), redoc_url=None)
     context = RequestContext(service, authenticate)

@@ -1,4 +1,4 @@
-"""What all routes need of a request: its id, its owner, and its body."""
+"""What all routes need of a request: its id, its tenant, and its body."""
 
 import secrets
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.fields import HttpRequest
 from gateway_svc.http.bodies.reading import read_body
@@ -22,13 +23,13 @@ _MAX_BODY_BYTES = 2**23
 class RequestContext:
     """Reads requests of one gateway."""
 
-    def __init__(self, service: GenerationService, authenticate: Callable[[str | None], str]):
-        """`authenticate` returns the principal of an Authorization header, or raises a
+    def __init__(self, service: GenerationService, authenticate: Callable[[str | None], Tenant]):
+        """`authenticate` returns the tenant of an Authorization header, or raises a
         RequestError."""
         self._service = service
         self._authenticate = authenticate
 
-    def principal(self, request: Request) -> str:
+    def tenant(self, request: Request) -> Tenant:
         return self._authenticate(request.headers.get("authorization"))
 
     async def body(self, request: Request, kind: type[R]) -> R:

@@ -4,6 +4,7 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
+from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.chat import ChatRequest
@@ -52,7 +53,7 @@ class GenerationRoutes:
 
     async def create_completion(self, request: Request) -> Response:
         """Complete one or several prompts."""
-        principal = self._context.principal(request)
+        tenant = self._context.tenant(request)
         body = await self._context.body(request, CompletionRequest)
         request_id = self._context.request_id(request)
         messages = body.messages(request_id)
@@ -60,11 +61,11 @@ class GenerationRoutes:
         if body.echo:
             await self._set_echoes(body, states)
         renamed = {"prompt": "prompt", "token_ids": "prompt", "request_id": _REQUEST_ID}
-        return self._respond(request_id, principal, body, messages, states, renamed)
+        return self._respond(request_id, tenant, body, messages, states, renamed)
 
     async def create_chat_completion(self, request: Request) -> Response:
         """Continue a conversation."""
-        principal = self._context.principal(request)
+        tenant = self._context.tenant(request)
         body = await self._context.body(request, ChatRequest)
         request_id = self._context.request_id(request)
         messages = [body.message(request_id)]
@@ -77,12 +78,12 @@ class GenerationRoutes:
         }
         if body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
-        return self._respond(request_id, principal, body, messages, states, renamed)
+        return self._respond(request_id, tenant, body, messages, states, renamed)
 
     async def request_events(self, request_id: str, request: Request) -> Response:
         """Stream a request's output, live or finished, after the event that `Last-Event-ID`
         names. A browser's EventSource sends that header when it reconnects."""
-        principal = self._context.principal(request)
+        tenant = self._context.tenant(request)
         last_id = request.headers.get("last-event-id", "")
         if last_id == DONE:
             # Makes an EventSource stop.
@@ -90,14 +91,14 @@ class GenerationRoutes:
         positions = Positions.parse(last_id) if last_id else Positions()
 
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.resume(request_id, positions, principal)
+            updates = self._generations.resume(request_id, positions, tenant)
             await write_events(updates, self.make_format, positions, writer)
 
         return GenerationResponse(request_id, run, {"next_token_indices": "Last-Event-ID"})
 
     async def cancel_request(self, request_id: str, request: Request) -> Response:
         """End a live request."""
-        await self._service.cancel(request_id, self._context.principal(request))
+        await self._service.cancel(request_id, self._context.tenant(request))
         return Response(status_code=204)
 
     def make_format(self, generation: Generation) -> Format:
@@ -115,7 +116,7 @@ class GenerationRoutes:
     def _respond(
         self,
         request_id: str,
-        principal: str,
+        tenant: Tenant,
         body: SamplingFields,
         messages: list[GenerationMessage],
         states: list[gateway_pb2.HttpState],
@@ -125,7 +126,7 @@ class GenerationRoutes:
             raise invalid("stream_options", "NO_STREAM", "is accepted only with stream = true")
 
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.run(messages, states, principal)
+            updates = self._generations.run(messages, states, tenant)
             if body.stream:
                 await write_events(updates, self.make_format, Positions(), writer)
             else:

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 
+from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
@@ -39,14 +40,14 @@ class Generations:
         self,
         messages: Sequence[GenerationMessage],
         states: Sequence[gateway_pb2.HttpState],
-        principal: str,
+        tenant: Tenant,
     ) -> Updates:
         """Yield the updates of all prompts. RequestError, before the first update, if one of them
         is invalid; no prompt is started then."""
         with ExitStack() as measured:
             times = [measured.enter_context(self._metrics.request()) for _ in messages]
             prepared = [
-                await self._service.prepare(message, None, principal, state)
+                await self._service.prepare(message, None, tenant, state)
                 for message, state in zip(messages, states, strict=True)
             ]
             sources = [
@@ -58,7 +59,7 @@ class Generations:
                 async for update in updates:
                     yield update
 
-    async def resume(self, request_id: str, positions: Positions, principal: str) -> Updates:
+    async def resume(self, request_id: str, positions: Positions, tenant: Tenant) -> Updates:
         """Yield the updates of a request that runs or has ended, after the client's positions."""
         with self._metrics.resumed_request() as times:
 
@@ -67,7 +68,7 @@ class Generations:
                     request_id=prompt_id(request_id, prompt),
                     next_token_indices=positions.next_indices(prompt),
                 )
-                resume = partial(self._service.resume, request, principal)
+                resume = partial(self._service.resume, request, tenant)
                 return _prompt_updates(prompt, resume, times)
 
             merge = Merge[PromptUpdate]()

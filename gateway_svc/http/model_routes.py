@@ -49,17 +49,17 @@ class ModelRoutes:
 
     async def list_models(self, request: Request) -> dict[str, Any]:
         """List the served model."""
-        self._context.principal(request)
+        self._context.tenant(request)
         return {"object": "list", "data": [self._describe(self._tokenization.model(None))]}
 
     async def get_model(self, name: str, request: Request) -> dict[str, Any]:
         """Describe the served model."""
-        self._context.principal(request)
+        self._context.tenant(request)
         return self._describe(self._tokenization.model(name))
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Convert a text or a conversation to tokens."""
-        self._context.principal(request)
+        self._context.tenant(request)
         body = await self._context.body(request, TokenizeRequest)
         response = await self._tokenization.tokenize(body.message())
         tokens = list(response.token_ids)
@@ -73,7 +73,7 @@ class ModelRoutes:
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         """Convert tokens to text."""
-        self._context.principal(request)
+        self._context.tenant(request)
         body = await self._context.body(request, DetokenizeRequest)
         response = await self._tokenization.detokenize(body.message())
         return {"prompt": response.text}

@@ -9,6 +9,7 @@ import grpc
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.response import ResponseRequest
@@ -56,7 +57,7 @@ class ResponseRoutes:
 
     async def create(self, request: Request) -> Response:
         """Generate a response, streamed, whole, or in the background."""
-        principal = self._context.principal(request)
+        tenant = self._context.tenant(request)
         body = await self._context.body(request, ResponseRequest)
         request_id = self._context.request_id(request)
         state = gateway_pb2.HttpState(
@@ -65,7 +66,7 @@ class ResponseRoutes:
             num_prompts=1,
             response=orjson.dumps(body.response(self._service.served.name)),
         )
-        updates = self._generations.run([body.message(request_id)], [state], principal)
+        updates = self._generations.run([body.message(request_id)], [state], tenant)
 
         async def run(writer: ResponseWriter) -> None:
             if body.stream:
@@ -86,41 +87,41 @@ class ResponseRoutes:
         """Return a response, or stream its events after a sequence number. One that runs in the
         background is returned as far as it is; the stream of another one that runs is taken over.
         """
-        principal = self._context.principal(request)
+        tenant = self._context.tenant(request)
         request_id = _request_id(response_id)
 
         async def run(writer: ResponseWriter) -> None:
             if not stream:
-                await self._write_object(request_id, principal, writer)
+                await self._write_object(request_id, tenant, writer)
                 return
             try:
-                await self._write_events(request_id, principal, starting_after, writer)
+                await self._write_events(request_id, tenant, starting_after, writer)
             except RequestError as error:
                 # Only events behind the last token are missing.
                 if error_reason(error) != "TOKEN_INDEX_PAST_END" or writer.has_written:
                     raise
-                await self._write_events(request_id, principal, starting_after, writer, False)
+                await self._write_events(request_id, tenant, starting_after, writer, False)
 
         return GenerationResponse(request_id, run)
 
     async def cancel(self, response_id: str, request: Request) -> Response:
         """End a live response."""
-        principal = self._context.principal(request)
+        tenant = self._context.tenant(request)
         request_id = _request_id(response_id)
 
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.resume(request_id, Positions(), principal)
+            updates = self._generations.resume(request_id, Positions(), tenant)
             async with aclosing(updates):
                 update = await anext(updates)
                 form = self._format(update.generation)
-                await self._service.cancel(request_id, principal)
+                await self._service.cancel(request_id, tenant)
             await writer.json(200, form.cancelled())
 
         return GenerationResponse(request_id, run)
 
-    async def _write_object(self, request_id: str, principal: str, writer: ResponseWriter) -> None:
+    async def _write_object(self, request_id: str, tenant: Tenant, writer: ResponseWriter) -> None:
         collector = Collector(self._format)
-        updates = self._generations.resume(request_id, Positions(), principal)
+        updates = self._generations.resume(request_id, Positions(), tenant)
         async with aclosing(updates):
             first = await anext(updates)
             collector.add(first)
@@ -135,7 +136,7 @@ class ResponseRoutes:
     async def _write_events(
         self,
         request_id: str,
-        principal: str,
+        tenant: Tenant,
         after: int,
         writer: ResponseWriter,
         skips_tokens: bool = True,
@@ -147,7 +148,7 @@ class ResponseRoutes:
         def make_format(generation: Generation) -> ResponseFormat:
             return self._format(generation, after)
 
-        updates = self._generations.resume(request_id, positions, principal)
+        updates = self._generations.resume(request_id, positions, tenant)
         await write_events(updates, make_format, positions, writer)
 
     def _format(self, generation: Generation, after: int = -1) -> ResponseFormat:

@@ -1,4 +1,4 @@
-"""Server interceptor: parses requests, converts errors to statuses and counts live calls."""
+"""Server interceptor: authenticates and counts calls, parses requests, converts errors."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -8,6 +8,9 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from gateway_svc.access.authentication import Authentication
+from gateway_svc.access.tenant import Tenant
+from quire.service.api_keys import HEADER
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.admission.request_size import RequestSize
 from quire.service.errors import RequestError, abort, failed
@@ -18,6 +21,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 # Any: gRPC's handler types cover only the methods of a synchronous server.
 _Method = Callable[[Any, Context], Awaitable[Any]]
+_Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
+_REFLECTION = "/grpc.reflection."
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -30,15 +35,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         services: Iterable[str],
+        authentication: Authentication,
         live_limits: LiveLimits,
         request_size: Callable[[], RequestSize],
     ) -> None:
-        """Calls of `services` are counted and limited, and their errors become statuses. Health
-        checks are excluded: a watch does not end by itself. All requests are limited in size.
+        """Calls of `services` are authenticated, counted and limited, and their errors become
+        statuses. Health checks are excluded: they need no key, and a watch does not end by itself.
+        Reflection is only authenticated, as an administrator. All requests are limited in size.
         """
         self.num_live = 0
+        self._authentication = authentication
         self._live_limits = live_limits
         self._request_size = request_size
+        # Of live calls.
+        self._tenants: dict[Context, Tenant] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._prefixes = tuple(f"/{service}/" for service in services)
@@ -49,12 +59,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Wait until no call of `services` is live."""
         await self._idle.wait()
 
+    def tenant_of(self, context: Context) -> Tenant:
+        """The tenant of a live call."""
+        return self._tenants[context]
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
         name = handler_call_details.method
+        if name.startswith(_REFLECTION) and (error := self._admin_error(handler_call_details)):
+            return _refusing(error)
         if (cached := self._handlers.get(name)) is not None:
             return cached
         handler = await continuation(handler_call_details)
@@ -73,7 +89,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if is_counted:
             method = self._counted(method)
         # Without a deserializer gRPC passes the bytes to the method.
-        return create(method, response_serializer=handler.response_serializer)
+        return create(
+            self._authenticated(method) if is_counted else method,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _admin_error(self, details: grpc.HandlerCallDetails) -> RequestError | None:
+        try:
+            self._authentication.authenticate_admin(_header(details.invocation_metadata))
+        except RequestError as error:
+            return error
+        return None
+
+    def _authenticated(self, method: _Method) -> _Method:
+        async def call(data: bytes, context: Context) -> Any:
+            try:
+                tenant = self._authentication.authenticate(_header(context.invocation_metadata()))
+            except RequestError as error:
+                await abort(context, error)
+            self._tenants[context] = tenant
+            try:
+                return await method(data, context)
+            finally:
+                del self._tenants[context]
+
+        return call
 
     def _counted(self, method: _Method) -> _Method:
         async def call(data: bytes, context: Context) -> Any:
@@ -119,3 +159,18 @@ def _malformed() -> RequestError:
         "MALFORMED_REQUEST",
         "the request cannot be parsed as the method's request type",
     )
+
+
+def _header(metadata: _Metadata) -> str | bytes | None:
+    """The value of the header `authorization`; None unless there is exactly one."""
+    values = [value for name, value in metadata or () if name == HEADER]
+    return values[0] if len(values) == 1 else None
+
+
+def _refusing(error: RequestError) -> _Handler:
+    """A handler of streaming calls that ends them with an error."""
+
+    async def call(requests: Any, context: Context) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(call)

@@ -1,5 +1,8 @@
 """`InferenceService`: generation, resumption and cancellation."""
 
+from collections.abc import Callable
+
+from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.rpc import responses
@@ -8,15 +11,23 @@ from quire.v1 import inference_pb2, inference_pb2_grpc
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, generations: GenerationService, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        generations: GenerationService,
+        metrics: GatewayMetrics,
+        tenant_of: Callable[[Context], Tenant],
+    ) -> None:
         self._generations = generations
         self._metrics = metrics
+        self._tenant_of = tenant_of
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         with self._metrics.request() as times:
-            prepared = await self._generations.prepare(request, context.time_remaining())
+            prepared = await self._generations.prepare(
+                request, context.time_remaining(), self._tenant_of(context)
+            )
             builder = responses.ResponseBuilder(prepared.model)
             async with self._generations.start(prepared) as running:
                 async for update in times.measure(running.updates()):
@@ -28,7 +39,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         # Written, not yielded, so that the call of a slow client can still end with a status.
         with self._metrics.request() as times:
-            prepared = await self._generations.prepare(request, context.time_remaining())
+            prepared = await self._generations.prepare(
+                request, context.time_remaining(), self._tenant_of(context)
+            )
             async with self._generations.start(prepared) as running:
                 async for update in times.measure(running.updates()):
                     response = responses.stream_response(
@@ -41,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         with self._metrics.resumed_request() as times:
             model = self._generations.served.get(None)
-            async with self._generations.resume(request) as running:
+            async with self._generations.resume(request, self._tenant_of(context)) as running:
                 async for update in times.measure(running.updates()):
                     response = responses.stream_response(
                         running, model, update, inference_pb2.ResumeGenerateResponse
@@ -51,5 +64,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def CancelGenerate(  # noqa: N802
         self, request: inference_pb2.CancelGenerateRequest, context: Context
     ) -> inference_pb2.CancelGenerateResponse:
-        await self._generations.cancel(request.request_id)
+        await self._generations.cancel(request.request_id, self._tenant_of(context))
         return inference_pb2.CancelGenerateResponse()

@@ -6,6 +6,7 @@ Called by the entry point `quire` and by `python -m quire`.
 from quire.cli.app import app
 from quire.cli.bench import bench
 from quire.cli.inference import generate, models, tokenize
+from quire.cli.keys import keys
 from quire.cli.local import demo, serve
 from quire.cli.operations import health, reset_cache, status
 from quire.cli.recordings import explain, replay
@@ -15,6 +16,7 @@ for command in (
     *(bench, demo, replay, explain),
 ):
     app.command()(command)
+app.add_typer(keys)
 
 
 def main() -> None:

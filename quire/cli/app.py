@@ -86,6 +86,15 @@ Targets = Annotated[
         help="The server: host:port or unix:/path; several gateways are separated by commas.",
     ),
 ]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="QUIRE_API_KEY",
+        show_envvar=True,
+        help="The API key. The environment variable keeps it out of the list of processes.",
+    ),
+]
 ResumeTimeout = Annotated[
     float,
     number_option(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.app import (
+    ApiKey,
     ModelName,
     ResumeTimeout,
     Targets,
@@ -39,6 +40,7 @@ _Priority = Annotated[
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     target: Targets = DEFAULT_TARGET,
+    api_key: ApiKey = None,
     model: ModelName = None,
     temperature: Annotated[float | None, number_option("0 takes the most likely token.")] = None,
     top_p: Annotated[float | None, number_option("Probability mass considered.")] = None,
@@ -68,7 +70,7 @@ def generate(
     content: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
     options: RequestOptions = {"model": model, "priority": priority}
     printer = OrderedPrinter(n or 1)
-    with _client(target, resume_timeout) as client:
+    with _client(target, api_key, resume_timeout) as client:
         if stream:
             for message in client.stream_generate(content, params, timeout_s=timeout, **options):
                 for delta in message.outputs:
@@ -82,6 +84,7 @@ def generate(
 def tokenize(
     text: Annotated[str, typer.Argument(help="The text to tokenize.")],
     target: Targets = DEFAULT_TARGET,
+    api_key: ApiKey = None,
     model: ModelName = None,
     special_tokens: Annotated[
         bool, typer.Option(help="Add the special tokens that the model's tokenizer adds.")
@@ -90,7 +93,7 @@ def tokenize(
     resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
 ) -> None:
     """Print the token ids of a text."""
-    with _client(target, resume_timeout) as client:
+    with _client(target, api_key, resume_timeout) as client:
         token_ids = client.tokenize(
             text, add_special_tokens=special_tokens, model=model, timeout_s=timeout
         )
@@ -100,11 +103,12 @@ def tokenize(
 @report_errors()
 def models(
     target: Targets = DEFAULT_TARGET,
+    api_key: ApiKey = None,
     timeout: Timeout = None,
     resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
 ) -> None:
     """List the served models."""
-    with _client(target, resume_timeout) as client:
+    with _client(target, api_key, resume_timeout) as client:
         served = client.list_models(timeout_s=timeout)
     rows = [("MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE")]
     for model in served:
@@ -144,7 +148,7 @@ class OrderedPrinter:
             self._index += 1
 
 
-def _client(target: str, resume_timeout_s: float) -> Client:
+def _client(target: str, api_key: str | None, resume_timeout_s: float) -> Client:
     """A client that reports the first retried failure on stderr."""
     is_reported = False
 
@@ -154,4 +158,4 @@ def _client(target: str, resume_timeout_s: float) -> Client:
             typer.echo(f"quire: {error}; trying again", err=True)
         is_reported = True
 
-    return Client(target, resume_timeout_s=resume_timeout_s, on_break=report)
+    return Client(target, api_key=api_key, resume_timeout_s=resume_timeout_s, on_break=report)

@@ -28,7 +28,7 @@ from quire.client.retry_policy import (
     resume_timeout,
 )
 from quire.client.sampling_params import SamplingParams
-from quire.client.targets import Targets, client_options
+from quire.client.targets import Targets, client_options, key_metadata
 from quire.v1 import inference_pb2, model_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
@@ -62,11 +62,14 @@ class AsyncClient:
         self,
         target: str,
         *,
+        api_key: str | None = None,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         on_break: Callable[[QuireError], object] | None = None,
     ) -> None:
-        """`on_break` is called with each failure that is retried."""
+        """`api_key` is sent with each call. `on_break` is called with each failure that is
+        retried."""
         self._targets = Targets(target)
+        self._metadata = key_metadata(api_key)
         self._resume_timeout_s = resume_timeout(resume_timeout_s)
         self._on_break = on_break
         self.target = target
@@ -180,7 +183,7 @@ class AsyncClient:
             method = method_for(retry_policy.target)
             try:
                 with translate_errors(retry_policy.target):
-                    response = await method(request, timeout=timeout)
+                    response = await method(request, timeout=timeout, metadata=self._metadata)
             except QuireError as error:
                 await asyncio.sleep(retry_policy.backoff_s(error))
             else:
@@ -211,8 +214,8 @@ class AsyncClient:
         stub = self._inference(stream.retry_policy.target)
         request = stream.next_request()
         if isinstance(request, inference_pb2.ResumeGenerateRequest):
-            return stub.ResumeGenerate(request, timeout=timeout)
-        return stub.StreamGenerate(request, timeout=timeout)
+            return stub.ResumeGenerate(request, timeout=timeout, metadata=self._metadata)
+        return stub.StreamGenerate(request, timeout=timeout, metadata=self._metadata)
 
     async def _cancel_unfinished(self, call: "_Stream | None", stream: ResumableStream) -> None:
         if call is not None and not call.done():
@@ -221,7 +224,9 @@ class AsyncClient:
             request = cancel_request(stream.request_id)
             with suppress(grpc.RpcError, ValueError):
                 stub = self._inference(stream.retry_policy.target)
-                await stub.CancelGenerate(request, timeout=CANCEL_TIMEOUT_S)
+                await stub.CancelGenerate(
+                    request, timeout=CANCEL_TIMEOUT_S, metadata=self._metadata
+                )
 
     def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
         timeout = deadline("timeout_s", timeout_s)

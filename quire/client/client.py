@@ -29,7 +29,7 @@ from quire.client.retry_policy import (
     resume_timeout,
 )
 from quire.client.sampling_params import SamplingParams
-from quire.client.targets import Targets, client_options
+from quire.client.targets import Targets, client_options, key_metadata
 from quire.v1 import inference_pb2, model_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
@@ -64,11 +64,14 @@ class Client:
         self,
         target: str,
         *,
+        api_key: str | None = None,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         on_break: Callable[[QuireError], object] | None = None,
     ) -> None:
-        """`on_break` is called with each failure that is retried."""
+        """`api_key` is sent with each call. `on_break` is called with each failure that is
+        retried."""
         self._targets = Targets(target)
+        self._metadata = key_metadata(api_key)
         self._resume_timeout_s = resume_timeout(resume_timeout_s)
         self._on_break = on_break
         self.target = target
@@ -205,7 +208,7 @@ class Client:
         timeout_s: float | None,
     ) -> list[_Response]:
         retry_policies = [self._retry_policy(timeout_s) for _ in requests]
-        return ConcurrentCalls(method_for, requests, retry_policies).run()
+        return ConcurrentCalls(method_for, requests, retry_policies, self._metadata).run()
 
     def _stream(self, stream: ResumableStream) -> Generator[RequestDelta, None, None]:
         call = None
@@ -233,8 +236,8 @@ class Client:
         stub = self._inference(stream.retry_policy.target)
         request = stream.next_request()
         if isinstance(request, inference_pb2.ResumeGenerateRequest):
-            return stub.ResumeGenerate(request, timeout=timeout)
-        return stub.StreamGenerate(request, timeout=timeout)
+            return stub.ResumeGenerate(request, timeout=timeout, metadata=self._metadata)
+        return stub.StreamGenerate(request, timeout=timeout, metadata=self._metadata)
 
     def _cancel_unfinished(self, call: _Stream | None, stream: ResumableStream) -> None:
         if call is not None and call.is_active():
@@ -243,7 +246,7 @@ class Client:
             request = cancel_request(stream.request_id)
             with suppress(grpc.RpcError, ValueError):
                 stub = self._inference(stream.retry_policy.target)
-                stub.CancelGenerate(request, timeout=CANCEL_TIMEOUT_S)
+                stub.CancelGenerate(request, timeout=CANCEL_TIMEOUT_S, metadata=self._metadata)
 
     def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
         timeout = deadline("timeout_s", timeout_s)

@@ -12,6 +12,7 @@ import grpc
 
 from quire.client.errors import QuireError, translate_errors
 from quire.client.retry_policy import RetryPolicy
+from quire.client.targets import Metadata
 
 # Calls in progress at once: enough to fill a service, few enough for its limits.
 _MAX_CALLS = 2048
@@ -30,10 +31,12 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         method_for: "StubMethodFor[_Request, _Response]",
         requests: Sequence[_Request],
         retry_policies: Sequence[RetryPolicy],
+        metadata: Metadata,
     ) -> None:
         self._method_for = method_for
         self._requests = requests
         self._retry_policies = retry_policies
+        self._metadata = metadata
         self._calls: dict[int, grpc.Future[_Response]] = {}
         # Indices of ended calls; times and indices of retries.
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -65,7 +68,7 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         retry_policy = self._retry_policies[index]
         timeout = retry_policy.begin_attempt()
         method = self._method_for(retry_policy.target)
-        call = method.future(self._requests[index], timeout=timeout)
+        call = method.future(self._requests[index], timeout=timeout, metadata=self._metadata)
         self._calls[index] = call
         call.add_done_callback(lambda _: self._ended.put(index))
 

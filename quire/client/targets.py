@@ -1,10 +1,11 @@
 """Addresses of servers, and the channel options of clients."""
 
-import ipaddress
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.client.arguments import wrong_type
+from quire.service import api_keys
+from quire.service.addresses import is_loopback
 from quire.service.channels import channel_options
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -19,6 +20,8 @@ _KEEPALIVE: list[tuple[str, Any]] = [
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
 _EXPECTED = "host:port or unix:/path"
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+_KEY = re.compile(r"[!-~]+")
 _TARGET = re.compile(r"unix:.+|(dns:///)?(\[[^\]]+\]|[^\s:/\[\]]+):\d{1,5}")
 
 
@@ -29,6 +32,18 @@ def check_target(target: object) -> str:
     if not _TARGET.fullmatch(target):
         raise ValueError(f"target: expected {_EXPECTED} (got {target!r})")
     return target
+
+
+def key_metadata(api_key: object) -> Metadata:
+    """The metadata of calls with an API key, or of calls without one. TypeError or ValueError for
+    what is none; the message does not have the key."""
+    if api_key is None:
+        return ()
+    if not isinstance(api_key, str):
+        raise TypeError(f"api_key: must be a text (got {type(api_key).__name__})")
+    if not _KEY.fullmatch(api_key):
+        raise ValueError("api_key: must be one word of visible ASCII characters")
+    return ((api_keys.HEADER, api_keys.header_value(api_key)),)
 
 
 class Targets:
@@ -48,15 +63,5 @@ class Targets:
 
 def client_options(target: str) -> list[tuple[str, Any]]:
     """Channel options. Servers on this machine are not reached through an HTTP proxy."""
-    proxy = ("grpc.enable_http_proxy", 0 if _is_local(target) else 1)
+    proxy = ("grpc.enable_http_proxy", 0 if is_loopback(target) else 1)
     return [*(dict(channel_options()) | dict(_KEEPALIVE)).items(), proxy]
-
-
-def _is_local(target: str) -> bool:
-    host = target.rpartition(":")[0].strip("[]")
-    if target.startswith("unix:") or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -33,6 +33,17 @@ def check_address(value: str) -> str:
     return value
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a server that listens on the address."""
+    host = address.rpartition(":")[0].strip("[]")
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 Address = Annotated[str, AfterValidator(check_address)]
 
 

@@ -1,0 +1,74 @@
+"""Authentication: from a header's value to its tenant."""
+
+import hmac
+from collections.abc import Mapping
+
+import grpc
+
+from gateway_svc.access.tenant import ANONYMOUS, Tenant
+from quire.service.api_keys import SCHEME, hash_key
+from quire.service.errors import failed
+
+_ADMIN_NEEDED = "ADMIN_NEEDED"
+_MISSING_KEY = failed(
+    grpc.StatusCode.UNAUTHENTICATED,
+    "MISSING_KEY",
+    f"an API key is needed; send the header 'authorization: {SCHEME} KEY'",
+)
+_UNKNOWN_KEY = failed(
+    grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_KEY", "the API key is unknown or was removed"
+)
+
+
+class Authentication:
+    """Finds the tenant of a call by the key that it presents; every call is anonymous without keys.
+
+    The tenants are replaced when their file changes. Calls in progress keep theirs.
+    """
+
+    def __init__(self, tenants: Mapping[bytes, Tenant] | None = None) -> None:
+        """`tenants` by the hashes of their keys; None: no keys are needed."""
+        self._tenants = tenants
+
+    @property
+    def needs_keys(self) -> bool:
+        return self._tenants is not None
+
+    def replace(self, tenants: Mapping[bytes, Tenant]) -> None:
+        self._tenants = tenants
+
+    def authenticate(self, header: str | bytes | None) -> Tenant:
+        """The tenant of a header `authorization`. RequestError UNAUTHENTICATED without one."""
+        if self._tenants is None:
+            return ANONYMOUS
+        key = _key_of(header)
+        if not key:
+            raise _MISSING_KEY
+        presented, found = hash_key(key), None
+        # All are compared, so that the duration does not depend on which one matches.
+        for key_hash, tenant in self._tenants.items():
+            if hmac.compare_digest(key_hash, presented):
+                found = tenant
+        if found is None:
+            raise _UNKNOWN_KEY
+        return found
+
+    def authenticate_admin(self, header: str | bytes | None) -> Tenant:
+        """As `authenticate`; RequestError PERMISSION_DENIED unless the tenant is an administrator.
+        Without keys every call is permitted."""
+        tenant = self.authenticate(header)
+        if self.needs_keys and not tenant.is_admin:
+            raise failed(
+                grpc.StatusCode.PERMISSION_DENIED,
+                _ADMIN_NEEDED,
+                "the API key's tenant is not an administrator",
+            )
+        return tenant
+
+
+def _key_of(header: str | bytes | None) -> str:
+    """The key of a header's value; empty if there is none, or of another scheme."""
+    if isinstance(header, bytes):
+        header = header.decode(errors="surrogateescape")
+    scheme, _, key = (header or "").strip().partition(" ")
+    return key.strip() if scheme.lower() == SCHEME.lower() else ""

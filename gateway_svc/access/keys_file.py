@@ -1,0 +1,162 @@
+"""The keys file: a YAML list of tenants with the hashes of their keys."""
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from gateway_svc.access.tenant import PriorityRange, Tenant, TenantLimits
+
+_INT32_MIN, _INT32_MAX, _UINT32_MAX = -(2**31), 2**31 - 1, 2**32 - 1
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+_KeyHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Priority = Annotated[int, Field(ge=_INT32_MIN, le=_INT32_MAX)]
+_Positive = Annotated[int, Field(ge=1, le=_UINT32_MAX)]
+_NotNegative = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
+
+
+class KeysFileError(Exception):
+    """The keys file cannot be used. The message has the reason, and no value of the file: a value
+    may be a key that was written where its hash belongs."""
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class _PriorityEntry(_Entry):
+    min: _Priority
+    max: _Priority
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> "_PriorityEntry":
+        if self.min > self.max:
+            raise ValueError("min must not be above max")
+        return self
+
+
+class _LimitsEntry(_Entry):
+    requests_per_minute: _Positive | None = None
+    tokens_per_minute: _Positive | None = None
+    live_requests: _Positive | None = None
+    waiting_tokens: _Positive | None = None
+    resumable_requests: _NotNegative | None = None
+    output_tokens: _Positive | None = None
+    resume_window_s: _NotNegative | None = None
+
+
+class _TenantEntry(_Entry):
+    name: _Name
+    # SHA-256 in hexadecimal. Without keys the tenant is refused.
+    keys: list[_KeyHash] = []
+    weight: float = Field(1.0, ge=0.001, le=1000)
+    admin: bool = False
+    share_prefixes: bool = False
+    priority: _PriorityEntry | None = None
+    limits: _LimitsEntry = _LimitsEntry()
+
+    def to_tenant(self) -> Tenant:
+        return Tenant(
+            name=self.name,
+            weight=self.weight,
+            is_admin=self.admin,
+            shares_prefixes=self.share_prefixes,
+            priorities=PriorityRange(self.priority.min, self.priority.max)
+            if self.priority
+            else None,
+            limits=TenantLimits(**self.limits.model_dump()),
+        )
+
+
+_FILE = TypeAdapter(list[_TenantEntry])
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a field that is given twice; YAML libraries use the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        counts = Counter(key.value for key in keys)
+        for key in keys:
+            if counts[key.value] > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a field is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def read_keys_file(path: Path) -> Mapping[bytes, Tenant]:
+    """The tenants of a file by the hashes of their keys. KeysFileError if it is not valid."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise KeysFileError(f"{path} cannot be read: {reason}") from None
+    try:
+        return parse_keys(text)
+    except KeysFileError as error:
+        raise KeysFileError(f"{path}: {error}") from None
+
+
+def parse_keys(text: str) -> Mapping[bytes, Tenant]:
+    """The tenants of a file's text by the hashes of their keys. KeysFileError if it is invalid."""
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        # Its message would quote the file.
+        raise KeysFileError(f"{line}{_without_quotes(error.problem)}") from None
+    except yaml.YAMLError:
+        raise KeysFileError("it is not YAML") from None
+    try:
+        entries = _FILE.validate_python(content)
+    except ValidationError as invalid:
+        raise KeysFileError("; ".join(map(_describe, invalid.errors()))) from None
+    return _by_hash(entries)
+
+
+def _by_hash(entries: list[_TenantEntry]) -> dict[bytes, Tenant]:
+    names: set[str] = set()
+    tenants: dict[bytes, Tenant] = {}
+    for entry in entries:
+        if entry.name in names:
+            raise KeysFileError(f"tenant {entry.name!r} is given twice")
+        names.add(entry.name)
+        tenant = entry.to_tenant()
+        for key_hash in map(bytes.fromhex, entry.keys):
+            if key_hash in tenants:
+                raise KeysFileError(f"a key of tenant {entry.name!r} is given twice")
+            tenants[key_hash] = tenant
+    return tenants
+
+
+def _describe(error: Any) -> str:
+    """The place and the reason of a validation error, without the value."""
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    place = place.removeprefix(".") or "file"
+    match error["type"]:
+        case "extra_forbidden":
+            reason = "no such field"
+        case "list_type" if not error["loc"]:
+            reason = "must be a list of tenants"
+        case "string_pattern_mismatch" if "keys" in error["loc"]:
+            reason = "must be a SHA-256 hash in 64 lower-case hexadecimal digits"
+        case _:
+            reason = error["msg"].removeprefix("Value error, ")
+    return f"{place}: {reason}"
+
+
+def _without_quotes(problem: str | None) -> str:
+    """The problem up to the first quotation of the file."""
+    return (problem or "it is not YAML").partition("'")[0].strip(" ,") or "it is not YAML"

@@ -1,0 +1,283 @@
+"""API keys and tenants through the gateway's gRPC API."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from gateway_fake_scheduler import FakeScheduler
+from gateway_stack import Stack, info_of
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
+from waiting import until
+
+from gateway_svc.server import Gateway
+from gateway_svc.settings import GatewaySettings
+from quire.client.async_client import AsyncClient
+from quire.client.client import Client
+from quire.client.errors import QuireError
+from quire.service.api_keys import hash_key, header_value, new_key
+from quire.service.channels import channel_options
+from quire.service.errors import RequestError
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import model_pb2, tokenizer_pb2
+
+SettingsFor = Callable[..., GatewaySettings]
+LIMITS = """
+  weight: 2.5
+  priority: {min: 1, max: 3}
+  limits: {requests_per_minute: 60, resumable_requests: 0, output_tokens: 12, resume_window_s: 30}
+"""
+
+
+@dataclass
+class Keys:
+    """A keys file with the tenants alpha, which has limits, beta and sharing, an administrator."""
+
+    path: Path
+    alpha: str
+    beta: str
+    sharing: str
+
+    def metadata(self, key: str) -> tuple[tuple[str, str], ...]:
+        return (("authorization", header_value(key)),)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    keys = Keys(tmp_path / "keys.yaml", new_key(), new_key(), new_key())
+    alpha, beta, sharing = (hash_key(key).hex() for key in (keys.alpha, keys.beta, keys.sharing))
+    keys.path.write_text(
+        f"- name: alpha\n  keys: [{alpha}]{LIMITS}"
+        f"- {{name: beta, keys: [{beta}]}}\n"
+        f"- {{name: sharing, keys: [{sharing}], share_prefixes: true, admin: true}}\n"
+    )
+    return keys
+
+
+@pytest.fixture
+async def guarded(settings_for: SettingsFor, keys: Keys) -> AsyncIterator[Stack]:
+    """A gateway with keys."""
+    scheduler = FakeScheduler()
+    port = await scheduler.start()
+    gateway = Gateway(settings_for(scheduler=f"127.0.0.1:{port}", api_keys=keys.path))
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stack = Stack(gateway, scheduler, port, address, channel)
+        async with asyncio.timeout(10):
+            await stack.wait_for_status(health_pb2.HealthCheckResponse.SERVING)
+        yield stack
+        assert stack.is_idle()
+    await gateway.stop()
+    await scheduler.stop()
+
+
+async def refusal(call: grpc.aio.Call) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of a refused call."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    error = refused.value
+    return error.code(), info_of(error).reason, error.details() or ""
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (None, "MISSING_KEY"),
+        ("", "MISSING_KEY"),
+        ("Bearer ", "MISSING_KEY"),
+        ("Basic abc", "MISSING_KEY"),
+        ("Bearer quire-wrong", "UNKNOWN_KEY"),
+    ],
+)
+async def test_calls_without_a_known_key_are_refused(
+    guarded: Stack, header: str | None, reason: str
+) -> None:
+    metadata = () if header is None else (("authorization", header),)
+    for method, request in (
+        (guarded.inference.Generate, pb.GenerateRequest(text="The")),
+        (guarded.inference.CancelGenerate, pb.CancelGenerateRequest(request_id="x")),
+        (guarded.tokenizer.Tokenize, tokenizer_pb2.TokenizeRequest(text="The")),
+        (guarded.models.ListModels, model_pb2.ListModelsRequest()),
+    ):
+        code, found, message = await refusal(method(request, metadata=metadata))
+        assert (code, found) == (grpc.StatusCode.UNAUTHENTICATED, reason)
+        assert "wrong" not in message
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(
+            aiter(guarded.inference.StreamGenerate(pb.StreamGenerateRequest(), metadata=metadata))
+        )
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_needs_no_key(guarded: Stack) -> None:
+    response = await guarded.health.Check(health_pb2.HealthCheckRequest(service="ready"))
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_needs_an_administrator(guarded: Stack, keys: Keys) -> None:
+    reflection = reflection_pb2_grpc.ServerReflectionStub(guarded.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+
+    async def codes(metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+        call = reflection.ServerReflectionInfo(iter([request]), metadata=metadata)
+        with pytest.raises(grpc.aio.AioRpcError):
+            _ = [response async for response in call]
+        return await call.code()
+
+    assert await codes(()) is grpc.StatusCode.UNAUTHENTICATED
+    assert await codes(keys.metadata(keys.beta)) is grpc.StatusCode.PERMISSION_DENIED
+    call = reflection.ServerReflectionInfo(iter([request]), metadata=keys.metadata(keys.sharing))
+    [response] = [response async for response in call]
+    assert response.list_services_response.service
+
+
+async def test_a_submission_has_the_tenant(guarded: Stack, keys: Keys) -> None:
+    request = pb.GenerateRequest(text="The", cache_salt="s")
+    seen = []
+    for key in (keys.alpha, keys.beta, keys.sharing):
+        call = guarded.inference.Generate(request, metadata=keys.metadata(key))
+        seen.append(await guarded.scheduler.serve_one(guarded.encode("fox")))
+        await call
+    assert [one.principal for one in seen] == ["alpha", "beta", "sharing"]
+    assert [one.cache_salt for one in seen] == [b"\xffalpha\xffs", b"\xffbeta\xffs", b"s"]
+    policy = seen[0].tenant
+    assert (policy.weight, policy.requests_per_minute, policy.resumable_requests) == (2.5, 60, 0)
+    assert not policy.HasField("tokens_per_minute")
+    # The value of the range that is nearest to 0, and the tenant's limit.
+    assert (seen[0].priority, seen[0].params.max_tokens) == (1, 12)
+    assert not seen[1].HasField("priority")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "allowed"),
+    [
+        ({"priority": 0}, "priority", "1 to 3"),
+        ({"resume_window_s": 31}, "resume_window_s", "0 to 30"),
+        ({"sampling_params": {"max_tokens": 13}}, "sampling_params.max_tokens", "12 output tokens"),
+        (
+            {"sampling_params": {"max_tokens": 5, "n": 3}},
+            "sampling_params.max_tokens",
+            "12 output tokens",
+        ),
+        ({"sampling_params": {"n": 13}}, "sampling_params.max_tokens", "12 output tokens"),
+    ],
+)
+async def test_requests_beyond_a_tenants_limits_are_refused(
+    guarded: Stack, keys: Keys, fields: dict[str, object], field: str, allowed: str
+) -> None:
+    request = pb.GenerateRequest(text="The", **fields)
+    call = guarded.inference.Generate(request, metadata=keys.metadata(keys.alpha))
+    code, _, message = await refusal(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith(f"{field}: ")
+    assert allowed in message
+
+
+async def test_resume_and_cancel_concern_the_tenants_own_requests(
+    guarded: Stack, keys: Keys
+) -> None:
+    metadata = keys.metadata(keys.beta)
+    stream = guarded.inference.ResumeGenerate(
+        pb.ResumeGenerateRequest(request_id="theirs"), metadata=metadata
+    )
+    waiting = asyncio.create_task(anext(aiter(stream)))
+    attachment = await guarded.scheduler.attachments.get()
+    assert (attachment.principal, attachment.request_id) == ("beta", "theirs")
+    guarded.scheduler.fail(attachment, grpc.StatusCode.NOT_FOUND)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await waiting
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    cancel = guarded.inference.CancelGenerate(
+        pb.CancelGenerateRequest(request_id="theirs"), metadata=metadata
+    )
+    cancelling = asyncio.ensure_future(cancel)
+    cancellation = await guarded.scheduler.cancellations.get()
+    assert cancellation.request.principal == "beta"
+    guarded.scheduler.send(cancellation_results=[{"tag": cancellation.tag, "found": False}])
+    with pytest.raises(grpc.aio.AioRpcError, match="no request 'theirs' is live"):
+        await cancelling
+
+
+async def test_a_removed_key_is_refused(guarded: Stack, keys: Keys) -> None:
+    metadata = keys.metadata(keys.alpha)
+    request = model_pb2.ListModelsRequest()
+    await guarded.models.ListModels(request, metadata=metadata)
+    keys.path.write_text("[]")
+    header = header_value(keys.alpha)
+    await until(lambda: not is_known(guarded, header), "the new file")
+    _, reason, _ = await refusal(guarded.models.ListModels(request, metadata=metadata))
+    assert reason == "UNKNOWN_KEY"
+
+
+def is_known(stack: Stack, header: str) -> bool:
+    try:
+        stack.gateway.authentication.authenticate(header)
+    except RequestError:
+        return False
+    return True
+
+
+async def test_clients_send_their_key(guarded: Stack, keys: Keys) -> None:
+    def list_models(key: str | None) -> int:
+        with Client(guarded.address, api_key=key, resume_timeout_s=0) as client:
+            return len(client.list_models())
+
+    assert await asyncio.to_thread(list_models, keys.beta) == 1
+    with pytest.raises(QuireError) as refused:
+        await asyncio.to_thread(list_models, None)
+    assert (refused.value.reason, refused.value.resumable) == ("MISSING_KEY", False)
+    async with AsyncClient(guarded.address, api_key=keys.beta) as client:
+        call = asyncio.create_task(client.generate("The"))
+        assert (await guarded.scheduler.serve_one(guarded.encode("fox"))).principal == "beta"
+        assert (await call).outputs[0].text == "fox"
+        stream = client.stream_generate("The")
+        first = asyncio.create_task(anext(stream))
+        submission = await guarded.scheduler.serve_one(guarded.encode("fox"))
+        assert submission.principal == "beta"
+        await first
+        await stream.aclose()
+    for wrong in ("two words", "über", ""):
+        with pytest.raises(ValueError, match="api_key") as invalid:
+            Client(guarded.address, api_key=wrong)
+        assert not wrong or wrong not in str(invalid.value)
+
+
+async def test_keys_are_not_logged(guarded: Stack, keys: Keys) -> None:
+    with capture_logs() as logs:
+        for key in (keys.beta, "quire-wrong"):
+            metadata = keys.metadata(key)
+            call = guarded.inference.Generate(pb.GenerateRequest(text="The"), metadata=metadata)
+            if key == keys.beta:
+                await guarded.scheduler.serve_one(guarded.encode("fox"))
+            await asyncio.gather(call, return_exceptions=True)
+    assert logs
+    assert not any(secret in str(logs) for secret in (keys.beta, "quire-wrong"))
+
+
+@pytest.mark.parametrize(
+    ("listen", "has_keys", "warns"),
+    [("0.0.0.0:0", False, True), ("0.0.0.0:0", True, False), ("127.0.0.1:0", False, False)],
+)
+async def test_an_open_gateway_that_others_can_reach_logs_a_warning(
+    settings_for: SettingsFor, keys: Keys, listen: str, has_keys: bool, warns: bool
+) -> None:
+    gateway = Gateway(settings_for(listen=listen, api_keys=keys.path if has_keys else None))
+    with capture_logs() as logs:
+        await gateway.start()
+    await gateway.stop()
+    assert any("no API key" in one["event"] for one in logs) is warns
+
+
+def test_an_invalid_file_ends_the_start(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("- {name: a, colour: red}")
+    command = [sys.executable, "-m", "gateway_svc", f"--model={model_folder}", f"--api-keys={path}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "[0].colour: no such field" in ended.stdout + ended.stderr

@@ -1,0 +1,127 @@
+"""The keys file: what is accepted, what is refused with which reason, and when it is read again."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from waiting import until
+
+from gateway_svc.access.keys_file import KeysFileError, parse_keys, read_keys_file
+from gateway_svc.access.keys_watch import KeysWatch
+from gateway_svc.access.tenant import PriorityRange, Tenant, TenantLimits
+from quire.service.api_keys import hash_key
+from quire.service.errors import RequestError
+
+# Not random: parameters of tests are in their names.
+FIRST, SECOND = "quire-first", "quire-second"
+WHOLE = f"""
+- name: research
+  keys: [{hash_key(FIRST).hex()}, {hash_key(SECOND).hex()}]
+  weight: 2
+  admin: true
+  share_prefixes: true
+  priority: {{min: -1, max: 5}}
+  limits:
+    requests_per_minute: 60
+    tokens_per_minute: 1000
+    live_requests: 4
+    waiting_tokens: 500
+    resumable_requests: 0
+    output_tokens: 100
+    resume_window_s: 30
+- name: plain
+"""
+
+
+def entry(name: str, *keys: str, rest: str = "") -> str:
+    return f"- name: {name}\n  keys: [{', '.join(hash_key(key).hex() for key in keys)}]\n{rest}"
+
+
+def test_every_field_is_read() -> None:
+    tenants = parse_keys(WHOLE)
+    assert set(tenants) == {hash_key(FIRST), hash_key(SECOND)}
+    assert tenants[hash_key(FIRST)] is tenants[hash_key(SECOND)]
+    limits = TenantLimits(60, 1000, 4, 500, 0, 100, 30)
+    expected = Tenant("research", 2.0, True, True, PriorityRange(-1, 5), limits)
+    assert tenants[hash_key(FIRST)] == expected
+
+
+def test_a_tenant_without_fields_has_no_limits() -> None:
+    assert parse_keys(entry("a", FIRST))[hash_key(FIRST)] == Tenant("a")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "file: must be a list of tenants"),
+        ("name: a", "file: must be a list of tenants"),
+        ("- title: a", "[0].name: Field required; [0].title: no such field"),
+        ("- name: a b", "[0].name: String should match pattern"),
+        ("- {name: a, limits: {requests: 3}}", "[0].limits.requests: no such field"),
+        ("- {name: a, limits: {live_requests: 0}}", "[0].limits.live_requests: Input should be"),
+        ("- {name: a, weight: 0}", "[0].weight: Input should be greater than"),
+        ("- {name: a, weight: '2'}", "[0].weight: Input should be a valid number"),
+        ("- {name: a, admin: 1}", "[0].admin: Input should be a valid boolean"),
+        ("- {name: a, priority: {min: 2, max: 1}}", "[0].priority: min must not be above max"),
+        ("- {name: a, name: b}", "line 1: a field is given twice"),
+        ("- {name: a}\n- {name: a}", "tenant 'a' is given twice"),
+        (entry("a", FIRST) + entry("b", FIRST), "a key of tenant 'b' is given twice"),
+        ("- {name: a", "line 1: "),
+    ],
+)
+def test_an_invalid_file_is_refused_with_the_place_and_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(KeysFileError) as refused:
+        parse_keys(text)
+    assert str(refused.value).startswith(reason)
+
+
+@pytest.mark.parametrize("text", [f"- {{name: a, keys: [{FIRST}]}}", f"- 'a {FIRST}", f"*{FIRST}"])
+def test_a_key_in_the_place_of_its_hash_is_not_in_the_message(text: str) -> None:
+    with pytest.raises(KeysFileError) as refused:
+        parse_keys(text)
+    assert FIRST not in str(refused.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeysFileError, match=r"keys\.yaml cannot be read: No such file"):
+        read_keys_file(tmp_path / "keys.yaml")
+
+
+def test_a_range_without_0_has_a_default() -> None:
+    assert [PriorityRange(*r).default for r in ((-3, 3), (2, 5), (-5, -2))] == [0, 2, -2]
+
+
+async def test_changes_are_read_and_an_invalid_file_keeps_the_former_keys(tmp_path: Path) -> None:
+    path, partial = tmp_path / "keys.yaml", tmp_path / "keys.partial"
+    path.write_text(entry("a", FIRST))
+    watch = KeysWatch(path)
+    header = {key: f"Bearer {key}" for key in (FIRST, SECOND)}
+
+    def knows(key: str) -> bool:
+        try:
+            watch.authentication.authenticate(header[key])
+        except RequestError:
+            return False
+        return True
+
+    assert (knows(FIRST), knows(SECOND)) == (True, False)
+    with capture_logs() as logs:
+        polling = asyncio.create_task(watch.run())
+        # In place, and then by a rename.
+        path.write_text(entry("a", FIRST, SECOND))
+        await until(lambda: knows(SECOND), "an added key")
+        path.write_text("- nonsense")
+        await until(lambda: any(one["log_level"] == "error" for one in logs), "a logged error")
+        assert knows(FIRST)
+        assert knows(SECOND)
+        partial.write_text(entry("a", SECOND))
+        partial.rename(path)
+        await until(lambda: not knows(FIRST), "a removed key")
+        path.unlink()
+        await until(lambda: len(logs) == 4, "the error of a missing file")
+        assert knows(SECOND)
+        polling.cancel()
+    events = ["keys file reloaded", "keys file not reloaded"] * 2
+    assert [one["event"] for one in logs] == events
+    assert FIRST not in str(logs)
