@@ -26,6 +26,8 @@ log = structlog.get_logger()
 HELLO_DELAY_S = 0.1
 # Maximum wait for the lanes of recovered workers; a live worker needs less.
 LANES_WITHIN_S = 0.5
+# How often output is counted for rates of tokens.
+COUNT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Term:
                     self.engine.dispatcher.run(),
                     self._record_writer.run(),
                     self._announce_changes(),
+                    self._count_output(),
                 )
             ]
             await group.create_task(self._discovery.run())
@@ -164,6 +167,13 @@ class Term:
             await asyncio.sleep(HELLO_DELAY_S)
             changed.clear()
             self.handler.announce()
+
+    async def _count_output(self) -> None:
+        """Count output in time for the rates of principals that have one."""
+        while True:
+            await asyncio.sleep(COUNT_INTERVAL_S)
+            if self.engine.quotas.limits_tokens():
+                self.engine.count_output()
 
 
 def _lane_options(settings: SchedulerSettings) -> LaneOptions:

@@ -54,6 +54,8 @@ class Group:
     error: RequestError | None = None
     # Sequences that are not finished yet.
     num_live: int = 0
+    # What its prompt has added to its principal's counter.
+    prompt_charge: float = 0.0
     # The end of its record is written.
     is_end_recorded: bool = False
 
@@ -128,6 +130,10 @@ class Sequence:
     # A worker was lost in a step that ran it: it runs alone next time.
     is_suspect: bool = False
 
+    # The number of changes of the principal among dispatched sequences, at its dispatch.
+    dispatch_number: int = 0
+    # Output tokens counted for its principal.
+    num_counted_tokens: int = 0
     num_journaled: int = 0
     num_recorded: int = 0
     end: End | None = None

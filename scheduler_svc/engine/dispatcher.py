@@ -26,13 +26,16 @@ class Dispatcher:
         waiting: WaitingQueue,
         lanes: Mapping[int, Lane],
         prepare: Callable[[Sequence], bool],
+        charge_output: Callable[[], None],
         match_pools: MatchPools,
         placement: Placement,
     ) -> None:
-        """`prepare` allows cache lookups for a sequence; False if it is finished instead."""
+        """`prepare` allows cache lookups for a sequence; False if it is finished instead.
+        `charge_output` charges principals for the output so far."""
         self._waiting = waiting
         self._lanes = lanes
         self._prepare = prepare
+        self._charge_output = charge_output
         self._match_pools = match_pools
         self._placement = placement
         self._wake = asyncio.Event()
@@ -69,6 +72,8 @@ class Dispatcher:
         lanes = self._open_lanes()
         if not lanes or self._awaited - self._lanes.keys():
             return False
+        if self._waiting.is_contended:
+            self._charge_output()
         batch = [other for other in self._waiting.first(MATCH_BATCH) if self._prepare(other)]
         if not batch:
             return bool(self._waiting)
@@ -84,7 +89,7 @@ class Dispatcher:
             chosen = self._choose(lanes, budgets, sequence, row)
             if chosen is None:
                 return False
-            self._waiting.remove(sequence)
+            self._waiting.dispatch(sequence)
             lanes[chosen].assign(sequence, row[chosen])
         return bool(self._waiting)
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from quire.service.errors import RequestError, failed, invalid, unavailable
+from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import blocks_for, fit_of_prompt
 from scheduler_svc.core.queue import Arrivals, WaitingQueue
+from scheduler_svc.core.quotas import PrincipalLimits, Quotas, Reservation
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.view import BlockFit
@@ -53,7 +55,9 @@ class Engine:
         # Set when a lane is added or removed; the listener clears it.
         self.lanes_changed = asyncio.Event()
         self.live: dict[RequestKey, Group] = {}
-        self.waiting = WaitingQueue()
+        self.shares = FairShares()
+        self.quotas = Quotas()
+        self.waiting = WaitingQueue(self.shares)
         self.model: ModelGeometry | None = None
         self.arrivals = Arrivals()
         self.stats = EngineStats()
@@ -64,7 +68,7 @@ class Engine:
         self._order = itertools.count()
         self._last_model: ModelGeometry | None = None
         self.dispatcher = Dispatcher(
-            self.waiting, self.lanes, self._prepare, match_pools, placement
+            self.waiting, self.lanes, self._prepare, self.charge_output, match_pools, placement
         )
 
     # Requests
@@ -105,6 +109,25 @@ class Engine:
             )
         return None
 
+    def set_tenant(self, principal: str, weight: float, limits: PrincipalLimits) -> None:
+        """Set a principal's weight and limits, as its gateway has them now."""
+        self.shares.of(principal).weight = weight
+        self.quotas.set_limits(principal, limits)
+
+    def quota_error(self, new: Reservation) -> RequestError | None:
+        """The error of a request beyond a limit of its principal; None if it is within all."""
+        return self.quotas.error(new, self.waiting.num_tokens_of(new.principal))
+
+    def count_output(self) -> None:
+        """Count what running sequences have sampled for the rates of their principals."""
+        for lane in self.lanes.values():
+            self.quotas.count_output(self.shares.count_output(lane.table.all_admitted()))
+
+    def charge_output(self) -> None:
+        """Count output, and charge it to the shares of its principals."""
+        self.count_output()
+        self.shares.apply_output()
+
     def submit(self, group: Group) -> None:
         """Queue a new request."""
         self.stats.num_accepted += 1
@@ -115,6 +138,11 @@ class Engine:
         group.order = (group.record.priority if self._by_priority else 0, next(self._order))
         group.num_live = len(group.sequences)
         self.live[group.key] = group
+        self.quotas.started(group)
+        # An earlier term has charged it.
+        group.prompt_charge = 0.0
+        for sequence in group.sequences:
+            sequence.num_counted_tokens = sequence.num_output_tokens
         self.arrivals.queued()
         self._enqueue(group, group.sequences)
 
@@ -137,6 +165,8 @@ class Engine:
         assert not sequence.is_finished
         group.num_live -= 1
         sequence.is_finished = True
+        self.shares.refund_prompt(sequence)
+        self.quotas.count_output(self.shares.count_output((sequence,)))
         if group.error is None:
             assert sequence.end is not None
             self.stats.end(sequence.end.reason.value)
@@ -152,6 +182,7 @@ class Engine:
 
     def _close(self, group: Group) -> None:
         del self.live[group.key]
+        self.quotas.ended(group)
         self._record_writer.enqueue(group)
         if group.error is not None:
             self.stats.end(group.error.code.name.lower())
@@ -207,12 +238,25 @@ class Engine:
             forked = [other for other in waiting[1:] if not other.num_output_tokens]
             group.siblings += forked
             waiting = [other for other in waiting if other not in forked]
+        if waiting:
+            self._make_comparable(group.key.principal)
         for sequence in waiting:
             self.waiting.add(sequence)
         for sequence in sequences:
             if sequence.is_ended:
                 self.sequence_finished(sequence)
         self.dispatcher.wake()
+
+    def _make_comparable(self, principal: str) -> None:
+        """Prepare the queue for the first request of a principal beside those of others: charge
+        what they were served, and take back what they hold on lanes without running there."""
+        self.shares.of(principal)
+        if not self.shares.has_several or self.waiting.has_new(principal):
+            return
+        self.charge_output()
+        # A lane without rows has room for all that it holds.
+        for lane in [lane for lane in self.lanes.values() if lane.rows]:
+            self.requeue(lane.recall(principal))
 
     def _change_model(self) -> None:
         """Drop what was prepared for the previous model; abort requests that have output."""

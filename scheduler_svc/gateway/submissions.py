@@ -4,10 +4,12 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Coroutine
+from dataclasses import dataclass
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, invalid
 from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
+from scheduler_svc.core.quotas import PrincipalLimits, Reservation
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import group_of
 from scheduler_svc.engine.record_writer import RecordWriter
@@ -46,10 +48,12 @@ class Submissions:
 
     async def submit(self, submissions: list[_Submission], connection: GatewayConnection) -> None:
         """Attach a frame's submissions to live requests; validate and record the new ones."""
-        new: list[tuple[_Submission, RequestRecord]] = []
+        new: list[_NewRequest] = []
         surplus: list[tuple[_Submission, RequestError]] = []
         num_tokens = 0
         for submission in submissions:
+            if submission.HasField("tenant"):
+                self._engine.set_tenant(submission.principal, *_tenant_of(submission.tenant))
             if group := self._engine.live.get(key_of(submission)):
                 self._attachments.attach_if_same(submission, group, connection)
                 continue
@@ -58,13 +62,19 @@ class Submissions:
             if error is not None:
                 self._refuse(submission, error, connection)
                 continue
-            full = self._engine.overload_error(len(new) + 1, num_tokens + num_prompt_tokens)
-            # `again`: it was accepted before, so it is queued whatever the queue's length.
-            if full is None or submission.again:
-                new.append((submission, self._record_of(submission)))
-                num_tokens += num_prompt_tokens
-            else:
+            # `again`: it was accepted before, so it is queued whatever the limits.
+            reservation = None if submission.again else _reservation_of(submission)
+            full = None
+            if reservation is not None:
+                full = self._engine.overload_error(len(new) + 1, num_tokens + num_prompt_tokens)
+                full = full or self._engine.quota_error(reservation)
+            if full is not None:
                 surplus.append((submission, full))
+                continue
+            if reservation is not None:
+                self._engine.quotas.reserve(reservation)
+            new.append(_NewRequest(submission, self._record_of(submission), reservation))
+            num_tokens += num_prompt_tokens
         if surplus:
             self._start(self._refuse_surplus(surplus, connection))
         if new:
@@ -97,20 +107,21 @@ class Submissions:
             next(self._sequence_ids)
         return record
 
-    async def _record(
-        self, new: list[tuple[_Submission, RequestRecord]], connection: GatewayConnection
-    ) -> None:
+    async def _record(self, new: list["_NewRequest"], connection: GatewayConnection) -> None:
         with self._engine.arrivals.pending(len(new)):
             try:
                 outcomes = await self._store_records(new)
             except StoreError:
-                self._record_writer.discard(record for _, record in new)
-                for submission, _ in new:
-                    connection.reject(submission.attachment, NO_REDIS)
+                self._record_writer.discard(request.record for request in new)
+                for request in new:
+                    self._end_reservation(request, is_accepted=False)
+                    connection.reject(request.submission.attachment, NO_REDIS)
                 return
-            for (submission, record), recorded in zip(new, outcomes, strict=True):
+            for request, recorded in zip(new, outcomes, strict=True):
+                submission = request.submission
+                self._end_reservation(request, recorded is RecordOutcome.NEW)
                 if recorded is RecordOutcome.NEW:
-                    group = group_of(record)
+                    group = group_of(request.record)
                     self._engine.submit(group)
                     self._attachments.attach(group, connection, submission)
                 elif recorded is RecordOutcome.EXISTS:
@@ -118,22 +129,51 @@ class Submissions:
                 else:
                     connection.reject(submission.attachment, id_taken(submission.request_id))
 
-    async def _store_records(
-        self, new: list[tuple[_Submission, RequestRecord]]
-    ) -> list[RecordOutcome]:
+    def _end_reservation(self, request: "_NewRequest", is_accepted: bool) -> None:
+        """End a reservation; the engine counts accepted requests as live."""
+        if request.reservation is None:
+            return
+        if is_accepted:
+            self._engine.quotas.confirm(request.reservation)
+        else:
+            self._engine.quotas.cancel(request.reservation)
+
+    async def _store_records(self, new: list["_NewRequest"]) -> list[RecordOutcome]:
         """Write the records; retry for `RECORD_TIMEOUT_S` while Redis is unavailable."""
-        are_resubmissions = [submission.again for submission, _ in new]
-        keys = {record.key for _, record in new}
+        are_resubmissions = [request.submission.again for request in new]
+        records = [request.record for request in new]
+        keys = {record.key for record in records}
         deadline = asyncio.get_running_loop().time() + RECORD_TIMEOUT_S
         while True:
             try:
                 # A client may reuse an id as soon as it has received the end.
                 await self._record_writer.sync(keys)
-                return await self._store.record([record for _, record in new], are_resubmissions)
+                return await self._store.record(records, are_resubmissions)
             except StoreUnavailable:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(RECORD_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _NewRequest:
+    """A submission that is being recorded."""
+
+    submission: _Submission
+    record: RequestRecord
+    # None if it was accepted before.
+    reservation: Reservation | None
+
+
+def _reservation_of(submission: _Submission) -> Reservation:
+    num_tokens = len(submission.prompt_token_ids)
+    return Reservation(submission.principal, num_tokens, submission.resume_window_s > 0)
+
+
+def _tenant_of(policy: scheduler_pb2.TenantPolicy) -> tuple[float, PrincipalLimits]:
+    """The weight and the limits of a tenant."""
+    limits = {field.name: value for field, value in policy.ListFields() if field.name != "weight"}
+    return policy.weight if policy.weight > 0 else 1.0, PrincipalLimits(**limits)
 
 
 def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:

@@ -28,6 +28,8 @@ class Assignments:
     ) -> None:
         # While draining nothing is admitted: all assigned sequences are requeued.
         self.draining = draining
+        # Those that the step in progress admits; they stay assigned until then.
+        self.admitting: list[Sequence] = []
         self._table = table
         self._pool = pool
         self._limits = limits
@@ -59,6 +61,21 @@ class Assignments:
         self._table.assign(sequence)
         if match is not None:
             self._matches[sequence] = match
+
+    def recall(self, principal: str) -> list[Sequence]:
+        """Remove and return sequences that have not run, if any of them belongs to another
+        principal than this one."""
+        recalled = [
+            sequence
+            for sequence in self._table.assigned
+            if not (sequence.has_precedence or sequence.is_ended or sequence in self.admitting)
+        ]
+        if all(sequence.group.key.principal == principal for sequence in recalled):
+            return []
+        for sequence in recalled:
+            self._table.assigned.remove(sequence)
+            self._matches.pop(sequence, None)
+        return recalled
 
     def matchable(self, sequence: Sequence) -> list[bytes]:
         """Hashes of the blocks that may be cache hits."""

@@ -97,6 +97,11 @@ class Lane:
         sequence.set_lane(self.worker.incarnation)
         self.wake()
 
+    def recall(self, principal: str) -> list[Sequence]:
+        """Take back sequences that wait for a row, if others than this principal's are among them.
+        The step in progress keeps those that it admits."""
+        return self.assignments.recall(principal)
+
     async def run(self) -> None:
         """Step until the lane is drained or halted. Raises LaneLost or a StoreError."""
         await self._loop.run()

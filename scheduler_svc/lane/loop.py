@@ -175,9 +175,11 @@ class LaneLoop:
             step = self._decide(candidates, None)
         if step.is_empty:
             return False
+        self._assignments.admitting = step.admitting
         reply = await self._pool.commit(step.commit())
         self._notify(step.builder)
         scheduled = step.apply(reply)
+        self._assignments.admitting = []
         redis_s = stats.redis_s - waited_s
         scheduling_s = time.perf_counter() - started - redis_s
         contents = step.builder.plan

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from scheduler_svc.core.queue import queue_order
+from scheduler_svc.core.queue import assigned_order
 from scheduler_svc.core.sequence import Group, Sequence
 
 
@@ -122,7 +122,7 @@ class SequenceTable:
         self.awaiting_results: list[Sequence] = []
 
     def assign(self, sequence: Sequence) -> None:
-        insort(self.assigned, sequence, key=queue_order)
+        insort(self.assigned, sequence, key=assigned_order)
 
     def swap_out(self, group: SwappedGroup) -> None:
         insort(self.swapped, group, key=lambda other: other.order)

@@ -45,6 +45,11 @@ class Step:
         return self._decision.is_empty and self.builder.is_empty
 
     @property
+    def admitting(self) -> list[Sequence]:
+        """Sequences that get a row, if the commit confirms their cache hits."""
+        return [entry.sequence for entry in self._decision.admitted]
+
+    @property
     def frees_capacity(self) -> bool:
         """Whether the lane may have capacity that it did not have before."""
         return not (self._decision.only_decodes and self.builder.releases_nothing)

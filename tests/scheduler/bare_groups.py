@@ -7,6 +7,9 @@ from scheduler_svc.core.sequence import Group, NullSubscriber
 from scheduler_svc.store.requests import RequestKey, RequestRecord
 
 
-def bare_group(request_id: str, params: Params, is_deferred: bool = False) -> Group:
-    record = RequestRecord(RequestKey("", request_id), b"", array("I"), b"", sequence_id=1)
+def bare_group(
+    request_id: str, params: Params, is_deferred: bool = False, principal: str = ""
+) -> Group:
+    key = RequestKey(principal, request_id)
+    record = RequestRecord(key, b"", array("I"), b"", sequence_id=1)
     return Group(record, params, NullSubscriber(), is_deferred=is_deferred)

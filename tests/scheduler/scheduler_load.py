@@ -142,6 +142,7 @@ class Load:
         n: int,
         priority: int,
         num_logprobs: int,
+        principal: str = "",
     ) -> None:
         length = min(length, self._max_model_len - 1)
         stop = () if stop_at is None else (token_at(seed, length + stop_at),)
@@ -156,6 +157,8 @@ class Load:
             n=n,
             priority=priority,
             num_logprobs=num_logprobs,
+            principal=principal,
+            tenant={"weight": len(principal)} if principal else None,
             deferred_delivery=self._all_unary or self._num_submitted % 2 == 0,
         )
         self.requests.append(Request(gateway, stream.received[attachment]))
@@ -282,6 +285,8 @@ class Load:
             assert not worker.runner.kv_checker.violations
         assert not engine.waiting
         assert engine.waiting.num_tokens == 0
+        for usage in engine.quotas._usage.values():
+            assert usage.num_live == usage.num_resumable == usage.num_reserved_tokens == 0
 
     def _state(self) -> str:
         lanes = [

@@ -211,6 +211,7 @@ class Gateway:
         wanted = scheduler_pb2.Attachment(
             attachment=attachment,
             request_id=received.submission.request_id,
+            principal=received.submission.principal,
             next_indices=received.next_indices,
             attachment_generation=received.attachment_generation,
         )

@@ -7,6 +7,7 @@ from bare_groups import bare_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Params
 from scheduler_svc.core.sequence import Sequence
@@ -27,7 +28,7 @@ def sequence(
 
 @pytest.fixture
 def queue() -> WaitingQueue:
-    return WaitingQueue()
+    return WaitingQueue(FairShares())
 
 
 def test_the_first_arrival_is_the_head(queue):
@@ -89,7 +90,7 @@ def test_the_order_of_adding_does_not_matter(arrivals, data):
         sequence(arrival, data.draw(st.integers(-1, 1)), preempted=data.draw(st.booleans()))
         for arrival in arrivals
     ]
-    queue = WaitingQueue()
+    queue = WaitingQueue(FairShares())
     for one in waiting:
         queue.add(one)
     wanted = sorted(waiting, key=lambda one: (not one.has_precedence, one.order))

@@ -1,0 +1,182 @@
+"""Limits of principals over all gateways: rates, live and resumable requests, queued tokens."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from grpc import StatusCode
+
+from quire.service.errors import RequestError, failed
+from scheduler_svc.core.sequence import Group
+
+_MINUTE_S = 60.0
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PrincipalLimits:
+    """None is no limit."""
+
+    requests_per_minute: int | None = None
+    # Of prompts and outputs.
+    tokens_per_minute: int | None = None
+    live_requests: int | None = None
+    # Of queued requests.
+    waiting_tokens: int | None = None
+    # Live requests that continue without their clients.
+    resumable_requests: int | None = None
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """A rate limit that allows a minute's amount at once. Its level is negative after an overdraft:
+    of outputs, whose lengths are not known before."""
+
+    per_minute: int
+    level: float
+    updated_s: float
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Take an amount that was used since the last call; a negative one is given back."""
+        refilled = self.level + (now_s - self.updated_s) * self.per_minute / _MINUTE_S
+        self.level = min(self.per_minute, refilled - amount)
+        self.updated_s = now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until an amount is available. A full bucket suffices for any amount."""
+        self.take(0, now_s)
+        missing = min(amount, self.per_minute) - self.level
+        # A client that waits for as long as it was asked to is not refused for a rounding error.
+        return missing * _MINUTE_S / self.per_minute if missing > _ROUNDING else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a new request uses until it is queued."""
+
+    principal: str
+    num_prompt_tokens: int
+    is_resumable: bool
+
+
+@dataclass(slots=True)
+class _Usage:
+    limits: PrincipalLimits = field(default_factory=PrincipalLimits)
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
+    # Requests and their tokens, reserved ones included until they are queued.
+    num_live: int = 0
+    num_resumable: int = 0
+    num_reserved_tokens: int = 0
+
+
+class Quotas:
+    """What principals use of their limits. Requests that were accepted before, by this leader or
+    an earlier one, are counted as live and never refused. Rates start anew with a term."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usage: dict[str, _Usage] = {}
+
+    def set_limits(self, principal: str, limits: PrincipalLimits) -> None:
+        usage = self._of(principal)
+        if usage.limits != limits:
+            usage.limits = limits
+            usage.requests = self._bucket(usage.requests, limits.requests_per_minute)
+            usage.tokens = self._bucket(usage.tokens, limits.tokens_per_minute)
+
+    def limits_tokens(self) -> bool:
+        """Whether a principal's output has to be counted in time, for its rate."""
+        return any(usage.tokens is not None for usage in self._usage.values())
+
+    def error(self, new: Reservation, num_waiting_tokens: int) -> RequestError | None:
+        """The error of a request beyond a limit of its principal, which has `num_waiting_tokens` in
+        the queue; None if it is within all of them."""
+        usage = self._of(new.principal)
+        limits, now_s = usage.limits, self._clock()
+        if usage.requests and (wait_s := usage.requests.wait_s(1, now_s)):
+            return _exceeded("requests_per_minute", limits.requests_per_minute, wait_s)
+        if usage.tokens and (wait_s := usage.tokens.wait_s(new.num_prompt_tokens, now_s)):
+            return _exceeded("tokens_per_minute", limits.tokens_per_minute, wait_s)
+        if _is_beyond(usage.num_live + 1, limits.live_requests):
+            return _exceeded("live_requests", limits.live_requests)
+        num_waiting_tokens += usage.num_reserved_tokens
+        # A request longer than the limit is accepted if no other one waits, as by the whole queue.
+        if num_waiting_tokens and _is_beyond(
+            num_waiting_tokens + new.num_prompt_tokens, limits.waiting_tokens
+        ):
+            return _exceeded("waiting_tokens", limits.waiting_tokens)
+        if new.is_resumable and _is_beyond(usage.num_resumable + 1, limits.resumable_requests):
+            return _exceeded("resumable_requests", limits.resumable_requests)
+        return None
+
+    def reserve(self, new: Reservation) -> None:
+        """Count a new request, before it is recorded."""
+        usage = self._of(new.principal)
+        usage.num_live += 1
+        usage.num_resumable += new.is_resumable
+        usage.num_reserved_tokens += new.num_prompt_tokens
+        self._take(usage, 1, new.num_prompt_tokens)
+
+    def confirm(self, new: Reservation) -> None:
+        """End the reservation of a request that is queued: it is counted as live from now on."""
+        usage = self._of(new.principal)
+        usage.num_live -= 1
+        usage.num_resumable -= new.is_resumable
+        usage.num_reserved_tokens -= new.num_prompt_tokens
+
+    def cancel(self, new: Reservation) -> None:
+        """End the reservation of a request that was not accepted, or had been before."""
+        self.confirm(new)
+        self._take(self._of(new.principal), -1, -new.num_prompt_tokens)
+
+    def started(self, group: Group) -> None:
+        """Count a live request."""
+        self._count_live(group, 1)
+
+    def ended(self, group: Group) -> None:
+        self._count_live(group, -1)
+
+    def count_output(self, num_tokens: Mapping[str, int]) -> None:
+        """Take tokens of output from the rates of their principals."""
+        for principal, count in num_tokens.items():
+            self._take(self._of(principal), 0, count)
+
+    def _count_live(self, group: Group, change: int) -> None:
+        usage = self._of(group.key.principal)
+        usage.num_live += change
+        if group.record.resume_window_s:
+            usage.num_resumable += change
+
+    def _take(self, usage: _Usage, num_requests: int, num_tokens: int) -> None:
+        if usage.requests is not None:
+            usage.requests.take(num_requests, self._clock())
+        if usage.tokens is not None:
+            usage.tokens.take(num_tokens, self._clock())
+
+    def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
+        """A bucket of a new rate; full if there was none before."""
+        if per_minute is None:
+            return None
+        level = per_minute if bucket is None else min(bucket.level, per_minute)
+        return TokenBucket(per_minute, level, self._clock())
+
+    def _of(self, principal: str) -> _Usage:
+        usage = self._usage.get(principal)
+        if usage is None:
+            usage = self._usage[principal] = _Usage()
+        return usage
+
+
+def _is_beyond(count: int, limit: int | None) -> bool:
+    return limit is not None and count > limit
+
+
+def _exceeded(name: str, limit: int | None, wait_s: float | None = None) -> RequestError:
+    what = name.replace("_", " ")
+    return failed(
+        StatusCode.RESOURCE_EXHAUSTED,
+        name.upper(),
+        f"the limit of {limit} {what} of this API key's tenant is reached",
+        wait_s,
+    )
