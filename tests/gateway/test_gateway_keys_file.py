@@ -125,3 +125,10 @@ async def test_changes_are_read_and_an_invalid_file_keeps_the_former_keys(tmp_pa
     events = ["keys file reloaded", "keys file not reloaded"] * 2
     assert [one["event"] for one in logs] == events
     assert FIRST not in str(logs)
+
+
+def test_the_documented_file_is_valid() -> None:
+    page = Path(__file__).parents[2] / "docs" / "access.md"
+    text = page.read_text().partition("```yaml\n")[2].partition("```")[0]
+    first, second = parse_keys(text).values()
+    assert (first.name, first.limits.live_requests, second.name) == ("research", 100, "batch")
