@@ -69,7 +69,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
         name = handler_call_details.method
-        if name.startswith(_REFLECTION) and (error := self._admin_error(handler_call_details)):
+        if error := self._access_error(handler_call_details):
             return _refusing(error)
         if (cached := self._handlers.get(name)) is not None:
             return cached
@@ -94,15 +94,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    def _admin_error(self, details: grpc.HandlerCallDetails) -> RequestError | None:
+    def _access_error(self, details: grpc.HandlerCallDetails) -> RequestError | None:
+        """The error of a call without access, before its message is read."""
         try:
-            self._authentication.authenticate_admin(_header(details.invocation_metadata))
+            if details.method.startswith(_REFLECTION):
+                self._authentication.authenticate_admin(_header(details.invocation_metadata))
+            elif details.method.startswith(self._prefixes):
+                self._authentication.authenticate(_header(details.invocation_metadata))
         except RequestError as error:
             return error
         return None
 
     def _authenticated(self, method: _Method) -> _Method:
         async def call(data: bytes, context: Context) -> Any:
+            # Again, because only a context is passed from the interception to the method.
             try:
                 tenant = self._authentication.authenticate(_header(context.invocation_metadata()))
             except RequestError as error:

@@ -18,11 +18,17 @@ class QuireServer:
     name = "quire"
 
     def __init__(
-        self, target: str, model: str | None, temperature: float, ignore_eos: bool
+        self,
+        target: str,
+        model: str | None,
+        temperature: float,
+        ignore_eos: bool,
+        api_key: str | None = None,
     ) -> None:
-        """TypeError or ValueError for an invalid target."""
+        """TypeError or ValueError for an invalid target or API key."""
         self._clients = [
-            AsyncClient(address, resume_timeout_s=0) for address in Targets(target).addresses
+            AsyncClient(address, api_key=api_key, resume_timeout_s=0)
+            for address in Targets(target).addresses
         ]
         self._next_client = cycle(self._clients)
         self._model = model

@@ -66,6 +66,10 @@ _OpenAIModel = Annotated[
 _ApiKey = Annotated[
     str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the OpenAI server.")
 ]
+_QuireApiKey = Annotated[
+    str | None,
+    typer.Option("--quire-api-key", envvar="QUIRE_API_KEY", help="For the Quire server."),
+]
 _VocabSize = Annotated[
     int | None, integer_option("Limit of the prompts' token ids; that of Quire's model if absent.")
 ]
@@ -93,6 +97,7 @@ def bench(
     model: ModelName = None,
     openai_model: _OpenAIModel = None,
     api_key: _ApiKey = None,
+    quire_api_key: _QuireApiKey = None,
     vocab_size: _VocabSize = None,
     as_json: _Json = None,
 ) -> None:
@@ -105,7 +110,7 @@ def bench(
         raise ValueError(f"--json: there is no folder {as_json.parent}")
     if target is None and openai is None:
         target = DEFAULT_TARGET
-    served = None if target is None else _served_model(target, model)
+    served = None if target is None else _served_model(target, model, quire_api_key)
     workload = Workload(
         num_requests=num_prompts,
         prompt_lengths=lengths(prompt_len),
@@ -125,7 +130,7 @@ def bench(
     )
     servers: list[Server] = []
     if target is not None:
-        servers.append(QuireServer(target, model, temperature, ignore_eos))
+        servers.append(QuireServer(target, model, temperature, ignore_eos, quire_api_key))
     if openai is not None:
         servers.append(_openai_server(openai, openai_model, temperature, ignore_eos, api_key))
     _print_result(asyncio.run(_measure(load, servers)), as_json)
@@ -171,9 +176,9 @@ def _progress_bar(server: str, num_requests: int) -> Iterator[Listener]:
         yield update
 
 
-def _served_model(target: str, name: str | None) -> Model:
+def _served_model(target: str, name: str | None, api_key: str | None) -> Model:
     """QuireError if no server responds. ValueError unless exactly one model has the name."""
-    with Client(target, resume_timeout_s=0) as client:
+    with Client(target, api_key=api_key, resume_timeout_s=0) as client:
         models = client.list_models(timeout_s=_RESPONSE_TIMEOUT_S)
     found = [model for model in models if name in (None, model.name)]
     if len(found) != 1:

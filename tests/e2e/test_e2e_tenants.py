@@ -116,6 +116,9 @@ def test_the_command_and_offline_inference_send_a_key(tenants: Tenants) -> None:
     refused = run(app, command)
     assert refused.exit_code == 1
     assert "UNAUTHENTICATED: an API key is needed" in refused.output
+    load = ["bench", f"--target={target}", "--num-prompts=2", "--output-len=2", "--warmups=0"]
+    assert run(app, load, env={"QUIRE_API_KEY": tenants.first}).exit_code == 0
+    assert run(app, load).exit_code == 1
     with LLM(target=target, api_key=tenants.second) as llm:
         assert llm.generate("t1", SHORT)[0].outputs[0].token_ids
     with pytest.raises(ValueError, match="api_key is for the target"):

@@ -281,3 +281,17 @@ def test_an_invalid_file_ends_the_start(tmp_path: Path, model_folder: Path) -> N
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert "[0].colour: no such field" in ended.stdout + ended.stderr
+
+
+async def test_a_message_is_not_read_without_a_key(guarded: Stack) -> None:
+    """A client that never finishes its message is refused."""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    call = guarded.channel.stream_stream("/quire.v1.InferenceService/StreamGenerate")(nothing())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async with asyncio.timeout(5):
+            await anext(aiter(call))
+    assert info_of(refused.value).reason == "MISSING_KEY"
