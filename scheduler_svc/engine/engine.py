@@ -238,7 +238,7 @@ class Engine:
             forked = [other for other in waiting[1:] if not other.num_output_tokens]
             group.siblings += forked
             waiting = [other for other in waiting if other not in forked]
-        if waiting:
+        if any(not other.has_precedence for other in waiting):
             self._make_comparable(group.key.principal)
         for sequence in waiting:
             self.waiting.add(sequence)
@@ -248,7 +248,7 @@ class Engine:
         self.dispatcher.wake()
 
     def _make_comparable(self, principal: str) -> None:
-        """Prepare the queue for the first request of a principal beside those of others: charge
+        """Prepare the queue for the first new request of a principal beside those of others: charge
         what they were served, and take back what they hold on lanes without running there."""
         self.shares.of(principal)
         if not self.shares.has_several or self.waiting.has_new(principal):
