@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx2
 import pytest
 from gateway_fake_scheduler import FakeScheduler
 from gateway_stack import Stack, info_of
@@ -261,13 +262,18 @@ async def test_keys_are_not_logged(guarded: Stack, keys: Keys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("listen", "has_keys", "warns"),
-    [("0.0.0.0:0", False, True), ("0.0.0.0:0", True, False), ("127.0.0.1:0", False, False)],
+    ("setting", "listen", "has_keys", "warns"),
+    [
+        ("listen", "0.0.0.0:0", False, True),
+        ("http_listen", "0.0.0.0:0", False, True),
+        ("listen", "0.0.0.0:0", True, False),
+        ("listen", "127.0.0.1:0", False, False),
+    ],
 )
 async def test_an_open_gateway_that_others_can_reach_logs_a_warning(
-    settings_for: SettingsFor, keys: Keys, listen: str, has_keys: bool, warns: bool
+    settings_for: SettingsFor, keys: Keys, setting: str, listen: str, has_keys: bool, warns: bool
 ) -> None:
-    gateway = Gateway(settings_for(listen=listen, api_keys=keys.path if has_keys else None))
+    gateway = Gateway(settings_for(**{setting: listen}, api_keys=keys.path if has_keys else None))
     with capture_logs() as logs:
         await gateway.start()
     await gateway.stop()
@@ -295,3 +301,30 @@ async def test_a_message_is_not_read_without_a_key(guarded: Stack) -> None:
         async with asyncio.timeout(5):
             await anext(aiter(call))
     assert info_of(refused.value).reason == "MISSING_KEY"
+
+
+async def test_http_needs_the_same_keys(guarded: Stack, keys: Keys) -> None:
+    assert guarded.gateway.http is not None
+    body = {"model": "tiny", "prompt": "The", "max_tokens": 3}
+    base_url = f"http://{guarded.gateway.http.address}"
+    async with httpx2.AsyncClient(base_url=base_url) as client:
+        for headers, code in (
+            ({}, "missing_key"),
+            ({"authorization": "Bearer quire-wrong"}, "invalid_api_key"),
+        ):
+            refused = await client.post("/v1/completions", json=body, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == code
+            assert (await client.get("/v1/models", headers=headers)).status_code == 401
+        headers = {"authorization": f"Bearer {keys.alpha}"}
+        call = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        submission = await guarded.scheduler.serve_one(guarded.encode("fox"))
+        assert (await call).status_code == 200
+        assert (submission.principal, submission.priority) == ("alpha", 1)
+        assert submission.tenant.requests_per_minute == 60
+        beyond = await client.post(
+            "/v1/completions", json={**body, "max_tokens": 13}, headers=headers
+        )
+        assert beyond.status_code == 400
+        assert beyond.json()["error"]["param"] == "max_tokens"
+        assert (await client.get("/health")).status_code == 200
