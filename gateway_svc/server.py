@@ -178,7 +178,7 @@ class Gateway:
             self.tokenization,
             self._metrics,
             self.health,
-            self.authentication.authenticate,
+            self.authentication,
         )
         return HttpServer(app, listen, self.live_limits)
 

@@ -1,7 +1,6 @@
 """The FastAPI application: routes, and errors in OpenAI's JSON."""
 
 import importlib.metadata
-from collections.abc import Callable
 
 import structlog
 from fastapi import FastAPI, Request
@@ -10,7 +9,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from gateway_svc.access.tenant import Tenant
+from gateway_svc.access.authentication import Authentication
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.bodies.chat import ChatRequest
@@ -43,12 +42,10 @@ def make_app(
     tokenization: TokenizationService,
     metrics: GatewayMetrics,
     health: Health,
-    authenticate: Callable[[str | None], Tenant],
+    authentication: Authentication,
 ) -> FastAPI:
-    """`authenticate` returns the tenant of an Authorization header, or raises a
-    RequestError."""
     app = FastAPI(title="Quire", version=importlib.metadata.version("quire"), redoc_url=None)
-    context = RequestContext(service, authenticate)
+    context = RequestContext(service, authentication)
     generations = Generations(service, metrics)
     registry: CollectorRegistry = metrics.registry
     app.include_router(GenerationRoutes(context, service, generations).router())

@@ -1,15 +1,16 @@
 """What all routes need of a request: its id, its tenant, and its body."""
 
 import secrets
-from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import Request
 
+from gateway_svc.access.authentication import Authentication
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.fields import HttpRequest
 from gateway_svc.http.bodies.reading import read_body
+from quire.service.api_keys import HEADER
 
 R = TypeVar("R", bound=HttpRequest)
 
@@ -23,14 +24,17 @@ _MAX_BODY_BYTES = 2**23
 class RequestContext:
     """Reads requests of one gateway."""
 
-    def __init__(self, service: GenerationService, authenticate: Callable[[str | None], Tenant]):
-        """`authenticate` returns the tenant of an Authorization header, or raises a
-        RequestError."""
+    def __init__(self, service: GenerationService, authentication: Authentication) -> None:
         self._service = service
-        self._authenticate = authenticate
+        self._authentication = authentication
 
     def tenant(self, request: Request) -> Tenant:
-        return self._authenticate(request.headers.get("authorization"))
+        """RequestError UNAUTHENTICATED without a known key, where keys are needed."""
+        return self._authentication.authenticate(request.headers.get(HEADER))
+
+    def check_admin(self, request: Request) -> None:
+        """RequestError also for a key whose tenant is not an administrator."""
+        self._authentication.authenticate_admin(request.headers.get(HEADER))
 
     async def body(self, request: Request, kind: type[R]) -> R:
         return await read_body(request, kind, self._max_body_bytes())

@@ -92,8 +92,9 @@ class ModelRoutes:
         """Return the version of Quire."""
         return {"version": importlib.metadata.version("quire")}
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Return the gateway's metrics in Prometheus' text format."""
+        self._context.check_admin(request)
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     def _describe(self, model: model_pb2.Model) -> dict[str, Any]:

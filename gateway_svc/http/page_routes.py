@@ -45,5 +45,5 @@ class PageRoutes:
 
     async def status(self, request: Request) -> dict[str, Any]:
         """Return what `quire status` shows, at most a second old."""
-        self._context.principal(request)
+        self._context.check_admin(request)
         return await self._status.get()

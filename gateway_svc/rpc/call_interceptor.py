@@ -10,9 +10,9 @@ from google.protobuf.message import DecodeError
 
 from gateway_svc.access.authentication import Authentication
 from gateway_svc.access.tenant import Tenant
-from quire.service.api_keys import HEADER
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.admission.request_size import RequestSize
+from quire.service.api_keys import HEADER
 from quire.service.errors import RequestError, abort, failed
 
 log = structlog.get_logger()

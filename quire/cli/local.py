@@ -1,6 +1,7 @@
 """Commands that run a stack on this machine: serve, demo."""
 
 import signal
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,6 +21,12 @@ _HttpListen = Annotated[
     typer.Option(
         envvar="QUIRE_GATEWAY_HTTP_LISTEN",
         help="The address of the OpenAI-compatible HTTP API; empty to serve none.",
+    ),
+]
+_APIKeys = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="QUIRE_GATEWAY_API_KEYS", help="Tenants and their keys; see 'quire keys new'."
     ),
 ]
 _RedisURL = Annotated[
@@ -48,6 +55,7 @@ def serve(
     workers: Annotated[int, integer_option("Worker processes.")] = 1,
     listen: _Listen = DEFAULT_TARGET,
     http_listen: _HttpListen = DEFAULT_HTTP_LISTEN,
+    api_keys: _APIKeys = None,
     redis_url: _RedisURL = None,
     served_model_name: _ServedModelName = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
@@ -81,7 +89,10 @@ def serve(
         redis_url=redis_url,
         served_model_name=served_model_name,
         revision=revision,
-        settings={f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
+        settings={
+            **{f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
+            **({} if api_keys is None else {"QUIRE_GATEWAY_API_KEYS": str(api_keys)}),
+        },
         verbose=verbose,
         restart=True,
         on_end=lambda end: typer.echo(f"quire: {end}\nRestarting it ...", err=True),

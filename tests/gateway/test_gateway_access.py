@@ -328,3 +328,6 @@ async def test_http_needs_the_same_keys(guarded: Stack, keys: Keys) -> None:
         assert beyond.status_code == 400
         assert beyond.json()["error"]["param"] == "max_tokens"
         assert (await client.get("/health")).status_code == 200
+        for path in ("/metrics", "/status"):
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers=headers)).status_code == 403
