@@ -73,6 +73,9 @@ async def guarded(settings_for: SettingsFor, keys: Keys) -> AsyncIterator[Stack]
         async with asyncio.timeout(10):
             await stack.wait_for_status(health_pb2.HealthCheckResponse.SERVING)
         yield stack
+        # A client may have its response before the call has ended.
+        async with asyncio.timeout(5):
+            await gateway.calls.wait_until_idle()
         assert stack.is_idle()
     await gateway.stop()
     await scheduler.stop()
