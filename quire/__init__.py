@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.client.async_client import AsyncClient
     from quire.client.client import Client
-    from quire.client.errors import QuireError
+    from quire.client.errors import (
+        AlreadyExistsError,
+        CancelledError,
+        DeadlineExceededError,
+        InvalidArgumentError,
+        NotFoundError,
+        QuireError,
+        ResourceExhaustedError,
+        UnauthenticatedError,
+        UnavailableError,
+    )
     from quire.client.outputs import (
         CompletionDelta,
         CompletionOutput,
@@ -29,25 +39,37 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AlreadyExistsError",
     "AsyncClient",
+    "CancelledError",
     "Client",
     "CompletionDelta",
     "CompletionOutput",
+    "DeadlineExceededError",
+    "InvalidArgumentError",
     "LaunchError",
     "LocalStack",
     "Logprob",
     "Model",
+    "NotFoundError",
     "QuireError",
     "RequestDelta",
     "RequestOutput",
+    "ResourceExhaustedError",
     "SamplingParams",
+    "UnauthenticatedError",
+    "UnavailableError",
     "Usage",
 ]
 
 _MODULES = {
     "quire.client.async_client": ("AsyncClient",),
     "quire.client.client": ("Client",),
-    "quire.client.errors": ("QuireError",),
+    "quire.client.errors": (
+        *("QuireError", "AlreadyExistsError", "CancelledError", "DeadlineExceededError"),
+        *("InvalidArgumentError", "NotFoundError", "ResourceExhaustedError"),
+        *("UnauthenticatedError", "UnavailableError"),
+    ),
     "quire.client.outputs": (
         *("CompletionDelta", "CompletionOutput", "Logprob", "Model"),
         *("RequestDelta", "RequestOutput", "Usage"),

@@ -1,8 +1,9 @@
 """Offline inference, with a private local stack or a running server."""
 
 import weakref
-from collections.abc import Generator, Iterable, Sequence
-from typing import Self
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Self, TypeVar
 
 from quire.client.arguments import wrong_type
 from quire.client.client import Client
@@ -10,6 +11,9 @@ from quire.client.outputs import RequestDelta, RequestOutput
 from quire.client.prompts import Conversation, Prompt, each_conversation, each_prompt
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
+
+_P = TypeVar("_P")
+_FIELDS = {field.name for field in fields(SamplingParams)}
 
 
 class LLM:
@@ -69,15 +73,18 @@ class LLM:
         *,
         timeout_s: float | None = None,
         priority: int | None = None,
+        **sampling: Any,
     ) -> list[RequestOutput]:
         """Continue all prompts concurrently; outputs are in the order of the prompts.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-        `sampling_params` are for all prompts, or a list with one entry per prompt. `priority` is
-        that of all prompts. The first failure is raised as QuireError and cancels all other
+        `sampling_params` are for all prompts, or a list with one entry per prompt. `sampling` has
+        fields of SamplingParams in their place, such as `max_tokens=8`. `priority` is that of all
+        prompts. The first failure is raised as QuireError and cancels all other
         requests. ValueError unless there are as many sampling parameters as prompts.
         """
-        return self._generate(each_prompt(prompts), sampling_params, timeout_s, priority)
+        params = _with_fields(sampling_params, sampling)
+        return self._generate(each_prompt(prompts), params, timeout_s, priority)
 
     def chat(
         self,
@@ -86,9 +93,11 @@ class LLM:
         *,
         timeout_s: float | None = None,
         priority: int | None = None,
+        **sampling: Any,
     ) -> list[RequestOutput]:
         """Continue one or several conversations: lists of {"role": ..., "content": ...}."""
-        return self._generate(each_conversation(messages), sampling_params, timeout_s, priority)
+        params = _with_fields(sampling_params, sampling)
+        return self._generate(each_conversation(messages), params, timeout_s, priority)
 
     def stream(
         self,
@@ -97,10 +106,13 @@ class LLM:
         *,
         timeout_s: float | None = None,
         priority: int | None = None,
+        **sampling: Any,
     ) -> Generator[RequestDelta, None, None]:
-        """Stream the output of one prompt. Closing the generator cancels the request."""
+        """Stream the output of one prompt, which may be a conversation. Closing the generator
+        cancels the request."""
+        params = _with_fields(sampling_params, sampling)
         return self.client.stream_generate(
-            prompt, sampling_params, timeout_s=timeout_s, model=self._model, priority=priority
+            prompt, params, timeout_s=timeout_s, model=self._model, priority=priority
         )
 
     def close(self) -> None:
@@ -136,6 +148,18 @@ def _refuse_settings(**given: object) -> None:
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ValueError(f"settings of a running server cannot be set: {', '.join(names)}")
+
+
+def _with_fields(params: _P, given: Mapping[str, Any]) -> _P | SamplingParams:
+    """The parameters, or those of these fields. TypeError for both, or for another field."""
+    if not given:
+        return params
+    if params is not None:
+        raise TypeError(f"sampling_params is set, so {', '.join(given)} cannot be")
+    for name in given:
+        if name not in _FIELDS:
+            raise TypeError(f"{name}: no such argument, and no field of SamplingParams")
+    return SamplingParams(**given)
 
 
 def _per_prompt(

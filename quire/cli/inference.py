@@ -1,5 +1,6 @@
 """Commands that use a running server: generate, tokenize, models."""
 
+import sys
 from functools import partial
 from typing import Annotated
 
@@ -25,6 +26,9 @@ from quire.client.retry_policy import RESUME_TIMEOUT_S
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import DEFAULT_TARGET
 
+# Of commands that ask once, and have nothing to continue.
+_QUESTION_TIMEOUT_S = 3.0
+
 _MinP = Annotated[
     float | None, number_option("Least probability considered, as a share of the highest.")
 ]
@@ -38,7 +42,9 @@ _Priority = Annotated[
 
 @report_errors()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[
+        str, typer.Argument(help="The text to continue; - reads it from standard input.")
+    ],
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     model: ModelName = None,
@@ -57,6 +63,7 @@ def generate(
     resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
 ) -> None:
     """Print the continuation of a prompt; several one after another."""
+    text = _standard_input() if prompt == "-" else prompt
     params = SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -67,7 +74,7 @@ def generate(
         stop=stop,
         n=n,
     )
-    content: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+    content: Prompt = [{"role": "user", "content": text}] if chat else text
     options: RequestOptions = {"model": model, "priority": priority}
     printer = OrderedPrinter(n or 1)
     with _client(target, api_key, resume_timeout) as client:
@@ -90,7 +97,7 @@ def tokenize(
         bool, typer.Option(help="Add the special tokens that the model's tokenizer adds.")
     ] = True,
     timeout: Timeout = None,
-    resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
+    resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
 ) -> None:
     """Print the token ids of a text."""
     with _client(target, api_key, resume_timeout) as client:
@@ -105,7 +112,7 @@ def models(
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     timeout: Timeout = None,
-    resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
+    resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
 ) -> None:
     """List the served models."""
     with _client(target, api_key, resume_timeout) as client:
@@ -146,6 +153,14 @@ class OrderedPrinter:
         if part.finish_reason is not None:
             write("\n")
             self._index += 1
+
+
+def _standard_input() -> str:
+    """The prompt on standard input, without the line's end. ValueError without one."""
+    text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        raise ValueError("standard input has no prompt")
+    return text
 
 
 def _client(target: str, api_key: str | None, resume_timeout_s: float) -> Client:

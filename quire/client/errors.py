@@ -1,6 +1,6 @@
-"""The exception of the client library, made from gRPC statuses."""
+"""The exceptions of the client library, made from gRPC statuses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -39,6 +39,50 @@ class QuireError(Exception):
         self.resumable = resumable
 
 
+class InvalidArgumentError(QuireError):
+    """An argument is invalid; `field` names it."""
+
+
+class UnauthenticatedError(QuireError):
+    """The API key is missing or unknown."""
+
+
+class NotFoundError(QuireError):
+    """There is no such model or request."""
+
+
+class AlreadyExistsError(QuireError):
+    """The request id belongs to another request."""
+
+
+class ResourceExhaustedError(QuireError):
+    """A limit is reached; `retry_after_s` is the time to wait."""
+
+
+class UnavailableError(QuireError):
+    """No server is available."""
+
+
+class DeadlineExceededError(QuireError):
+    """The call's deadline has passed."""
+
+
+class CancelledError(QuireError):
+    """The request was cancelled by its id."""
+
+
+_CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: CancelledError,
+}
+
+
 @contextmanager
 def translate_errors(target: str) -> Iterator[None]:
     """Translate gRPC's errors into QuireError."""
@@ -57,7 +101,7 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
     message = call.details() or "no details"
     if call.code() is grpc.StatusCode.UNAVAILABLE and info is None:
         message = f"no server responds at {target} ({message})"
-    return QuireError(
+    return _CLASSES.get(call.code(), QuireError)(
         call.code(),
         message,
         field=bad_request.field_violations[0].field if bad_request else None,

@@ -85,6 +85,11 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: Usage
 
+    @property
+    def text(self) -> str:
+        """The text of the first completion."""
+        return self.outputs[0].text
+
 
 @dataclass(frozen=True)
 class CompletionDelta:

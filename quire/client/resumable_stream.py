@@ -10,6 +10,8 @@ from quire.client.outputs import CompletionDelta, RequestDelta
 from quire.client.retry_policy import RetryPolicy, is_final
 from quire.v1 import inference_pb2
 
+# The reason of a request that no service has any more.
+_UNKNOWN_REQUEST = "UNKNOWN_REQUEST"
 StreamRequest: TypeAlias = inference_pb2.StreamGenerateRequest | inference_pb2.ResumeGenerateRequest
 StreamResponse: TypeAlias = (
     inference_pb2.StreamGenerateResponse | inference_pb2.ResumeGenerateResponse
@@ -70,7 +72,8 @@ class ResumableStream:
 
     def backoff_s(self, error: QuireError) -> float:
         """Record a failure; return the delay of the retry. Raises the error if it is final."""
-        lost = error.code is grpc.StatusCode.NOT_FOUND and self._can_restart
+        # An unknown model is NOT_FOUND, too.
+        lost = error.reason == _UNKNOWN_REQUEST and self._can_restart
         if lost:
             self._is_accepted = False
         self._is_final = is_final(error) and not lost

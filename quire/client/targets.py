@@ -29,6 +29,11 @@ def check_target(target: object) -> str:
     """Return the target. TypeError or ValueError for an invalid address."""
     if not isinstance(target, str):
         raise wrong_type("target", _EXPECTED, target)
+    if target.startswith(("http://", "https://")):
+        raise ValueError(
+            f"target: expected {_EXPECTED}, the address for gRPC (got {target!r}); clients of "
+            "OpenAI's API use the URL of the HTTP API"
+        )
     if not _TARGET.fullmatch(target):
         raise ValueError(f"target: expected {_EXPECTED} (got {target!r})")
     return target

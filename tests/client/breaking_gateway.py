@@ -29,6 +29,7 @@ TAKEN_OVER = failed(
 UNKNOWN = failed(
     grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST", "not known", metadata={"resumable": "false"}
 )
+UNKNOWN_MODEL = failed(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL", "model: no model 'x'")
 REFUSED = failed(grpc.StatusCode.INVALID_ARGUMENT, "BAD", "bad")
 
 # The text of choice c is "c0 c1 c2 ...", one token per word, with log-probabilities.

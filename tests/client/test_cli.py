@@ -1,3 +1,4 @@
+import inspect
 import signal
 import subprocess
 import sys
@@ -6,16 +7,18 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.inference import OrderedPrinter
+from quire.cli.inference import OrderedPrinter, models, tokenize
 from quire.client.outputs import CompletionDelta
+from quire.client.retry_policy import RESUME_TIMEOUT_S
 
 
 @pytest.fixture
 def quire(server):
     """Run the command against the scripted server."""
 
-    def run(*arguments: str, **environment: str):
-        return CliRunner(env={"QUIRE_TARGET": server.target, **environment}).invoke(app, arguments)
+    def run(*arguments: str, stdin: str | None = None, **environment: str):
+        runner = CliRunner(env={"QUIRE_TARGET": server.target, **environment})
+        return runner.invoke(app, arguments, input=stdin)
 
     return run
 
@@ -118,12 +121,31 @@ def test_an_infinite_timeout_is_none(quire):
     assert quire("health", "--timeout", "1e12").exit_code == 0
 
 
-@pytest.mark.parametrize("target", ["http://127.0.0.1:50051", ""])
+@pytest.mark.parametrize("target", ["127.0.0.1", ""])
 @pytest.mark.parametrize("command", [("generate", "a"), ("health",)])
 def test_an_invalid_address_is_shown(quire, command, target):
     result = quire(*command, "--target", target)
     assert result.exit_code == 1
     assert result.stderr == f"quire: target: expected host:port or unix:/path (got {target!r})\n"
+
+
+def test_a_url_is_no_address_for_grpc(quire):
+    result = quire("generate", "a", "--target", "http://127.0.0.1:8000")
+    assert result.exit_code == 1
+    assert "the address for gRPC (got 'http://127.0.0.1:8000')" in result.stderr
+
+
+def test_a_prompt_is_read_from_standard_input(quire):
+    assert quire("generate", "-", stdin="a b\n").stdout == "AB\n"
+    result = quire("generate", "-", stdin="")
+    assert result.exit_code == 1
+    assert "standard input has no prompt" in result.stderr
+
+
+@pytest.mark.parametrize("command", [models, tokenize])
+def test_a_question_without_a_server_ends_before_a_stream_would(command):
+    default = inspect.signature(command).parameters["resume_timeout"].default
+    assert default < RESUME_TIMEOUT_S / 5
 
 
 def test_a_prompt_that_is_not_utf8_is_reported(server):

@@ -135,3 +135,17 @@ def test_a_running_server_cannot_be_configured(server, setting):
 
 def test_a_setting_that_is_none_is_not_set(server):
     LLM(target=server.target, block_size=None, revision=None).close()
+
+
+def test_sampling_parameters_are_arguments_too(llm, server):
+    outputs = llm.generate("hello", max_tokens=3, seed=7)
+    assert [output.text for output in outputs] == [outputs[0].outputs[0].text]
+    assert server.inference.requests[-1].sampling_params.max_tokens == 3
+    llm.chat([{"role": "user", "content": "x"}], temperature=0)
+    assert server.inference.requests[-1].sampling_params.HasField("temperature")
+    list(llm.stream("hello", top_k=2))
+    assert server.inference.requests[-1].sampling_params.top_k == 2
+    with pytest.raises(TypeError, match="sampling_params is set, so max_tokens cannot be"):
+        llm.generate("hello", SamplingParams(), max_tokens=3)
+    with pytest.raises(TypeError, match="max_token: no such argument"):
+        llm.generate("hello", max_token=3)

@@ -18,12 +18,21 @@ from breaking_gateway import (
     SLOW,
     TAKEN_OVER,
     UNKNOWN,
+    UNKNOWN_MODEL,
     Gateway,
     ScriptedCall,
 )
 from waiting import until
 
-from quire import AsyncClient, Client, Logprob, QuireError, RequestDelta, SamplingParams
+from quire import (
+    AsyncClient,
+    Client,
+    Logprob,
+    NotFoundError,
+    QuireError,
+    RequestDelta,
+    SamplingParams,
+)
 from quire.v1 import inference_pb2
 
 
@@ -216,6 +225,14 @@ def test_a_restarted_program_resumes(gateways, stream):
     assert tokens == {0: [4, 5], 1: [102, 103, 104, 105]}
     assert gateway.resumed == [[4, 2], [4, 3]]
     assert {ask.request_id for ask in gateway.requests} == {"mine"}
+
+
+def test_an_unknown_model_is_no_lost_request(gateways, stream):
+    """Both are NOT_FOUND."""
+    gateway = gateways(ScriptedCall(UNKNOWN_MODEL, after=0))
+    with pytest.raises(NotFoundError, match="no model"):
+        stream(gateway.target)
+    assert len(gateway.requests) == 1
 
 
 def test_resuming_an_unknown_request_fails(gateways, stream):
