@@ -32,7 +32,7 @@ PAGES = BUILD / "pages"
 # Pages, images and the style sheet.
 SOURCES = (
     *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
-    *("docs/**/*.md", "docs/**/*.svg", "docs/site.css"),
+    *("docs/**/*.md", "docs/**/*.svg", "docs/**/*.png", "docs/site.css", "protos/README.md"),
     *("benchmarks/RESULTS.md", "benchmarks/results/*.svg"),
 )
 # Where files of the repository are on the site.
@@ -44,7 +44,11 @@ API = {
         *("RequestOutput", "CompletionOutput", "RequestDelta", "CompletionDelta"),
         *("Logprob", "Usage", "Model"),
     ),
-    "Errors": ("QuireError", "LaunchError"),
+    "Errors": (
+        *("QuireError", "AlreadyExistsError", "CancelledError", "DeadlineExceededError"),
+        *("InvalidArgumentError", "NotFoundError", "ResourceExhaustedError"),
+        *("UnauthenticatedError", "UnavailableError", "LaunchError"),
+    ),
     "Local services": ("LocalStack",),
 }
 Comments = dict[tuple[int, ...], str]
@@ -175,6 +179,9 @@ def _type(field: FieldDescriptorProto) -> str:
 
 def _link(type_name: str) -> str:
     name = type_name.rpartition(".")[2]
+    if type_name.startswith(".google."):
+        # Of protobuf itself.
+        return f"`{type_name[1:]}`"
     return f"[{name}](#{name.lower()})"
 
 

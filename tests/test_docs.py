@@ -15,7 +15,9 @@ from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
-    path for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern)
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "protos/*.md")
+    for path in ROOT.glob(pattern)
 )
 FOLDERS = (
     *("quire", "gateway_svc", "scheduler_svc", "worker_svc", "kernels", "protos"),
