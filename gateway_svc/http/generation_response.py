@@ -42,20 +42,17 @@ class GenerationResponse(Response):
         task = asyncio.current_task()
         assert task is not None
         writer = ResponseWriter(send, self._request_id)
-        has_disconnected = False
 
         async def watch() -> None:
-            nonlocal has_disconnected
             await _wait_until_disconnected(receive, writer)
-            has_disconnected = True
             task.cancel()
 
         watcher = asyncio.create_task(watch())
         try:
             await self._write(writer)
         except asyncio.CancelledError:
-            if not has_disconnected:
-                raise
+            # The client has disconnected, or reads too slowly: the server closes the connection of
+            # a response that is not complete.
             task.uncancel()
         finally:
             watcher.cancel()

@@ -1,6 +1,7 @@
 """Requests over HTTP: their ids, events that are resumed, cancellation, disconnected clients."""
 
 import asyncio
+import socket
 
 import grpc
 import pytest
@@ -89,6 +90,28 @@ async def test_a_client_that_disconnects_ends_its_request(http: Http) -> None:
         sending.cancel()
         cancellation = await http.stack.scheduler.cancellations.get()
         assert cancellation.attachment == sent.attachment
+
+
+async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(http: Http) -> None:
+    scheduler, server = http.stack.scheduler, http.stack.gateway.http
+    assert server is not None
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, _, port = server.address.rpartition(":")
+    connection.connect((host, int(port)))
+    body = b'{"prompt": "The", "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    sent = await http.submission()
+    scheduler.accept(sent)
+    [x] = http.stack.encode("x")
+    detached = asyncio.create_task(scheduler.detachments.get())
+    for at in range(0, 200_000, 1000):
+        scheduler.write(sent, at, [x] * 1000)
+        await asyncio.sleep(0)
+    detachment = await detached
+    assert (detachment.attachment, detachment.client_gone) == (sent.attachment, False)
+    connection.close()
 
 
 async def test_a_request_is_cancelled_by_its_id(http: Http) -> None:
