@@ -38,11 +38,11 @@ def test_the_stubs_are_built_into_it(wheel: set[str]) -> None:
     assert stubs <= wheel
 
 
-def test_scripts_and_markers_are_in_it(wheel: set[str]) -> None:
+def test_scripts_markers_and_the_page_are_in_it(wheel: set[str]) -> None:
     data = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
-        for pattern in ("*.cpp", "*.h", "*.lua", "py.typed")
+        for pattern in ("*.cpp", "*.h", "*.lua", "py.typed", "page/*")
         for path in (ROOT / package).rglob(pattern)
     }
     assert {f"{package}/py.typed" for package in PACKAGES} <= data
