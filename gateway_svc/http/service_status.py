@@ -46,6 +46,9 @@ def to_json(leader: str, status: GetStatusResponse) -> dict[str, Any]:
             "num_tokens": status.queue.num_tokens,
         },
         "workers": [_worker(worker) for worker in status.workers],
+        "refused_workers": [
+            {"address": one.address, "reason": one.reason} for one in status.refused_workers
+        ],
     }
 
 

@@ -68,6 +68,7 @@ def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
         f"tokens/s {_number(total)}",
         f"queue {queue.num_requests:,} requests, {queue.num_tokens:,} tokens  "
         f"accepted {now.num_accepted:,}  refused {now.num_refused:,}",
+        *(f"worker refused  {one.address}: {one.reason}" for one in now.refused_workers),
     ]
 
 

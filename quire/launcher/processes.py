@@ -16,6 +16,7 @@ from quire.launcher.child import (
 )
 
 _POLL_S = 0.05
+_CHECK_S = 1.0
 # A start that is shorter is not reported as a wait.
 _SILENT_S = 3.0
 
@@ -162,18 +163,24 @@ class ProcessGroup:
         return tier.processes
 
     def wait_until_ready(
-        self, timeout_s: float, on_wait: Callable[[str], object] | None = None
+        self,
+        timeout_s: float,
+        on_wait: Callable[[str], object] | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         """LaunchError as soon as a process cannot start, or if a tier is not ready in time.
 
         During a long wait, `on_wait` is called with the pending actions, at first and when they
-        change.
+        change. `check` is called once a second and may raise a LaunchError, too.
         """
-        started = time.monotonic()
+        started = checked_at = time.monotonic()
         reported = None
         for tier in self._tiers:
             while not tier.is_ready():
                 self._check_start()
+                if time.monotonic() - checked_at >= _CHECK_S:
+                    check()
+                    checked_at = time.monotonic()
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
                     raise tier.processes[0].error(f"is not ready after {timeout_s:g} s")

@@ -1,11 +1,13 @@
 """A local stack: Redis, schedulers, workers and gateways as child processes."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
+from quire.client.errors import QuireError
+from quire.client.operations import Operations
 from quire.launcher.directory import PrivateDirectory
 from quire.launcher.errors import LaunchError
 from quire.launcher.processes import ProcessGroup, ServiceProcess, StartCheck
@@ -154,7 +156,7 @@ class LocalStack:
         self._processes = ProcessGroup(spawner.call)
         self._cleanup.callback(self._processes.stop, self.stop_grace_s)
         self._start_services(private.path, redis_url)
-        self._processes.wait_until_ready(self.ready_timeout_s, self.on_wait)
+        self._processes.wait_until_ready(self.ready_timeout_s, self.on_wait, self._check_refused)
         self._is_running = True
         if self.restart:
             self._cleanup.callback(self._supervise().close)
@@ -191,6 +193,17 @@ class LocalStack:
             ),
             "worker": start(specs.make("worker", workers, model, weights)),
         }
+
+    def _check_refused(self) -> None:
+        """LaunchError if the scheduler refuses a worker: all of them have the same settings."""
+        for scheduler in self._tiers["scheduler"]:
+            if (address := scheduler.address) is None:
+                continue
+            with suppress(QuireError), Operations(address) as operations:
+                for refused in operations.status(False, timeout_s=1.0).refused_workers:
+                    names = [w.name for w in self._tiers["worker"] if w.address == refused.address]
+                    name = names[0] if names else refused.address
+                    raise LaunchError(f"the scheduler refuses {name}: {refused.reason}")
 
     def _supervise(self) -> Supervisor:
         redis = [self._redis] if self._redis is not None else []

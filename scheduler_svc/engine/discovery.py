@@ -115,6 +115,8 @@ class Discovery:
                 await self._serve(address)
                 logged = ""
             except _EXPECTED as error:
+                if isinstance(error, WorkerRefused):
+                    self._engine.refused_workers[address] = str(error)
                 # Logged once, not at every attempt; a worker that is not up yet is no warning.
                 if str(error) != logged:
                     logged = str(error)
@@ -122,6 +124,7 @@ class Discovery:
                     write("lane not open", address=address, why=logged)
             if self._is_wanted(address):
                 await asyncio.sleep(RETRY_S)
+        self._engine.refused_workers.pop(address, None)
 
     def _is_wanted(self, address: str) -> bool:
         return address in self._resolver.addresses and not self._halting
@@ -175,6 +178,7 @@ class Discovery:
             num_blocks=worker.num_blocks,
         )
         self._engine.add(lane, model)
+        self._engine.refused_workers.pop(address, None)
         return lane, pool
 
     async def _run(self, address: str, stream: WorkerStream, lane: Lane, pool: Pool) -> None:

@@ -52,6 +52,8 @@ class Engine:
         max_waiting_tokens: int,
     ) -> None:
         self.lanes: dict[int, Lane] = {}
+        # Why workers are refused, by address.
+        self.refused_workers: dict[str, str] = {}
         # Set when a lane is added or removed; the listener clears it.
         self.lanes_changed = asyncio.Event()
         self.live: dict[RequestKey, Group] = {}

@@ -84,6 +84,10 @@ def _status_of(
             _worker(lane, block_maps.get(incarnation))
             for incarnation, lane in sorted(engine.lanes.items())
         ],
+        refused_workers=[
+            operations_pb2.RefusedWorker(address=address, reason=reason)
+            for address, reason in sorted(engine.refused_workers.items())
+        ],
     )
 
 

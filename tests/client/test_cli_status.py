@@ -130,6 +130,12 @@ def test_a_new_draining_worker_has_no_rates_and_no_map():
     assert [line for line in lines if "# held" in line] == lines[-2:-1]
 
 
+def test_a_refused_worker_is_reported_with_the_reason():
+    now = reading(5, 1, 1)
+    now.refused_workers.add(address="b:1", reason="another model")
+    assert "worker refused  b:1: another model" in report(now, None, width=100)
+
+
 def test_a_cell_of_a_large_pool_is_several_blocks():
     kinds = bytes([NULL, *[HELD] * 500, *[CACHED] * 300, *[FREE] * 203])
     lines, per_cell = draw_block_map(kinds, width=20, height=5)

@@ -66,6 +66,7 @@ class ScriptedQueue(list[int]):
 @dataclass
 class ScriptedEngine:
     lanes: dict[int, ScriptedLane] = field(default_factory=dict)
+    refused_workers: dict[str, str] = field(default_factory=dict)
     waiting: ScriptedQueue = field(default_factory=ScriptedQueue)
     stats: EngineStats = field(default_factory=EngineStats)
 

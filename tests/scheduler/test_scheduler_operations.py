@@ -60,6 +60,7 @@ async def test_the_status_reports_queue_and_workers(operations: Operations) -> N
     )
     engine.waiting.extend([100, 20])
     engine.stats.num_accepted = 9
+    engine.refused_workers["b:1"] = "another model"
     operations.servicer.start_leading(engine, epoch=77)
 
     status = await operations.stub.GetStatus(STATUS)
@@ -73,6 +74,8 @@ async def test_the_status_reports_queue_and_workers(operations: Operations) -> N
     assert (first.num_blocks, first.num_free_blocks) == (7, 5)
     assert not first.HasField("num_cached_blocks")
     assert lane.pool.num_reads == 0
+    [refused] = status.refused_workers
+    assert (refused.address, refused.reason) == ("b:1", "another model")
 
     first, _ = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
     assert first.block_map == bytes([NULL, HELD, HELD, FREE, FREE, CACHED, FREE, FREE])

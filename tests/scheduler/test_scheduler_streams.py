@@ -309,11 +309,15 @@ async def test_an_incompatible_worker_is_refused(redis_url, sockets, other):
     ) as stack:
         await stack.start_worker("b", other)
         await until(lambda: other.num_streams > 0, "the refused worker's hello")
+        await until(lambda: len(stack.engine.refused_workers) == 1, "the reason of the refusal")
         gateway = await stack.gateway()
         for seed in range(6):
             await gateway.submit(prompt(20, seed), seed=seed)
         assert all(received.end for received in await gateway.wait_ended())
         assert not other.plans
+        await stack.stop_worker("b")
+        await stack.start_worker("b", CheckingWorker(3))
+        await until(lambda: not stack.engine.refused_workers, "a worker that is accepted")
 
 
 async def test_a_drain_delivers_what_is_in_flight_and_leaves_the_rest_to_the_next_leader(

@@ -33,6 +33,9 @@ function draw(now) {
   state.textContent = now.workers.length
     ? `${shortened(now.leader)} leads with epoch ${now.epoch}.`
     : `${shortened(now.leader)} leads with epoch ${now.epoch}; no worker has joined.`;
+  for (const refused of now.refused_workers) {
+    state.textContent += ` ${shortened(refused.address)} is refused: ${refused.reason}.`;
+  }
   totals.replaceChildren(
     field("Workers", number(now.workers.length)),
     field("Output tokens/s", number(rates.reduce((sum, one) => sum + one, 0))),
