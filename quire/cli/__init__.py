@@ -5,6 +5,7 @@ Called by the entry point `quire` and by `python -m quire`.
 
 from quire.cli.app import app
 from quire.cli.bench import bench
+from quire.cli.chat import chat
 from quire.cli.inference import generate, models, tokenize
 from quire.cli.keys import keys
 from quire.cli.local import demo, serve
@@ -12,7 +13,7 @@ from quire.cli.operations import health, reset_cache, status
 from quire.cli.recordings import explain, replay
 
 for command in (
-    *(serve, generate, tokenize, models, health, status, reset_cache),
+    *(serve, chat, generate, tokenize, models, health, status, reset_cache),
     *(bench, demo, replay, explain),
 ):
     app.command()(command)
