@@ -4,6 +4,7 @@ Called by the entry point `quire` and by `python -m quire`.
 """
 
 from quire.cli.app import app
+from quire.cli.batch import run_batch
 from quire.cli.bench import bench
 from quire.cli.chat import chat
 from quire.cli.inference import generate, models, tokenize
@@ -14,7 +15,7 @@ from quire.cli.recordings import explain, replay
 
 for command in (
     *(serve, chat, generate, tokenize, models, health, status, reset_cache),
-    *(bench, demo, replay, explain),
+    *(run_batch, bench, demo, replay, explain),
 ):
     app.command()(command)
 app.add_typer(keys)
