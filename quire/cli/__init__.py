@@ -1,4 +1,4 @@
-"""The `quire` command: one module per group of subcommands, and the tables that they print.
+"""The `quire` command: one module per group of subcommands, and what they share.
 
 Called by the entry point `quire` and by `python -m quire`.
 """
@@ -7,18 +7,20 @@ from quire.cli.app import app
 from quire.cli.batch import run_batch
 from quire.cli.bench import bench
 from quire.cli.chat import chat
+from quire.cli.command_group import CommandGroup
 from quire.cli.inference import generate, models, tokenize
 from quire.cli.keys import keys
-from quire.cli.local import demo, serve
+from quire.cli.local import demo
 from quire.cli.operations import health, reset_cache, status
 from quire.cli.recordings import explain, replay
 
 for command in (
-    *(serve, chat, generate, tokenize, models, health, status, reset_cache),
+    *(chat, generate, tokenize, models, health, status, reset_cache),
     *(run_batch, bench, demo, replay, explain),
 ):
     app.command()(command)
 app.add_typer(keys)
+app.info.cls = CommandGroup
 
 
 def main() -> None:

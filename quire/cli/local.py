@@ -1,34 +1,59 @@
 """Commands that run a stack on this machine: serve, demo."""
 
 import signal
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, NoReturn
 
 import typer
 
 from quire.cli.app import Verbose, integer_option, report_errors
+from quire.cli.service_flags import settings_help
 from quire.client.targets import DEFAULT_TARGET
 from quire.demo.demo import DEMO_MODEL, run_demo
+from quire.launcher.service_settings import service_settings
+from quire.launcher.services import check_installed
 from quire.launcher.stack import LocalStack
 
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 
 _Listen = Annotated[
-    str, typer.Option(envvar="QUIRE_GATEWAY_LISTEN", help="The address of the API.")
+    str | None,
+    typer.Option(
+        envvar="QUIRE_GATEWAY_LISTEN",
+        help="The address of the gRPC API: host:port or unix:/path.",
+        show_default=DEFAULT_TARGET,
+    ),
 ]
 _HttpListen = Annotated[
-    str,
+    str | None,
     typer.Option(
         envvar="QUIRE_GATEWAY_HTTP_LISTEN",
         help="The address of the OpenAI-compatible HTTP API; empty to serve none.",
+        show_default=DEFAULT_HTTP_LISTEN,
     ),
 ]
-_APIKeys = Annotated[
-    Path | None,
+
+
+def _print_settings(requested: bool) -> None:
+    if requested:
+        with report_errors():
+            check_installed()
+        typer.echo("\n".join(settings_help(list(service_settings()))).lstrip())
+        raise typer.Exit
+
+
+_HelpSettings = Annotated[
+    bool,
     typer.Option(
-        envvar="QUIRE_GATEWAY_API_KEYS", help="Tenants and their keys; see 'quire keys new'."
+        "--help-settings",
+        callback=_print_settings,
+        is_eager=True,
+        help="List the flags of all services and exit.",
     ),
 ]
+_Host = Annotated[str | None, typer.Option(help="The host of both addresses.")]
+_Port = Annotated[int | None, integer_option("The port of the gRPC API.")]
+_HttpPort = Annotated[int | None, integer_option("The port of the HTTP API.")]
 _RedisURL = Annotated[
     str | None,
     typer.Option(
@@ -38,61 +63,43 @@ _RedisURL = Annotated[
 _ServedModelName = Annotated[
     str | None, typer.Option(help="The model's name in requests; MODEL if absent.")
 ]
-_Engine = Annotated[
-    str | None, typer.Option(help="torch, or sim for workers that only simulate a model.")
-]
-_KVCacheMemory = Annotated[
-    str | None, typer.Option(help="Memory of each worker's KV cache, such as 4GiB.")
-]
-_MaxNumSeqs = Annotated[
-    int | None, integer_option("Sequences that run concurrently on one worker.")
-]
 
 
 @report_errors()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder in Hugging Face format, or a hub id.")],
     workers: Annotated[int, integer_option("Worker processes.")] = 1,
-    listen: _Listen = DEFAULT_TARGET,
-    http_listen: _HttpListen = DEFAULT_HTTP_LISTEN,
-    api_keys: _APIKeys = None,
+    host: _Host = None,
+    port: _Port = None,
+    http_port: _HttpPort = None,
+    listen: _Listen = None,
+    http_listen: _HttpListen = None,
     redis_url: _RedisURL = None,
     served_model_name: _ServedModelName = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    engine: _Engine = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    block_size: Annotated[int | None, integer_option("Tokens per block of the KV cache.")] = None,
-    kv_cache_memory: _KVCacheMemory = None,
-    max_model_len: Annotated[int | None, integer_option("Longest sequence in tokens.")] = None,
-    max_num_seqs: _MaxNumSeqs = None,
     verbose: Verbose = False,
+    help_settings: _HelpSettings = False,
+    settings: Mapping[str, str] | None = None,
 ) -> None:
-    """Serve MODEL until interrupted. All other settings are QUIRE_* environment variables.
+    """Serve MODEL until interrupted. A process that ends is restarted, and its requests continue.
 
-    A process that ends is restarted, and its requests continue.
+    Every setting of a service is a flag, such as --gateway.max-live-calls, and an environment
+    variable, such as QUIRE_GATEWAY_MAX_LIVE_CALLS; --help-settings lists them.
     """
-    worker = {
-        "ENGINE": engine,
-        "DTYPE": dtype,
-        "DEVICE": device,
-        "BLOCK_SIZE": block_size,
-        "KV_CACHE_MEMORY": kv_cache_memory,
-        "MAX_MODEL_LEN": max_model_len,
-        "MAX_NUM_SEQS": max_num_seqs,
-    }
+    if workers < 1:
+        raise ValueError(f"--workers: must be at least 1 (got {workers})")
     stack = LocalStack(
         model,
         num_workers=workers,
-        gateway_listen=listen,
-        http_listen=http_listen or None,
+        gateway_listen=listen_address("--listen", listen, host, port, DEFAULT_TARGET),
+        http_listen=listen_address(
+            "--http-listen", http_listen, host, http_port, DEFAULT_HTTP_LISTEN
+        )
+        or None,
         redis_url=redis_url,
         served_model_name=served_model_name,
         revision=revision,
-        settings={
-            **{f"QUIRE_WORKER_{k}": str(v) for k, v in worker.items() if v is not None},
-            **({} if api_keys is None else {"QUIRE_GATEWAY_API_KEYS": str(api_keys)}),
-        },
+        settings=settings or {},
         verbose=verbose,
         restart=True,
         on_end=lambda end: typer.echo(f"quire: {end}\nRestarting it ...", err=True),
@@ -103,6 +110,21 @@ def serve(
     with stack:
         typer.echo(_welcome(model, stack.address, stack.scheduler_address, stack.http_addresses))
         _wait_for_interrupt(stack)
+
+
+def listen_address(
+    flag: str, address: str | None, host: str | None, port: int | None, default: str
+) -> str:
+    """An address from its flag, or from host and port, whose defaults are those of `default`.
+    ValueError for both."""
+    if address and (host is not None or port is not None):
+        raise ValueError(f"{flag} is an address, so --host and a port cannot be set as well")
+    if address is not None:
+        return address
+    default_host, _, default_port = default.rpartition(":")
+    host = default_host if host is None else host
+    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{bracketed}:{default_port if port is None else port}"
 
 
 @report_errors()
