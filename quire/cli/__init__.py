@@ -7,16 +7,17 @@ from quire.cli.app import app
 from quire.cli.batch import run_batch
 from quire.cli.bench import bench
 from quire.cli.chat import chat
-from quire.cli.command_group import CommandGroup
+from quire.cli.demo import demo
 from quire.cli.inference import generate, models, tokenize
 from quire.cli.keys import keys
-from quire.cli.local import demo
 from quire.cli.operations import health, reset_cache, status
+from quire.cli.pull import pull
 from quire.cli.recordings import explain, replay
+from quire.cli.serve.command_group import CommandGroup
 
 for command in (
     *(chat, generate, tokenize, models, health, status, reset_cache),
-    *(run_batch, bench, demo, replay, explain),
+    *(pull, run_batch, bench, demo, replay, explain),
 ):
     app.command()(command)
 app.add_typer(keys)

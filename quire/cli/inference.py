@@ -1,6 +1,7 @@
 """Commands that use a running server: generate, tokenize, models."""
 
 import sys
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from quire.cli.app import (
     report_errors,
 )
 from quire.cli.connection import connect
+from quire.cli.json_output import AsJson, echo_json
 from quire.cli.table import aligned
 from quire.client.outputs import CompletionDelta, CompletionOutput
 from quire.client.prompts import Prompt
@@ -102,10 +104,14 @@ def models(
     api_key: ApiKey = None,
     timeout: Timeout = None,
     resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
+    as_json: AsJson = False,
 ) -> None:
     """List the served models."""
     with connect(target, api_key, resume_timeout) as client:
         served = client.list_models(timeout_s=timeout)
+    if as_json:
+        echo_json({"models": [asdict(model) for model in served]})
+        return
     rows = [("MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE")]
     for model in served:
         chat = "yes" if model.has_chat_template else "no"

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from gateway_svc.settings import GatewaySettings
 from quire.cli import app
-from quire.cli.local import listen_address
-from quire.cli.service_flags import with_service_flags
+from quire.cli.serve.command import listen_address
+from quire.cli.serve.service_flags import with_service_flags
 from quire.launcher.service_settings import service_settings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings

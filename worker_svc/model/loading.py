@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from quire.service.model_files import WEIGHTS_FILES
 from worker_svc.cache.kv_pool import AttentionSpecs, dtype_name
 from worker_svc.model.attention import (
     AttentionFunction,
@@ -27,7 +28,6 @@ from worker_svc.settings import WrongSettingError
 
 log = structlog.get_logger()
 
-_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -87,7 +87,7 @@ def load_model(
     ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
     `max_model_len` is larger than the model's own.
     """
-    folder = find_model(model, revision, _FILES)
+    folder = find_model(model, revision, list(WEIGHTS_FILES))
     weights = tuple(folder.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{folder} has no *.safetensors file")

@@ -1,15 +1,15 @@
-"""Commands that run a stack on this machine: serve, demo."""
+"""Serves a model with a stack on this machine until interrupted."""
 
 import signal
 from collections.abc import Mapping
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from quire.cli.app import Verbose, integer_option, report_errors
-from quire.cli.service_flags import settings_help
+from quire.cli.interrupts import interrupt_on_sigterm
+from quire.cli.serve.service_flags import settings_help
 from quire.client.targets import DEFAULT_TARGET
-from quire.demo.demo import DEMO_MODEL, run_demo
 from quire.launcher.service_settings import service_settings
 from quire.launcher.services import check_installed
 from quire.launcher.stack import LocalStack
@@ -105,7 +105,7 @@ def serve(
         on_end=lambda end: typer.echo(f"quire: {end}\nRestarting it ...", err=True),
         on_wait=lambda action: typer.echo(f"Waiting for {action} ...", err=True),
     )
-    _interrupt_on_sigterm()
+    interrupt_on_sigterm()
     typer.echo(f"Starting {model} ...", err=True)
     with stack:
         typer.echo(_welcome(model, stack.address, stack.scheduler_address, stack.http_addresses))
@@ -125,31 +125,6 @@ def listen_address(
     host = default_host if host is None else host
     bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{bracketed}:{default_port if port is None else port}"
-
-
-@report_errors()
-def demo(
-    model: Annotated[str, typer.Argument(help="The model to show.")] = DEMO_MODEL,
-    workers: Annotated[int, integer_option("Worker processes.")] = 2,
-    verbose: Verbose = False,
-) -> None:
-    """Stream texts from a private stack and print their latencies. Then kill a worker, the
-    leading scheduler and a gateway during a stream, and compare the text."""
-    _interrupt_on_sigterm()
-    run_demo(model, num_workers=workers, verbose=verbose)
-
-
-def _interrupt_on_sigterm() -> None:
-    """Make SIGTERM raise KeyboardInterrupt, so that the stack is drained.
-
-    Also SIGINT, because a shell makes its background jobs ignore it.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _wait_for_interrupt(stack: LocalStack) -> None:

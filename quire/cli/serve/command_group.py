@@ -6,8 +6,8 @@ from typing import Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from quire.cli.local import serve
-from quire.cli.service_flags import is_service_flag, with_service_flags
+from quire.cli.serve.command import serve
+from quire.cli.serve.service_flags import is_service_flag, with_service_flags
 from quire.launcher.service_settings import service_settings
 
 _SERVE: Final = "serve"
