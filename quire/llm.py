@@ -1,5 +1,7 @@
 """Offline inference, with a private local stack or a running server."""
 
+import logging
+import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -11,6 +13,9 @@ from quire.client.outputs import RequestDelta, RequestOutput
 from quire.client.prompts import Conversation, Prompt, each_conversation, each_prompt
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
+from quire.launcher.start_display import StartDisplay
+
+log = logging.getLogger(__name__)
 
 _P = TypeVar("_P")
 _FIELDS = {field.name for field in fields(SamplingParams)}
@@ -53,13 +58,13 @@ class LLM:
                 num_workers=num_workers, revision=revision, verbose=verbose or None, **given
             )
         else:
-            stack = LocalStack(
+            stack = _start(
                 str(model),
                 num_workers=1 if num_workers is None else num_workers,
                 revision=revision,
                 settings={f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in given.items()},
                 verbose=verbose,
-            ).start()
+            )
         # A private stack serves one model, which needs no name in requests.
         self._model = None if stack else model
         self.client = Client(stack.address if stack else str(target), api_key=api_key)
@@ -136,6 +141,22 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _start(model: str, *, verbose: bool, **options: Any) -> LocalStack:
+    """Start a private stack. Its progress is shown on a terminal, else logged."""
+    display = StartDisplay(sys.stderr, log.info, has_logs=verbose)
+    stack = LocalStack(
+        model,
+        verbose=verbose,
+        on_wait=display.on_wait,
+        on_progress=display.on_progress,
+        **options,
+    )
+    try:
+        return stack.start()
+    finally:
+        display.clear()
 
 
 def _close(client: Client, stack: LocalStack | None) -> None:

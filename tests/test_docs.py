@@ -137,5 +137,5 @@ def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> Non
     passed_on = set(
         re.findall(r"^ +(QUIRE_[A-Z_]+):", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE)
     )
-    own = {"LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE"}
+    own = {"LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE", "PROGRESS_FILE"}
     assert names - passed_on == {f"{prefix}{name}" for name in own} & names

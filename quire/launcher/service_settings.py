@@ -37,6 +37,7 @@ _RESERVED: Final = {
     ("worker", "listen"): _SOCKET,
     ("worker", "model"): "use the argument MODEL",
     ("worker", "revision"): "use --revision",
+    ("worker", "progress_file"): "it shows the progress itself",
     **{(service, "address_file"): _SOCKET for service in SERVICES},
 }
 _TYPE_NAMES: Final = {int: "INTEGER", float: "NUMBER", Path: "PATH"}

@@ -1,7 +1,9 @@
 """Serves a model with a stack on this machine until interrupted."""
 
 import signal
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -13,6 +15,7 @@ from quire.client.targets import DEFAULT_TARGET
 from quire.launcher.service_settings import service_settings
 from quire.launcher.services import check_installed
 from quire.launcher.stack import LocalStack
+from quire.launcher.start_display import StartDisplay
 
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 
@@ -88,6 +91,7 @@ def serve(
     """
     if workers < 1:
         raise ValueError(f"--workers: must be at least 1 (got {workers})")
+    display = StartDisplay(sys.stderr, partial(typer.echo, err=True), has_logs=verbose)
     stack = LocalStack(
         model,
         num_workers=workers,
@@ -103,13 +107,20 @@ def serve(
         verbose=verbose,
         restart=True,
         on_end=lambda end: typer.echo(f"quire: {end}\nRestarting it ...", err=True),
-        on_wait=lambda action: typer.echo(f"Waiting for {action} ...", err=True),
+        on_wait=display.on_wait,
+        on_progress=display.on_progress,
     )
     interrupt_on_sigterm()
     typer.echo(f"Starting {model} ...", err=True)
-    with stack:
+    try:
+        stack.start()
+    finally:
+        display.clear()
+    try:
         typer.echo(_welcome(model, stack.address, stack.scheduler_address, stack.http_addresses))
         _wait_for_interrupt(stack)
+    finally:
+        stack.stop()
 
 
 def listen_address(
