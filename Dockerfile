@@ -5,6 +5,8 @@
 # configuration. BuildKit is not required.
 ARG BASE_IMAGE=python:3.11-slim
 ARG BUILD_IMAGE=python:3.11-slim
+# The only place that pins torch; the Makefile reads it here.
+ARG PINNED_TORCH=torch==2.13.0
 
 # Lists of requirements: dependencies are installed again only if these lists change.
 FROM ${BUILD_IMAGE} AS requirements
@@ -72,14 +74,16 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
 ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
 FROM build AS worker-dependencies
-ARG TORCH=torch
+ARG PINNED_TORCH
+# Replaces the pinned version unless it is empty.
+ARG TORCH=
 # URL of PyTorch's index of CPU wheels. Empty: the default index, whose build includes gigabytes of
 # GPU libraries.
 ARG TORCH_INDEX=
 COPY --from=requirements /requirements/worker-cpu.txt .
 # Compile only the modules that a worker imports, not the thousands that it does not.
 RUN /opt/quire/bin/pip install --quiet --no-compile \
-    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${TORCH:-$PINNED_TORCH}" \
   && /opt/quire/bin/pip install --quiet --no-compile -r worker-cpu.txt \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
@@ -104,12 +108,14 @@ ENTRYPOINT ["python", "-m", "worker_svc"]
 # For NVIDIA GPUs. Not built by the tests, which have no GPU. It is last, so that the classic builder
 # does not build it for other targets.
 FROM build AS worker-cuda-dependencies
-ARG TORCH=torch
+ARG PINNED_TORCH
+# Replaces the pinned version unless it is empty.
+ARG TORCH=
 # URL of PyTorch's index for an older version of CUDA. Empty: the default index.
 ARG TORCH_INDEX=
 COPY --from=requirements /requirements/worker.txt .
 RUN /opt/quire/bin/pip install --quiet --no-compile \
-    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${TORCH:-$PINNED_TORCH}" \
   && /opt/quire/bin/pip install --quiet --no-compile -r worker.txt \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
@@ -128,6 +134,8 @@ USER quire
 ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_DEVICE=cuda \
   TRITON_CACHE_DIR=/home/quire/.compiled/triton \
   TORCHINDUCTOR_CACHE_DIR=/home/quire/.compiled/torch \
+  PYTORCH_KERNEL_CACHE_PATH=/home/quire/.compiled/kernels \
+  CUDA_CACHE_PATH=/home/quire/.compiled/cuda \
   NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \

@@ -80,7 +80,7 @@ class Scheduler:
         address = await start_server(
             self._server, settings.listen, _SERVICES, self._health, settings.address_file
         )
-        store = Store.at(settings.redis_url)
+        store = Store.at(settings.redis_url, settings.redis_password)
         reporting = asyncio.create_task(self._report_health())
         try:
             await self._run_terms(store, settings.advertise or address)

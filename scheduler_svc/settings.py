@@ -1,9 +1,11 @@
 """The scheduler's settings."""
 
 import re
+from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
@@ -29,6 +31,11 @@ class SchedulerSettings(ServiceSettings):
     )
     redis_url: str = Field(
         description="redis://[:password@]host:port/db, rediss://... or unix:///path/redis.sock."
+    )
+    redis_password_file: Path | None = Field(
+        None,
+        description="File with Redis' password, such as a container's secret, instead of a "
+        "password in the URL; read once at the start.",
     )
     workers: str = Field(
         description="Workers, separated by commas: host:port or unix:/path. A host name stands "
@@ -146,6 +153,31 @@ class SchedulerSettings(ServiceSettings):
             raise ValueError("must begin with redis://, rediss:// or unix://")
         return value
 
+    @field_validator("redis_password_file")
+    @classmethod
+    def _has_the_only_password(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None:
+            _password_of(value)
+            if urlsplit(info.data.get("redis_url", "")).password is not None:
+                raise ValueError("the URL of Redis has a password, too; remove one of them")
+        return value
+
+    @property
+    def redis_password(self) -> str | None:
+        """Read the password; None without a file."""
+        return None if self.redis_password_file is None else _password_of(self.redis_password_file)
+
     @property
     def worker_addresses(self) -> tuple[str, ...]:
         return tuple(part.strip() for part in self.workers.split(","))
+
+
+def _password_of(file: Path) -> str:
+    """Return a file's only line. ValueError if the file cannot be read or has no such line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {error}") from error
+    if len(lines) != 1 or not lines[0]:
+        raise ValueError("the file must have the password as its only line")
+    return lines[0]

@@ -116,16 +116,16 @@ def test_the_navigation_of_the_site_has_every_page() -> None:
 def test_compose_variables_are_all_in_the_example_environment() -> None:
     compose = (ROOT / "docker-compose.yml").read_text()
     example = (ROOT / ".env.example").read_text()
-    used = set(re.findall(r"\$\{([A-Z_]+)", compose))
-    assert used == set(re.findall(r"^([A-Z_]+)=", example, re.MULTILINE))
+    used = set(re.findall(r"\$\{([A-Z0-9_]+)", compose))
+    assert used == set(re.findall(r"^([A-Z0-9_]+)=", example, re.MULTILINE))
 
 
 def test_the_example_environment_shows_the_defaults_of_compose() -> None:
     compose = (ROOT / "docker-compose.yml").read_text()
     example = dict(
-        re.findall(r"^([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE)
+        re.findall(r"^([A-Z0-9_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE)
     )
-    used = set(re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", compose))
+    used = set(re.findall(r"\$\{([A-Z0-9_]+):?-([^}]*)\}", compose))
     assert used == set(example.items())
 
 
