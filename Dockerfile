@@ -52,10 +52,11 @@ FROM base AS gateway
 COPY --from=gateway-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051 QUIRE_GATEWAY_HTTP_LISTEN=0.0.0.0:8000
+ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051 QUIRE_GATEWAY_HTTP_LISTEN=0.0.0.0:8000 \
+  QUIRE_GATEWAY_HEALTH_LISTEN=127.0.0.1:50060
 EXPOSE 50051 8000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50051", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "gateway_svc"]
 
 FROM build AS scheduler-dependencies
@@ -67,10 +68,10 @@ FROM base AS scheduler
 COPY --from=scheduler-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_SCHEDULER_LISTEN=0.0.0.0:50052
+ENV QUIRE_SCHEDULER_LISTEN=0.0.0.0:50052 QUIRE_SCHEDULER_HEALTH_LISTEN=127.0.0.1:50060
 EXPOSE 50052
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50052", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
 FROM build AS worker-dependencies
@@ -99,10 +100,11 @@ COPY --from=worker-dependencies /opt/quire /opt/quire
 COPY --from=worker-kernels /opt/quire-kernels /opt/quire-kernels
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_KERNEL_CACHE=/opt/quire-kernels
+ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_HEALTH_LISTEN=127.0.0.1:50060 \
+  QUIRE_KERNEL_CACHE=/opt/quire-kernels
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]
 
 # For NVIDIA GPUs. Not built by the tests, which have no GPU. It is last, so that the classic builder
@@ -131,7 +133,8 @@ RUN apt-get update \
 COPY --from=worker-cuda-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_DEVICE=cuda \
+ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_HEALTH_LISTEN=127.0.0.1:50060 \
+  QUIRE_WORKER_DEVICE=cuda \
   TRITON_CACHE_DIR=/home/quire/.compiled/triton \
   TORCHINDUCTOR_CACHE_DIR=/home/quire/.compiled/torch \
   PYTORCH_KERNEL_CACHE_PATH=/home/quire/.compiled/kernels \
@@ -139,5 +142,5 @@ ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_DEVICE=cuda \
   NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]

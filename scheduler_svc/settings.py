@@ -2,15 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
 from quire.service.metrics import MetricsAddress
-from quire.service.settings import ServiceSettings
+from quire.service.settings import ServiceSettings, link_tls
+from quire.service.tls import TLS
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.view import Policy, PreemptionMode
 
@@ -40,6 +41,17 @@ class SchedulerSettings(ServiceSettings):
     workers: str = Field(
         description="Workers, separated by commas: host:port or unix:/path. A host name stands "
         "for every address it resolves to, and is resolved every second."
+    )
+    worker_tls_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities that workers are verified by; the scheduler "
+        "connects to them without TLS if absent. A certificate has the host in --workers.",
+    )
+    worker_tls_cert: Path | None = Field(
+        None, description="PEM file with the scheduler's certificate, for workers that ask for one."
+    )
+    worker_tls_key: Path | None = Field(
+        None, description="PEM file with the key of --worker-tls-cert."
     )
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Maximum tokens per step of a worker; longer prompts are chunked."
@@ -152,6 +164,16 @@ class SchedulerSettings(ServiceSettings):
         if not _REDIS_URL.fullmatch(value):
             raise ValueError("must begin with redis://, rediss:// or unix://")
         return value
+
+    @model_validator(mode="after")
+    def _has_usable_worker_tls(self) -> Self:
+        link_tls("worker", self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key)
+        return self
+
+    @property
+    def worker_tls(self) -> TLS | None:
+        """The TLS of connections to workers; None without."""
+        return link_tls("worker", self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key)
 
     @field_validator("redis_password_file")
     @classmethod

@@ -134,8 +134,9 @@ def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> Non
     """Except the addresses, which the image sets, and their files, which have no reader there."""
     prefix = settings.model_config["env_prefix"]
     names = {prefix + name.upper() for name in settings.model_fields}
-    passed_on = set(
-        re.findall(r"^ +(QUIRE_[A-Z_]+):", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE)
+    files = "".join(
+        (ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.tls.yml")
     )
-    own = {"LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE"}
+    passed_on = set(re.findall(r"^ +(QUIRE_[A-Z_]+):", files, re.MULTILINE))
+    own = {"LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE", "HEALTH_LISTEN"}
     assert names - passed_on == {f"{prefix}{name}" for name in own} & names

@@ -12,6 +12,7 @@ from quire.cli.app import (
     ResumeTimeout,
     Targets,
     Timeout,
+    given_tls,
     integer_option,
     number_option,
     report_errors,
@@ -25,6 +26,7 @@ from quire.client.requests import RequestOptions
 from quire.client.retry_policy import RESUME_TIMEOUT_S
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import DEFAULT_TARGET
+from quire.service.tls import TLS
 
 # Of commands that ask once, and have nothing to continue.
 _QUESTION_TIMEOUT_S = 3.0
@@ -42,6 +44,7 @@ _Priority = Annotated[
 
 @report_errors()
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str, typer.Argument(help="The text to continue; - reads it from standard input.")
     ],
@@ -77,7 +80,7 @@ def generate(
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     options: RequestOptions = {"model": model, "priority": priority}
     printer = OrderedPrinter(n or 1)
-    with _client(target, api_key, resume_timeout) as client:
+    with _client(target, api_key, given_tls(context), resume_timeout) as client:
         if stream:
             for message in client.stream_generate(content, params, timeout_s=timeout, **options):
                 for delta in message.outputs:
@@ -89,6 +92,7 @@ def generate(
 
 @report_errors()
 def tokenize(
+    context: typer.Context,
     text: Annotated[str, typer.Argument(help="The text to tokenize.")],
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
@@ -100,7 +104,7 @@ def tokenize(
     resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
 ) -> None:
     """Print the token ids of a text."""
-    with _client(target, api_key, resume_timeout) as client:
+    with _client(target, api_key, given_tls(context), resume_timeout) as client:
         token_ids = client.tokenize(
             text, add_special_tokens=special_tokens, model=model, timeout_s=timeout
         )
@@ -109,13 +113,14 @@ def tokenize(
 
 @report_errors()
 def models(
+    context: typer.Context,
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     timeout: Timeout = None,
     resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
 ) -> None:
     """List the served models."""
-    with _client(target, api_key, resume_timeout) as client:
+    with _client(target, api_key, given_tls(context), resume_timeout) as client:
         served = client.list_models(timeout_s=timeout)
     rows = [("MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE")]
     for model in served:
@@ -163,7 +168,7 @@ def _standard_input() -> str:
     return text
 
 
-def _client(target: str, api_key: str | None, resume_timeout_s: float) -> Client:
+def _client(target: str, api_key: str | None, tls: TLS | None, resume_timeout_s: float) -> Client:
     """A client that reports the first retried failure on stderr."""
     is_reported = False
 
@@ -173,4 +178,10 @@ def _client(target: str, api_key: str | None, resume_timeout_s: float) -> Client
             typer.echo(f"quire: {error}; trying again", err=True)
         is_reported = True
 
-    return Client(target, api_key=api_key, resume_timeout_s=resume_timeout_s, on_break=report)
+    return Client(
+        target,
+        api_key=api_key,
+        tls=tls,
+        resume_timeout_s=resume_timeout_s,
+        on_break=report,
+    )

@@ -8,7 +8,15 @@ from typing import Annotated, Final
 import grpc
 import typer
 
-from quire.cli.app import SchedulerTarget, Target, Timeout, number, report_errors, seconds
+from quire.cli.app import (
+    SchedulerTarget,
+    Target,
+    Timeout,
+    given_tls,
+    number,
+    report_errors,
+    seconds,
+)
 from quire.cli.screen import DEFAULT_WIDTH, Screen
 from quire.cli.status_report import report
 from quire.client.errors import QuireError
@@ -34,6 +42,7 @@ def interval_s(value: str) -> float:
 
 @report_errors()
 def health(
+    context: typer.Context,
     target: Target = DEFAULT_TARGET,
     service: Annotated[
         str, typer.Option(help='"ready", a gRPC service, or "" for the process alone.')
@@ -43,7 +52,7 @@ def health(
     ] = 5.0,
 ) -> None:
     """Exit with 0 if the service at TARGET is serving, else with 1."""
-    if not is_serving(target, service, timeout):
+    if not is_serving(target, service, timeout, given_tls(context)):
         typer.echo(f"quire: {service or 'the process'} at {target} is not serving", err=True)
         raise typer.Exit(1)
     typer.echo("serving")
@@ -51,6 +60,7 @@ def health(
 
 @report_errors()
 def status(
+    context: typer.Context,
     target: SchedulerTarget = DEFAULT_SCHEDULER,
     once: Annotated[
         bool, typer.Option("--once", help="Print the rates of one interval and exit.")
@@ -60,7 +70,7 @@ def status(
     ] = 1.0,
 ) -> None:
     """Show a scheduler's workers, its queue, and the blocks of the workers' caches."""
-    with Operations(target) as operations:
+    with Operations(target, given_tls(context)) as operations:
         if once:
             before = operations.status(with_block_maps=False, timeout_s=_RESPONSE_TIMEOUT_S)
             time.sleep(interval)
@@ -72,9 +82,11 @@ def status(
 
 
 @report_errors()
-def reset_cache(target: SchedulerTarget = DEFAULT_SCHEDULER, timeout: Timeout = 30.0) -> None:
+def reset_cache(
+    context: typer.Context, target: SchedulerTarget = DEFAULT_SCHEDULER, timeout: Timeout = 30.0
+) -> None:
     """Remove all cached prefixes from all workers. Running requests continue."""
-    with Operations(target) as operations:
+    with Operations(target, given_tls(context)) as operations:
         num_blocks = operations.reset_prefix_cache(timeout)
     typer.echo(f"{num_blocks} blocks removed from the prefix cache")
 
