@@ -5,6 +5,8 @@
 # configuration. BuildKit is not required.
 ARG BASE_IMAGE=python:3.11-slim
 ARG BUILD_IMAGE=python:3.11-slim
+# The only place that pins torch; the Makefile reads it here.
+ARG PINNED_TORCH=torch==2.13.0
 
 # Lists of requirements: dependencies are installed again only if these lists change.
 FROM ${BUILD_IMAGE} AS requirements
@@ -50,10 +52,11 @@ FROM base AS gateway
 COPY --from=gateway-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051 QUIRE_GATEWAY_HTTP_LISTEN=0.0.0.0:8000
+ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051 QUIRE_GATEWAY_HTTP_LISTEN=0.0.0.0:8000 \
+  QUIRE_GATEWAY_HEALTH_LISTEN=127.0.0.1:50060
 EXPOSE 50051 8000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50051", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "gateway_svc"]
 
 FROM build AS scheduler-dependencies
@@ -65,21 +68,23 @@ FROM base AS scheduler
 COPY --from=scheduler-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_SCHEDULER_LISTEN=0.0.0.0:50052
+ENV QUIRE_SCHEDULER_LISTEN=0.0.0.0:50052 QUIRE_SCHEDULER_HEALTH_LISTEN=127.0.0.1:50060
 EXPOSE 50052
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50052", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
 FROM build AS worker-dependencies
-ARG TORCH=torch
+ARG PINNED_TORCH
+# Replaces the pinned version unless it is empty.
+ARG TORCH=
 # URL of PyTorch's index of CPU wheels. Empty: the default index, whose build includes gigabytes of
 # GPU libraries.
 ARG TORCH_INDEX=
 COPY --from=requirements /requirements/worker-cpu.txt .
 # Compile only the modules that a worker imports, not the thousands that it does not.
 RUN /opt/quire/bin/pip install --quiet --no-compile \
-    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${TORCH:-$PINNED_TORCH}" \
   && /opt/quire/bin/pip install --quiet --no-compile -r worker-cpu.txt \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
@@ -95,21 +100,24 @@ COPY --from=worker-dependencies /opt/quire /opt/quire
 COPY --from=worker-kernels /opt/quire-kernels /opt/quire-kernels
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_KERNEL_CACHE=/opt/quire-kernels
+ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_HEALTH_LISTEN=127.0.0.1:50060 \
+  QUIRE_KERNEL_CACHE=/opt/quire-kernels
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]
 
 # For NVIDIA GPUs. Not built by the tests, which have no GPU. It is last, so that the classic builder
 # does not build it for other targets.
 FROM build AS worker-cuda-dependencies
-ARG TORCH=torch
+ARG PINNED_TORCH
+# Replaces the pinned version unless it is empty.
+ARG TORCH=
 # URL of PyTorch's index for an older version of CUDA. Empty: the default index.
 ARG TORCH_INDEX=
 COPY --from=requirements /requirements/worker.txt .
 RUN /opt/quire/bin/pip install --quiet --no-compile \
-    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
+    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${TORCH:-$PINNED_TORCH}" \
   && /opt/quire/bin/pip install --quiet --no-compile -r worker.txt \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
@@ -125,11 +133,14 @@ RUN apt-get update \
 COPY --from=worker-cuda-dependencies /opt/quire /opt/quire
 COPY --from=app /app /app
 USER quire
-ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_DEVICE=cuda \
+ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_HEALTH_LISTEN=127.0.0.1:50060 \
+  QUIRE_WORKER_DEVICE=cuda \
   TRITON_CACHE_DIR=/home/quire/.compiled/triton \
   TORCHINDUCTOR_CACHE_DIR=/home/quire/.compiled/torch \
+  PYTORCH_KERNEL_CACHE_PATH=/home/quire/.compiled/kernels \
+  CUDA_CACHE_PATH=/home/quire/.compiled/cuda \
   NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50053", "--service", ""]
+  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]

@@ -2,9 +2,9 @@
 # the stubs when a proto changes.
 
 PYTHON ?= python3
-# torch is pinned here and nowhere else. Without a GPU a CPU-only build saves gigabytes: set
-# TORCH_INDEX to the address of PyTorch's index of CPU wheels.
-TORCH ?= torch==2.13.0
+# torch is pinned in the Dockerfile and nowhere else. Without a GPU a CPU-only build saves gigabytes:
+# set TORCH_INDEX to the address of PyTorch's index of CPU wheels.
+TORCH ?= $(shell sed -n 's/^ARG PINNED_TORCH=//p' Dockerfile)
 TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -173,11 +173,12 @@ clean: ## Remove everything that was generated: environment, stubs, caches.
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 up: ## Build the images and start the service in containers.
-	@images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' \
+	@scripts/make-secrets.sh && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' \
 	  && echo $(COMPOSE) up --build --detach $(UP_ARGS) \
 	  && $(COMPOSE) up --build --detach $(UP_ARGS)
-	@echo 'Waiting for the gateway to be ready ...'
-	@timeout $(UP_TIMEOUT_S) sh -c 'until $(COMPOSE) exec -T gateway quire health; do sleep 1; done' \
+	@echo 'Waiting for the gateways to be ready ...'
+	@timeout $(UP_TIMEOUT_S) sh -c 'for gateway in gateway gateway-2; do \
+	  until $(COMPOSE) exec -T $$gateway quire health; do sleep 1; done; done' \
 	  >/dev/null 2>&1 || { $(COMPOSE) ps; echo 'Not ready; see $(COMPOSE) logs.'; exit 1; }
 	@$(COMPOSE) ps
 

@@ -71,12 +71,14 @@ class Gateway:
             ),
             settings.scheduler_wait_s,
             self._scheduler_states.put_nowait,
+            settings.scheduler_tls,
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
         self.generations = GenerationService(
             self.served, self.scheduler, settings.max_resume_window_s
         )
         self.tokenization = TokenizationService(self.served, self.scheduler)
+        self._certificates = settings.server_certificates()
         # None if it is not configured.
         self.http = self._make_http(settings.http_listen)
         self.server = grpc.aio.server(interceptors=[self.calls], options=server_options())
@@ -93,7 +95,13 @@ class Gateway:
                 settings.metrics_listen, self._metrics.registry
             )
         address = await start_server(
-            self.server, settings.listen, SERVICES, self.health, settings.address_file
+            self.server,
+            settings.listen,
+            SERVICES,
+            self.health,
+            settings.address_file,
+            self._certificates,
+            settings.health_listen,
         )
         self._tasks = [
             asyncio.create_task(self._load_model()),
@@ -151,6 +159,7 @@ class Gateway:
         if self.http is not None:
             await self.http.stop()
         await self.server.stop(None)
+        await self.health.close()
         await self.scheduler.close(timeout_s=1)
         for task in self._tasks:
             task.cancel()
@@ -180,7 +189,7 @@ class Gateway:
             self.health,
             self.authentication,
         )
-        return HttpServer(app, listen, self.live_limits)
+        return HttpServer(app, listen, self.live_limits, self._certificates)
 
     async def _load_model(self) -> None:
         settings = self._settings

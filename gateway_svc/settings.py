@@ -1,14 +1,15 @@
 """The gateway's settings."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address, check_address
 from quire.service.metrics import MetricsAddress
-from quire.service.settings import ServiceSettings
+from quire.service.settings import ServiceSettings, link_tls
+from quire.service.tls import TLS
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
 
@@ -35,6 +36,18 @@ class GatewaySettings(ServiceSettings):
         "127.0.0.1:50052",
         description="Addresses of schedulers, separated by commas: host:port or unix:/path. A host "
         "name stands for every address it resolves to. The gateway finds the leader among them.",
+    )
+    scheduler_tls_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities that schedulers are verified by; the gateway "
+        "connects to them without TLS if absent. A certificate has the host in --scheduler.",
+    )
+    scheduler_tls_cert: Path | None = Field(
+        None,
+        description="PEM file with the gateway's certificate, for schedulers that ask for one.",
+    )
+    scheduler_tls_key: Path | None = Field(
+        None, description="PEM file with the key of --scheduler-tls-cert."
     )
     scheduler_wait_s: float = Field(
         30.0,
@@ -87,6 +100,20 @@ class GatewaySettings(ServiceSettings):
     metrics_listen: MetricsAddress | None = Field(
         None, description="Address to serve metrics on over HTTP, host:port; not served if not set."
     )
+
+    @model_validator(mode="after")
+    def _has_usable_scheduler_tls(self) -> Self:
+        link_tls(
+            "scheduler", self.scheduler_tls_ca, self.scheduler_tls_cert, self.scheduler_tls_key
+        )
+        return self
+
+    @property
+    def scheduler_tls(self) -> TLS | None:
+        """The TLS of the connection to schedulers; None without."""
+        return link_tls(
+            "scheduler", self.scheduler_tls_ca, self.scheduler_tls_cert, self.scheduler_tls_key
+        )
 
     @property
     def scheduler_addresses(self) -> tuple[str, ...]:

@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from quire.launcher.errors import LaunchError
     from quire.launcher.stack import LocalStack
     from quire.llm import LLM
+    from quire.service.tls import TLS
 
 __all__ = [
     "LLM",
+    "TLS",
     "AlreadyExistsError",
     "AsyncClient",
     "CancelledError",
@@ -78,6 +80,7 @@ _MODULES = {
     "quire.launcher.errors": ("LaunchError",),
     "quire.launcher.stack": ("LocalStack",),
     "quire.llm": ("LLM",),
+    "quire.service.tls": ("TLS",),
 }
 
 

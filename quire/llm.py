@@ -14,10 +14,14 @@ from quire.client.prompts import Conversation, Prompt, each_conversation, each_p
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
 from quire.launcher.start_display import StartDisplay
+from quire.service.tls import TLS
 
 log = logging.getLogger(__name__)
 
 _P = TypeVar("_P")
+_ACCESS = tuple(
+    f"QUIRE_GATEWAY_{name}" for name in ("API_KEYS", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")
+)
 _FIELDS = {field.name for field in fields(SamplingParams)}
 
 
@@ -35,22 +39,23 @@ class LLM:
         *,
         target: str | None = None,
         api_key: str | None = None,
+        tls: TLS | None = None,
         num_workers: int | None = None,
         revision: str | None = None,
         verbose: bool = False,
         **worker_settings: str | int | float | bool | None,
     ) -> None:
         """`num_workers` is 1 if absent. `worker_settings` are settings of the worker by name, such
-        as `block_size=32` or `dtype="bfloat16"`; None is the default. `api_key` is for a running
-        server.
+        as `block_size=32` or `dtype="bfloat16"`; None is the default. `api_key` and `tls` are
+        for a running server.
 
-        ValueError without a model and a target, for a setting with a target, or for an API key
-        without one. LaunchError if the stack does not start.
+        ValueError without a model and a target, for a setting with a target, or for an API key or
+        TLS without one. LaunchError if the stack does not start.
         """
         if model is None and target is None:
             raise ValueError("LLM needs a model to start or the target of a running server")
-        if api_key is not None and target is None:
-            raise ValueError("api_key is for the target of a running server")
+        if target is None and (api_key is not None or tls is not None):
+            raise ValueError("api_key and tls are for the target of a running server")
         given = {name: value for name, value in worker_settings.items() if value is not None}
         stack = None
         if target is not None:
@@ -62,12 +67,16 @@ class LLM:
                 str(model),
                 num_workers=1 if num_workers is None else num_workers,
                 revision=revision,
-                settings={f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in given.items()},
+                settings={
+                    # The stack is this object's own: its client needs neither a key nor TLS.
+                    **dict.fromkeys(_ACCESS),
+                    **{f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in given.items()},
+                },
                 verbose=verbose,
             )
         # A private stack serves one model, which needs no name in requests.
         self._model = None if stack else model
-        self.client = Client(stack.address if stack else str(target), api_key=api_key)
+        self.client = Client(stack.address if stack else str(target), api_key=api_key, tls=tls)
         # Runs once: by `close`, when this object is collected, or at exit.
         self._finalizer = weakref.finalize(self, _close, self.client, stack)
 

@@ -78,9 +78,15 @@ class Scheduler:
     async def _serve(self) -> None:
         settings = self._settings
         address = await start_server(
-            self._server, settings.listen, _SERVICES, self._health, settings.address_file
+            self._server,
+            settings.listen,
+            _SERVICES,
+            self._health,
+            settings.address_file,
+            settings.server_certificates(),
+            settings.health_listen,
         )
-        store = Store.at(settings.redis_url)
+        store = Store.at(settings.redis_url, settings.redis_password)
         reporting = asyncio.create_task(self._report_health())
         try:
             await self._run_terms(store, settings.advertise or address)
@@ -89,6 +95,7 @@ class Scheduler:
             await asyncio.gather(reporting, return_exceptions=True)
             await self._health.stopping()
             await self._server.stop(grace=STOP_GRACE_S)
+            await self._health.close()
             await store.close()
 
     async def _run_terms(self, store: Store, address: str) -> None:

@@ -1,14 +1,17 @@
 """The scheduler's settings."""
 
 import re
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
 from quire.service.metrics import MetricsAddress
-from quire.service.settings import ServiceSettings
+from quire.service.settings import ServiceSettings, link_tls
+from quire.service.tls import TLS
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.view import Policy, PreemptionMode
 
@@ -30,9 +33,25 @@ class SchedulerSettings(ServiceSettings):
     redis_url: str = Field(
         description="redis://[:password@]host:port/db, rediss://... or unix:///path/redis.sock."
     )
+    redis_password_file: Path | None = Field(
+        None,
+        description="File with Redis' password, such as a container's secret, instead of a "
+        "password in the URL; read once at the start.",
+    )
     workers: str = Field(
         description="Workers, separated by commas: host:port or unix:/path. A host name stands "
         "for every address it resolves to, and is resolved every second."
+    )
+    worker_tls_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities that workers are verified by; the scheduler "
+        "connects to them without TLS if absent. A certificate has the host in --workers.",
+    )
+    worker_tls_cert: Path | None = Field(
+        None, description="PEM file with the scheduler's certificate, for workers that ask for one."
+    )
+    worker_tls_key: Path | None = Field(
+        None, description="PEM file with the key of --worker-tls-cert."
     )
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Maximum tokens per step of a worker; longer prompts are chunked."
@@ -146,6 +165,41 @@ class SchedulerSettings(ServiceSettings):
             raise ValueError("must begin with redis://, rediss:// or unix://")
         return value
 
+    @model_validator(mode="after")
+    def _has_usable_worker_tls(self) -> Self:
+        link_tls("worker", self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key)
+        return self
+
+    @property
+    def worker_tls(self) -> TLS | None:
+        """The TLS of connections to workers; None without."""
+        return link_tls("worker", self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key)
+
+    @field_validator("redis_password_file")
+    @classmethod
+    def _has_the_only_password(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None:
+            _password_of(value)
+            if urlsplit(info.data.get("redis_url", "")).password is not None:
+                raise ValueError("the URL of Redis has a password, too; remove one of them")
+        return value
+
+    @property
+    def redis_password(self) -> str | None:
+        """Read the password; None without a file."""
+        return None if self.redis_password_file is None else _password_of(self.redis_password_file)
+
     @property
     def worker_addresses(self) -> tuple[str, ...]:
         return tuple(part.strip() for part in self.workers.split(","))
+
+
+def _password_of(file: Path) -> str:
+    """Return a file's only line. ValueError if the file cannot be read or has no such line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {error}") from error
+    if len(lines) != 1 or not lines[0]:
+        raise ValueError("the file must have the password as its only line")
+    return lines[0]

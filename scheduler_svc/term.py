@@ -112,6 +112,7 @@ class Term:
             _lane_options(settings),
             hooks,
             recovered.steps,
+            settings.worker_tls,
         )
 
     async def run(self) -> None:

@@ -3,7 +3,7 @@
 # services, downloaded by this host's pip, and a pip configuration that uses only these wheels.
 # Does nothing if IMAGE was built from the same requirements and BASE.
 #
-#   TORCH=torch==… scripts/make-build-image.sh BASE IMAGE
+#   scripts/make-build-image.sh BASE IMAGE        (TORCH=torch==… for another than the pinned one)
 #
 # The wheels fit the Python that downloads them, so this host's must have the version of BASE's:
 # Debian's own, if BASE is from make-base-image.sh on the same release (PYTHON=… selects another).
@@ -14,7 +14,7 @@ python=${PYTHON:-/usr/bin/python3}
 cd "$(dirname "$0")/.."
 
 requirements() {
-  echo "${TORCH:-torch}"
+  echo "${TORCH:-$(sed -n 's/^ARG PINNED_TORCH=//p' Dockerfile)}"
   echo wheel
   for name in gateway scheduler worker build-system; do
     # As in the CPU images, without Triton.

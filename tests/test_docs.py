@@ -116,16 +116,16 @@ def test_the_navigation_of_the_site_has_every_page() -> None:
 def test_compose_variables_are_all_in_the_example_environment() -> None:
     compose = (ROOT / "docker-compose.yml").read_text()
     example = (ROOT / ".env.example").read_text()
-    used = set(re.findall(r"\$\{([A-Z_]+)", compose))
-    assert used == set(re.findall(r"^([A-Z_]+)=", example, re.MULTILINE))
+    used = set(re.findall(r"\$\{([A-Z0-9_]+)", compose))
+    assert used == set(re.findall(r"^([A-Z0-9_]+)=", example, re.MULTILINE))
 
 
 def test_the_example_environment_shows_the_defaults_of_compose() -> None:
     compose = (ROOT / "docker-compose.yml").read_text()
     example = dict(
-        re.findall(r"^([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE)
+        re.findall(r"^([A-Z0-9_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE)
     )
-    used = set(re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", compose))
+    used = set(re.findall(r"\$\{([A-Z0-9_]+):?-([^}]*)\}", compose))
     assert used == set(example.items())
 
 
@@ -134,8 +134,12 @@ def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> Non
     """Except the addresses, which the image sets, and their files, which have no reader there."""
     prefix = settings.model_config["env_prefix"]
     names = {prefix + name.upper() for name in settings.model_fields}
-    passed_on = set(
-        re.findall(r"^ +(QUIRE_[A-Z_]+):", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE)
+    files = "".join(
+        (ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.tls.yml")
     )
-    own = {"LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE", "PROGRESS_FILE"}
+    passed_on = set(re.findall(r"^ +(QUIRE_[A-Z_]+):", files, re.MULTILINE))
+    own = {
+        *("LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE"),
+        *("HEALTH_LISTEN", "PROGRESS_FILE"),
+    }
     assert names - passed_on == {f"{prefix}{name}" for name in own} & names

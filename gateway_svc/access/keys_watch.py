@@ -1,20 +1,17 @@
 """Reads the keys file again whenever it changes."""
 
 import asyncio
-import os
 from pathlib import Path
 
 import structlog
 
 from gateway_svc.access.authentication import Authentication
 from gateway_svc.access.keys_file import KeysFileError, read_keys_file
+from quire.service.file_version import file_version
 
 log = structlog.get_logger()
 
 POLL_INTERVAL_S = 0.5
-
-# Inode, size and time of change: a file that is renamed into place has another inode.
-_Version = tuple[int, int, int] | None
 
 
 class KeysWatch:
@@ -23,7 +20,7 @@ class KeysWatch:
     def __init__(self, path: Path) -> None:
         """Read the file. KeysFileError if it is not valid."""
         self._path = path
-        self._version = _version_of(path)
+        self._version = file_version(path)
         self.authentication = Authentication(read_keys_file(path))
 
     async def run(self) -> None:
@@ -35,7 +32,7 @@ class KeysWatch:
 
     def poll(self) -> None:
         """Read the file again if it has changed. An error is logged once per change."""
-        version = _version_of(self._path)
+        version = file_version(self._path)
         if version == self._version:
             return
         # Before the file is read: a change during the reading is seen by the next poll.
@@ -47,11 +44,3 @@ class KeysWatch:
             return
         self.authentication.replace(tenants)
         log.info("keys file reloaded", keys=len(tenants))
-
-
-def _version_of(path: Path) -> _Version:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.http.live_requests import LiveRequests
 from quire.service.lifecycle import write_address
+from quire.service.tls import ServerCertificates
 
 log = structlog.get_logger()
 
@@ -23,8 +24,14 @@ _SHUTDOWN_S = 1
 class HttpServer:
     """Serves an application on one address."""
 
-    def __init__(self, app: FastAPI, listen: str, limits: LiveLimits) -> None:
-        """`listen` is host:port; port 0 picks a free one."""
+    def __init__(
+        self,
+        app: FastAPI,
+        listen: str,
+        limits: LiveLimits,
+        certificates: ServerCertificates | None,
+    ) -> None:
+        """`listen` is host:port; port 0 picks a free one. With certificates it is HTTPS."""
         self._listen = listen
         self.requests = LiveRequests(app, limits)
         # The address, after the start.
@@ -39,6 +46,9 @@ class HttpServer:
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
+        config.load()
+        if certificates is not None:
+            config.ssl = certificates.ssl_context()
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -50,7 +60,7 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets))
         if address_file is not None:
             write_address(address_file, self.address)
-        log.info("serving HTTP", address=self.address)
+        log.info("serving HTTP", address=self.address, tls=self._server.config.ssl is not None)
 
     async def stop(self) -> None:
         """End all connections."""

@@ -19,6 +19,7 @@ from gateway_svc.scheduler.send_queue import SendQueue
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from quire.service.addresses import NameResolver
 from quire.service.protocol_version import PROTOCOL_VERSION
+from quire.service.tls import TLS
 
 log = structlog.get_logger()
 
@@ -41,12 +42,15 @@ class SchedulerConnection:
         requests: Multiplexer,
         wait_s: float,
         on_state: Callable[[str | None], object],
+        tls: TLS | None = None,
     ) -> None:
         """`wait_s` bounds the wait for a first scheduler."""
         self.requests = requests
         # The longest sequence that workers accept, as last reported; None until then.
         self.max_model_len: int | None = None
-        self._discovery = LeaderDiscovery(NameResolver(addresses), self._connect)
+        self._resolver = NameResolver(addresses)
+        self._tls = tls
+        self._discovery = LeaderDiscovery(self._resolver, self._connect)
         self._wait_s = wait_s
         self._on_state = on_state
         # The highest seen, on any stream.
@@ -127,7 +131,7 @@ class SchedulerConnection:
 
     async def _connect(self, address: str) -> LeaderStream:
         hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
-        leader = await connect(address, hello)
+        leader = await connect(address, hello, self._tls, self._resolver.host_of(address))
         try:
             self._check(leader.first_frame)
         except NotLeadingError as error:

@@ -12,6 +12,7 @@ import structlog
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.service.addresses import NameResolver
 from quire.service.channels import scheduler_channel_options
+from quire.service.tls import TLS, open_aio_channel
 
 log = structlog.get_logger()
 
@@ -37,9 +38,12 @@ class LeaderStream:
     first_frame: scheduler_pb2.ConnectResponse
 
 
-async def connect(address: str, hello: scheduler_pb2.GatewayHello) -> LeaderStream:
-    """Open a stream and exchange hellos. NotLeadingError if that fails."""
-    channel = grpc.aio.insecure_channel(address, options=scheduler_channel_options())
+async def connect(
+    address: str, hello: scheduler_pb2.GatewayHello, tls: TLS | None, host: str
+) -> LeaderStream:
+    """Open a stream and exchange hellos; with TLS the scheduler's certificate has the host.
+    NotLeadingError if that fails."""
+    channel = open_aio_channel(address, scheduler_channel_options(), tls, host)
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()

@@ -19,6 +19,7 @@ from quire.batch.lines import (
     parse_line,
 )
 from quire.service.addresses import is_loopback
+from quire.service.tls import TLS
 
 # Statuses after which the same request can succeed: a limit is reached, or nothing serves it now.
 _TRANSIENT: Final = frozenset({429, 502, 503})
@@ -35,9 +36,16 @@ class BatchRunner:
     """
 
     def __init__(
-        self, url: str, api_key: str | None, max_concurrency: int, retry_timeout_s: float
+        self,
+        url: str,
+        api_key: str | None,
+        tls: TLS | None,
+        max_concurrency: int,
+        retry_timeout_s: float,
     ) -> None:
-        self._client = _client(url, api_key, max_concurrency)
+        self._client = _client(url, api_key, tls, max_concurrency)
+        name = None if tls is None else tls.server_name
+        self._extensions = {} if name is None else {"sni_hostname": name}
         self._max_concurrency = max_concurrency
         self._retry_timeout_s = retry_timeout_s
         # Time of the last response that was not transient, by the monotonic clock.
@@ -108,6 +116,7 @@ class BatchRunner:
                 request.url.removeprefix("/v1/"),
                 json=request.body,
                 headers={"X-Request-Id": request_id},
+                extensions=self._extensions,
             )
         except httpx2.TransportError as error:
             return error
@@ -125,7 +134,9 @@ def _retry_after_s(response: httpx2.Response | None) -> float:
     return float(value) if value.isdecimal() else 0.0
 
 
-def _client(url: str, api_key: str | None, max_concurrency: int) -> httpx2.AsyncClient:
+def _client(
+    url: str, api_key: str | None, tls: TLS | None, max_concurrency: int
+) -> httpx2.AsyncClient:
     """ValueError unless the URL is one of HTTP. A response may take any time. A server on this
     machine is not reached through a proxy."""
     parsed = httpx2.URL(url)
@@ -133,6 +144,7 @@ def _client(url: str, api_key: str | None, max_concurrency: int) -> httpx2.Async
         raise ValueError(f"--base-url: expected http://host:port/v1 (got {url!r})")
     return httpx2.AsyncClient(
         base_url=url,
+        verify=True if tls is None else tls.ssl_context(),
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         timeout=httpx2.Timeout(None, connect=10.0),
         limits=httpx2.Limits(max_connections=max_concurrency),

@@ -10,6 +10,7 @@ from quire.client.async_client import AsyncClient
 from quire.client.errors import QuireError
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import Targets
+from quire.service.tls import TLS
 
 
 class QuireServer:
@@ -24,10 +25,11 @@ class QuireServer:
         temperature: float,
         ignore_eos: bool,
         api_key: str | None = None,
+        tls: TLS | None = None,
     ) -> None:
         """TypeError or ValueError for an invalid target or API key."""
         self._clients = [
-            AsyncClient(address, api_key=api_key, resume_timeout_s=0)
+            AsyncClient(address, api_key=api_key, tls=tls, resume_timeout_s=0)
             for address in Targets(target).addresses
         ]
         self._next_client = cycle(self._clients)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from quire.client.arguments import deadline
 from quire.client.errors import QuireError
 from quire.launcher.errors import LaunchError
+from quire.service.tls import TLS
 
 _INTERRUPTED = 130
 # The status that a shell reports for a program that SIGPIPE has ended.
@@ -30,16 +32,54 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
+def _tls_option(description: str, name: str) -> Any:
+    return typer.Option(
+        f"--{name}",
+        envvar=f"QUIRE_{name.upper().replace('-', '_')}",
+        help=description,
+        rich_help_panel="TLS of the server that a command connects to",
+    )
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    tls: Annotated[
+        bool, _tls_option("Connect with TLS and trust public authorities.", "tls")
+    ] = False,
+    tls_ca: Annotated[
+        Path | None, _tls_option("Connect with TLS and trust this file's authorities.", "tls-ca")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, _tls_option("The client's certificate, if servers ask for one.", "tls-cert")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, _tls_option("The key of the client's certificate.", "tls-key")
+    ] = None,
+    tls_server_name: Annotated[
+        str | None,
+        _tls_option("The name in the server's certificate, if not the host.", "tls-server-name"),
+    ] = None,
 ) -> None:
     """Serve language models and send requests to them."""
+    context.obj = None
+    if tls or tls_ca is not None:
+        with report_errors(2):
+            context.obj = TLS(tls_ca, tls_cert, tls_key, tls_server_name)
+    elif tls_cert or tls_key or tls_server_name:
+        raise typer.BadParameter("the options of TLS need --tls or --tls-ca")
+
+
+def given_tls(context: typer.Context) -> TLS | None:
+    """The TLS that the options before a command ask for; None without."""
+    tls: TLS | None = context.find_root().obj
+    return tls
 
 
 def number(value: str) -> float:

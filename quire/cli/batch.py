@@ -14,7 +14,8 @@ from rich import progress
 from rich.console import Console
 
 from quire.batch.lines import BatchOutput
-from quire.cli.app import ApiKey, integer_option, number_option, report_errors
+from quire.cli.app import ApiKey, given_tls, integer_option, number_option, report_errors
+from quire.service.tls import TLS
 
 DEFAULT_BASE_URL: Final = "http://127.0.0.1:8000/v1"
 _STANDARD: Final = Path("-")
@@ -34,6 +35,7 @@ _RetryTimeout = Annotated[
 
 @report_errors()
 def run_batch(
+    context: typer.Context,
     source: _Input,
     destination: _Output,
     base_url: _BaseURL = DEFAULT_BASE_URL,
@@ -53,7 +55,7 @@ def run_batch(
     if source == destination != _STANDARD:
         raise ValueError(f"--output: {destination} is the input")
     lines = [line for line in _read(source) if line.strip()]
-    runner = _runner(base_url, api_key, max_concurrency, retry_timeout)
+    runner = _runner(base_url, api_key, given_tls(context), max_concurrency, retry_timeout)
     num_failed = 0
     with _opened(destination) as out, _progress_bar(len(lines)) as advance:
 
@@ -70,13 +72,15 @@ def run_batch(
         raise typer.Exit(1)
 
 
-def _runner(url: str, api_key: str | None, max_concurrency: int, retry_timeout_s: float) -> Any:
+def _runner(
+    url: str, api_key: str | None, tls: TLS | None, max_concurrency: int, retry_timeout_s: float
+) -> Any:
     """A `BatchRunner`. ValueError, with the extra to install, without an HTTP client."""
     if importlib.util.find_spec("httpx2") is None:
         raise ValueError("run-batch needs httpx2: pip install 'quire[bench]'")
     # Imported only here, because the client is an optional dependency.
     module = importlib.import_module("quire.batch.runner")
-    return module.BatchRunner(url, api_key, max_concurrency, retry_timeout_s)
+    return module.BatchRunner(url, api_key, tls, max_concurrency, retry_timeout_s)
 
 
 def _read(path: Path) -> list[str]:

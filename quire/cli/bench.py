@@ -22,11 +22,12 @@ from quire.bench.request_timings import RequestTimings
 from quire.bench.run import LoadResult, LoadSpec, run
 from quire.bench.server import RequestFailed, Server
 from quire.bench.workload import ARRIVALS, Workload, parse_arrival
-from quire.cli.app import ModelName, integer_option, number_option, report_errors
+from quire.cli.app import ModelName, given_tls, integer_option, number_option, report_errors
 from quire.cli.bench_report import result_lines
 from quire.client.client import Client
 from quire.client.outputs import Model
 from quire.client.targets import DEFAULT_TARGET
+from quire.service.tls import TLS
 
 _RESPONSE_TIMEOUT_S: Final = 10.0
 _STDOUT: Final = Path("-")
@@ -80,6 +81,7 @@ _Json = Annotated[
 
 @report_errors()
 def bench(
+    context: typer.Context,
     target: _Target = None,
     openai: _OpenAI = None,
     num_prompts: Annotated[int, integer_option("Requests to send.")] = 64,
@@ -110,7 +112,8 @@ def bench(
         raise ValueError(f"--json: there is no folder {as_json.parent}")
     if target is None and openai is None:
         target = DEFAULT_TARGET
-    served = None if target is None else _served_model(target, model, quire_api_key)
+    tls = given_tls(context)
+    served = None if target is None else _served_model(target, model, quire_api_key, tls)
     workload = Workload(
         num_requests=num_prompts,
         prompt_lengths=lengths(prompt_len),
@@ -130,7 +133,7 @@ def bench(
     )
     servers: list[Server] = []
     if target is not None:
-        servers.append(QuireServer(target, model, temperature, ignore_eos, quire_api_key))
+        servers.append(QuireServer(target, model, temperature, ignore_eos, quire_api_key, tls))
     if openai is not None:
         servers.append(_openai_server(openai, openai_model, temperature, ignore_eos, api_key))
     _print_result(asyncio.run(_measure(load, servers)), as_json)
@@ -176,9 +179,9 @@ def _progress_bar(server: str, num_requests: int) -> Iterator[Listener]:
         yield update
 
 
-def _served_model(target: str, name: str | None, api_key: str | None) -> Model:
+def _served_model(target: str, name: str | None, api_key: str | None, tls: TLS | None) -> Model:
     """QuireError if no server responds. ValueError unless exactly one model has the name."""
-    with Client(target, api_key=api_key, resume_timeout_s=0) as client:
+    with Client(target, api_key=api_key, tls=tls, resume_timeout_s=0) as client:
         models = client.list_models(timeout_s=_RESPONSE_TIMEOUT_S)
     found = [model for model in models if name in (None, model.name)]
     if len(found) != 1:

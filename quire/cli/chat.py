@@ -10,7 +10,15 @@ from typing import Final, TextIO
 import typer
 
 from quire.cli import sampling
-from quire.cli.app import ApiKey, ModelName, ResumeTimeout, Targets, Timeout, report_errors
+from quire.cli.app import (
+    ApiKey,
+    ModelName,
+    ResumeTimeout,
+    Targets,
+    Timeout,
+    given_tls,
+    report_errors,
+)
 from quire.cli.connection import connect
 from quire.client.client import Client
 from quire.client.errors import QuireError
@@ -52,6 +60,7 @@ class Conversation:
 
 @report_errors()
 def chat(
+    context: typer.Context,
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     model: ModelName = None,
@@ -83,7 +92,7 @@ def chat(
     )
     options: RequestOptions = {"model": model, "priority": priority}
     is_terminal = sys.stdin.isatty()
-    with connect(target, api_key, resume_timeout) as client:
+    with connect(target, api_key, given_tls(context), resume_timeout) as client:
         repl = ChatRepl(client, params, options, timeout, Conversation(system))
         if is_terminal:
             typer.echo("Chat; /help lists the commands, Ctrl-D ends.", err=True)

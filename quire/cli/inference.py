@@ -14,6 +14,7 @@ from quire.cli.app import (
     ResumeTimeout,
     Targets,
     Timeout,
+    given_tls,
     integer_option,
     report_errors,
 )
@@ -33,6 +34,7 @@ _QUESTION_TIMEOUT_S = 3.0
 
 @report_errors()
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str, typer.Argument(help="The text to continue; - reads it from standard input.")
     ],
@@ -68,7 +70,7 @@ def generate(
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     options: RequestOptions = {"model": model, "priority": priority}
     printer = OrderedPrinter(n or 1)
-    with connect(target, api_key, resume_timeout) as client:
+    with connect(target, api_key, given_tls(context), resume_timeout) as client:
         if stream:
             for message in client.stream_generate(content, params, timeout_s=timeout, **options):
                 for delta in message.outputs:
@@ -80,6 +82,7 @@ def generate(
 
 @report_errors()
 def tokenize(
+    context: typer.Context,
     text: Annotated[str, typer.Argument(help="The text to tokenize.")],
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
@@ -91,7 +94,7 @@ def tokenize(
     resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
 ) -> None:
     """Print the token ids of a text."""
-    with connect(target, api_key, resume_timeout) as client:
+    with connect(target, api_key, given_tls(context), resume_timeout) as client:
         token_ids = client.tokenize(
             text, add_special_tokens=special_tokens, model=model, timeout_s=timeout
         )
@@ -100,6 +103,7 @@ def tokenize(
 
 @report_errors()
 def models(
+    context: typer.Context,
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     timeout: Timeout = None,
@@ -107,7 +111,7 @@ def models(
     as_json: AsJson = False,
 ) -> None:
     """List the served models."""
-    with connect(target, api_key, resume_timeout) as client:
+    with connect(target, api_key, given_tls(context), resume_timeout) as client:
         served = client.list_models(timeout_s=timeout)
     if as_json:
         echo_json({"models": [asdict(model) for model in served]})

@@ -9,7 +9,15 @@ from typing import Annotated, Final
 import grpc
 import typer
 
-from quire.cli.app import SchedulerTarget, Target, Timeout, number, report_errors, seconds
+from quire.cli.app import (
+    SchedulerTarget,
+    Target,
+    Timeout,
+    given_tls,
+    number,
+    report_errors,
+    seconds,
+)
 from quire.cli.json_output import AsJson, echo_json
 from quire.cli.screen import DEFAULT_WIDTH, Screen
 from quire.cli.status_json import status_json
@@ -37,6 +45,7 @@ def interval_s(value: str) -> float:
 
 @report_errors()
 def health(
+    context: typer.Context,
     target: Target = DEFAULT_TARGET,
     service: Annotated[
         str, typer.Option(help='"ready", a gRPC service, or "" for the process alone.')
@@ -48,9 +57,9 @@ def health(
 ) -> None:
     """Exit with 0 if the service at TARGET is serving, else with 1."""
     check_target(target)
-    error = None
+    tls, error = given_tls(context), None
     try:
-        serves = is_serving(target, service, timeout)
+        serves = is_serving(target, service, timeout, tls)
     except QuireError as failure:
         if not as_json:
             raise
@@ -67,6 +76,7 @@ def health(
 
 @report_errors()
 def status(
+    context: typer.Context,
     target: SchedulerTarget = DEFAULT_SCHEDULER,
     once: Annotated[
         bool, typer.Option("--once", help="Print the rates of one interval and exit.")
@@ -80,7 +90,7 @@ def status(
 
     With --json, one line per update.
     """
-    with Operations(target) as operations:
+    with Operations(target, given_tls(context)) as operations:
         if once:
             before = operations.status(with_block_maps=False, timeout_s=_RESPONSE_TIMEOUT_S)
             time.sleep(interval)
@@ -104,9 +114,11 @@ def status(
 
 
 @report_errors()
-def reset_cache(target: SchedulerTarget = DEFAULT_SCHEDULER, timeout: Timeout = 30.0) -> None:
+def reset_cache(
+    context: typer.Context, target: SchedulerTarget = DEFAULT_SCHEDULER, timeout: Timeout = 30.0
+) -> None:
     """Remove all cached prefixes from all workers. Running requests continue."""
-    with Operations(target) as operations:
+    with Operations(target, given_tls(context)) as operations:
         num_blocks = operations.reset_prefix_cache(timeout)
     typer.echo(f"{num_blocks} blocks removed from the prefix cache")
 

@@ -29,6 +29,7 @@ from quire.client.retry_policy import (
 )
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import Targets, client_options, key_metadata
+from quire.service.tls import TLS, open_aio_channel
 from quire.v1 import inference_pb2, model_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
@@ -63,13 +64,15 @@ class AsyncClient:
         target: str,
         *,
         api_key: str | None = None,
+        tls: TLS | None = None,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         on_break: Callable[[QuireError], object] | None = None,
     ) -> None:
-        """`api_key` is sent with each call. `on_break` is called with each failure that is
-        retried."""
+        """`api_key` is sent with each call. `tls` is for servers with TLS; without it channels are
+        not encrypted. `on_break` is called with each failure that is retried."""
         self._targets = Targets(target)
         self._metadata = key_metadata(api_key)
+        self._tls = tls
         self._resume_timeout_s = resume_timeout(resume_timeout_s)
         self._on_break = on_break
         self.target = target
@@ -250,8 +253,7 @@ class AsyncClient:
         if self._closed:
             raise ValueError("the client is closed")
         if target not in self._channels:
-            options = client_options(target)
-            self._channels[target] = grpc.aio.insecure_channel(target, options=options)
+            self._channels[target] = open_aio_channel(target, client_options(target), self._tls)
         return self._channels[target]
 
     async def __aenter__(self) -> Self:

@@ -82,6 +82,13 @@ _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.CANCELLED: CancelledError,
 }
 
+# What gRPC says of a handshake that no retry can complete.
+_TLS_FAILURES: Mapping[str, str] = {
+    "CERTIFICATE_VERIFY_FAILED": "no trusted certificate",
+    "Hostname Verification Check failed": "no certificate for this name",
+    "WRONG_VERSION_NUMBER": "no server with TLS",
+}
+
 
 @contextmanager
 def translate_errors(target: str) -> Iterator[None]:
@@ -99,15 +106,20 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
     info = _detail(status, error_details_pb2.ErrorInfo())
     retry = _detail(status, error_details_pb2.RetryInfo())
     message = call.details() or "no details"
+    resumable = _is_resumable(call.code(), info)
     if call.code() is grpc.StatusCode.UNAVAILABLE and info is None:
-        message = f"no server responds at {target} ({message})"
+        reason = next((text for mark, text in _TLS_FAILURES.items() if mark in message), None)
+        resumable = reason is None
+        message = f"{reason or 'no server responds'} at {target} ({message})"
+        if message.endswith("Socket closed)"):
+            message += "; a server with TLS closes connections without it or without a certificate"
     return _CLASSES.get(call.code(), QuireError)(
         call.code(),
         message,
         field=bad_request.field_violations[0].field if bad_request else None,
         reason=info.reason if info else None,
         retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
-        resumable=_is_resumable(call.code(), info),
+        resumable=resumable,
     )
 
 

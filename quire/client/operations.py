@@ -9,6 +9,7 @@ import grpc
 from quire.client.errors import QuireError, translate_errors
 from quire.client.targets import check_target, client_options
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
+from quire.service.tls import TLS, open_channel
 
 DEFAULT_SCHEDULER = "127.0.0.1:50052"
 
@@ -16,10 +17,10 @@ DEFAULT_SCHEDULER = "127.0.0.1:50052"
 class Operations:
     """A client of `OperationsService`. Calls raise QuireError; later calls may succeed."""
 
-    def __init__(self, target: str = DEFAULT_SCHEDULER) -> None:
+    def __init__(self, target: str = DEFAULT_SCHEDULER, tls: TLS | None = None) -> None:
         check_target(target)
         self.target = target
-        self._channel = grpc.insecure_channel(target, options=client_options(target))
+        self._channel = open_channel(target, client_options(target), tls)
         self._stub = operations_pb2_grpc.OperationsServiceStub(self._channel)
 
     def status(

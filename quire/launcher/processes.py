@@ -53,6 +53,8 @@ class ServiceSpec:
     http_address_file: Path | None = None
     # Where the service reports the progress of its start, if it does.
     progress_file: Path | None = None
+    # The command's `--health-listen`; None if health is served at its address alone.
+    health_listen: str | None = None
 
 
 class ServiceProcess(ChildProcess):
@@ -125,12 +127,16 @@ class ServiceProcess(ChildProcess):
         flags = [f"--listen={listen}"] if listen is not None else []
         if spec.http_listen is not None:
             flags.append(f"--http-listen={self.http_address or spec.http_listen}")
+        if spec.health_listen is not None:
+            flags.append(f"--health-listen={spec.health_listen}")
         return start_with_death_signal([*spec.command, *flags], spec.log_file, spec.environment)
 
     def _health(self, service: str) -> int | None:
         """The status of a health check; None without a response."""
+        if self.address is None:
+            return None
         try:
-            return health_of(self.address, service, 1.0) if self.address is not None else None
+            return health_of(self.spec.health_listen or self.address, service, 1.0)
         except QuireError:
             return None
 

@@ -39,6 +39,7 @@ _RESERVED: Final = {
     ("worker", "revision"): "use --revision",
     ("worker", "progress_file"): "it shows the progress itself",
     **{(service, "address_file"): _SOCKET for service in SERVICES},
+    **{(service, "health_listen"): _SOCKET for service in SERVICES},
 }
 _TYPE_NAMES: Final = {int: "INTEGER", float: "NUMBER", Path: "PATH"}
 

@@ -30,8 +30,8 @@ class ServiceSpecs:
     # Contains their sockets, logs and address files.
     directory: Path
     num_workers: int
-    # `QUIRE_*` variables that override those of this process.
-    settings: Mapping[str, str]
+    # `QUIRE_*` variables that override those of this process; None removes one.
+    settings: Mapping[str, str | None]
     # Writes logs to the terminal.
     verbose: bool
 
@@ -71,6 +71,8 @@ class ServiceSpecs:
                     http_listen=http,
                     http_address_file=http_file,
                     progress_file=progress_file,
+                    # The address itself may have TLS.
+                    health_listen=f"unix:{self.directory}/{name}.health.sock",
                 )
             )
         return specs
@@ -88,7 +90,8 @@ class ServiceSpecs:
             "QUIRE_WORKER_THREADS": str(threads),
             "QUIRE_WORKER_GPU_MEMORY_UTILIZATION": str(0.9 / self.num_workers),
         }
-        return {**defaults, **os.environ, **self.settings}
+        merged = {**defaults, **os.environ, **self.settings}
+        return {name: value for name, value in merged.items() if value is not None}
 
 
 def _names(service: str, count: int) -> list[str]:

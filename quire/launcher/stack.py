@@ -45,8 +45,8 @@ class LocalStack:
     revision: str | None = None
     # The model's name in requests; `model` if absent.
     served_model_name: str | None = None
-    # `QUIRE_*` variables for the services; they override those of this process.
-    settings: Mapping[str, str] = field(default_factory=dict)
+    # `QUIRE_*` variables for the services; they override those of this process, None removes one.
+    settings: Mapping[str, str | None] = field(default_factory=dict)
     # Restarts processes that end, including Redis, as `restart: unless-stopped` does.
     restart: bool = False
     # Writes the services' logs to the terminal.

@@ -33,13 +33,17 @@ def check_address(value: str) -> str:
     return value
 
 
+def host(address: str) -> str:
+    """The host of `host:port`, an IPv6 one without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach a server that listens on the address."""
-    host = address.rpartition(":")[0].strip("[]")
-    if address.startswith("unix:") or host == "localhost":
+    if address.startswith("unix:") or host(address) == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host(address)).is_loopback
     except ValueError:
         return False
 
@@ -67,6 +71,11 @@ class NameResolver:
         """The addresses of all names, as last resolved."""
         return frozenset().union(*self._resolved.values())
 
+    def host_of(self, address: str) -> str:
+        """The configured host that resolves to an address, as in a certificate for TLS."""
+        names = (name for name, addresses in self._resolved.items() if address in addresses)
+        return host(next(names, address))
+
     async def run(self) -> None:
         """Resolve until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -91,12 +100,12 @@ class NameResolver:
 
 
 async def _resolve(name: str) -> frozenset[str]:
-    host, _, port = name.rpartition(":")
+    port = name.rpartition(":")[2]
     infos = await asyncio.get_running_loop().getaddrinfo(
-        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        host(name), int(port), type=socket.SOCK_STREAM
     )
     return frozenset(_target(family, str(address[0]), port) for family, *_, address in infos)
 
 
-def _target(family: int, host: str, port: str) -> str:
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+def _target(family: int, ip: str, port: str) -> str:
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"

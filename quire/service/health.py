@@ -9,7 +9,9 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from quire.service.channels import server_options
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -42,6 +44,8 @@ class Health:
         self._failing = dict.fromkeys(checks, "not checked yet")
         self._names = (READY, *services)
         self.servicer = ListingHealthServicer(("", *self._failing, *self._names))
+        # Serves health alone; None without a second address.
+        self._own_server: grpc.aio.Server | None = None
 
     @property
     def ready(self) -> bool:
@@ -59,6 +63,14 @@ class Health:
             await self.servicer.set(check, _UNKNOWN)
         await self._publish()
 
+    async def listen(self, address: str) -> None:
+        """Serve health alone, without TLS, at a second address. RuntimeError if it cannot be
+        bound."""
+        self._own_server = grpc.aio.server(options=server_options())
+        health_pb2_grpc.add_HealthServicer_to_server(self.servicer, self._own_server)
+        self._own_server.add_insecure_port(address)
+        await self._own_server.start()
+
     async def passed(self, check: str) -> None:
         self._failing.pop(check, None)
         await self.servicer.set(check, _SERVING)
@@ -72,6 +84,11 @@ class Health:
     async def stopping(self) -> None:
         """Report NOT_SERVING for every name from now on."""
         await self.servicer.enter_graceful_shutdown()
+
+    async def close(self) -> None:
+        """Stop the server of the second address."""
+        if self._own_server is not None:
+            await self._own_server.stop(None)
 
     async def _publish(self) -> None:
         status = _SERVING if self.ready else _NOT_SERVING

@@ -2,7 +2,16 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +23,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from quire.service.errors import abort, failed
 from quire.service.health import Health
+from quire.service.tls import ServerCertificates, add_port
 
 log = structlog.get_logger()
 
@@ -56,26 +66,39 @@ async def start_server(
     services: Sequence[str],
     health: Health,
     address_file: Path | None = None,
+    certificates: ServerCertificates | None = None,
+    health_listen: str | None = None,
 ) -> str:
     """Add health and reflection, bind and start; return the bound address.
 
-    `listen` is `host:port` or `unix:/path`; port 0 picks a free one. OSError if it cannot be bound.
+    `listen` is `host:port` or `unix:/path`; port 0 picks a free one. With certificates it has TLS.
+    `health_listen` serves health alone. OSError if one of them cannot be bound.
     """
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     _add_reflection((*services, "grpc.health.v1.Health"), server)
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError as error:
-        # gRPC does not report which of these it is.
-        why = "in use, not an address of this machine, or not permitted"
-        raise OSError(f"cannot listen on {listen}: {why}") from error
+    with _naming(listen):
+        port = add_port(server, listen, certificates)
     await health.start()
+    if health_listen is not None:
+        with _naming(health_listen):
+            await health.listen(health_listen)
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     if address_file is not None:
         write_address(address_file, address)
-    log.info("listening", address=address)
+    log.info("listening", address=address, tls=certificates is not None)
     return address
+
+
+@contextmanager
+def _naming(listen: str) -> Iterator[None]:
+    """Convert gRPC's failure to bind into an OSError with the address."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gRPC does not report which of these it is.
+        why = "in use, not an address of this machine, or not permitted"
+        raise OSError(f"cannot listen on {listen}: {why}") from error
 
 
 def write_address(file: Path, address: str) -> None:

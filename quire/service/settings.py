@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+from quire.service.addresses import Address
+from quire.service.tls import TLS, ServerCertificates, ServerTLS
 
 # Variables that Kubernetes adds to containers for a service that is called quire-<name>.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
@@ -39,6 +42,45 @@ class ServiceSettings(BaseSettings):
     drain_grace_s: float = Field(
         10.0, ge=0, description="Seconds that running work gets after the first stop signal."
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="PEM file with the certificate for TLS, followed by intermediate ones; no TLS "
+        "if absent. Read again when it changes.",
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the key of --tls-cert.")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities whose clients may connect (mutual TLS); clients "
+        "need no certificate if absent.",
+    )
+    health_listen: Address | None = Field(
+        None,
+        description="A second address, host:port or unix:/path, that serves only grpc.health.v1 "
+        "and has no TLS, for probes without certificates; off if absent.",
+    )
+
+    @model_validator(mode="after")
+    def _has_usable_tls(self) -> Self:
+        tls = self.server_tls
+        if tls is None and (self.tls_key or self.tls_client_ca):
+            raise ValueError("--tls-key and --tls-client-ca need --tls-cert")
+        if tls is not None:
+            ServerCertificates(tls)
+        return self
+
+    def server_certificates(self) -> ServerCertificates | None:
+        """The certificates of the service's own servers; None without TLS. TLSError if they have
+        become unusable."""
+        return None if self.server_tls is None else ServerCertificates(self.server_tls)
+
+    @property
+    def server_tls(self) -> ServerTLS | None:
+        """The files of the service's own identity; None without TLS."""
+        if self.tls_cert is None:
+            return None
+        if self.tls_key is None:
+            raise ValueError("--tls-cert needs --tls-key")
+        return ServerTLS(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @classmethod
     def load(cls, argv: list[str] | None = None) -> Self:
@@ -48,7 +90,7 @@ class ServiceSettings(BaseSettings):
             cls._refuse_unknown_variables()
             return CliApp.run(cls, cli_args=sys.argv[1:] if argv is None else argv)
         except ValidationError as error:
-            lines = [f"{cls._names(e['loc'])}: {_message(e)}" for e in error.errors()]
+            lines = [cls._line(e) for e in error.errors()]
             _stop(str(cls.model_config["cli_prog_name"]), lines)
         except SettingsError as error:
             _stop(str(cls.model_config["cli_prog_name"]), [str(error)])
@@ -62,15 +104,27 @@ class ServiceSettings(BaseSettings):
                 raise SettingsError(f"{name}: no such setting (got {os.environ[name]!r})")
 
     @classmethod
-    def _names(cls, loc: tuple[int | str, ...]) -> str:
-        name = str(loc[0]) if loc else "settings"
-        return f"--{name.replace('_', '-')} / {cls.model_config['env_prefix']}{name.upper()}"
+    def _line(cls, error: ErrorDetails) -> str:
+        """The setting, as a flag and a variable, and what is wrong. An error of several settings
+        together names them itself."""
+        message = error["msg"].removeprefix("Value error, ")
+        if not error["loc"]:
+            return message
+        name = str(error["loc"][0])
+        # The input of a missing setting is the dictionary of all the others.
+        got = "" if error["type"] == "missing" else f" (got {error['input']!r})"
+        flag = name.replace("_", "-")
+        return f"--{flag} / {cls.model_config['env_prefix']}{name.upper()}: {message}{got}"
 
 
-def _message(error: ErrorDetails) -> str:
-    message = error["msg"].removeprefix("Value error, ")
-    # The input of a missing setting is the dictionary of all the others.
-    return message if error["type"] == "missing" else f"{message} (got {error['input']!r})"
+def link_tls(peer: str, ca: Path | None, cert: Path | None, key: Path | None) -> TLS | None:
+    """The TLS of connections to a peer, from its settings; None without. ValueError if they cannot
+    be used."""
+    if ca is not None:
+        return TLS(ca, cert, key)
+    if cert is not None or key is not None:
+        raise ValueError(f"--{peer}-tls-cert and --{peer}-tls-key need --{peer}-tls-ca")
+    return None
 
 
 def _stop(program: str, lines: list[str]) -> NoReturn:

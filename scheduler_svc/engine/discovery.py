@@ -8,6 +8,7 @@ import structlog
 
 from quire.service.addresses import NameResolver
 from quire.service.protocol_version import PROTOCOL_VERSION
+from quire.service.tls import TLS
 from scheduler_svc.core.policy import blocks_for
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.detached_pools import DetachedPools
@@ -52,8 +53,10 @@ class Discovery:
         options: LaneOptions,
         hooks: LaneHooks,
         leader_steps: Mapping[int, int],
+        tls: TLS | None = None,
     ) -> None:
-        """`leader_steps`: the last step that an earlier term committed to each pool."""
+        """`leader_steps`: the last step that an earlier term committed to each pool. `tls`: that of
+        the connections to workers."""
         # The addresses changed, a lane ended, or discovery was halted.
         self._wake = asyncio.Event()
         self._resolver = NameResolver(names, self._wake.set)
@@ -66,6 +69,7 @@ class Discovery:
         # Held while a pool is opened or dropped.
         self._pool_lock = asyncio.Lock()
         self._halting = False
+        self._tls = tls
         self._detached = DetachedPools(store, record_writer, leader_steps)
 
     async def run(self) -> None:
@@ -131,7 +135,8 @@ class Discovery:
 
     async def _serve(self, address: str) -> None:
         """Serve one lane, from the worker's hello to the end of its stream."""
-        async with WorkerStream.connected(address) as stream:
+        host = self._resolver.host_of(address)
+        async with WorkerStream.connected(address, self._tls, host) as stream:
             incarnation = await stream.identify()
             if incarnation in self._opening or incarnation in self._engine.lanes:
                 # An alias.

@@ -13,6 +13,7 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.service.protocol_version import PROTOCOL_VERSION
+from quire.service.tls import TLS, open_aio_channel
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
@@ -62,10 +63,13 @@ class WorkerStream:
 
     @classmethod
     @asynccontextmanager
-    async def connected(cls, address: str) -> AsyncIterator[Self]:
-        """Connect to a worker; close the stream at the end. LaneLost if it cannot be reached."""
+    async def connected(
+        cls, address: str, tls: TLS | None = None, host: str | None = None
+    ) -> AsyncIterator[Self]:
+        """Connect to a worker; close the stream at the end. With TLS its certificate has the
+        host. LaneLost if it cannot be reached."""
         options = channel_options(INTERNAL_MESSAGE_BYTES)
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
+        async with open_aio_channel(address, options, tls, host) as channel:
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
                     await channel.channel_ready()

@@ -54,10 +54,12 @@ class Connection:
         self._connecting = asyncio.Lock()
 
     @classmethod
-    def to(cls, url: str, timeout_s: float) -> Self:
-        """Create a connection that connects at the first call. ValueError for an invalid URL."""
+    def to(cls, url: str, timeout_s: float, password: str | None = None) -> Self:
+        """Create a connection that connects at the first call. ValueError for an invalid URL.
+        `password` is used if the URL has none."""
         pool = ConnectionPool.from_url(
             url,
+            password=password,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
             socket_timeout=timeout_s,

@@ -66,10 +66,12 @@ class Store:
         return self._connection.num_calls
 
     @classmethod
-    def at(cls, url: str) -> Self:
+    def at(cls, url: str, password: str | None = None) -> Self:
         """Create a store that connects at the first call. `url` is `unix:///path`, `redis://` or
-        `rediss://`; ValueError for anything else."""
-        return cls(Connection.to(url, _TIMEOUT_S), Connection.to(url, _LEASE_TIMEOUT_S))
+        `rediss://`; ValueError for anything else. `password` is used if the URL has none."""
+        return cls(
+            Connection.to(url, _TIMEOUT_S, password), Connection.to(url, _LEASE_TIMEOUT_S, password)
+        )
 
     async def close(self) -> None:
         """Close the connections; does not release the lease."""

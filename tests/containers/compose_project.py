@@ -5,6 +5,8 @@ import os
 import shlex
 import socket
 import subprocess
+import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,8 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "ofthetests"
 # One of them is the leader.
 SCHEDULERS = ("scheduler", "scheduler-standby")
+GATEWAYS = ("gateway", "gateway-2")
 PORTS = {
     "gateway": 50051,
+    "gateway-2": 50051,
     "scheduler": 50052,
     "scheduler-standby": 50052,
     "worker": 50053,
@@ -32,7 +36,6 @@ PORTS = {
 IMAGE = "quire-test"
 _SETTINGS = {
     "QUIRE_IMAGE": IMAGE,
-    "REDIS_PASSWORD": PASSWORD,
     "QUIRE_MODEL_DIR": "./demo/model",
     "QUIRE_MODEL": "/model",
     "QUIRE_MODEL_NAME": "demo",
@@ -108,8 +111,10 @@ class ComposeProject:
 
     def __init__(self, name: str, **settings: str) -> None:
         self.name = name
-        self.target = f"127.0.0.1:{_free_port()}"
-        self.http = f"127.0.0.1:{_free_port()}"
+        self.target, self.http, self.second_target, second_http = (
+            f"127.0.0.1:{port}" for port in _free_ports(4)
+        )
+        self._secrets = tempfile.TemporaryDirectory(prefix="quire-")
         self.env = {
             **os.environ,
             **_SETTINGS,
@@ -117,7 +122,17 @@ class ComposeProject:
             "COMPOSE_PROJECT_NAME": name,
             "QUIRE_PORT": self.target,
             "QUIRE_HTTP_PORT": self.http,
+            "QUIRE_PORT_2": self.second_target,
+            "QUIRE_HTTP_PORT_2": second_http,
+            "REDIS_PASSWORD_FILE": self.password_file("redis-password", PASSWORD),
         }
+
+    def password_file(self, name: str, password: str) -> str:
+        """Write a file that only this user and the containers can reach; return its path."""
+        file = Path(self._secrets.name) / name
+        file.write_text(password + "\n")
+        file.chmod(0o444)
+        return str(file)
 
     def compose(self, *arguments: str, **settings: str) -> str:
         return run(*_compose(), *arguments, env={**self.env, **settings})
@@ -185,7 +200,7 @@ class ComposeProject:
         return f"{container.addresses[self.network]}:{PORTS[container.service]}"
 
     def is_ready(self) -> bool:
-        return serves(self.target)
+        return serves(self.target) and serves(self.second_target)
 
     def logged_at(self, container: Container, event: str) -> float:
         """Return when a container first logged an event, in seconds since 1970."""
@@ -264,8 +279,9 @@ def _compose() -> list[str]:
     return ["docker", "compose"] if has_v2 else ["docker-compose"]
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as bound:
+        servers = [bound.enter_context(socket.socket()) for _ in range(count)]
+        for server in servers:
+            server.bind(("127.0.0.1", 0))
+        return [server.getsockname()[1] for server in servers]

@@ -20,7 +20,7 @@ from quire.client.sampling_params import SamplingParams
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 BRING_UP_S = 120
-SERVICES = ("redis", "scheduler", "scheduler-standby", "worker", "gateway")
+SERVICES = ("redis", "scheduler", "scheduler-standby", "worker", "gateway", "gateway-2")
 SHORT = SamplingParams(temperature=0, max_tokens=4)
 LONG = SamplingParams(temperature=0.8, max_tokens=900, ignore_eos=True)
 
@@ -44,7 +44,7 @@ async def test_the_service_becomes_ready_in_any_order_of_start(project: ComposeP
             await until(lambda name=name: is_alive(project, name), f"{name}, alive", BRING_UP_S)
         await until(project.is_ready, "readiness", BRING_UP_S)
         assert len(generate(project.target).outputs[0].token_ids) > 0
-        assert [container.num_restarts for container in project.containers()] == [0] * 5
+        assert [container.num_restarts for container in project.containers()] == [0] * len(SERVICES)
         docker("kill", *(container.id for container in project.containers()))
 
 
@@ -71,7 +71,8 @@ async def test_a_wrong_password_is_logged_once_and_prevents_readiness(
     project: ComposeProject,
 ) -> None:
     project.up("--no-deps", "redis")
-    project.up("--no-deps", "scheduler", REDIS_PASSWORD="wrong")
+    wrong = project.password_file("wrong-password", "wrong")
+    project.up("--no-deps", "scheduler", REDIS_PASSWORD_FILE=wrong)
     await stays_up_unhealthy(project, "scheduler")
     [error] = errors(project, "scheduler")
     assert "password" in error["why"]
@@ -113,7 +114,7 @@ async def test_a_stop_under_load_ends_every_stream_with_a_status(service: Compos
         await stopping
     assert set(ends) <= {"length", "UNAVAILABLE"}
     # A container that had to be killed has 137.
-    assert [container.exit_code for container in service.containers()] == [0] * 5
+    assert [container.exit_code for container in service.containers()] == [0] * len(SERVICES)
 
 
 def num_running(service: ComposeProject) -> int:

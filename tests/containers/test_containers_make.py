@@ -30,11 +30,11 @@ def test_up_serves_what_a_local_stack_serves_and_down_leaves_nothing(
     assert project.is_ready()
     assert generated_by_command(project.target) == generated_locally()
     assert generated_through_reflection(project.target) == generated_locally()
-    published = {c.number: c.published for c in project.containers() if c.published}
-    assert [sorted(ports) for ports in published.values()] == [["50051/tcp", "8000/tcp"]]
+    published = [sorted(c.published) for c in project.containers() if c.published]
+    assert published == [["50051/tcp", "8000/tcp"]] * 2
     assert generated_over_http(project.http) == generated_locally()
 
-    assert len(project.leftovers()) == 5 + 2 + 2
+    assert len(project.leftovers()) == 6 + 2 + 2
     project.make("down")
     assert project.leftovers() == []
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime
 
 import pytest
-from compose_project import SCHEDULERS, ComposeProject, Container, crash, docker
+from compose_project import GATEWAYS, SCHEDULERS, ComposeProject, Container, crash, docker
 from container_streams import (
     PROGRESS_TIMEOUT_S,
     make_references,
@@ -33,7 +33,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def simulated(images: dict[str, str]) -> Iterator[ComposeProject]:
-    """Three simulated workers, two schedulers, a gateway and Redis."""
+    """Three simulated workers, two schedulers, two gateways and Redis."""
     project = ComposeProject("quire-test-sim", **SETTINGS)
     project.down()
     try:
@@ -130,6 +130,18 @@ async def test_streams_survive_a_restart_of_a_single_service(
             await wait_for_recovery(service, streams)
 
 
+async def test_streams_continue_on_the_second_gateway_while_the_first_is_gone(
+    service: ComposeProject, references: Sequence[Reference]
+) -> None:
+    async with streaming(f"{service.target},{service.second_target}", references) as streams:
+        with reported_pauses("gateway killed", streams):
+            await run_docker("kill", service.the("gateway").id)
+            await wait_for_progress(streams)
+        assert not service.the("gateway").is_running
+        await run_docker("start", service.the("gateway").id)
+        await wait_for_recovery(service, streams)
+
+
 async def test_crashed_containers_are_restarted(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
@@ -208,7 +220,7 @@ async def test_streams_survive_a_rolling_replacement_of_all_containers(
 ) -> None:
     before = service.containers()
     async with streaming(service.target, references) as streams:
-        for name in ("redis", *reversed(SCHEDULERS), "gateway"):
+        for name in ("redis", *reversed(SCHEDULERS), *GATEWAYS):
             with reported_pauses(f"{name} replaced", streams):
                 await asyncio.to_thread(service.up, "--no-deps", "--force-recreate", name)
                 await wait_for_recovery(service, streams)

@@ -1,5 +1,7 @@
 """Invalid settings stop the process with the value in the message."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -33,3 +35,35 @@ def test_workers_are_a_list_of_addresses() -> None:
         {"redis_url": "unix:///r.sock", "workers": "worker:50053, [::1]:7,unix:/w.sock"}
     )
     assert settings.worker_addresses == ("worker:50053", "[::1]:7", "unix:/w.sock")
+
+
+def with_password(file: Path, url: str = "redis://redis:6379/0") -> SchedulerSettings:
+    return SchedulerSettings.model_validate(
+        {"redis_url": url, "workers": "worker:50053", "redis_password_file": file}
+    )
+
+
+def test_the_password_is_the_only_line_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("s3cret/with:@signs\n")
+    assert with_password(file).redis_password == "s3cret/with:@signs"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "one\ntwo\n", "\nsecond\n"])
+def test_a_file_without_a_password_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "password"
+    file.write_text(text)
+    with pytest.raises(ValidationError, match=r"redis_password_file\n.*its only line"):
+        with_password(file)
+
+
+def test_a_password_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="No such file"):
+        with_password(tmp_path / "absent")
+
+
+def test_a_second_password_in_the_url_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("one\n")
+    with pytest.raises(ValidationError, match="remove one of them"):
+        with_password(file, "redis://:two@redis:6379/0")

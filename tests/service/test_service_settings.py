@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import pytest
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
 from quire.service.settings import ServiceSettings
+from quire.service.tls import ServerTLS
+from tests.support.certificates import make_certificates
 
 
 class ExampleSettings(ServiceSettings):
@@ -36,3 +40,19 @@ def test_a_log_level_may_be_written_in_any_case(monkeypatch: pytest.MonkeyPatch)
     assert ExampleSettings.load(["--listen=a:1", "--log-level=WARNING"]).log_level == "warning"
     monkeypatch.setenv("QUIRE_EXAMPLE_LOG_LEVEL", "Debug")
     assert ExampleSettings.load(["--listen=a:1"]).log_level == "debug"
+
+
+def test_settings_of_tls_are_checked_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_certificates(tmp_path / "certificates")
+    cert, key = f"--tls-cert={folder / 'gateway.pem'}", f"--tls-key={folder / 'gateway-key.pem'}"
+    settings = ExampleSettings.load(["--listen=a:1", cert, key])
+    assert settings.server_tls == ServerTLS(folder / "gateway.pem", folder / "gateway-key.pem")
+    assert settings.server_certificates() is not None
+    for flags, message in (
+        ([cert], "--tls-cert needs --tls-key"),
+        ([key], "--tls-key and --tls-client-ca need --tls-cert"),
+        ([cert, f"--tls-key={tmp_path / 'none'}"], f"{tmp_path / 'none'} cannot be read"),
+    ):
+        assert message in refusal(["--listen=a:1", *flags], capsys)

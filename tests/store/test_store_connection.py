@@ -87,9 +87,13 @@ async def test_no_redis_or_a_wrong_password_is_unavailable(
         await Store.at(own_redis.url.replace("unix://", "unix://:wrong@")).pools()
     with pytest.raises(StoreUnavailable, match=r"(?i)auth"):
         await Store.at(own_redis.url).pools()
-    store = Store.at(own_redis.url.replace("unix://", "unix://:right@"))
-    await store.lease.acquire("", lease_ms=3000)
-    await store.close()
+    for url, password in (
+        (own_redis.url.replace("unix://", "unix://:right@"), None),
+        (own_redis.url, "right"),
+    ):
+        store = Store.at(url, password)
+        await store.pools()
+        await store.close()
 
 
 @pytest.mark.parametrize(

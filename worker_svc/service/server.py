@@ -63,7 +63,15 @@ async def run(settings: WorkerSettings, load_runner: RunnerLoader) -> None:
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     recorder = None if settings.record is None else Recorder(settings.record)
-    await start_server(server, settings.listen, [_SERVICE], health, settings.address_file)
+    await start_server(
+        server,
+        settings.listen,
+        [_SERVICE],
+        health,
+        settings.address_file,
+        settings.server_certificates(),
+        settings.health_listen,
+    )
     loading = thread.submit(partial(load_runner, settings))
     try:
         await _until_drained(settings, loading, signals, health, servicer, recorder)
@@ -71,6 +79,7 @@ async def run(settings: WorkerSettings, load_runner: RunnerLoader) -> None:
         await health.stopping()
         servicer.abort_stream()
         await server.stop(_CLOSE_GRACE_S)
+        await health.close()
         ended = thread.stop(_LAST_STEP_S)
         if recorder is not None:
             recorder.close()

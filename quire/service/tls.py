@@ -1,0 +1,199 @@
+"""TLS of servers and channels. A server reads its certificates again when their files change."""
+
+import os
+import ssl
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import grpc
+import structlog
+
+from quire.service.file_version import FileVersion, file_version
+
+log = structlog.get_logger()
+
+_Options: TypeAlias = Sequence[tuple[str, Any]]
+
+
+class TLSError(ValueError):
+    """Certificates that cannot be used; the message names the files and the reason."""
+
+
+@dataclass(frozen=True)
+class ServerTLS:
+    """The files of a server's identity, in PEM."""
+
+    # The server's certificate, followed by intermediate ones.
+    cert: Path
+    key: Path
+    # Certificates of the authorities whose clients may connect; None: clients need no certificate.
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True)
+class TLS:
+    """How a client verifies a server, and proves its own identity. All files are in PEM."""
+
+    # Certificates of the authorities that servers are verified by; None: the system's.
+    ca: str | Path | None = None
+    # The client's certificate and key, for servers that ask for one.
+    cert: str | Path | None = None
+    key: str | Path | None = None
+    # The name that the server's certificate must have, if it is not the target's host.
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """TLSError for a certificate without its key, or files that cannot be read."""
+        if (self.cert is None) != (self.key is None):
+            raise TLSError("tls: a client's certificate and its key go together")
+        self.ssl_context()
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """A context that has loaded the files, which checks them better than gRPC does."""
+        context = ssl.create_default_context(cafile=None)
+        if self.ca is not None:
+            _load_ca(context, Path(self.ca))
+        if self.cert is not None and self.key is not None:
+            _load_identity(context, Path(self.cert), Path(self.key))
+        return context
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of channels, with the files as they are now."""
+        return grpc.ssl_channel_credentials(*(_bytes(x) for x in (self.ca, self.key, self.cert)))
+
+
+class _Pem(NamedTuple):
+    key: bytes
+    cert: bytes
+    client_ca: bytes | None
+
+
+class ServerCertificates:
+    """The certificates of one process's servers. Each handshake has those of the files' last valid
+    contents. Thread-safe."""
+
+    def __init__(self, tls: ServerTLS) -> None:
+        """TLSError if the files cannot be used."""
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._version = self._current_version()
+        self._context, self._pem = self._read()
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        require = self._tls.client_ca is not None
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), self._configuration, require_client_authentication=require
+        )
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """A context for servers of the standard library. It replaces itself at each handshake."""
+        context = self._current()[0]
+        context.sni_callback = self._replace_context
+        return context
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        pem = self._current()[1]
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.client_ca)
+
+    def _replace_context(
+        self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext
+    ) -> None:
+        connection.context = self._current()[0]
+
+    def _current(self) -> tuple[ssl.SSLContext, _Pem]:
+        """What the files have. Files that are invalid, as between two writes, are logged once, and
+        the former contents stay."""
+        with self._lock:
+            version = self._current_version()
+            if version != self._version:
+                # Before the files are read: a change during the reading is seen by the next call.
+                self._version = version
+                try:
+                    self._context, self._pem = self._read()
+                    log.info("certificate reloaded", file=str(self._tls.cert))
+                except TLSError as error:
+                    log.error("certificate not reloaded", reason=str(error))
+            return self._context, self._pem
+
+    def _read(self) -> tuple[ssl.SSLContext, _Pem]:
+        tls = self._tls
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        _load_identity(context, tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            _load_ca(context, tls.client_ca)
+        return context, _Pem(tls.key.read_bytes(), tls.cert.read_bytes(), _bytes(tls.client_ca))
+
+    def _current_version(self) -> tuple[FileVersion, ...]:
+        files = (self._tls.cert, self._tls.key, self._tls.client_ca)
+        return tuple(file_version(file) for file in files if file is not None)
+
+
+def add_port(server: grpc.aio.Server, listen: str, certificates: ServerCertificates | None) -> int:
+    """Bind a server, with TLS if there are certificates; a unix socket has none. RuntimeError if it
+    cannot be bound."""
+    if certificates is None or listen.startswith("unix:"):
+        return server.add_insecure_port(listen)
+    return server.add_secure_port(listen, certificates.grpc_credentials())
+
+
+def open_channel(
+    target: str, options: _Options, tls: TLS | None, name: str | None = None
+) -> grpc.Channel:
+    """Open a channel. `name` is the name that a target with an IP address stands for. A unix socket
+    has no TLS."""
+    if tls is None or target.startswith("unix:"):
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, tls.credentials(), options=_with_name(options, tls, name))
+
+
+def open_aio_channel(
+    target: str, options: _Options, tls: TLS | None, name: str | None = None
+) -> grpc.aio.Channel:
+    """Open a channel of the running event loop, as `open_channel` does."""
+    if tls is None or target.startswith("unix:"):
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(
+        target, tls.credentials(), options=_with_name(options, tls, name)
+    )
+
+
+def _with_name(options: _Options, tls: TLS, name: str | None) -> _Options:
+    name = tls.server_name or name
+    return options if name is None else [*options, ("grpc.ssl_target_name_override", name)]
+
+
+def _load_identity(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    try:
+        context.load_cert_chain(cert, key, password=_refuse_password)
+    except ssl.SSLError as error:
+        raise TLSError(f"{cert} and {key} are no certificate and its key: {_why(error)}") from error
+    except OSError as error:
+        missing = cert if not os.access(cert, os.R_OK) else key
+        raise TLSError(f"{missing} cannot be read: {error.strerror}") from error
+
+
+def _load_ca(context: ssl.SSLContext, ca: Path) -> None:
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise TLSError(f"{ca} has no certificates of authorities: {_why(error)}") from error
+    except OSError as error:
+        raise TLSError(f"{ca} cannot be read: {error.strerror}") from error
+
+
+def _refuse_password() -> str:
+    raise TLSError("a key with a password cannot be used: the service could not restart alone")
+
+
+def _why(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")
+
+
+def _bytes(path: str | Path | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()

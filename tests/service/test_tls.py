@@ -1,0 +1,185 @@
+"""TLS of servers and channels, with certificates of the product's own script."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.service.channels import server_options
+from quire.service.health import Health
+from quire.service.lifecycle import start_server
+from quire.service.tls import TLS, ServerCertificates, ServerTLS, TLSError, open_aio_channel
+from tests.support.certificates import make_certificates
+
+SERVICE = "example.v1.ExampleService"
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    return make_certificates(tmp_path / "certificates")
+
+
+def identity(directory: Path, name: str, client_ca: Path | None = None) -> ServerTLS:
+    return ServerTLS(directory / f"{name}.pem", directory / f"{name}-key.pem", client_ca)
+
+
+@asynccontextmanager
+async def serving(tls: ServerTLS, health_listen: str | None = None) -> AsyncIterator[str]:
+    server = grpc.aio.server(options=server_options())
+    health = Health((), (SERVICE,))
+    yield await start_server(
+        server,
+        "127.0.0.1:0",
+        (SERVICE,),
+        health,
+        certificates=ServerCertificates(tls),
+        health_listen=health_listen,
+    )
+    await server.stop(None)
+    await health.close()
+
+
+async def is_served(address: str, tls: TLS | None, host: str | None = None) -> bool:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with open_aio_channel(address, options, tls, host) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=10
+        )
+        code = await call.code()
+    assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+    return code is grpc.StatusCode.OK
+
+
+async def test_a_client_verifies_the_server(certificates: Path, tmp_path: Path) -> None:
+    stranger = make_certificates(tmp_path / "stranger")
+    async with serving(identity(certificates, "gateway")) as address:
+        assert await is_served(address, TLS(certificates / "ca.pem"))
+        assert await is_served(address, TLS(certificates / "ca.pem"), "gateway-2")
+        assert await is_served(address, TLS(certificates / "ca.pem", server_name="gateway"), "x")
+        assert not await is_served(address, TLS(certificates / "ca.pem"), "scheduler")
+        assert not await is_served(address, TLS(stranger / "ca.pem"))
+        assert not await is_served(address, TLS())
+        assert not await is_served(address, None)
+
+
+async def test_a_server_verifies_its_clients(certificates: Path, tmp_path: Path) -> None:
+    stranger = make_certificates(tmp_path / "stranger")
+    ca = certificates / "ca.pem"
+    async with serving(identity(certificates, "gateway", ca)) as address:
+        pair = (certificates / "client.pem", certificates / "client-key.pem")
+        assert await is_served(address, TLS(ca, *pair))
+        assert not await is_served(address, TLS(ca))
+        unknown = (stranger / "client.pem", stranger / "client-key.pem")
+        assert not await is_served(address, TLS(ca, *unknown))
+
+
+async def test_changed_files_are_read_at_the_next_handshake(certificates: Path) -> None:
+    ca = TLS(certificates / "ca.pem")
+    async with serving(identity(certificates, "gateway")) as address:
+        assert not await is_served(address, ca, "quire.example")
+        make_certificates(certificates, "quire.example")
+        assert await is_served(address, ca, "quire.example")
+
+
+async def test_files_that_do_not_match_keep_the_former_ones(certificates: Path) -> None:
+    ca = TLS(certificates / "ca.pem")
+    async with serving(identity(certificates, "gateway")) as address:
+        (certificates / "gateway.pem").write_bytes((certificates / "worker.pem").read_bytes())
+        assert await is_served(address, ca, "gateway")
+        key = (certificates / "worker-key.pem").read_bytes()
+        (certificates / "gateway-key.pem").write_bytes(key)
+        assert await is_served(address, ca, "worker")
+        assert not await is_served(address, ca, "gateway")
+        (certificates / "gateway.pem").unlink()
+        assert await is_served(address, ca, "worker")
+
+
+async def test_a_context_of_https_follows_the_files(certificates: Path, tmp_path: Path) -> None:
+    ca = certificates / "ca.pem"
+    files = ServerCertificates(identity(certificates, "gateway", ca))
+    connected: list[asyncio.StreamWriter] = []
+
+    def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.append(writer)
+        writer.write(b"ok")
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=files.ssl_context())
+    port = server.sockets[0].getsockname()[1]
+
+    async def responds(name: str, client: Path | None) -> bool:
+        context = ssl.create_default_context(cafile=ca)
+        if client is not None:
+            context.load_cert_chain(client / "client.pem", client / "client-key.pem")
+        try:
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=context, server_hostname=name
+            )
+            # With TLS 1.3 a client learns only by reading that its certificate is refused.
+            response = await reader.read(2)
+            writer.close()
+        except (ssl.SSLError, ConnectionError):
+            return False
+        return response == b"ok"
+
+    assert await responds("gateway", certificates)
+    assert not await responds("gateway", None)
+    assert not await responds("quire.example", certificates)
+    make_certificates(certificates, "quire.example")
+    assert await responds("quire.example", certificates)
+    # Clients of a removed authority are refused, too.
+    stranger = make_certificates(tmp_path / "stranger")
+    ca_of_clients = tmp_path / "clients.pem"
+    ca_of_clients.write_bytes(ca.read_bytes())
+    files = ServerCertificates(identity(certificates, "gateway", ca_of_clients))
+    server.close()
+    server = await asyncio.start_server(accept, "127.0.0.1", port, ssl=files.ssl_context())
+    assert await responds("gateway", certificates)
+    ca_of_clients.write_bytes((stranger / "ca.pem").read_bytes())
+    assert not await responds("gateway", certificates)
+    assert await responds("gateway", stranger)
+    # A client that connects by address sends no name.
+    assert not await responds("127.0.0.1", certificates)
+    assert await responds("127.0.0.1", stranger)
+    for writer in connected:
+        writer.close()
+    server.close()
+
+
+async def test_health_is_served_without_tls_at_its_own_address(
+    certificates: Path, tmp_path: Path
+) -> None:
+    socket = f"unix:{tmp_path}/health.sock"
+    tls = identity(certificates, "gateway", certificates / "ca.pem")
+    async with serving(tls, socket):
+        assert await is_served(socket, None)
+        async with grpc.aio.insecure_channel(socket) as channel:
+            other = channel.unary_unary("/quire.v1.ModelService/ListModels")
+            with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+                await other(b"", timeout=10)
+
+
+def test_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.pem"
+    cert, key = certificates / "gateway.pem", certificates / "gateway-key.pem"
+    for wrong, message in (
+        (ServerTLS(missing, key), f"{missing} cannot be read: No such file or directory"),
+        (ServerTLS(cert, missing), f"{missing} cannot be read: No such file or directory"),
+        (
+            ServerTLS(cert, certificates / "worker-key.pem"),
+            f"{cert} and {certificates / 'worker-key.pem'} are no certificate and its key: "
+            "key values mismatch",
+        ),
+        (ServerTLS(cert, key, key), f"{key} has no certificates of authorities"),
+    ):
+        with pytest.raises(TLSError) as refused:
+            ServerCertificates(wrong)
+        assert message in str(refused.value)
+    with pytest.raises(TLSError, match="a client's certificate and its key go together"):
+        TLS(certificates / "ca.pem", cert)
+    with pytest.raises(TLSError, match=f"{missing} cannot be read"):
+        TLS(missing)
