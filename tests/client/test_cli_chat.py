@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -91,8 +92,20 @@ class Terminal:
     def expect(self, text: str) -> None:
         """Read until the text is shown, and forget what comes before it."""
         while text not in self._shown:
-            self._shown += os.read(self._terminal, 4096).decode().replace("\r\n", "\n")
+            self._read()
         self._shown = self._shown.partition(text)[2]
+
+    def interrupt_prompt(self, text: str) -> None:
+        """Send SIGINT until the text is shown: Python's readline misses a signal that arrives after
+        it has printed the prompt and before it waits for input."""
+        while text not in self._shown:
+            self.process.send_signal(signal.SIGINT)
+            if select.select([self._terminal], [], [], 2.0)[0]:
+                self._read()
+        self._shown = self._shown.partition(text)[2]
+
+    def _read(self) -> None:
+        self._shown += os.read(self._terminal, 4096).decode().replace("\r\n", "\n")
 
     def close(self) -> None:
         self.process.kill()
@@ -115,8 +128,7 @@ def test_an_interrupt_ends_the_output_and_ctrl_d_the_program(terminal, server):
     terminal.expect("(stopped)")
     assert server.inference.released.wait(10)
     terminal.expect("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.expect("(Ctrl-D or /quit ends)")
+    terminal.interrupt_prompt("(Ctrl-D or /quit ends)")
     terminal.expect("> ")
     terminal.type("on we go\n")
     terminal.expect("ONWEGO\n> ")

@@ -125,3 +125,27 @@ def test_other_commands_do_not_import_the_services():
     script = "import sys, quire.cli; print(any(name.endswith('_svc') for name in sys.modules))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "m", "--dtype", "float32"], "needs tokenizers, redis, torch: pip install"),
+        (["serve", "--help-settings"], "needs tokenizers, redis, torch: pip install"),
+        (["pull", "a/b"], "pull needs huggingface-hub: pip install"),
+        (["run-batch", "-i", __file__, "-o", "-"], "run-batch needs httpx2: pip install"),
+    ],
+)
+def test_a_missing_extra_is_named(arguments, message):
+    script = f"""
+import sys
+packages = ("prometheus_client", "tokenizers", "redis", "torch", "httpx2", "huggingface_hub")
+sys.modules.update(dict.fromkeys(packages))
+from quire.cli import app
+app({arguments!r})
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1
+    assert message in run.stderr.splitlines()[-1]
