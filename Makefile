@@ -67,7 +67,7 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
-  bench-kernels bench-scheduler chaos gpu-packages lint buf-lint check-links hooks format stubs docs dist clean up down local-images
+  bench-kernels bench-gateway bench-scheduler chaos gpu-packages lint buf-lint check-links hooks format stubs docs dist clean up down local-images
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -118,6 +118,9 @@ bench-gpu: $(GPU_READY) ## Measure kernels, runner and stack on a GPU (minutes).
 
 bench-kernels: kernels ## Measure the kernels, torch's operations and the machine's limits (minutes).
 	$(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
+
+bench-gateway: kernels ## Measure gRPC, HTTP, TLS, idle streams and fairness (minutes).
+	$(BIN)/python -m benchmarks.gateway $(BENCH_ARGS)
 
 bench-scheduler: $(STUBS) ## Measure the scheduler with simulated workers (minutes).
 	$(BIN)/python -m benchmarks.scheduler $(BENCH_ARGS)
