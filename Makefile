@@ -67,7 +67,8 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
-  bench-kernels bench-gateway bench-scheduler chaos gpu-packages lint buf-lint check-links hooks format stubs docs dist clean up down local-images
+  bench-kernels bench-gateway bench-scheduler chaos gpu-packages lint buf-lint buf-breaking check-links \
+  hooks format stubs docs dist clean up down local-images
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -146,6 +147,10 @@ lint: $(STUBS) $(BUF_BIN) $(REMARK_BIN) ## Check style, types, protos, spelling 
 
 buf-lint: $(BUF_BIN)
 	$(WITH_NODE) $(BUF_BIN) lint
+
+# Compares the public protos with those of the last tag.
+buf-breaking: $(BUF_BIN)
+	@$(WITH_NODE) scripts/check-breaking.sh $(BUF_BIN)
 
 # Checks links to files and headings of this repository, without a network.
 check-links: $(REMARK_BIN)

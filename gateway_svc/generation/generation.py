@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import structlog
 
 from gateway_svc.generation.choice import Choice, ChoiceUpdate, create_choices
+from gateway_svc.generation.prompt_field import with_prompt_field
 from gateway_svc.generation.submission import PreparedRequest
 from gateway_svc.scheduler.events import Accepted, ChoiceEvent, Ended, Event, NewTokens
 from gateway_svc.scheduler.multiplexer import Multiplexer
@@ -30,7 +31,11 @@ class Generation:
     """A request submitted to the scheduler, until all its choices have ended."""
 
     def __init__(
-        self, requests: Multiplexer, stream: RequestStream, create_choices: _CreateChoices
+        self,
+        requests: Multiplexer,
+        stream: RequestStream,
+        create_choices: _CreateChoices,
+        prompt_field: str | None,
     ) -> None:
         self.request_id = stream.request.request_id
         # By index; empty until the acceptance of a request that another gateway submitted.
@@ -39,6 +44,7 @@ class Generation:
         self._requests = requests
         self._stream = stream
         self._create_choices = create_choices
+        self._prompt_field = prompt_field
 
     @property
     def has_ended(self) -> bool:
@@ -73,7 +79,10 @@ class Generation:
         `_CHUNK_TOKENS` tokens, except at the end.
         """
         while not self.has_ended:
-            events = await self._stream.get(self._min_tokens)
+            try:
+                events = await self._stream.get(self._min_tokens)
+            except RequestError as error:
+                raise with_prompt_field(error, self._prompt_field) from error
             if not self.choices and self._stream.state is not None:
                 self.choices = self._create_choices(self._stream.state)
             if Accepted() in events:
@@ -141,8 +150,11 @@ def start(
     prepared: PreparedRequest, requests: Multiplexer
 ) -> AbstractAsyncContextManager[Generation]:
     """Submit a request. Exiting before its end cancels it, unless it may be resumed."""
-    stream = requests.submit(prepared.submission, prepared.resume_state, _cancel_this_task())
-    return _closing(requests, stream, lambda state: prepared.choices)
+    try:
+        stream = requests.submit(prepared.submission, prepared.resume_state, _cancel_this_task())
+    except RequestError as error:
+        raise with_prompt_field(error, prepared.prompt_field) from error
+    return _closing(requests, stream, lambda state: prepared.choices, prepared.prompt_field)
 
 
 def resume(
@@ -160,7 +172,10 @@ def resume(
     return _closing(
         requests,
         stream,
-        lambda state: create_choices(state, served.get(state.model), request.next_token_indices),
+        lambda state: create_choices(
+            state, served.get(state.model, field=None), request.next_token_indices
+        ),
+        None,
     )
 
 
@@ -173,10 +188,13 @@ def _cancel_this_task() -> Callable[[], object]:
 
 @asynccontextmanager
 async def _closing(
-    requests: Multiplexer, stream: RequestStream, create_choices: _CreateChoices
+    requests: Multiplexer,
+    stream: RequestStream,
+    create_choices: _CreateChoices,
+    prompt_field: str | None,
 ) -> AsyncIterator[Generation]:
     """Yield the request; close its stream and log its end on exit."""
-    generation = Generation(requests, stream, create_choices)
+    generation = Generation(requests, stream, create_choices, prompt_field)
     started_at = time.monotonic()
     end = "cancelled"
     try:

@@ -13,6 +13,7 @@ import grpc
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation import tenant_limits, validation
 from gateway_svc.generation.choice import Choice, create_choices
+from gateway_svc.generation.prompt_field import prompt_field
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.served_model import Model, ModelLimits
@@ -28,6 +29,8 @@ class PreparedRequest:
     model: Model
     submission: scheduler_pb2.Submission
     resume_state: gateway_pb2.ResumeState
+    # The client's field with the prompt.
+    prompt_field: str
     choices: Sequence[Choice]
 
 
@@ -100,7 +103,9 @@ async def prepare(
         deferred_delivery=_is_deferred(request),
         tenant=tenant.policy() if tenant.principal else None,
     )
-    return PreparedRequest(model, submission, state, create_choices(state, model))
+    return PreparedRequest(
+        model, submission, state, prompt_field(request), create_choices(state, model)
+    )
 
 
 async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimits) -> list[int]:
@@ -111,11 +116,12 @@ async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimit
         case "text":
             token_ids = await model.encode(request.text, True)
         case _:
-            rendered = await model.render("prompt.conversation", request.conversation)
-            validation.check_text("prompt", rendered, limits)
+            rendered = await model.render("conversation", request.conversation)
+            validation.check_text("conversation", rendered, limits)
             token_ids = await model.encode(rendered, False)
-    validation.check_prompt_length(len(token_ids), limits.max_model_len)
-    validation.check_token_ids("prompt", token_ids, limits.vocab_size)
+    field = prompt_field(request)
+    validation.check_prompt_length(field, len(token_ids), limits.max_model_len)
+    validation.check_token_ids(field, token_ids, limits.vocab_size)
     return token_ids
 
 

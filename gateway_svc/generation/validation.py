@@ -1,6 +1,6 @@
 """Validates requests and resolves their defaults. Pure; errors name the invalid field.
 
-Fields are named as in the proto; `prompt` stands for the oneof.
+Fields are named by their paths in the request's proto.
 """
 
 import hashlib
@@ -17,6 +17,8 @@ from quire.v1 import inference_pb2
 
 GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerateRequest
 
+# By the name in the oneof, the field with the prompt's content.
+PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "conversation": "conversation"}
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
@@ -122,13 +124,13 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     )
 
 
-def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None:
     """A prompt has at least one token, and leaves room for at least one."""
     if num_tokens < 1:
-        raise invalid("prompt", "EMPTY_PROMPT", "has 0 tokens; at least 1 is needed")
+        raise invalid(field, "EMPTY_PROMPT", "has 0 tokens; at least 1 is needed")
     if num_tokens >= max_model_len:
         raise invalid(
-            "prompt",
+            field,
             "PROMPT_TOO_LONG",
             f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, "
             f"as the model's {max_model_len} include at least 1 of output",
@@ -178,16 +180,17 @@ def _seed(request_id: str) -> int:
 def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
     match request.WhichOneof("prompt"):
         case None:
-            raise invalid("prompt", "NO_PROMPT", "is missing; set text, token_ids or conversation")
+            raise invalid("text", "NO_PROMPT", "is missing; set text, token_ids or conversation")
         case "text":
             if not request.text:
-                raise invalid("prompt", "EMPTY_PROMPT", "has 0 characters; at least 1 is needed")
-            check_text("prompt", request.text, limits)
+                raise invalid("text", "EMPTY_PROMPT", "has 0 characters; at least 1 is needed")
+            check_text("text", request.text, limits)
         case "token_ids":
-            check_prompt_length(len(request.token_ids.ids), limits.max_model_len)
-            check_token_ids("prompt.token_ids", request.token_ids.ids, limits.vocab_size)
+            field, token_ids = PROMPT_FIELDS["token_ids"], request.token_ids.ids
+            check_prompt_length(field, len(token_ids), limits.max_model_len)
+            check_token_ids(field, token_ids, limits.vocab_size)
         case "conversation":
-            check_conversation("prompt.conversation", request.conversation, limits)
+            check_conversation("conversation", request.conversation, limits)
 
 
 def _check_template_variables(field: str, conversation: inference_pb2.Conversation) -> None:

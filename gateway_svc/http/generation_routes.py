@@ -60,7 +60,7 @@ class GenerationRoutes:
         states = [_state(body, gateway_pb2.FORMAT_COMPLETION, len(messages)) for _ in messages]
         if body.echo:
             await self._set_echoes(body, states)
-        renamed = {"prompt": "prompt", "token_ids": "prompt", "request_id": _REQUEST_ID}
+        renamed = {"text": "prompt", "token_ids": "prompt", "request_id": _REQUEST_ID}
         return self._respond(request_id, tenant, body, messages, states, renamed)
 
     async def create_chat_completion(self, request: Request) -> Response:
@@ -71,7 +71,6 @@ class GenerationRoutes:
         messages = [body.message(request_id)]
         states = [_state(body, gateway_pb2.FORMAT_CHAT, 1)]
         renamed = {
-            "prompt": "messages",
             "conversation": "messages",
             "logprobs": "top_logprobs",
             "request_id": _REQUEST_ID,

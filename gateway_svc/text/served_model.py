@@ -13,7 +13,7 @@ from gateway_svc.text.chat_template import TemplateError
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.model_files import ModelFiles
 from gateway_svc.text.token_bytes import TokenBytes
-from quire.service.errors import RequestError, invalid, unavailable
+from quire.service.errors import RequestError, failed, invalid, unavailable
 from quire.v1 import inference_pb2
 
 T = TypeVar("T")
@@ -142,9 +142,9 @@ class ServedModel:
     def set(self, model: Model) -> None:
         self._model = model
 
-    def get(self, name: str | None, field: str = "model") -> Model:
-        """Return the model; None for `name` matches any. RequestError NOT_FOUND if another model
-        is requested, UNAVAILABLE before the model is loaded.
+    def get(self, name: str | None, field: str | None = "model") -> Model:
+        """Return the model; None for `name` matches any. RequestError NOT_FOUND, at `field` if the
+        request has one, if another model is requested; UNAVAILABLE before the model is loaded.
         """
         if name is not None and name != self.name:
             raise _unknown(field, name, self.name)
@@ -153,6 +153,8 @@ class ServedModel:
         return self._model
 
 
-def _unknown(field: str, name: str, served: str) -> RequestError:
+def _unknown(field: str | None, name: str, served: str) -> RequestError:
     description = f"no model {name[:256]!r} is served here, only {served!r}"
+    if field is None:
+        return failed(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL", description)
     return replace(invalid(field, "UNKNOWN_MODEL", description), code=grpc.StatusCode.NOT_FOUND)
