@@ -21,7 +21,7 @@ from quire.cli.screen import DEFAULT_WIDTH, Screen
 from quire.cli.status_report import report
 from quire.client.errors import QuireError
 from quire.client.health_probe import is_serving
-from quire.client.operations import DEFAULT_SCHEDULER, Operations
+from quire.client.operations import DEFAULT_SCHEDULER, LEADER_FAILS, Operations
 from quire.client.targets import DEFAULT_TARGET
 from quire.internal.v1.operations_pb2 import GetStatusResponse
 
@@ -97,7 +97,9 @@ def _watch(operations: Operations, interval: float, screen: Screen) -> None:
         try:
             now = operations.status(with_block_maps=True, timeout_s=_RESPONSE_TIMEOUT_S)
         except QuireError as error:
-            if error.code not in _TRANSIENT:
+            # Nothing responds at the leader's address, which may not be meant for this host.
+            is_unreachable = before is None and error.reason == LEADER_FAILS
+            if error.code not in _TRANSIENT or is_unreachable:
                 raise
             screen.show([str(error), "Trying again ..."])
         else:

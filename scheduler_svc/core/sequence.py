@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.service.errors import RequestError
+from scheduler_svc.core.crashes import LoneCrashes
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.request import Delivery, End, EndReason, Params
 from scheduler_svc.store.hashing import HashChain
@@ -129,6 +130,8 @@ class Sequence:
     last_step: int = 0
     # A worker was lost in a step that ran it: it runs alone next time.
     is_suspect: bool = False
+    suspected_at: float = 0.0  # of time.monotonic
+    lone_crashes: LoneCrashes = field(default_factory=LoneCrashes)
 
     # The number of changes of the principal among dispatched sequences, at its dispatch.
     dispatch_number: int = 0

@@ -287,7 +287,7 @@ class LaneLoop:
             in_flight = completed.in_flight
             self._table.completed_step = in_flight.step
             self.batch_window.completed(in_flight.step)
-            self.quarantine.clear(completed.sequences)
+            self.quarantine.completed(completed.sequences)
             self._append_tokens(completed)
             for sequence, reason in completed.failures:
                 self._fail(sequence, reason)

@@ -114,6 +114,8 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         # Clears the gate when this many tokens are sampled, once.
         self.hold_after: float = math.inf
         self.poison: set[int] = set()
+        # Plans with such a row.
+        self.num_poisoned = 0
         # Changes results before they are sent; raises Broken to lose the result of a step.
         self.distort: Callable[[worker_pb2.StepResult], object] = lambda result: None
         self.plans: list[worker_pb2.BatchPlan] = []
@@ -267,6 +269,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.seeds.update(zip(message.admissions.rows, message.admissions.seeds, strict=True))
         self.max_rows = max(self.max_rows, len(self.seeds))
         if not self.poison.isdisjoint(self.seeds[row] for row in message.schedule.rows):
+            self.num_poisoned += 1
             raise Broken
         plan = plan_from_proto(message)
         result = result_to_proto(plan, MultiStepRunner(self.runner).launch(plan).output())

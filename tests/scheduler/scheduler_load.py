@@ -10,6 +10,7 @@ from scheduler_stack import CANCELLED, INTERNAL, Gateway, Received, ReceivedChoi
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.core.crashes import MAX_CONCLUSIVE
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.engine.engine import Engine
 
@@ -62,7 +63,8 @@ class Request:
             reasons = {(CANCELLED, "CANCELLED")} if self.cancelled else set()
             reasons |= {(INTERNAL, "ROW_FAILED")} if self.fails else set()
             # It cannot be distinguished from a request that kills workers.
-            reasons |= {(INTERNAL, "POISON")} if self.num_lost_workers >= 2 else set()
+            num_evident = 1 + MAX_CONCLUSIVE
+            reasons |= {(INTERNAL, "POISON")} if self.num_lost_workers >= num_evident else set()
             assert (received.failure.code, info_of(received.failure).reason) in reasons, (
                 received.failure
             )

@@ -15,6 +15,7 @@
 --                  back: the last score of a block freed with a hash; from 0 upwards
 --                  forgotten: the newest step removed from `published`; absent if none was
 --                  unreclaimed: end of the blocks that reclaim_pool still frees; absent after
+--                  detached_ms: since when it has no lane, see detach_pool.lua; absent with one
 --   2 free         sorted set of blocks, see free.lua
 --   3 references   bit field: u32 per block
 --   4 hashes       hash: block -> its hash
