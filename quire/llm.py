@@ -1,17 +1,30 @@
 """Offline inference, with a private local stack or a running server."""
 
+import logging
+import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 from quire.client.arguments import wrong_type
 from quire.client.client import Client
 from quire.client.outputs import RequestDelta, RequestOutput
-from quire.client.prompts import Conversation, Prompt, each_conversation, each_prompt
+from quire.client.progress_bar import PromptProgress, UseTqdm
+from quire.client.prompts import (
+    Conversation,
+    Prompt,
+    each_conversation,
+    each_prompt,
+    is_conversation,
+)
+from quire.client.requests import RequestOptions
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
+from quire.launcher.start_display import StartDisplay
 from quire.service.tls import TLS
+
+log = logging.getLogger(__name__)
 
 _P = TypeVar("_P")
 _ACCESS = tuple(
@@ -58,7 +71,7 @@ class LLM:
                 num_workers=num_workers, revision=revision, verbose=verbose or None, **given
             )
         else:
-            stack = LocalStack(
+            stack = _start(
                 str(model),
                 num_workers=1 if num_workers is None else num_workers,
                 revision=revision,
@@ -68,12 +81,38 @@ class LLM:
                     **{f"QUIRE_WORKER_{k.upper()}": str(v) for k, v in given.items()},
                 },
                 verbose=verbose,
-            ).start()
+            )
         # A private stack serves one model, which needs no name in requests.
         self._model = None if stack else model
         self.client = Client(stack.address if stack else str(target), api_key=api_key, tls=tls)
         # Runs once: by `close`, when this object is collected, or at exit.
         self._finalizer = weakref.finalize(self, _close, self.client, stack)
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        priority: int | None = None,
+        use_tqdm: UseTqdm = None,
+        return_exceptions: Literal[False] = False,
+        **sampling: Any,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        priority: int | None = None,
+        use_tqdm: UseTqdm = None,
+        return_exceptions: bool,
+        **sampling: Any,
+    ) -> list[RequestOutput | Exception]: ...
 
     def generate(
         self,
@@ -82,18 +121,53 @@ class LLM:
         *,
         timeout_s: float | None = None,
         priority: int | None = None,
+        use_tqdm: UseTqdm = None,
+        return_exceptions: bool = False,
         **sampling: Any,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput] | list[RequestOutput | Exception]:
         """Continue all prompts concurrently; outputs are in the order of the prompts.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         `sampling_params` are for all prompts, or a list with one entry per prompt. `sampling` has
         fields of SamplingParams in their place, such as `max_tokens=8`. `priority` is that of all
-        prompts. The first failure is raised as QuireError and cancels all other
-        requests. ValueError unless there are as many sampling parameters as prompts.
+        prompts. `use_tqdm` shows a progress bar, by default for several prompts on a terminal; a
+        function is called in place of `tqdm`.
+
+        The first failure is raised as QuireError and cancels all other requests; with
+        `return_exceptions` each failure takes the place of its output. ValueError unless there are
+        as many sampling parameters as prompts.
         """
         params = _with_fields(sampling_params, sampling)
-        return self._generate(each_prompt(prompts), params, timeout_s, priority)
+        options: RequestOptions = {"model": self._model, "priority": priority}
+        return self._generate(
+            each_prompt(prompts), params, options, timeout_s, use_tqdm, return_exceptions
+        )
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        priority: int | None = None,
+        use_tqdm: UseTqdm = None,
+        return_exceptions: Literal[False] = False,
+        **sampling: Any,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        priority: int | None = None,
+        use_tqdm: UseTqdm = None,
+        return_exceptions: bool,
+        **sampling: Any,
+    ) -> list[RequestOutput | Exception]: ...
 
     def chat(
         self,
@@ -102,11 +176,17 @@ class LLM:
         *,
         timeout_s: float | None = None,
         priority: int | None = None,
+        use_tqdm: UseTqdm = None,
+        return_exceptions: bool = False,
         **sampling: Any,
-    ) -> list[RequestOutput]:
-        """Continue one or several conversations: lists of {"role": ..., "content": ...}."""
+    ) -> list[RequestOutput] | list[RequestOutput | Exception]:
+        """Continue one or several conversations: lists of {"role": ..., "content": ...}. Arguments
+        are those of `generate`."""
         params = _with_fields(sampling_params, sampling)
-        return self._generate(each_conversation(messages), params, timeout_s, priority)
+        options: RequestOptions = {"model": self._model, "priority": priority}
+        return self._generate(
+            each_conversation(messages), params, options, timeout_s, use_tqdm, return_exceptions
+        )
 
     def stream(
         self,
@@ -124,6 +204,22 @@ class LLM:
             prompt, params, timeout_s=timeout_s, model=self._model, priority=priority
         )
 
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        priority: int | None = None,
+        **sampling: Any,
+    ) -> Generator[RequestDelta, None, None]:
+        """Stream the output of one conversation. Closing the generator cancels the request."""
+        if not is_conversation(messages):
+            raise wrong_type("messages", "one conversation", messages)
+        return self.stream(
+            messages, sampling_params, timeout_s=timeout_s, priority=priority, **sampling
+        )
+
     def close(self) -> None:
         """Cancel all calls in progress and stop the private stack."""
         self._finalizer()
@@ -132,19 +228,43 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
+        options: RequestOptions,
         timeout_s: float | None,
-        priority: int | None,
-    ) -> list[RequestOutput]:
+        use_tqdm: UseTqdm,
+        return_exceptions: bool,
+    ) -> list[RequestOutput | Exception]:
         each = _per_prompt(sampling_params, len(prompts))
-        return self.client.generate_all(
-            prompts, each, timeout_s=timeout_s, model=self._model, priority=priority
-        )
+        with PromptProgress(len(prompts), use_tqdm) as progress:
+            return self.client.generate_all(
+                prompts,
+                each,
+                timeout_s=timeout_s,
+                return_exceptions=return_exceptions,
+                on_end=progress.advance,
+                **options,
+            )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _start(model: str, *, verbose: bool, **options: Any) -> LocalStack:
+    """Start a private stack. Its progress is shown on a terminal, else logged."""
+    display = StartDisplay(sys.stderr, log.info, has_logs=verbose)
+    stack = LocalStack(
+        model,
+        verbose=verbose,
+        on_wait=display.on_wait,
+        on_progress=display.on_progress,
+        **options,
+    )
+    try:
+        return stack.start()
+    finally:
+        display.clear()
 
 
 def _close(client: Client, stack: LocalStack | None) -> None:

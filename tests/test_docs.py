@@ -138,5 +138,8 @@ def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> Non
         (ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.tls.yml")
     )
     passed_on = set(re.findall(r"^ +(QUIRE_[A-Z_]+):", files, re.MULTILINE))
-    own = {"LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE", "HEALTH_LISTEN"}
+    own = {
+        *("LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE"),
+        *("HEALTH_LISTEN", "PROGRESS_FILE"),
+    }
     assert names - passed_on == {f"{prefix}{name}" for name in own} & names

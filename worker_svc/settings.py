@@ -134,6 +134,9 @@ class WorkerSettings(ServiceSettings):
     record: Path | None = Field(
         None, description="File that receives every plan and result, for `quire replay`."
     )
+    progress_file: Path | None = Field(
+        None, description="File that receives what the worker does while it loads the model."
+    )
     enforce_eager: bool = Field(False, description="On a GPU: runs every step without CUDA graphs.")
     enable_torch_compile: bool = Field(
         False,

@@ -10,9 +10,7 @@ from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer
 
 from gateway_svc.text.chat_template import ChatTemplate
-
-# Tokenizer and chat template in any format, no weights.
-_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"]
+from quire.service.model_files import TEXT_FILES
 
 
 class ModelFilesError(Exception):
@@ -50,7 +48,7 @@ def _folder(model: str, revision: str | None) -> Path:
     if model.startswith((".", "/", "~")):
         raise ModelFilesError(f"{model}: no such folder")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(TEXT_FILES)))
     except Exception as error:
         # Anything the hub's client raises: an unknown id, no network, no permission.
         reason = str(error).partition("\n")[0]

@@ -1,22 +1,27 @@
-"""The `quire` command: one module per group of subcommands, and the tables that they print.
+"""The `quire` command: one module per group of subcommands, and what they share.
 
 Called by the entry point `quire` and by `python -m quire`.
 """
 
 from quire.cli.app import app
+from quire.cli.batch import run_batch
 from quire.cli.bench import bench
+from quire.cli.chat import chat
+from quire.cli.demo import demo
 from quire.cli.inference import generate, models, tokenize
 from quire.cli.keys import keys
-from quire.cli.local import demo, serve
 from quire.cli.operations import health, reset_cache, status
+from quire.cli.pull import pull
 from quire.cli.recordings import explain, replay
+from quire.cli.serve.command_group import CommandGroup
 
 for command in (
-    *(serve, generate, tokenize, models, health, status, reset_cache),
-    *(bench, demo, replay, explain),
+    *(chat, generate, tokenize, models, health, status, reset_cache),
+    *(pull, run_batch, bench, demo, replay, explain),
 ):
     app.command()(command)
 app.add_typer(keys)
+app.info.cls = CommandGroup
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ _CLOSED_PIPE = 141
 app = typer.Typer(
     name="quire",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

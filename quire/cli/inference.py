@@ -1,11 +1,13 @@
 """Commands that use a running server: generate, tokenize, models."""
 
 import sys
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
 import typer
 
+from quire.cli import sampling
 from quire.cli.app import (
     ApiKey,
     ModelName,
@@ -14,32 +16,20 @@ from quire.cli.app import (
     Timeout,
     given_tls,
     integer_option,
-    number_option,
     report_errors,
 )
+from quire.cli.connection import connect
+from quire.cli.json_output import AsJson, echo_json
 from quire.cli.table import aligned
-from quire.client.client import Client
-from quire.client.errors import QuireError
 from quire.client.outputs import CompletionDelta, CompletionOutput
 from quire.client.prompts import Prompt
 from quire.client.requests import RequestOptions
 from quire.client.retry_policy import RESUME_TIMEOUT_S
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import DEFAULT_TARGET
-from quire.service.tls import TLS
 
 # Of commands that ask once, and have nothing to continue.
 _QUESTION_TIMEOUT_S = 3.0
-
-_MinP = Annotated[
-    float | None, number_option("Least probability considered, as a share of the highest.")
-]
-_Stop = Annotated[
-    list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
-]
-_Priority = Annotated[
-    int | None, integer_option("Lower values are scheduled first, under the priority policy.")
-]
 
 
 @report_errors()
@@ -51,15 +41,15 @@ def generate(
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     model: ModelName = None,
-    temperature: Annotated[float | None, number_option("0 takes the most likely token.")] = None,
-    top_p: Annotated[float | None, number_option("Probability mass considered.")] = None,
-    min_p: _MinP = None,
-    top_k: Annotated[int | None, integer_option("Tokens considered; 0: all.")] = None,
-    max_tokens: Annotated[int | None, integer_option("Most tokens to generate.")] = None,
-    seed: Annotated[int | None, integer_option("Equal seeds give equal texts.")] = None,
-    stop: _Stop = None,
+    temperature: sampling.Temperature = None,
+    top_p: sampling.TopP = None,
+    min_p: sampling.MinP = None,
+    top_k: sampling.TopK = None,
+    max_tokens: sampling.MaxTokens = None,
+    seed: sampling.Seed = None,
+    stop: sampling.Stop = None,
     n: Annotated[int | None, integer_option("Texts to generate, 1 to 16.", "--n")] = None,
-    priority: _Priority = None,
+    priority: sampling.Priority = None,
     stream: Annotated[bool, typer.Option(help="Print the text while it is generated.")] = True,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     timeout: Timeout = None,
@@ -80,7 +70,7 @@ def generate(
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     options: RequestOptions = {"model": model, "priority": priority}
     printer = OrderedPrinter(n or 1)
-    with _client(target, api_key, given_tls(context), resume_timeout) as client:
+    with connect(target, api_key, given_tls(context), resume_timeout) as client:
         if stream:
             for message in client.stream_generate(content, params, timeout_s=timeout, **options):
                 for delta in message.outputs:
@@ -104,7 +94,7 @@ def tokenize(
     resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
 ) -> None:
     """Print the token ids of a text."""
-    with _client(target, api_key, given_tls(context), resume_timeout) as client:
+    with connect(target, api_key, given_tls(context), resume_timeout) as client:
         token_ids = client.tokenize(
             text, add_special_tokens=special_tokens, model=model, timeout_s=timeout
         )
@@ -118,10 +108,14 @@ def models(
     api_key: ApiKey = None,
     timeout: Timeout = None,
     resume_timeout: ResumeTimeout = _QUESTION_TIMEOUT_S,
+    as_json: AsJson = False,
 ) -> None:
     """List the served models."""
-    with _client(target, api_key, given_tls(context), resume_timeout) as client:
+    with connect(target, api_key, given_tls(context), resume_timeout) as client:
         served = client.list_models(timeout_s=timeout)
+    if as_json:
+        echo_json({"models": [asdict(model) for model in served]})
+        return
     rows = [("MODEL", "MAX_MODEL_LEN", "VOCAB_SIZE", "CHAT_TEMPLATE")]
     for model in served:
         chat = "yes" if model.has_chat_template else "no"
@@ -166,22 +160,3 @@ def _standard_input() -> str:
     if not text:
         raise ValueError("standard input has no prompt")
     return text
-
-
-def _client(target: str, api_key: str | None, tls: TLS | None, resume_timeout_s: float) -> Client:
-    """A client that reports the first retried failure on stderr."""
-    is_reported = False
-
-    def report(error: QuireError) -> None:
-        nonlocal is_reported
-        if not is_reported:
-            typer.echo(f"quire: {error}; trying again", err=True)
-        is_reported = True
-
-    return Client(
-        target,
-        api_key=api_key,
-        tls=tls,
-        resume_timeout_s=resume_timeout_s,
-        on_break=report,
-    )

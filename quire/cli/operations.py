@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Final
 
@@ -17,12 +18,14 @@ from quire.cli.app import (
     report_errors,
     seconds,
 )
+from quire.cli.json_output import AsJson, echo_json
 from quire.cli.screen import DEFAULT_WIDTH, Screen
+from quire.cli.status_json import status_json
 from quire.cli.status_report import report
 from quire.client.errors import QuireError
 from quire.client.health_probe import is_serving
 from quire.client.operations import DEFAULT_SCHEDULER, LEADER_FAILS, Operations
-from quire.client.targets import DEFAULT_TARGET
+from quire.client.targets import DEFAULT_TARGET, check_target
 from quire.internal.v1.operations_pb2 import GetStatusResponse
 
 _RESPONSE_TIMEOUT_S: Final = 5.0
@@ -50,12 +53,25 @@ def health(
     timeout: Annotated[
         float | None, typer.Option(parser=seconds, help="Seconds to wait for a response.")
     ] = 5.0,
+    as_json: AsJson = False,
 ) -> None:
     """Exit with 0 if the service at TARGET is serving, else with 1."""
-    if not is_serving(target, service, timeout, given_tls(context)):
+    check_target(target)
+    tls, error = given_tls(context), None
+    try:
+        serves = is_serving(target, service, timeout, tls)
+    except QuireError as failure:
+        if not as_json:
+            raise
+        serves, error = False, str(failure)
+    if as_json:
+        echo_json({"target": target, "service": service, "serving": serves, "error": error})
+    elif serves:
+        typer.echo("serving")
+    else:
         typer.echo(f"quire: {service or 'the process'} at {target} is not serving", err=True)
+    if not serves:
         raise typer.Exit(1)
-    typer.echo("serving")
 
 
 @report_errors()
@@ -68,17 +84,33 @@ def status(
     interval: Annotated[
         float, typer.Option(parser=interval_s, help="Seconds between two updates.")
     ] = 1.0,
+    as_json: AsJson = False,
 ) -> None:
-    """Show a scheduler's workers, its queue, and the blocks of the workers' caches."""
+    """Show a scheduler's workers, its queue, and the blocks of the workers' caches.
+
+    With --json, one line per update.
+    """
     with Operations(target, given_tls(context)) as operations:
         if once:
             before = operations.status(with_block_maps=False, timeout_s=_RESPONSE_TIMEOUT_S)
             time.sleep(interval)
             now = operations.status(with_block_maps=True, timeout_s=_RESPONSE_TIMEOUT_S)
-            typer.echo("\n".join(report(now, before, DEFAULT_WIDTH)))
-        else:
-            with suppress(KeyboardInterrupt):
-                _watch(operations, interval, Screen(sys.stdout))
+            if as_json:
+                echo_json(status_json(now, before))
+            else:
+                typer.echo("\n".join(report(now, before, DEFAULT_WIDTH)))
+            return
+        with suppress(KeyboardInterrupt):
+            if as_json:
+                _watch(operations, interval, _echo_status, _echo_failure)
+            else:
+                screen = Screen(sys.stdout)
+                _watch(
+                    operations,
+                    interval,
+                    lambda now, before: screen.show(report(now, before, screen.width)),
+                    lambda error: screen.show([str(error), "Trying again ..."]),
+                )
 
 
 @report_errors()
@@ -91,7 +123,21 @@ def reset_cache(
     typer.echo(f"{num_blocks} blocks removed from the prefix cache")
 
 
-def _watch(operations: Operations, interval: float, screen: Screen) -> None:
+def _echo_status(now: GetStatusResponse, before: GetStatusResponse | None) -> None:
+    echo_json(status_json(now, before))
+
+
+def _echo_failure(error: QuireError) -> None:
+    typer.echo(f"quire: {error}; trying again", err=True)
+
+
+def _watch(
+    operations: Operations,
+    interval: float,
+    show: Callable[[GetStatusResponse, GetStatusResponse | None], object],
+    show_failure: Callable[[QuireError], object],
+) -> None:
+    """Show each status with the previous one, if there is one, until an error that is final."""
     before: GetStatusResponse | None = None
     while True:
         try:
@@ -101,8 +147,8 @@ def _watch(operations: Operations, interval: float, screen: Screen) -> None:
             is_unreachable = before is None and error.reason == LEADER_FAILS
             if error.code not in _TRANSIENT or is_unreachable:
                 raise
-            screen.show([str(error), "Trying again ..."])
+            show_failure(error)
         else:
-            screen.show(report(now, before, screen.width))
+            show(now, before)
             before = now
         time.sleep(interval)

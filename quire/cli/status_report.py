@@ -42,7 +42,7 @@ class Change:
 
 def report(now: GetStatusResponse, before: GetStatusResponse | None, width: int) -> list[str]:
     """Lines of a report, with the rates between two statuses of the same leadership."""
-    changes = _changes(now, before)
+    changes = changes_of(now, before)
     return [
         *_summary(now, changes),
         "",
@@ -51,7 +51,8 @@ def report(now: GetStatusResponse, before: GetStatusResponse | None, width: int)
     ]
 
 
-def _changes(now: GetStatusResponse, before: GetStatusResponse | None) -> list[Change]:
+def changes_of(now: GetStatusResponse, before: GetStatusResponse | None) -> list[Change]:
+    """Each worker's change; without a previous status if that is none of the same term."""
     if before is None or before.epoch != now.epoch:
         return [Change(worker, None, 0.0) for worker in now.workers]
     seconds = (now.uptime_ms - before.uptime_ms) / 1000

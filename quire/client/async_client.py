@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
 import grpc
 
 from quire.client.arguments import deadline
+from quire.client.concurrent_calls import MAX_CALLS
 from quire.client.errors import QuireError, translate_errors
 from quire.client.outputs import Model, RequestDelta, RequestOutput
+from quire.client.prompt_batch import OnEnd, PromptBatch
 from quire.client.prompts import Conversation, Prompt
 from quire.client.requests import (
     RequestOptions,
@@ -98,6 +100,63 @@ class AsyncClient:
             lambda target: self._inference(target).Generate, request, timeout_s
         )
         return request_output(request, response)
+
+    @overload
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: Literal[False] = False,
+        on_end: OnEnd | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool,
+        on_end: OnEnd | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput | Exception]: ...
+
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        on_end: OnEnd | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput] | list[RequestOutput | Exception]:
+        """Send all prompts concurrently; see `Client.generate_all`."""
+        batch = PromptBatch(prompts, sampling_params, options, return_exceptions, on_end)
+        limit = asyncio.Semaphore(MAX_CALLS)
+
+        async def run(index: int, request: inference_pb2.GenerateRequest) -> None:
+            result: inference_pb2.GenerateResponse | QuireError
+            async with limit:
+                try:
+                    result = await self._call(
+                        lambda target: self._inference(target).Generate, request, timeout_s
+                    )
+                except QuireError as error:
+                    result = error
+            batch.take(index, result)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, request in enumerate(batch.requests):
+                    group.create_task(run(index, request))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return batch.results
 
     def stream_generate(
         self,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol, Self, TypeVar, Unpack
+from typing import Literal, Protocol, Self, TypeVar, Unpack, overload
 
 import grpc
 
@@ -11,6 +11,7 @@ from quire.client.arguments import deadline
 from quire.client.concurrent_calls import ConcurrentCalls, StubMethodFor
 from quire.client.errors import QuireError, translate_errors
 from quire.client.outputs import Model, RequestDelta, RequestOutput
+from quire.client.prompt_batch import OnEnd, PromptBatch
 from quire.client.prompts import Conversation, Prompt
 from quire.client.requests import (
     RequestOptions,
@@ -18,7 +19,6 @@ from quire.client.requests import (
     check_resumption,
     detokenize_request,
     fill_request,
-    request_output,
     tokenize_request,
 )
 from quire.client.resumable_stream import ResumableStream, StreamResponse
@@ -102,24 +102,55 @@ class Client:
     ) -> RequestOutput:
         return self.generate_all([prompt], [sampling_params], timeout_s=timeout_s, **options)[0]
 
+    @overload
     def generate_all(
         self,
         prompts: Sequence[Prompt],
         sampling_params: Sequence[SamplingParams | None],
         *,
         timeout_s: float | None = None,
+        return_exceptions: Literal[False] = False,
+        on_end: OnEnd | None = None,
         **options: Unpack[RequestOptions],
-    ) -> list[RequestOutput]:
-        """Send all prompts concurrently and return outputs in their order. The first failure
-        cancels all other requests."""
-        requests = [
-            fill_request(inference_pb2.GenerateRequest(), prompt, params, options)
-            for prompt, params in zip(prompts, sampling_params, strict=True)
-        ]
-        responses = self._call_all(
-            lambda target: self._inference(target).Generate, requests, timeout_s
-        )
-        return [request_output(*pair) for pair in zip(requests, responses, strict=True)]
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool,
+        on_end: OnEnd | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput | Exception]: ...
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        *,
+        timeout_s: float | None = None,
+        return_exceptions: bool = False,
+        on_end: OnEnd | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput] | list[RequestOutput | Exception]:
+        """Send all prompts concurrently and return outputs in their order.
+
+        The first failure is raised and cancels all other requests; with `return_exceptions` each
+        failure takes the place of its output. `on_end` is called with each output or failure as
+        soon as there is one.
+        """
+        batch = PromptBatch(prompts, sampling_params, options, return_exceptions, on_end)
+        retry_policies = [self._retry_policy(timeout_s) for _ in batch.requests]
+        ConcurrentCalls(
+            lambda target: self._inference(target).Generate,
+            batch.requests,
+            retry_policies,
+            self._metadata,
+        ).run_each(batch.take)
+        return batch.results
 
     def stream_generate(
         self,

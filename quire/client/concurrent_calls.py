@@ -15,7 +15,7 @@ from quire.client.retry_policy import RetryPolicy
 from quire.client.targets import Metadata
 
 # Calls in progress at once: enough to fill a service, few enough for its limits.
-_MAX_CALLS = 2048
+MAX_CALLS = 2048
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 # The classes cannot be subscripted at run time.
@@ -41,20 +41,36 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         # Indices of ended calls; times and indices of retries.
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._due: list[tuple[float, int]] = []
+        # Errors of calls whose deadline passed before their retry.
+        self._late: dict[int, QuireError] = {}
 
     def run(self) -> list[_Response]:
         """Return the responses in the order of the requests. The first final error is raised and
         cancels all other calls."""
         responses: dict[int, _Response] = {}
+
+        def take(index: int, result: _Response | QuireError) -> None:
+            if isinstance(result, QuireError):
+                raise result
+            responses[index] = result
+
+        self.run_each(take)
+        return [responses[index] for index in range(len(self._requests))]
+
+    def run_each(self, on_end: Callable[[int, _Response | QuireError], object]) -> None:
+        """Call `on_end` with the index and the response or the final error of each call that ends.
+        An exception of `on_end` cancels all other calls."""
+        num_ended = 0
         try:
             unstarted = iter(range(len(self._requests)))
-            for index in islice(unstarted, _MAX_CALLS):
+            for index in islice(unstarted, MAX_CALLS):
                 self._start(index)
-            while len(responses) < len(self._requests):
+            while num_ended < len(self._requests):
                 with suppress(queue.Empty):
                     index = self._ended.get(timeout=self._next_due_s())
-                    self._finish(index, responses)
-                    if index in responses:
+                    if (result := self._result(index)) is not None:
+                        num_ended += 1
+                        on_end(index, result)
                         for following in islice(unstarted, 1):
                             self._start(following)
                 while self._due and self._due[0][0] <= time.monotonic():
@@ -62,26 +78,41 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         finally:
             for call in self._calls.values():
                 call.cancel()
-        return [responses[index] for index in range(len(self._requests))]
 
     def _start(self, index: int) -> None:
         retry_policy = self._retry_policies[index]
-        timeout = retry_policy.begin_attempt()
+        try:
+            timeout = retry_policy.begin_attempt()
+        except QuireError as error:
+            self._late[index] = error
+            self._ended.put(index)
+            return
         method = self._method_for(retry_policy.target)
         call = method.future(self._requests[index], timeout=timeout, metadata=self._metadata)
         self._calls[index] = call
         call.add_done_callback(lambda _: self._ended.put(index))
 
-    def _finish(self, index: int, responses: dict[int, _Response]) -> None:
-        """Store the response of an ended call, or schedule its retry."""
+    def _result(self, index: int) -> _Response | QuireError | None:
+        """The response or the final error of an ended call; None if its retry is scheduled."""
+        if index in self._late:
+            return self._late[index]
         retry_policy = self._retry_policies[index]
         try:
             with translate_errors(retry_policy.target):
-                responses[index] = self._calls[index].result()
+                response = self._calls[index].result()
         except QuireError as error:
-            heapq.heappush(self._due, (time.monotonic() + retry_policy.backoff_s(error), index))
-        else:
-            retry_policy.record_progress()
+            return self._retry(index, error)
+        retry_policy.record_progress()
+        return response
+
+    def _retry(self, index: int, error: QuireError) -> QuireError | None:
+        """Schedule a retry, or return the error if it is final."""
+        try:
+            delay_s = self._retry_policies[index].backoff_s(error)
+        except QuireError as final:
+            return final
+        heapq.heappush(self._due, (time.monotonic() + delay_s, index))
+        return None
 
     def _next_due_s(self) -> float | None:
         return max(0.0, self._due[0][0] - time.monotonic()) if self._due else None

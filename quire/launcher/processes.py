@@ -14,6 +14,7 @@ from quire.launcher.child import (
     in_this_thread,
     start_with_death_signal,
 )
+from quire.service.progress_file import read_progress
 
 _POLL_S = 0.05
 _CHECK_S = 1.0
@@ -50,6 +51,8 @@ class ServiceSpec:
     # The command's `--http-listen`, likewise, and the file for its address; None without HTTP.
     http_listen: str | None = None
     http_address_file: Path | None = None
+    # Where the service reports the progress of its start, if it does.
+    progress_file: Path | None = None
     # The command's `--health-listen`; None if health is served at its address alone.
     health_listen: str | None = None
 
@@ -97,10 +100,18 @@ class ServiceProcess(ChildProcess):
         if now - self._check_fails_since >= check.timeout_s:
             raise self.error(f"cannot {check.action}")
 
-    def pending_action(self) -> str | None:
-        """The action that was not complete at the last `check_start`: "worker-0 to load ..."."""
+    def pending_action(self, with_detail: bool = False) -> str | None:
+        """The action that was not complete at the last `check_start`, with what the service has
+        reported: "worker-0 to load the model (downloading)"."""
         check = self.spec.start_check
-        return None if check is None or self._check_passes else f"{self.name} to {check.action}"
+        if check is None or self._check_passes:
+            return None
+        file = self.spec.progress_file
+        progress = None if file is None else read_progress(file)
+        if progress is None:
+            return f"{self.name} to {check.action}"
+        reported = str(progress) if with_detail else progress.action
+        return f"{self.name} to {check.action} ({reported})"
 
     @property
     def _log_file(self) -> Path | None:
@@ -111,6 +122,8 @@ class ServiceProcess(ChildProcess):
         listen = spec.listen and (self.address or spec.listen)
         self._bound = listen if self.num_starts else None
         spec.address_file.unlink(missing_ok=True)
+        if spec.progress_file is not None:
+            spec.progress_file.unlink(missing_ok=True)
         flags = [f"--listen={listen}"] if listen is not None else []
         if spec.http_listen is not None:
             flags.append(f"--http-listen={self.http_address or spec.http_listen}")
@@ -172,15 +185,17 @@ class ProcessGroup:
         self,
         timeout_s: float,
         on_wait: Callable[[str], object] | None = None,
+        on_progress: Callable[[str], object] | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
         """LaunchError as soon as a process cannot start, or if a tier is not ready in time.
 
-        During a long wait, `on_wait` is called with the pending actions, at first and when they
-        change. `check` is called once a second and may raise a LaunchError, too.
+        `on_progress` is called with the pending actions in detail whenever these change. During a
+        long wait, `on_wait` is called with the actions alone, at first and when they change.
+        `check` is called once a second and may raise a LaunchError, too.
         """
         started = checked_at = time.monotonic()
-        reported = None
+        reported = shown = ""
         for tier in self._tiers:
             while not tier.is_ready():
                 self._check_start()
@@ -190,9 +205,13 @@ class ProcessGroup:
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
                     raise tier.processes[0].error(f"is not ready after {timeout_s:g} s")
-                if on_wait and waited_s > _SILENT_S and reported != self._pending_actions:
-                    reported = self._pending_actions
+                pending = self._pending_actions()
+                if on_wait and waited_s > _SILENT_S and reported != pending:
+                    reported = pending
                     on_wait(reported)
+                if on_progress and shown != (detailed := self._pending_actions(with_detail=True)):
+                    shown = detailed
+                    on_progress(shown)
                 time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -220,7 +239,7 @@ class ProcessGroup:
         for process in self.processes:
             process.check_start()
 
-    @property
-    def _pending_actions(self) -> str:
-        pending = [action for process in self.processes if (action := process.pending_action())]
+    def _pending_actions(self, with_detail: bool = False) -> str:
+        each = (process.pending_action(with_detail) for process in self.processes)
+        pending = [action for action in each if action]
         return ", ".join(pending) or "the services to connect to each other"

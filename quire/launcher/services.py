@@ -54,6 +54,9 @@ class ServiceSpecs:
             address_file = self.directory / f"{name}.address"
             http_file = self.directory / f"{name}.http-address" if http else None
             command = [sys.executable, "-m", f"{service}_svc", *arguments]
+            progress_file = self.directory / f"{name}.progress" if service == "worker" else None
+            if progress_file is not None:
+                command.append(f"--progress-file={progress_file}")
             if http_file is not None:
                 command.append(f"--http-address-file={http_file}")
             specs.append(
@@ -67,6 +70,7 @@ class ServiceSpecs:
                     listen=listen,
                     http_listen=http,
                     http_address_file=http_file,
+                    progress_file=progress_file,
                     # The address itself may have TLS.
                     health_listen=f"unix:{self.directory}/{name}.health.sock",
                 )

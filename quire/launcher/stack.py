@@ -59,6 +59,8 @@ class LocalStack:
     redis_timeout_s: float = 10.0
     # Called during a long start, with what completes "waiting for".
     on_wait: Callable[[str], object] | None = None
+    # Called from the beginning, and as often as the progress of an action changes.
+    on_progress: Callable[[str], object] | None = None
     # Called in another thread, with how a process ended, before it is restarted.
     on_end: Callable[[LaunchError], object] | None = None
 
@@ -156,7 +158,9 @@ class LocalStack:
         self._processes = ProcessGroup(spawner.call)
         self._cleanup.callback(self._processes.stop, self.stop_grace_s)
         self._start_services(private.path, redis_url)
-        self._processes.wait_until_ready(self.ready_timeout_s, self.on_wait, self._check_refused)
+        self._processes.wait_until_ready(
+            self.ready_timeout_s, self.on_wait, self.on_progress, self._check_refused
+        )
         self._is_running = True
         if self.restart:
             self._cleanup.callback(self._supervise().close)

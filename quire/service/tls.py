@@ -49,9 +49,9 @@ class TLS:
         """TLSError for a certificate without its key, or files that cannot be read."""
         if (self.cert is None) != (self.key is None):
             raise TLSError("tls: a client's certificate and its key go together")
-        self._context()
+        self.ssl_context()
 
-    def _context(self) -> ssl.SSLContext:
+    def ssl_context(self) -> ssl.SSLContext:
         """A context that has loaded the files, which checks them better than gRPC does."""
         context = ssl.create_default_context(cafile=None)
         if self.ca is not None:

@@ -47,7 +47,7 @@ class ScriptedInference(InferenceServiceServicer):
         choices = [
             inference_pb2.Choice(
                 index=index,
-                text=" ".join(word * (index + 1) for word in request.text.upper().split(" ")),
+                text=" ".join(word * (index + 1) for word in _text(request).upper().split(" ")),
                 token_ids=[1, 2],
                 logprobs=_logprobs(request, [1, 2]),
                 finish_reason=inference_pb2.FINISH_REASON_STOP,
@@ -66,7 +66,7 @@ class ScriptedInference(InferenceServiceServicer):
         yield inference_pb2.StreamGenerateResponse(request_id="r1", model="scripted")
         self._follow(request, context)
         choices = range(_num_choices(request))
-        for at, word in enumerate(request.text.upper().split()):
+        for at, word in enumerate(_text(request).upper().split()):
             deltas = [
                 inference_pb2.ChoiceDelta(
                     index=index,
@@ -93,7 +93,7 @@ class ScriptedInference(InferenceServiceServicer):
     def _follow(self, request, context) -> None:
         self.requests.append(request)
         self.seconds_left.append(context.time_remaining())
-        match request.text.split():
+        match _text(request).split():
             case ["bad", *rest]:
                 if rest:
                     self.hanging.wait()
@@ -169,6 +169,12 @@ _FULL = RequestError(
         error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=500_000_000)),
     ),
 )
+
+
+def _text(request) -> str:
+    """The prompt, or the last message of a conversation."""
+    messages = request.conversation.messages
+    return messages[-1].content if messages else request.text
 
 
 def _num_choices(request) -> int:

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from scripted_server import MAX_CALLS, ScriptedServer
 
-from quire import AsyncClient, QuireError, SamplingParams, Usage
+from quire import AsyncClient, InvalidArgumentError, QuireError, SamplingParams, Usage
 
 
 @pytest_asyncio.fixture
@@ -104,3 +104,24 @@ async def test_invalid_arguments_are_refused_at_once(async_client, server):
     with pytest.raises(ValueError, match="timeout_s: must be"):
         await async_client.generate("hello", timeout_s=float("nan"))
     assert server.inference.requests == []
+
+
+async def test_all_prompts_run_at_the_same_time_and_keep_their_order(async_client):
+    prompts = [f"barrier {MAX_CALLS}"] * (MAX_CALLS - 1) + [f"barrier  {MAX_CALLS}"]
+    ended = []
+    outputs = await async_client.generate_all(prompts, [None] * MAX_CALLS, on_end=ended.append)
+    assert [output.text for output in outputs] == [prompt.upper() for prompt in prompts]
+    assert sorted(map(id, ended)) == sorted(map(id, outputs))
+
+
+async def test_failures_take_the_places_of_their_outputs(async_client):
+    prompts = ["one", "bad", b"wrong"]
+    results = await async_client.generate_all(prompts, [None] * 3, return_exceptions=True)
+    assert results[0].text == "ONE"
+    assert [type(result) for result in results[1:]] == [InvalidArgumentError, TypeError]
+
+
+async def test_the_first_failure_raises_and_cancels_the_others(async_client, server):
+    with pytest.raises(InvalidArgumentError):
+        await async_client.generate_all(["hang", "bad later"], [None, None])
+    assert await asyncio.to_thread(server.inference.released.wait, 10)

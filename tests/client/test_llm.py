@@ -149,3 +149,82 @@ def test_sampling_parameters_are_arguments_too(llm, server):
         llm.generate("hello", SamplingParams(), max_tokens=3)
     with pytest.raises(TypeError, match="max_token: no such argument"):
         llm.generate("hello", max_token=3)
+
+
+def test_a_conversation_is_streamed(llm, server):
+    deltas = llm.stream_chat([{"role": "user", "content": "one two"}], max_tokens=3)
+    assert "".join(delta.text for delta in deltas) == "ONETWO"
+    [request] = server.inference.requests
+    assert [message.content for message in request.conversation.messages] == ["one two"]
+    assert request.sampling_params.max_tokens == 3
+    for messages in ("one", [[{"role": "user", "content": "one"}]]):
+        with pytest.raises(TypeError, match="messages: must be one conversation"):
+            llm.stream_chat(messages)
+
+
+def test_failures_take_the_places_of_their_outputs(llm):
+    prompts = ["one", "bad", b"wrong", "two", [-1]]
+    results = llm.generate(prompts, return_exceptions=True)
+    assert [type(result).__name__ for result in results] == [
+        *("RequestOutput", "InvalidArgumentError", "TypeError", "RequestOutput", "ValueError"),
+    ]
+    assert [results[at].text for at in (0, 3)] == ["ONE", "TWO"]
+    assert results[1].field == "sampling_params.temperature"
+
+
+def test_a_failure_beside_others_that_wait_does_not_cancel_them(llm, server):
+    conversation = [{"role": "user", "content": "bad"}]
+    results = llm.chat([conversation, [{"role": "user", "content": "a"}]], return_exceptions=True)
+    assert isinstance(results[0], QuireError)
+    assert results[1].text == "A"
+
+
+def test_a_deadline_that_passes_before_a_retry_is_a_failure_of_its_prompt(llm):
+    [result, other] = llm.generate(["busy", "one"], timeout_s=0.3, return_exceptions=True)
+    assert isinstance(result, QuireError)
+    assert other.text == "ONE"
+
+
+def test_a_progress_bar_counts_prompts_and_tokens(llm, capsys):
+    llm.generate(["a", "b"], use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "Processed prompts: 100%" in shown
+    assert "2/2" in shown
+    assert "4 tokens" in shown
+
+
+def test_without_a_terminal_there_is_no_progress_bar(llm, capsys):
+    llm.generate(["a", "b"])
+    llm.generate(["a", "b"], use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_progress_bar_for_several_prompts(llm, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    llm.generate("a")
+    assert capsys.readouterr().err == ""
+    llm.chat([[{"role": "user", "content": text}] for text in ("a", "b")])
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_a_function_makes_the_progress_bar(llm):
+    class Bar:
+        n = 0
+
+        def update(self, n: int) -> None:
+            self.n += n
+
+        def set_postfix_str(self, *_, **__) -> None:
+            """Nothing is drawn."""
+
+        close = set_postfix_str
+
+    made: list[Bar] = []
+
+    def make(**options) -> Bar:
+        assert options["total"] == 2
+        made.append(Bar())
+        return made[0]
+
+    llm.generate(["a", "b"], use_tqdm=make)
+    assert made[0].n == 2

@@ -10,7 +10,9 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from quire.cli import app
 from quire.client.client import Client
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
@@ -164,3 +166,24 @@ def _events(
                 last_id = value
             elif name == "data":
                 yield last_id, value
+
+
+def test_a_batch_file_has_the_texts_of_grpc(
+    stack: LocalStack, expected: str, tmp_path: Path
+) -> None:
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "prompt": PROMPT}
+    bodies = [greedy, {**greedy, "top_p": 2}, greedy]
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        "\n".join(
+            json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b})
+            for i, b in enumerate(bodies)
+        )
+    )
+    url = f"http://{stack.http_addresses[0]}/v1"
+    result = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", "-", "--base-url", url])
+    assert (result.exit_code, result.stderr) == (1, "3 requests, 1 failed\n")
+    outputs = {o["custom_id"]: o["response"] for o in map(json.loads, result.stdout.splitlines())}
+    assert [outputs[i]["status_code"] for i in "012"] == [200, 400, 200]
+    assert outputs["1"]["body"]["error"]["param"] == "top_p"
+    assert {outputs[i]["body"]["choices"][0]["text"] for i in "02"} == {expected}

@@ -91,7 +91,8 @@ def test_a_stack_that_does_not_run_has_no_address(model):
 def test_serve_drains_on_a_signal_and_removes_its_files(model, tmp_path):
     command = [
         *(sys.executable, "-m", "quire", "serve", model),
-        *("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"),
+        *("--host", "127.0.0.1", "--port", "0", "--http-port", "0"),
+        *("--gateway.max-resume-window-s", "5"),
     ]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     server = subprocess.Popen(
@@ -107,6 +108,8 @@ def test_serve_drains_on_a_signal_and_removes_its_files(model, tmp_path):
     target = welcome.split(" on ")[1].split()[0].rstrip(".")
     with LLM(target=target) as llm:
         assert llm.generate("t1", SamplingParams(max_tokens=4))[0].usage.completion_tokens == 4
+        with pytest.raises(QuireError, match=r"resume_window_s.*5"):
+            llm.client.generate("t1", resume_window_s=6)
     # The suggested commands work as printed.
     status = next(line for line in server.stdout if "quire status" in line)
     command = [sys.executable, "-m", *status.split(), "--once", "--interval", "0.05"]

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from fake_services import FakeServices
@@ -10,6 +11,7 @@ from process_waiting import is_alive, wait_until
 
 from quire.launcher.errors import LaunchError
 from quire.launcher.processes import ProcessGroup
+from quire.service.progress_file import Progress, write_progress
 
 
 @pytest.fixture
@@ -81,6 +83,36 @@ def test_a_check_may_fail_for_a_while_and_is_reported_meanwhile(group, fake_serv
         group.wait_until_ready(timeout_s=30, on_wait=reported.append)
     # Once, because it did not change.
     assert reported == ["worker-0 to load the model"]
+
+
+def test_the_reported_progress_of_a_start_is_shown(group, fake_services, monkeypatch):
+    monkeypatch.setattr("quire.launcher.processes._SILENT_S", 0.0)
+    file = fake_services.directory / "worker-0.progress"
+    file.write_text("of an earlier start")
+    spec = fake_services.with_failing_check("worker-0", timeout_s=30)
+    group.start([replace(spec, progress_file=file)])
+    in_detail: list[str] = []
+    reported: list[str] = []
+
+    def follow(actions: str) -> None:
+        in_detail.append(actions)
+        if len(in_detail) == 1:
+            write_progress(file, Progress("downloading"))
+        elif len(in_detail) == 2:
+            write_progress(file, Progress("downloading", "1 MiB of 2 MiB"))
+        else:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.wait_until_ready(timeout_s=30, on_wait=reported.append, on_progress=follow)
+    action = "worker-0 to load the model"
+    assert in_detail == [
+        action,
+        f"{action} (downloading)",
+        f"{action} (downloading, 1 MiB of 2 MiB)",
+    ]
+    # Without the detail, so that a log has one line per action.
+    assert reported == [action, f"{action} (downloading)"]
 
 
 def test_a_service_that_does_not_drain_is_killed(group, fake_services):

@@ -3,9 +3,11 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from worker_svc.model.download import download
+from worker_svc.model.load_progress import LoadProgress
 
 _WHOLE_BELOW = 64 * 2**20
 _SAMPLE_BYTES = 2**20
@@ -16,7 +18,9 @@ class ModelError(ValueError):
     """A model that cannot be found or served."""
 
 
-def find_model(model: str, revision: str | None, files: list[str]) -> Path:
+def find_model(
+    model: str, revision: str | None, files: list[str], progress: LoadProgress | None = None
+) -> Path:
     """The local folder, else the hub's cache with the files that match. ModelError if the model is
     in neither."""
     folder = Path(model).expanduser()
@@ -25,7 +29,8 @@ def find_model(model: str, revision: str | None, files: list[str]) -> Path:
     if folder.is_absolute() or model.startswith("."):
         raise ModelError(f"{model}: no such folder")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files))
+        count_bytes = partial((progress or LoadProgress()).count_bytes, "downloading")
+        return download(model, revision, files, count_bytes)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{model}: no such folder, and not available from the hub: {error}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from quire.service.model_files import WEIGHTS_FILES
 from worker_svc.cache.kv_pool import AttentionSpecs, dtype_name
 from worker_svc.model.attention import (
     AttentionFunction,
@@ -23,11 +24,11 @@ from worker_svc.model.attention import (
 )
 from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprint
 from worker_svc.model.fused_forward import FusedForward
-from worker_svc.settings import WrongSettingError
+from worker_svc.model.load_progress import LoadProgress
+from worker_svc.settings import WrongSettingError, size_text
 
 log = structlog.get_logger()
 
-_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -81,19 +82,23 @@ def load_model(
     dtype: str,
     device: torch.device,
     max_model_len: int | None,
+    progress: LoadProgress | None = None,
 ) -> LoadedModel:
     """Load a folder or, if there is none of that name, a model of the hub.
 
     ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
     `max_model_len` is larger than the model's own.
     """
-    folder = find_model(model, revision, _FILES)
+    progress = progress or LoadProgress()
+    folder = find_model(model, revision, list(WEIGHTS_FILES), progress)
     weights = tuple(folder.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"{folder} has no *.safetensors file")
     config = _read_config(folder)
     network_class = _network_class(config)
     length = _max_model_len(config.get_text_config(), max_model_len)
+    num_bytes = sum(path.stat().st_size for path in weights)
+    progress.begin(f"reading {size_text(num_bytes)} of weights")
     probe = LayerProbe()
     probe_name = register_attention(probe)
     network = network_class.from_pretrained(

@@ -11,9 +11,12 @@ from kernels.dispatch import Implementation
 from kernels.fused import Activation
 from kernels.linear import WEIGHT_DTYPES, PackedLinear, PackedWeight, gated_linear
 from worker_svc.model.elementwise_fusion import GatedMlp
+from worker_svc.model.load_progress import LoadProgress
 
 
-def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
+def pack(
+    network: nn.Module, implementation: Implementation, progress: LoadProgress | None = None
+) -> Counter[str]:
     """Replace the products of linear layers; return counts. A weight that nothing else reads is
     freed as soon as it is packed, so at most one weight is in memory twice.
 
@@ -22,7 +25,10 @@ def pack(network: nn.Module, implementation: Implementation) -> Counter[str]:
     packed: Counter[str] = Counter()
     if not implementation.is_cpp:
         return packed
-    for users in _by_weight(network):
+    progress = progress or LoadProgress()
+    weights = _by_weight(network)
+    for number, users in enumerate(weights):
+        progress.count("packing weights", number, len(weights))
         linears = [user for user in users if type(user) is nn.Linear]
         embeddings = [user for user in users if _is_plain_embedding(user)]
         if not linears or linears[0].weight.dtype not in WEIGHT_DTYPES:

@@ -21,6 +21,7 @@ from worker_svc.model.attention import PagedAttention, choose_attention
 from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
 from worker_svc.model.elementwise_fusion import fuse
 from worker_svc.model.fused_forward import fuse_forward
+from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.loading import LoadedModel, find_device, load_model
 from worker_svc.model.torch_compile import compile_model
 from worker_svc.model.weight_packing import pack
@@ -76,10 +77,11 @@ def convert_out_of_memory() -> Iterator[None]:
 
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     assert settings.model is not None
+    progress = LoadProgress(settings.progress_file)
     model = load_model(
-        settings.model, settings.revision, settings.dtype, device, settings.max_model_len
+        settings.model, settings.revision, settings.dtype, device, settings.max_model_len, progress
     )
-    implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels)
+    implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
     if settings.enable_torch_compile and implementation.is_cpp:
         raise WrongSettingError(
             f"--enable-torch-compile: the kernels {implementation} replace what it would compile; "
@@ -94,9 +96,10 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         settings.kernels,
     )
     calls = record_layer_calls(model.network, implementation)
-    replaced = fuse(model.network, implementation) + pack(model.network, implementation)
+    replaced = fuse(model.network, implementation) + pack(model.network, implementation, progress)
     replaced += fuse_layers(calls) + fuse_forward(model.network, model.max_model_len)
     log.info("kernels", implementation=implementation, **replaced)
+    progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
     cache = set_up_cache(model, settings, implementation, flash, meter)
     pool = KvPool(cache.layers, cache.size, settings.block_size, device)
@@ -113,6 +116,7 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         num_blocks=pool.size.num_blocks,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
+    progress.begin("warming up")
     runner = start_runner(
         model, pool, attention, tables, implementation, enforce_eager=settings.enforce_eager
     )
@@ -129,11 +133,13 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     return LoadedRunner(MultiStepRunner(runner), identity)
 
 
-def _implementation(model: LoadedModel, kv_cache_dtype: str, setting: str) -> Implementation:
+def _implementation(
+    model: LoadedModel, kv_cache_dtype: str, setting: str, progress: LoadProgress
+) -> Implementation:
     """WrongSettingError if the setting names kernels that cannot serve the model."""
     wants_cpp = setting == "auto" or setting.startswith("cpp")
     if wants_cpp and model.device.type == "cpu" and not is_compiled():
-        log.info("compiling kernels, which takes about a minute")
+        progress.begin("compiling kernels, which takes about a minute")
     cached = with_cache_dtype(model.layers, kv_cache_dtype)
     if cached[0].dtype == torch.float8_e4m3fn and model.device.type == "cuda":
         require_e4m3(torch.cuda.get_device_capability(model.device))

@@ -1,0 +1,92 @@
+"""Lines of batch files, in OpenAI's format."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class InvalidLine(ValueError):
+    """A line that is no request. The message names the field and the reason."""
+
+    def __init__(self, message: str, custom_id: str | None) -> None:
+        super().__init__(message)
+        # Of the line, if it could be read.
+        self.custom_id = custom_id
+
+
+class BatchRequest(BaseModel):
+    """A line of the input."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BatchResponse:
+    """A server's response, of any status."""
+
+    status_code: int
+    request_id: str | None
+    body: Any
+
+
+@dataclass(frozen=True)
+class BatchError:
+    """Why there is no response."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class BatchOutput:
+    """A line of the output: either `response` or `error` is set."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.response is None or self.response.status_code != 200
+
+    def to_json(self) -> str:
+        """One line, without its end."""
+        response, error = self.response, self.error
+        return json.dumps(
+            {
+                "id": self.id,
+                "custom_id": self.custom_id,
+                "response": None if response is None else vars(response),
+                "error": None if error is None else vars(error),
+            },
+            ensure_ascii=False,
+        )
+
+
+def parse_line(line: str) -> BatchRequest:
+    """InvalidLine unless it is a request with one response."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise InvalidLine(f"no valid JSON: {error}", None) from None
+    given = value.get("custom_id") if isinstance(value, dict) else None
+    custom_id = given if isinstance(given, str) else None
+    try:
+        request = BatchRequest.model_validate(value)
+    except ValidationError as invalid:
+        first = invalid.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the line"
+        raise InvalidLine(f"{where}: {first['msg']}", custom_id) from None
+    if request.body.get("stream"):
+        raise InvalidLine("body.stream: must be absent or false in a batch", custom_id)
+    return request

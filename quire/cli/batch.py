@@ -1,0 +1,115 @@
+"""The command that runs a file of requests: run-batch."""
+
+import asyncio
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final, TextIO
+
+import typer
+from rich import progress
+from rich.console import Console
+
+from quire.batch.lines import BatchOutput
+from quire.cli.app import ApiKey, given_tls, integer_option, number_option, report_errors
+from quire.service.tls import TLS
+
+DEFAULT_BASE_URL: Final = "http://127.0.0.1:8000/v1"
+_STANDARD: Final = Path("-")
+
+_Input = Annotated[
+    Path, typer.Option("--input", "-i", help="The requests as JSON lines; - is standard input.")
+]
+_Output = Annotated[
+    Path, typer.Option("--output", "-o", help="For the outputs; - is standard output.")
+]
+_BaseURL = Annotated[str, typer.Option(help="The HTTP API, or another server of OpenAI's API.")]
+_RetryTimeout = Annotated[
+    float,
+    number_option("Seconds without any response, after which requests are not sent again."),
+]
+
+
+@report_errors()
+def run_batch(
+    context: typer.Context,
+    source: _Input,
+    destination: _Output,
+    base_url: _BaseURL = DEFAULT_BASE_URL,
+    api_key: ApiKey = None,
+    max_concurrency: Annotated[int, integer_option("Requests in progress at once.")] = 64,
+    retry_timeout: _RetryTimeout = 120.0,
+) -> None:
+    """Run a file of requests in OpenAI's batch format.
+
+    Outputs are written as they complete, each with the custom_id of its request. Exits with 1 if a
+    request failed.
+    """
+    if max_concurrency < 1:
+        raise ValueError(f"--max-concurrency: must be at least 1 (got {max_concurrency})")
+    if not retry_timeout >= 0:
+        raise ValueError(f"--retry-timeout: must not be negative (got {retry_timeout})")
+    if source == destination != _STANDARD:
+        raise ValueError(f"--output: {destination} is the input")
+    lines = [line for line in _read(source) if line.strip()]
+    runner = _runner(base_url, api_key, given_tls(context), max_concurrency, retry_timeout)
+    num_failed = 0
+    with _opened(destination) as out, _progress_bar(len(lines)) as advance:
+
+        def write(output: BatchOutput) -> None:
+            nonlocal num_failed
+            num_failed += output.has_failed
+            out.write(f"{output.to_json()}\n")
+            out.flush()
+            advance()
+
+        asyncio.run(runner.run(lines, write))
+    typer.echo(f"{len(lines)} requests, {num_failed} failed", err=True)
+    if num_failed:
+        raise typer.Exit(1)
+
+
+def _runner(
+    url: str, api_key: str | None, tls: TLS | None, max_concurrency: int, retry_timeout_s: float
+) -> Any:
+    """A `BatchRunner`. ValueError, with the extra to install, without an HTTP client."""
+    if importlib.util.find_spec("httpx2") is None:
+        raise ValueError("run-batch needs httpx2: pip install 'quire[bench]'")
+    # Imported only here, because the client is an optional dependency.
+    module = importlib.import_module("quire.batch.runner")
+    return module.BatchRunner(url, api_key, tls, max_concurrency, retry_timeout_s)
+
+
+def _read(path: Path) -> list[str]:
+    """The lines of a file. ValueError if they are not UTF-8."""
+    data = sys.stdin.buffer.read() if path == _STANDARD else path.read_bytes()
+    try:
+        # Only line feeds separate lines: others, such as U+2028, may stand in JSON texts.
+        return data.decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no valid UTF-8 at byte {error.start}") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    if path == _STANDARD:
+        yield sys.stdout
+    else:
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[], object]]:
+    """Show ended requests on stderr, if that is a terminal; yields the function to count one."""
+    console = Console(stderr=True)
+    columns = (
+        *(progress.BarColumn(), progress.MofNCompleteColumn()),
+        *(progress.TimeElapsedColumn(), progress.TimeRemainingColumn()),
+    )
+    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,192 @@
+"""`quire run-batch` against a scripted HTTP server."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from scripted_api import Api, serve_api
+from typer.testing import CliRunner
+
+from quire.cli import app
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    with serve_api() as api:
+        yield api
+
+
+def request(custom_id: str, prompt: str, **body: Any) -> str:
+    return line(custom_id=custom_id, body={"prompt": prompt, **body})
+
+
+def line(**fields: Any) -> str:
+    whole = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {}}
+    return json.dumps({**whole, **fields})
+
+
+@pytest.fixture
+def run_batch(api, tmp_path) -> Callable[..., tuple[int, list[Any], str]]:
+    """Run lines from file to file; return exit status, outputs and stderr."""
+
+    def run(*lines: str, options: tuple[str, ...] = ()):
+        source, destination = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text("\n".join(lines) + "\n")
+        files = ("-i", str(source), "-o", str(destination))
+        result = CliRunner().invoke(app, ["run-batch", *files, "--base-url", api.url, *options])
+        outputs = [json.loads(one) for one in destination.read_text().splitlines()]
+        return result.exit_code, outputs, result.stderr
+
+    return run
+
+
+def by_id(outputs: list[Any]) -> dict[str, Any]:
+    return {output["custom_id"]: output for output in outputs}
+
+
+def test_both_urls_in_openais_format(run_batch, api):
+    messages = [{"role": "user", "content": "Grüße"}]
+    status, outputs, stderr = run_batch(
+        request("a", "one", max_tokens=3),
+        "",
+        line(custom_id="b", url="/v1/chat/completions", body={"messages": messages}),
+        options=("--api-key", "k"),
+    )
+    assert (status, stderr) == (0, "2 requests, 0 failed\n")
+    found = by_id(outputs)
+    assert list(found["a"]) == ["id", "custom_id", "response", "error"]
+    assert found["a"]["error"] is None
+    assert found["a"]["response"] == {
+        "status_code": 200,
+        "request_id": found["a"]["id"],
+        "body": {"path": "/v1/completions", "text": "one"},
+    }
+    assert found["b"]["response"]["body"] == {"path": "/v1/chat/completions", "text": "Grüße"}
+    assert found["a"]["id"] != found["b"]["id"]
+    assert {"prompt": "one", "max_tokens": 3} in api.bodies
+    assert api.authorizations == {"Bearer k"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "custom_id", "message"),
+    [
+        ("{", None, "no valid JSON: Expecting property name"),
+        ("[1]", None, "the line: Input should be a valid dictionary"),
+        (line(custom_id=5), None, "custom_id: Input should be a valid string"),
+        (line(method="GET"), "c", "method: Input should be 'POST'"),
+        (line(url="/v1/embeddings"), "c", "url: Input should be '/v1/chat/completions' or"),
+        (line(body=[]), "c", "body: Input should be a valid dictionary"),
+        (line(more=1), "c", "more: Extra inputs are not permitted"),
+        (line(body={"stream": True}), "c", "body.stream: must be absent or false in a batch"),
+        (request("good", "again"), "good", "custom_id: another line has it"),
+    ],
+)
+def test_a_wrong_line_has_an_error_and_the_others_go_on(run_batch, wrong, custom_id, message):
+    status, outputs, stderr = run_batch(request("good", "x"), wrong, request("last", "y"))
+    assert (status, stderr) == (1, "3 requests, 1 failed\n")
+    [failed] = [output for output in outputs if output["response"] is None]
+    assert failed["custom_id"] == custom_id
+    assert failed["error"]["code"] == "invalid_line"
+    assert failed["error"]["message"].startswith(message)
+    assert {o["custom_id"] for o in outputs if o["response"]} == {"good", "last"}
+
+
+def test_a_refused_request_keeps_the_servers_response(run_batch):
+    status, [output], _ = run_batch(request("a", "refused"))
+    assert status == 1
+    assert output["error"] is None
+    assert output["response"]["status_code"] == 400
+    assert output["response"]["body"] == {"error": {"message": "no"}}
+
+
+def test_a_response_that_is_not_json_is_an_error(run_batch):
+    status, [output], _ = run_batch(request("a", "text"))
+    assert status == 1
+    assert output["error"]["code"] == "no_response"
+
+
+@pytest.mark.parametrize("prompt", ["full", "drop"])
+def test_a_transient_failure_is_tried_again_under_the_same_id(run_batch, api, prompt):
+    status, [output], _ = run_batch(request("a", prompt))
+    assert status == 0
+    assert api.attempts == {output["id"]: 2}
+
+
+def test_requests_are_given_up_without_any_response(run_batch):
+    status, [output], _ = run_batch(request("a", "never"), options=("--retry-timeout", "0.3"))
+    assert status == 1
+    assert output["error"]["code"] == "no_response"
+
+
+def test_requests_run_concurrently_up_to_the_limit(run_batch, api):
+    lines = [request(str(number), "barrier 3") for number in range(6)]
+    status, outputs, _ = run_batch(*lines, options=("--max-concurrency", "3"))
+    # A barrier of three ends only if three requests wait at once.
+    assert (status, len(outputs)) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-concurrency", "0"), "--max-concurrency: must be at least 1 (got 0)"),
+        (("--retry-timeout", "-1"), "--retry-timeout: must not be negative (got -1.0)"),
+        (("--base-url", "localhost"), "--base-url: expected http://host:port/v1"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, options, message):
+    source = tmp_path / "in.jsonl"
+    source.write_text(request("a", "x"))
+    result = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", "-", *options])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"quire: {message}")
+
+
+def test_the_input_is_not_overwritten(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(request("a", "x"))
+    result = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", str(source)])
+    assert result.exit_code == 1
+    assert source.read_text() == request("a", "x")
+
+
+def test_standard_input_and_output(api):
+    files = ["run-batch", "-i", "-", "-o", "-", "--base-url", api.url]
+    result = CliRunner().invoke(app, files, input=request("a", "one\u2028two"))
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["response"]["body"]["text"] == "one\u2028two"
+
+
+def test_a_terminal_shows_the_progress(api):
+    terminal, side = pty.openpty()
+    command = [*(sys.executable, "-m", "quire", "run-batch"), *("--base-url", api.url)]
+    process = subprocess.Popen(
+        [*command, "-i", "-", "-o", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=side,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )
+    os.close(side)
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while part := os.read(terminal, 4096):
+                shown.extend(part)
+        except OSError:
+            """The process has ended."""
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    process.communicate("\n".join([request("a", "x"), request("b", "y")]).encode(), timeout=60)
+    reader.join()
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"2/2" in shown
+    assert b"2 requests, 0 failed" in shown

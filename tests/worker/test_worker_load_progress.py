@@ -1,0 +1,85 @@
+"""What a worker reports while it downloads and loads a model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from scripted_hub import HUB_MODEL, serve_hub
+from structlog.testing import capture_logs
+from tiny_models import llama, save_model
+from worker_driver import worker_settings
+
+from quire.service.progress_file import Progress, read_progress
+from worker_svc.model.load_progress import LoadProgress
+from worker_svc.runner.runner_loading import load_runner
+
+_MIB = 2**20
+
+
+def test_details_are_written_at_intervals_and_logged_rarely(tmp_path: Path) -> None:
+    file, time_s = tmp_path / "progress", [100.0]
+    progress = LoadProgress(file, clock=lambda: time_s[0])
+    assert read_progress(file) is None
+    with capture_logs() as logs:
+        progress.count_bytes("downloading", 0, 4 * _MIB)
+        assert read_progress(file) == Progress("downloading")
+        progress.count_bytes("downloading", _MIB, 4 * _MIB)
+        assert read_progress(file) == Progress("downloading")
+        time_s[0] += 0.125
+        progress.count_bytes("downloading", 2 * _MIB, 4 * _MIB)
+        assert read_progress(file) == Progress("downloading", "2 MiB of 4 MiB")
+        time_s[0] += 10.0
+        progress.count_bytes("downloading", 3 * _MIB, 4 * _MIB)
+        progress.count("packing weights", 0, 7)
+    assert read_progress(file) == Progress("packing weights")
+    assert [{k: v for k, v in line.items() if k != "log_level"} for line in logs] == [
+        {"event": "loading", "step": "downloading"},
+        {"event": "loading", "step": "downloading", "done": "3 MiB of 4 MiB"},
+        {"event": "loading", "step": "packing weights"},
+    ]
+
+
+def test_a_model_is_loaded_without_a_place_for_the_file(tmp_path: Path) -> None:
+    LoadProgress(tmp_path / "none" / "progress").begin("downloading")
+
+
+def test_the_steps_of_loading_a_model(tmp_path: Path) -> None:
+    model, file = save_model(llama(), tmp_path), tmp_path / "progress"
+    with capture_logs() as logs:
+        load_runner(worker_settings(model, device="cpu", progress_file=file))
+    steps = [line["step"] for line in logs if line["event"] == "loading"]
+    assert steps[0].startswith("reading ")
+    assert steps[0].endswith(" of weights")
+    assert steps[-2:] == ["allocating the cache", "warming up"]
+    assert read_progress(file) == Progress("warming up")
+
+
+def test_a_download_reports_its_bytes(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "config.json").write_text("{}")
+    (repository / "model.safetensors").write_bytes(bytes(3 * _MIB))
+    script = f"""
+from worker_svc.model.download import download
+print(download({HUB_MODEL!r}, None, ["*.safetensors"], lambda *n: print(*n, flush=True)))
+"""
+    with serve_hub(repository) as hub:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+    *counts, folder = run.stdout.splitlines()
+    assert counts[-1] == f"{3 * _MIB} {3 * _MIB}"
+    assert [file.name for file in Path(folder).iterdir()] == ["model.safetensors"]
+    assert run.stderr == ""
