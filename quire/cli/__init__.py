@@ -5,7 +5,7 @@ Called by the entry point `quire` and by `python -m quire`.
 
 from quire.cli.app import app
 from quire.cli.batch import run_batch
-from quire.cli.bench import bench
+from quire.cli.bench.command import bench
 from quire.cli.chat import chat
 from quire.cli.demo import demo
 from quire.cli.inference import generate, models, tokenize

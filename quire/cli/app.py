@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from quire.cli.environment import refuse_unknown_variables
 from quire.client.arguments import deadline
 from quire.client.errors import QuireError
+from quire.client.operations import DEFAULT_SCHEDULER
 from quire.launcher.errors import LaunchError
 from quire.service.tls import TLS
 
@@ -68,6 +70,8 @@ def options(
     ] = None,
 ) -> None:
     """Serve language models and send requests to them."""
+    with report_errors(2):
+        refuse_unknown_variables(os.environ)
     context.obj = None
     if tls or tls_ca is not None:
         with report_errors(2):
@@ -142,7 +146,12 @@ ResumeTimeout = Annotated[
     ),
 ]
 SchedulerTarget = Annotated[
-    str, typer.Option("--target", help="The scheduler: host:port or unix:/path.")
+    str | None,
+    typer.Option(
+        "--target",
+        help="The scheduler: host:port or unix:/path; that of the one 'quire serve' that runs on "
+        f"this machine, or {DEFAULT_SCHEDULER} without one.",
+    ),
 ]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="The served model, required if there are several.")
@@ -151,6 +160,13 @@ Timeout = Annotated[
     float | None, typer.Option("--timeout", parser=seconds, help="Deadline of the call in seconds.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")]
+
+
+def _message(error: Exception) -> str:
+    """The text of an error; that of the system without its number."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager
@@ -164,7 +180,7 @@ def report_errors(status: int = 1) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_CLOSED_PIPE) from broken
     except (QuireError, LaunchError, ValueError, OSError) as error:
-        typer.echo(f"quire: {error}", err=True)
+        typer.echo(f"quire: {_message(error)}", err=True)
         raise typer.Exit(status) from error
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(_INTERRUPTED) from interrupt

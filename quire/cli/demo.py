@@ -17,5 +17,7 @@ def demo(
 ) -> None:
     """Stream texts from a private stack and print their latencies. Then kill a worker, the
     leading scheduler and a gateway during a stream, and compare the text."""
+    if workers < 1:
+        raise ValueError(f"--workers: must be at least 1 (got {workers})")
     interrupt_on_sigterm()
     run_demo(model, num_workers=workers, verbose=verbose)

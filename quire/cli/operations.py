@@ -27,11 +27,21 @@ from quire.client.health_probe import is_serving
 from quire.client.operations import DEFAULT_SCHEDULER, LEADER_FAILS, Operations
 from quire.client.targets import DEFAULT_TARGET, check_target
 from quire.internal.v1.operations_pb2 import GetStatusResponse
+from quire.launcher.services import running_schedulers
 
 _RESPONSE_TIMEOUT_S: Final = 5.0
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.05, 86_400.0
 # A scheduler that is starting, stopping or paused may respond later.
 _TRANSIENT: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def local_scheduler() -> str:
+    """The scheduler of the stack that runs on this machine, or the default address without one.
+    ValueError if there are several."""
+    running = running_schedulers()
+    if len(running) > 1:
+        raise ValueError(f"--target: several stacks run on this machine: {', '.join(running)}")
+    return running[0] if running else DEFAULT_SCHEDULER
 
 
 def interval_s(value: str) -> float:
@@ -77,7 +87,7 @@ def health(
 @report_errors()
 def status(
     context: typer.Context,
-    target: SchedulerTarget = DEFAULT_SCHEDULER,
+    target: SchedulerTarget = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print the rates of one interval and exit.")
     ] = False,
@@ -90,7 +100,7 @@ def status(
 
     With --json, one line per update.
     """
-    with Operations(target, given_tls(context)) as operations:
+    with Operations(target or local_scheduler(), given_tls(context)) as operations:
         if once:
             before = operations.status(with_block_maps=False, timeout_s=_RESPONSE_TIMEOUT_S)
             time.sleep(interval)
@@ -115,10 +125,10 @@ def status(
 
 @report_errors()
 def reset_cache(
-    context: typer.Context, target: SchedulerTarget = DEFAULT_SCHEDULER, timeout: Timeout = 30.0
+    context: typer.Context, target: SchedulerTarget = None, timeout: Timeout = 30.0
 ) -> None:
     """Remove all cached prefixes from all workers. Running requests continue."""
-    with Operations(target, given_tls(context)) as operations:
+    with Operations(target or local_scheduler(), given_tls(context)) as operations:
         num_blocks = operations.reset_prefix_cache(timeout)
     typer.echo(f"{num_blocks} blocks removed from the prefix cache")
 

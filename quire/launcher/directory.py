@@ -40,6 +40,25 @@ class PrivateDirectory:
         os.close(self._lock)
 
 
+def running_directories() -> list[Path]:
+    """The directories of this user's stacks whose owners run."""
+    return [path for path in sorted(_base().glob(f"{_PREFIX}*")) if _is_in_use(path)]
+
+
+def _is_in_use(path: Path) -> bool:
+    try:
+        lock = _open(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.fstat(lock).st_uid == os.geteuid()
+    finally:
+        os.close(lock)
+    return False
+
+
 def _remove_stale(base: Path) -> None:
     """Remove this user's directories whose owners have ended."""
     for path in base.glob(f"{_PREFIX}*"):

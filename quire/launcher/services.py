@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.launcher.directory import running_directories
 from quire.launcher.errors import LaunchError
 from quire.launcher.processes import ServiceSpec, StartCheck
 
@@ -92,6 +93,13 @@ class ServiceSpecs:
         }
         merged = {**defaults, **os.environ, **self.settings}
         return {name: value for name, value in merged.items() if value is not None}
+
+
+def running_schedulers() -> list[str]:
+    """Addresses of the schedulers of this user's stacks that run on this machine, without stacks
+    of several schedulers, of which only one leads."""
+    sockets = (path / "scheduler.sock" for path in running_directories())
+    return [f"unix:{socket}" for socket in sockets if socket.exists()]
 
 
 def _names(service: str, count: int) -> list[str]:

@@ -15,6 +15,7 @@ from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.services import ServiceSpecs, check_installed, consecutive_addresses
 from quire.launcher.spawner import Spawner
 from quire.launcher.supervisor import Supervisor
+from quire.service.addresses import check_free
 
 Role = Literal["gateway", "scheduler", "worker"]
 
@@ -150,6 +151,7 @@ class LocalStack:
         self.stop()
 
     def _start(self) -> None:
+        self._check_addresses()
         private = PrivateDirectory.make()
         self._cleanup.callback(private.remove)
         spawner = Spawner()
@@ -164,6 +166,17 @@ class LocalStack:
         self._is_running = True
         if self.restart:
             self._cleanup.callback(self._supervise().close)
+
+    def _check_addresses(self) -> None:
+        """LaunchError if a gateway cannot listen on its addresses."""
+        for listen in (self.gateway_listen, self.http_listen):
+            for address in consecutive_addresses(listen, self.num_gateways) if listen else ():
+                try:
+                    check_free(address)
+                except OSError as error:
+                    raise LaunchError(f"the gateway {error}") from error
+                except ValueError:
+                    """The gateway itself reports an invalid address, with its setting."""
 
     def _start_redis(self, directory: Path, spawner: Spawner) -> str:
         redis = EmbeddedRedis(directory, appendonly=self.redis_appendonly, spawn=spawner.call)

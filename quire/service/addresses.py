@@ -48,6 +48,31 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def check_free(address: str) -> None:
+    """OSError, with the reason, if no server can listen on the address now. gRPC's own error has no
+    reason, and comes with a line of its log. Unix sockets are not checked."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") or port == "0":
+        return
+    failure: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, place in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    # As servers do, so that connections of an earlier server do not matter.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(place)
+                return
+            except OSError as error:
+                failure = error
+    except OSError as error:
+        failure = error
+    if failure is not None:
+        reason = failure.strerror or failure
+        raise OSError(f"cannot listen on {address}: {reason}") from failure
+
+
 Address = Annotated[str, AfterValidator(check_address)]
 
 

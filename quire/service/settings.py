@@ -14,7 +14,7 @@ from quire.service.addresses import Address
 from quire.service.tls import TLS, ServerCertificates, ServerTLS
 
 # Variables that Kubernetes adds to containers for a service that is called quire-<name>.
-_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
+SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 
 def _lower(value: object) -> object:
@@ -100,7 +100,7 @@ class ServiceSettings(BaseSettings):
         prefix = cls.model_config["env_prefix"]
         known = {(prefix + name).upper() for name in cls.model_fields}
         for name in os.environ:
-            if name.startswith(prefix) and name not in known and not _SERVICE_LINK.search(name):
+            if name.startswith(prefix) and name not in known and not SERVICE_LINK.search(name):
                 raise SettingsError(f"{name}: no such setting (got {os.environ[name]!r})")
 
     @classmethod

@@ -115,23 +115,36 @@ def test_a_server_that_fails_the_warm_up_is_reported(target):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--prompt-len", "0"), "lengths: must be at least 1"),
-        (("--output-len", "x"), "lengths: expected N"),
-        (("--arrival", "later"), "arrival: must be poisson or fixed"),
-        (("--goodput", "ttft"), "goodput: expected NAME:MILLISECONDS"),
-        (("--request-rate", "0"), "request rate: must be above 0"),
-        (("--num-prompts", "0"), "num_requests: must be at least 1"),
-        (("--model", "other"), "serves tiny (got 'other')"),
-        (("--max-concurrency", "0"), "max_concurrency: must be at least 1 (got 0)"),
-        (("--warmups", "-1"), "warmups: must not be negative (got -1)"),
-        (("--shared-prefix", "-5"), "shared_prefix: must not be negative (got -5)"),
+        (("--prompt-len", "0"), "--prompt-len: must be at least 1"),
+        (("--output-len", "x"), "--output-len: expected N"),
+        (("--arrival", "later"), "--arrival: must be poisson or fixed"),
+        (("--goodput", "ttft"), "--goodput: expected NAME:MILLISECONDS"),
+        (("--request-rate", "0"), "--request-rate: must be above 0 (got 0)"),
+        (("--num-prompts", "0"), "--num-prompts: must be at least 1"),
+        (("--max-concurrency", "0"), "--max-concurrency: must be at least 1 (got 0)"),
+        (("--warmups", "-1"), "--warmups: must not be negative (got -1)"),
+        (("--shared-prefix", "-5"), "--shared-prefix: must not be negative (got -5)"),
         (("--json", "nowhere/bench.json"), "--json: there is no folder nowhere"),
+        (("--json", "/"), "--json: / is a folder"),
+        (("--num-prompts", "99999999999"), "--num-prompts: must be at most 10000000"),
+        (("--request-rate", "nan"), "--request-rate: must be above 0 (got nan)"),
+        (("--temperature", "-1"), "--temperature: must be 0 or more, and finite (got -1)"),
+        (("--temperature", "nan"), "--temperature: must be 0 or more, and finite (got nan)"),
+        (("--vocab-size", "0"), "--vocab-size: must be at least 1 (got 0)"),
+        (("--openai", "localhost"), "--openai: expected http://host:port/v1 (got 'localhost')"),
+        (("--openai-model", "x"), "--openai-model: is the model of --openai"),
     ],
 )
-def test_an_invalid_argument_is_shown(target, arguments, words):
-    result = bench("--target", target, *SMALL, *arguments)
+def test_an_invalid_argument_is_shown_before_a_server_is_contacted(arguments, words):
+    result = bench("--target", "127.0.0.1:1", *SMALL, *arguments)
     assert result.exit_code == 1
-    assert words in result.stderr
+    assert result.stderr.startswith(f"quire: {words}")
+
+
+def test_a_model_that_is_not_served_is_named(target):
+    result = bench("--target", target, *SMALL, "--model", "other")
+    assert result.exit_code == 1
+    assert "serves tiny (got 'other')" in result.stderr
 
 
 def test_an_absent_server_is_reported_with_its_address():

@@ -3,7 +3,7 @@ import pytest
 from quire.bench.objectives import ServiceLevelObjectives, objectives
 from quire.bench.report import Equality, LatencySummary, Report, equality, percentile
 from quire.bench.request_timings import RequestTimings
-from quire.cli.bench_report import report_lines
+from quire.cli.bench.report import report_lines
 
 
 def timings(**changes) -> RequestTimings:

@@ -1,6 +1,8 @@
+import socket
+
 import pytest
 
-from quire.service.addresses import check_address
+from quire.service.addresses import check_address, check_free
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,20 @@ def test_a_valid_address_is_unchanged(address: str) -> None:
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         check_address(address)
+
+
+def test_an_address_in_use_is_not_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"cannot listen on {address}: Address already in use"):
+            check_free(address)
+    check_free(address)
+
+
+def test_addresses_that_no_server_can_have() -> None:
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:80: Cannot assign requested"):
+        check_free("192.0.2.1:80")
+    with pytest.raises(OSError, match=r"cannot listen on no\.invalid:80: "):
+        check_free("no.invalid:80")
+    check_free("unix:/nowhere")
+    check_free("127.0.0.1:0")

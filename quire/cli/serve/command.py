@@ -1,5 +1,7 @@
 """Serves a model with a stack on this machine until interrupted."""
 
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping
@@ -117,7 +119,8 @@ def serve(
     finally:
         display.clear()
     try:
-        typer.echo(_welcome(model, stack.address, stack.scheduler_address, stack.http_addresses))
+        addresses = (stack.address, stack.scheduler_address, stack.http_addresses)
+        typer.echo(welcome(model, *addresses, {**os.environ, **(settings or {})}))
         _wait_for_interrupt(stack)
     finally:
         stack.stop()
@@ -149,12 +152,19 @@ def _wait_for_interrupt(stack: LocalStack) -> None:
         typer.echo("Draining; interrupt again to stop at once.", err=True)
 
 
-def _welcome(model: str, address: str, scheduler: str, http: list[str]) -> str:
-    target = "" if address == DEFAULT_TARGET else f" --target {address}"
-    urls = "".join(f" OpenAI's API: http://{one}/v1." for one in http)
+def welcome(
+    model: str, address: str, scheduler: str, http: list[str], settings: Mapping[str, str]
+) -> str:
+    """Where the model is served, and commands that can be copied. `settings` are the variables of
+    the services."""
+    tls = "QUIRE_GATEWAY_TLS_CERT" in settings
+    target = "" if address == DEFAULT_TARGET else f" --target {shlex.quote(address)}"
+    key = " --api-key KEY" if "QUIRE_GATEWAY_API_KEYS" in settings else ""
+    scheme = "https" if tls else "http"
+    urls = "".join(f" OpenAI's API: {scheme}://{one}/v1." for one in http)
     return (
         f"Quire serves {model} on {address}.{urls} Try, in another terminal:\n"
-        f'  quire generate{target} "Return the number of"\n'
-        f"  quire status --target {scheduler}\n"
+        f'  quire{" --tls" if tls else ""} generate{target}{key} "Return the number of"\n'
+        f"  quire status --target {shlex.quote(scheduler)}\n"
         "Ctrl-C drains and stops."
     )

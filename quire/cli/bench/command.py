@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -14,23 +15,30 @@ import typer
 from rich import progress
 from rich.console import Console
 
-from quire.bench.lengths import FORMS, lengths
+from quire.bench.lengths import FORMS, Lengths, lengths
 from quire.bench.load import Listener
-from quire.bench.objectives import FORM, objectives
+from quire.bench.objectives import FORM, ServiceLevelObjectives, objectives
 from quire.bench.quire_server import QuireServer
 from quire.bench.request_timings import RequestTimings
 from quire.bench.run import LoadResult, LoadSpec, run
 from quire.bench.server import RequestFailed, Server
-from quire.bench.workload import ARRIVALS, Workload, parse_arrival
+from quire.bench.workload import ARRIVALS, Arrival, Workload, parse_arrival
 from quire.cli.app import ModelName, given_tls, integer_option, number_option, report_errors
-from quire.cli.bench_report import result_lines
+from quire.cli.bench.checks import (
+    STDOUT,
+    check_counts,
+    check_file,
+    check_rates,
+    check_servers,
+    naming,
+)
+from quire.cli.bench.report import result_lines
 from quire.client.client import Client
 from quire.client.outputs import Model
 from quire.client.targets import DEFAULT_TARGET
 from quire.service.tls import TLS
 
 _RESPONSE_TIMEOUT_S: Final = 10.0
-_STDOUT: Final = Path("-")
 _Target = Annotated[
     str | None,
     typer.Option(
@@ -108,16 +116,19 @@ def bench(
     Prompts are random tokens. Arrivals are open-loop: they do not wait for earlier requests, and
     latencies count from the arrival. Exits with 1 if a request failed.
     """
-    if as_json is not None and as_json != _STDOUT and not as_json.parent.is_dir():
-        raise ValueError(f"--json: there is no folder {as_json.parent}")
+    check_counts(num_prompts, shared_prefix, max_concurrency, warmups, vocab_size)
+    check_rates(request_rate, temperature)
+    check_servers(openai, openai_model)
+    check_file(as_json)
+    drawn = _drawn(prompt_len, output_len, arrival, goodput or [])
     if target is None and openai is None:
         target = DEFAULT_TARGET
     tls = given_tls(context)
     served = None if target is None else _served_model(target, model, quire_api_key, tls)
     workload = Workload(
         num_requests=num_prompts,
-        prompt_lengths=lengths(prompt_len),
-        output_lengths=lengths(output_len),
+        prompt_lengths=drawn.prompt_lengths,
+        output_lengths=drawn.output_lengths,
         token_ids=range(_vocab_size(vocab_size, served)),
         max_model_len=None if served is None else served.max_model_len,
         shared_prefix=shared_prefix,
@@ -126,10 +137,10 @@ def bench(
     load = LoadSpec(
         workload=workload,
         rate_per_s=request_rate,
-        arrival=parse_arrival(arrival),
+        arrival=drawn.arrival,
         max_concurrency=max_concurrency,
         num_warmups=warmups,
-        objectives=objectives(goodput or []),
+        objectives=drawn.objectives,
     )
     servers: list[Server] = []
     if target is not None:
@@ -137,6 +148,28 @@ def bench(
     if openai is not None:
         servers.append(_openai_server(openai, openai_model, temperature, ignore_eos, api_key))
     _print_result(asyncio.run(_measure(load, servers)), as_json)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """How requests are drawn and counted."""
+
+    prompt_lengths: Lengths
+    output_lengths: Lengths
+    arrival: Arrival
+    objectives: ServiceLevelObjectives
+
+
+def _drawn(prompt_len: str, output_len: str, arrival: str, goodput: list[str]) -> _Drawn:
+    """ValueError, with the option, for one that cannot be parsed."""
+    with naming("--prompt-len"):
+        prompt_lengths = lengths(prompt_len)
+    with naming("--output-len"):
+        output_lengths = lengths(output_len)
+    with naming("--arrival"):
+        parsed = parse_arrival(arrival)
+    with naming("--goodput"):
+        return _Drawn(prompt_lengths, output_lengths, parsed, objectives(goodput))
 
 
 async def _measure(load: LoadSpec, servers: Sequence[Server]) -> LoadResult:
@@ -214,7 +247,7 @@ def _vocab_size(given: int | None, served: Model | None) -> int:
 def _print_result(result: LoadResult, as_json: Path | None) -> None:
     """Print the results or write them as JSON. Exits with 1 if a request failed."""
     document = json.dumps(result.as_dict(), indent=1) + "\n"
-    if as_json == _STDOUT:
+    if as_json == STDOUT:
         typer.echo(document, nl=False)
     else:
         typer.echo("\n".join(result_lines(result)))

@@ -1,0 +1,1 @@
+"""The command `bench`: its options, their checks, and the table of results."""
