@@ -68,7 +68,7 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
   bench-kernels bench-gateway bench-scheduler chaos gpu-packages lint buf-lint buf-breaking check-links \
-  hooks format stubs docs dist clean up down local-images
+  hooks test-clients format stubs docs dist clean up down local-images
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -198,6 +198,9 @@ test-containers: $(STUBS) ## Run the tests that need a Docker engine.
 	  || { echo 'No Docker engine is running: the tests in containers are skipped.'; exit 0; } \
 	  && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' COMPOSE='$(COMPOSE)' \
 	  && $(BIN)/python -m pytest -m containers $(PYTEST_ARGS)
+
+test-clients: kernels ## Build and run the clients of all languages whose toolchain is installed.
+	$(BIN)/python -m pytest -m clients -rs $(PYTEST_ARGS) tests/clients
 
 local-images: ## Build base images without an image registry (as root; see docs/containers.md).
 	scripts/make-base-image.sh quire-base:local
