@@ -23,6 +23,7 @@ from worker_svc.model.attention import (
 )
 from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprint
 from worker_svc.model.fused_forward import FusedForward
+from worker_svc.model.split_forward import FinalStates, split_forward
 from worker_svc.settings import WrongSettingError
 
 log = structlog.get_logger()
@@ -43,6 +44,11 @@ class LoadedModel:
     fingerprint: bytes
     weights: tuple[Path, ...]  # safetensors files
 
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.network.config.get_text_config().vocab_size
+        return size
+
     def set_attention(self, function: AttentionFunction) -> None:
         """Replace the attention function of every layer."""
         set_attention(self.network, function)
@@ -57,6 +63,10 @@ class LoadedModel:
         """Float32 `[len(logits_indices), vocab_size]` of a flat batch; in `out` if given."""
         logits = self._logits(input_ids, positions, logits_indices)
         return logits.float() if out is None else out.copy_(logits)
+
+    def final_states(self, input_ids: Tensor, positions: Tensor) -> FinalStates:
+        """As `logits`, with the head still to be run."""
+        return split_forward(self.network, input_ids, positions)
 
     def _logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         forward = self.network.forward
