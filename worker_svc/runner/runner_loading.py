@@ -1,6 +1,7 @@
 """Loads a model, sizes its cache, and starts its runner."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from worker_svc.model.fused_forward import fuse_forward
 from worker_svc.model.loading import LoadedModel, find_device, load_model
 from worker_svc.model.torch_compile import compile_model
 from worker_svc.model.weight_packing import pack
+from worker_svc.model.weight_readers import has_finite_logits, probe_weights
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
@@ -75,10 +77,7 @@ def convert_out_of_memory() -> Iterator[None]:
 
 
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
-    assert settings.model is not None
-    model = load_model(
-        settings.model, settings.revision, settings.dtype, device, settings.max_model_len
-    )
+    model = _load_model(settings, device)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels)
     if settings.enable_torch_compile and implementation.is_cpp:
         raise WrongSettingError(
@@ -93,9 +92,12 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         settings.attention,
         settings.kernels,
     )
-    calls = record_layer_calls(model.network, implementation)
-    replaced = fuse(model.network, implementation) + pack(model.network, implementation)
-    replaced += fuse_layers(calls) + fuse_forward(model.network, model.max_model_len)
+    replaced = _replace_parts(model, implementation)
+    if replaced is None:
+        log.warning("packed weights give logits that are not finite: the model keeps its own")
+        del model
+        model = _load_model(settings, device)
+        replaced = Counter()
     log.info("kernels", implementation=implementation, **replaced)
     meter = CudaMeter(device) if device.type == "cuda" else None
     cache = set_up_cache(model, settings, implementation, flash, meter)
@@ -127,6 +129,27 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     return LoadedRunner(MultiStepRunner(runner), identity)
+
+
+def _load_model(settings: WorkerSettings, device: torch.device) -> LoadedModel:
+    assert settings.model is not None
+    return load_model(
+        settings.model, settings.revision, settings.dtype, device, settings.max_model_len
+    )
+
+
+def _replace_parts(model: LoadedModel, implementation: Implementation) -> Counter[str] | None:
+    """Replace parts of the model by faster ones; return counts. None if it has no finite logits
+    any more: some code reads a weight in a way that the probe did not show."""
+    network = model.network
+    if not implementation.is_cpp:
+        return fuse(network, implementation)
+    probed = probe_weights(network)
+    calls = record_layer_calls(network, implementation)
+    replaced = fuse(network, implementation)
+    replaced += pack(network, implementation, probed.read_elsewhere)
+    replaced += fuse_layers(calls) + fuse_forward(network, model.max_model_len)
+    return None if probed.is_finite and not has_finite_logits(network) else replaced
 
 
 def _implementation(model: LoadedModel, kv_cache_dtype: str, setting: str) -> Implementation:
