@@ -23,6 +23,7 @@ from worker_svc.model.attention import (
 )
 from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprint
 from worker_svc.model.fused_forward import FusedForward
+from worker_svc.model.longrope import choose_longrope_factors, longrope_default
 from worker_svc.model.split_forward import FinalStates, split_forward
 from worker_svc.settings import WrongSettingError
 
@@ -104,6 +105,7 @@ def load_model(
     config = _read_config(folder)
     network_class = _network_class(config)
     length = _max_model_len(config.get_text_config(), max_model_len)
+    choose_longrope_factors(config.get_text_config(), length)
     probe = LayerProbe()
     probe_name = register_attention(probe)
     network = network_class.from_pretrained(
@@ -165,33 +167,13 @@ def _network_class(config: Any) -> Any:
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:
-    limit = _length_limit(config)
-    length = limit if wanted is None else wanted
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    length = longrope_default(config, limit) if wanted is None else wanted
     if length is None:
         raise WrongSettingError("--max-model-len: the model has no limit of its own, so set one")
     if limit is not None and length > limit:
         raise WrongSettingError(f"--max-model-len: {length} is more than the model's {limit}")
     return length
-
-
-def _length_limit(config: Any) -> int | None:
-    """The longest sequence that one set of rotary frequencies serves.
-
-    `longrope` has two sets, and transformers chooses by the longest sequence of the batch: a
-    sequence's output would depend on the batch, and cached keys of both kinds would mix.
-    """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    short = [
-        part["original_max_position_embeddings"]
-        for part in kinds
-        if part.get("rope_type") == "longrope"
-    ]
-    if short and limit is not None and min(short) < limit:
-        log.warning("longrope is served up to its short range", tokens=min(short), of=limit)
-        return int(min(short))
-    return limit
 
 
 @torch.inference_mode()
