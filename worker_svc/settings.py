@@ -95,7 +95,12 @@ class WorkerSettings(ServiceSettings):
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest sequence in tokens; the model's own limit if absent."
+        None,
+        ge=2,
+        description=(
+            "Longest sequence in tokens; if absent, the model's own limit, or the short range of "
+            "its rotary embeddings (longrope)."
+        ),
     )
     max_num_batched_tokens: int = Field(
         2048,

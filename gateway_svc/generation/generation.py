@@ -11,7 +11,15 @@ import structlog
 from gateway_svc.generation.choice import Choice, ChoiceUpdate, create_choices
 from gateway_svc.generation.prompt_field import with_prompt_field
 from gateway_svc.generation.submission import PreparedRequest
-from gateway_svc.scheduler.events import Accepted, ChoiceEvent, Ended, Event, NewTokens
+from gateway_svc.scheduler.events import (
+    Accepted,
+    ChoiceEvent,
+    Ended,
+    Event,
+    NewTokens,
+    TokenLogprobs,
+    split_prompt_logprobs,
+)
 from gateway_svc.scheduler.multiplexer import Multiplexer
 from gateway_svc.scheduler.request_stream import RequestStream
 from gateway_svc.text.served_model import ServedModel
@@ -41,6 +49,12 @@ class Generation:
         # By index; empty until the acceptance of a request that another gateway submitted.
         self.choices: Sequence[Choice] = ()
         self.first_token_at: float | None = None
+        # One per token of the prompt, known before the first update with tokens; None unless
+        # requested.
+        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        # Events of other choices that arrived before the first token of choice 0, with which the
+        # log-probabilities of the prompt come.
+        self._held: list[ChoiceEvent] = []
         self._requests = requests
         self._stream = stream
         self._create_choices = create_choices
@@ -87,11 +101,29 @@ class Generation:
                 self.choices = self._create_choices(self._stream.state)
             if Accepted() in events:
                 yield ()
-            for number, chunk in enumerate(_chunk_events(events)):
+            for number, chunk in enumerate(_chunk_events(self._with_prompt(events))):
                 if number:
                     await asyncio.sleep(0)
                 if update := self._process(chunk):
                     yield update
+
+    def _with_prompt(self, events: list[Event]) -> list[Event]:
+        """The events that may be processed: none until the log-probabilities of the prompt are
+        known, if they are wanted."""
+        state = self._stream.state
+        if state is None or not state.HasField("first_prompt_token_id"):
+            return events
+        if self.prompt_logprobs is None:
+            self._held += [event for event in events if not isinstance(event, Accepted)]
+            first = next((one for one in self._held if one.choice == 0), None)
+            if not isinstance(first, NewTokens):
+                return []
+            events, self._held = [*self._held], []
+            self.prompt_logprobs = [
+                TokenLogprobs.of_first(state.first_prompt_token_id),
+                *split_prompt_logprobs(first.prompt_logprobs, state.num_prompt_tokens - 1),
+            ]
+        return events
 
     @property
     def _min_tokens(self) -> int:
@@ -143,7 +175,8 @@ def _split_long_events(events: Iterable[Event]) -> Iterator[ChoiceEvent]:
         for at in range(0, len(event.token_ids), _CHUNK_TOKENS):
             part = slice(at, at + _CHUNK_TOKENS)
             token_ids, logprobs = event.token_ids[part], event.logprobs[part]
-            yield NewTokens(event.choice, event.first_index + at, token_ids, logprobs)
+            of_prompt = b"" if at else event.prompt_logprobs
+            yield NewTokens(event.choice, event.first_index + at, token_ids, logprobs, of_prompt)
 
 
 def start(

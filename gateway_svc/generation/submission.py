@@ -86,8 +86,11 @@ async def prepare(
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if http is not None:
         state.http.CopyFrom(http)
+        if http.echo_logprobs:
+            offsets = await model.text_offsets(prompt_token_ids, http.echo)
+            state.http.echo_offsets.extend(offsets)
     tenant_limits.cap_max_tokens(resolved, state.num_choices, tenant)
-    validation.check_num_logprobs(resolved, state.num_choices)
+    validation.check_num_logprobs(resolved, state.num_choices, len(prompt_token_ids))
     submission = scheduler_pb2.Submission(
         request_id=request_id,
         principal=tenant.principal,
@@ -146,6 +149,7 @@ def _create_resume_state(
         skip_special_tokens=skip,
         resume_window_s=request.resume_window_s,
         include_stop_str_in_output=params.include_stop_str_in_output,
+        first_prompt_token_id=prompt_token_ids[0] if params.HasField("prompt_logprobs") else None,
     )
 
 

@@ -22,8 +22,8 @@ PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "conversation": "
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
-# Of all choices together, so that a whole response fits into one message, to the client and from
-# the scheduler.
+# Of the prompt and all choices together, so that a whole response fits into one message, to the
+# client and from the scheduler.
 MAX_LOGPROBS = 2**20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -156,13 +156,28 @@ def resolve(
         stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
         # The token itself, beside the most likely ones.
         num_logprobs=num_top + 1 if params.HasField("logprobs") else 0,
+        num_prompt_logprobs=(
+            min(params.prompt_logprobs, limits.vocab_size) + 1
+            if params.HasField("prompt_logprobs")
+            else 0
+        ),
         min_p=params.min_p,
     )
 
 
-def check_num_logprobs(resolved: scheduler_pb2.ResolvedParams, num_choices: int) -> None:
+def check_num_logprobs(
+    resolved: scheduler_pb2.ResolvedParams, num_choices: int, num_prompt_tokens: int
+) -> None:
     """Refuse more log-probabilities than a response can hold."""
-    max_tokens = MAX_LOGPROBS // (max(resolved.num_logprobs, 1) * num_choices)
+    most = MAX_LOGPROBS - num_prompt_tokens * resolved.num_prompt_logprobs
+    if most < 0:
+        raise invalid(
+            "sampling_params.prompt_logprobs",
+            "TOO_MANY_LOGPROBS",
+            f"is {resolved.num_prompt_logprobs - 1}; a prompt of {num_prompt_tokens} tokens "
+            f"allows at most {MAX_LOGPROBS // num_prompt_tokens - 1}",
+        )
+    max_tokens = most // (max(resolved.num_logprobs, 1) * num_choices)
     if resolved.num_logprobs and resolved.max_tokens > max_tokens:
         raise invalid(
             "sampling_params.max_tokens",
@@ -217,6 +232,8 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
         raise _out_of_range("sampling_params.n", params.n, f"1 to {MAX_CHOICES}")
     if params.logprobs > MAX_TOP_LOGPROBS:
         raise _out_of_range("sampling_params.logprobs", params.logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+    if (count := params.prompt_logprobs) > MAX_TOP_LOGPROBS:
+        raise _out_of_range("sampling_params.prompt_logprobs", count, f"0 to {MAX_TOP_LOGPROBS}")
     field = "sampling_params.stop"
     _check_at_most(field, "TOO_MANY_STOP", len(params.stop), MAX_STOP_STRINGS)
     for at, stop in enumerate(params.stop):

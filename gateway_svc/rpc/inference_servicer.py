@@ -35,7 +35,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 async with self._generations.start(prepared) as running:
                     async for update in times.measure(running.updates()):
                         builder.add(update)
-        return builder.build(running)
+        return await builder.build(running)
 
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.StreamGenerateRequest, context: Context
@@ -48,7 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 )
                 async with self._generations.start(prepared) as running:
                     async for update in times.measure(running.updates()):
-                        response = responses.stream_response(
+                        response = await responses.stream_response(
                             running, prepared.model, update, inference_pb2.StreamGenerateResponse
                         )
                         await context.write(response)
@@ -61,7 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 model = self._generations.served.get(None)
                 async with self._generations.resume(request, self._tenant_of(context)) as running:
                     async for update in times.measure(running.updates()):
-                        response = responses.stream_response(
+                        response = await responses.stream_response(
                             running, model, update, inference_pb2.ResumeGenerateResponse
                         )
                         await context.write(response)

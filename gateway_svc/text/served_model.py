@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from gateway_svc.text.chat_template import TemplateError
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.model_files import ModelFiles
+from gateway_svc.text.text_offsets import text_offsets
 from gateway_svc.text.token_bytes import TokenBytes
 from quire.service.errors import RequestError, failed, invalid, unavailable
 from quire.v1 import inference_pb2
@@ -82,6 +83,10 @@ class Model:
             return text
 
         return await self._in_thread(work)
+
+    async def text_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """The characters of a tokenized text before each token."""
+        return await self._in_thread(lambda: text_offsets(self.vocabulary, token_ids, text))
 
     async def render(self, field: str, conversation: inference_pb2.Conversation) -> str:
         """Render a conversation. RequestError at `field` if the chat template refuses it. The

@@ -62,6 +62,7 @@ INVALID_REQUESTS = {
     "n 17": (sampling(n=17), "sampling_params.n"),
     "n beyond all bounds": (sampling(n=2**32 - 1), "sampling_params.n"),
     "logprobs 21": (sampling(logprobs=21), "sampling_params.logprobs"),
+    "prompt_logprobs 21": (sampling(prompt_logprobs=21), "sampling_params.prompt_logprobs"),
     "logprobs beyond all bounds": (sampling(logprobs=2**32 - 1), "sampling_params.logprobs"),
     "empty stop": (sampling(stop=["a", ""]), "sampling_params.stop[1]"),
     "long stop": (sampling(stop=["a" * 257]), "sampling_params.stop[0]"),

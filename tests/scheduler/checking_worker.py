@@ -29,14 +29,17 @@ def token_at(seed: int, position: int) -> int:
     return sim_token_at(seed, position, VOCAB_SIZE)
 
 
-def entries_at(seed: int, position: int, num_logprobs: int) -> list[tuple[int, float, int]]:
-    """Token ids, log-probabilities and ranks of the token at a position."""
+def entries_at(
+    seed: int, position: int, num_logprobs: int, token_id: int | None = None
+) -> list[tuple[int, float, int]]:
+    """Token ids, log-probabilities and ranks of the token at a position; it is the sampled one if
+    not given."""
     if not num_logprobs:
         return []
     token_ids, logprobs, ranks = logprobs_at(
         np.array([seed], np.uint64),
         np.array([position]),
-        np.array([token_at(seed, position)]),
+        np.array([token_at(seed, position) if token_id is None else token_id]),
         num_logprobs - 1,
         VOCAB_SIZE,
     )

@@ -118,6 +118,11 @@ DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
     "log-probabilities of no token": lambda result: result.logprobs.num_entries.append(1),
     "too few log-probabilities": lambda result: result.logprobs.ranks.pop(),
     "too many log-probabilities": lambda result: result.logprobs.num_entries.__setitem__(0, 3),
+    "no log-probabilities of the prompt": lambda result: result.ClearField("prompt_logprobs"),
+    "too few of the prompt": lambda result: result.prompt_logprobs.num_tokens.__setitem__(0, 6),
+    "later ones of the prompt": lambda result: result.prompt_logprobs.first_indices.__setitem__(
+        0, 2
+    ),
     "another step": lambda result: setattr(result, "step", 12345),
 }
 
@@ -131,7 +136,8 @@ async def test_an_invalid_result_ends_the_lane_and_its_request_continues_if_it_w
         gateway = await stack.gateway()
         distortions = [DISTORTIONS[distortion]]
         worker.distort = lambda result: distortions and distortions.pop()(result)
-        [received] = await gateway.wait_ended(await gateway.submit(prompt(8), num_logprobs=2))
+        attachment = await gateway.submit(prompt(8), num_logprobs=2, num_prompt_logprobs=1)
+        [received] = await gateway.wait_ended(attachment)
         assert received.token_ids == received.tokens(4)
         assert worker.num_streams == 2
         await until(lambda: stack.only_lane.is_empty, "an empty lane")
