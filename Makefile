@@ -67,7 +67,8 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
-  bench-kernels bench-scheduler chaos gpu-packages lint buf-lint check-links hooks format stubs docs dist clean up down local-images
+  bench-kernels bench-gateway bench-scheduler chaos gpu-packages lint buf-lint buf-breaking check-links \
+  hooks test-clients format stubs docs dist clean up down local-images
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -119,6 +120,9 @@ bench-gpu: $(GPU_READY) ## Measure kernels, runner and stack on a GPU (minutes).
 bench-kernels: kernels ## Measure the kernels, torch's operations and the machine's limits (minutes).
 	$(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
 
+bench-gateway: kernels ## Measure gRPC, HTTP, TLS, idle streams and fairness (minutes).
+	$(BIN)/python -m benchmarks.gateway $(BENCH_ARGS)
+
 bench-scheduler: $(STUBS) ## Measure the scheduler with simulated workers (minutes).
 	$(BIN)/python -m benchmarks.scheduler $(BENCH_ARGS)
 
@@ -143,6 +147,10 @@ lint: $(STUBS) $(BUF_BIN) $(REMARK_BIN) ## Check style, types, protos, spelling 
 
 buf-lint: $(BUF_BIN)
 	$(WITH_NODE) $(BUF_BIN) lint
+
+# Compares the public protos with those of the last tag.
+buf-breaking: $(BUF_BIN)
+	@$(WITH_NODE) scripts/check-breaking.sh $(BUF_BIN)
 
 # Checks links to files and headings of this repository, without a network.
 check-links: $(REMARK_BIN)
@@ -190,6 +198,9 @@ test-containers: $(STUBS) ## Run the tests that need a Docker engine.
 	  || { echo 'No Docker engine is running: the tests in containers are skipped.'; exit 0; } \
 	  && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' COMPOSE='$(COMPOSE)' \
 	  && $(BIN)/python -m pytest -m containers $(PYTEST_ARGS)
+
+test-clients: kernels ## Build and run the clients of all languages whose toolchain is installed.
+	$(BIN)/python -m pytest -m clients -rs $(PYTEST_ARGS) tests/clients
 
 local-images: ## Build base images without an image registry (as root; see docs/containers.md).
 	scripts/make-base-image.sh quire-base:local

@@ -18,6 +18,7 @@ _TITLES = {
     "kernels": "Kernels",
     "gpu": "GPU",
     "chaos": "Fault tolerance",
+    "gateway": "Gateway",
     "scheduler": "Scheduler",
 }
 # Text of a section without results; other empty sections are omitted.

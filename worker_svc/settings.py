@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
@@ -95,9 +95,19 @@ class WorkerSettings(ServiceSettings):
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest sequence in tokens; the model's own limit if absent."
+        None,
+        ge=2,
+        description=(
+            "Longest sequence in tokens; if absent, the model's own limit, or the short range of "
+            "its rotary embeddings (longrope)."
+        ),
     )
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens in one step.")
+    max_num_batched_tokens: int = Field(
+        2048,
+        ge=1,
+        validate_default=True,
+        description="Most tokens in one step; at least --max-num-seqs.",
+    )
     kv_cache_memory: Bytes | None = Field(
         None,
         gt=0,
@@ -166,3 +176,14 @@ class WorkerSettings(ServiceSettings):
     sim_poison_token_id: int | None = Field(
         None, ge=0, description="sim: a prompt with this token kills the worker; for tests."
     )
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _covers_all_rows(cls, value: int, info: ValidationInfo) -> int:
+        max_num_seqs = info.data.get("max_num_seqs")
+        if max_num_seqs is not None and max_num_seqs > value:
+            raise ValueError(
+                f"must be at least max_num_seqs, which is {max_num_seqs}: each running sequence "
+                "takes a token of a step"
+            )
+        return value

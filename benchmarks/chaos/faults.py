@@ -1,8 +1,8 @@
-"""The faults, injected one at a time."""
+"""The faults, injected one at a time; some of them are pairs of kills."""
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import redis
@@ -11,8 +11,12 @@ from benchmarks.chaos.stack import ChaosStack
 from quire.launcher.child import ChildProcess
 
 _PAUSE_S = 5.0
+# Between the two kills of a pair: the second one hits the recovery from the first.
+_APART_S = (0.5, 3.0)
 # Injects the fault and returns its target. A paused process is resumed before it returns.
 Inject = Callable[[ChaosStack, random.Random], Awaitable[str]]
+# Chooses two processes, before either is killed.
+Choose = Callable[[ChaosStack, random.Random], Awaitable[Sequence[ChildProcess]]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,35 @@ async def _empty_redis(stack: ChaosStack, _: random.Random) -> str:
     return "redis"
 
 
+async def _two_workers(stack: ChaosStack, rng: random.Random) -> Sequence[ChildProcess]:
+    return rng.sample(stack.local.processes("worker"), 2)
+
+
+async def _two_parts(stack: ChaosStack, rng: random.Random) -> Sequence[ChildProcess]:
+    """Two of a worker, the leader, a gateway and Redis, in random order."""
+    local = stack.local
+    parts: list[ChildProcess] = [
+        rng.choice(local.processes("worker")),
+        await stack.leader(),
+        rng.choice(local.processes("gateway")),
+        local.redis,
+    ]
+    return rng.sample(parts, 2)
+
+
+def _kill_pair(choose: Choose, is_apart: bool) -> Inject:
+    """Kill what is chosen, at once or apart."""
+
+    async def inject(stack: ChaosStack, rng: random.Random) -> str:
+        first, second = await choose(stack, rng)
+        killed = await _kill(stack, first)
+        apart_s = rng.uniform(*_APART_S) if is_apart else 0.0
+        await asyncio.sleep(apart_s)
+        return f"{killed}, {apart_s:.1f} s later {await _kill(stack, second)}"
+
+    return inject
+
+
 async def _kill(stack: ChaosStack, child: ChildProcess) -> str:
     target = f"{child.name} (pid {child.pid})"
     stack.expect_end(child)
@@ -80,4 +113,20 @@ FAULTS = (
     Fault("gateway-killed", "`kill -9` of a gateway", _kill_gateway, aim_s=1.0),
     Fault("redis-killed", "`kill -9` of Redis, which keeps its file", _kill_redis),
     Fault("redis-emptied", "`FLUSHALL`", _empty_redis),
+    Fault("workers-killed", "`kill -9` of two workers", _kill_pair(_two_workers, False)),
+    Fault(
+        "workers-killed-apart",
+        "`kill -9` of two workers, 0.5 to 3 s apart",
+        _kill_pair(_two_workers, True),
+    ),
+    Fault(
+        "pair-killed",
+        "`kill -9` of two of worker, leader, gateway and Redis",
+        _kill_pair(_two_parts, False),
+    ),
+    Fault(
+        "pair-killed-apart",
+        "`kill -9` of two of worker, leader, gateway and Redis, 0.5 to 3 s apart",
+        _kill_pair(_two_parts, True),
+    ),
 )

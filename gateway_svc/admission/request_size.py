@@ -7,8 +7,10 @@ interpreter's lock, so that a thread would not help.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import grpc
+
 from gateway_svc.admission.wire_format import FieldCounter
-from quire.service.errors import invalid
+from quire.service.errors import RequestError, failed, invalid
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
@@ -51,11 +53,18 @@ class RequestSize:
         counter = FieldCounter(_MAX_FIELDS, self.max_numbers)
         exceeded = counter.count(data, descriptor)
         if len(data) > self.max_bytes:
-            raise invalid(
-                counter.largest or "request",
+            raise _invalid(
+                counter.largest or "",
                 "REQUEST_TOO_LARGE",
                 f"makes a request of {len(data)} bytes; the model's context needs at most "
                 f"{self.max_bytes}",
             )
         if exceeded is not None:
-            raise invalid(exceeded.path, exceeded.reason, exceeded.description)
+            raise _invalid(exceeded.path, exceeded.reason, exceeded.description)
+
+
+def _invalid(path: str, reason: str, description: str) -> RequestError:
+    """The error that names a field, or none if the path is empty."""
+    if path:
+        return invalid(path, reason, description)
+    return failed(grpc.StatusCode.INVALID_ARGUMENT, reason, f"request: {description}")

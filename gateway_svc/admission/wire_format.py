@@ -22,6 +22,7 @@ _CONTINUED = bytes(range(128, 256))
 class Exceeded:
     """A limit that a request exceeds."""
 
+    # Empty if the request as a whole exceeds it.
     path: str
     reason: str
     description: str
@@ -48,7 +49,7 @@ class FieldCounter:
         try:
             return self._count(data, 0, len(data), descriptor, "", 0)
         except (_MalformedError, IndexError):
-            return Exceeded("request", "MALFORMED_REQUEST", "cannot be parsed")
+            return Exceeded("", "MALFORMED_REQUEST", "cannot be parsed")
 
     def _count(
         self, data: bytes, at: int, end: int, descriptor: "Descriptor", prefix: str, depth: int
@@ -57,7 +58,7 @@ class FieldCounter:
         while at < end:
             if self._num_fields >= self._max_fields:
                 return Exceeded(
-                    path or "request",
+                    path,
                     "TOO_MANY_FIELDS",
                     f"has too many entries: a request has at most {self._max_fields} fields, "
                     "where a packed list of numbers counts as one",
@@ -102,13 +103,7 @@ class FieldCounter:
 
 
 def _path(prefix: str, field: "FieldDescriptor") -> str:
-    """A field's path as errors name it: `prompt` stands for the oneof of this name."""
-    if prefix:
-        return f"{prefix}.{field.name}"
-    oneof = field.containing_oneof
-    if oneof is None or oneof.name != "prompt":
-        return field.name
-    return "prompt" if field.message_type is None else f"prompt.{field.name}"
+    return f"{prefix}.{field.name}" if prefix else field.name
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -9,8 +9,17 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import structlog
 
 from gateway_svc.generation.choice import Choice, ChoiceUpdate, create_choices
+from gateway_svc.generation.prompt_field import with_prompt_field
 from gateway_svc.generation.submission import PreparedRequest
-from gateway_svc.scheduler.events import Accepted, ChoiceEvent, Ended, Event, NewTokens
+from gateway_svc.scheduler.events import (
+    Accepted,
+    ChoiceEvent,
+    Ended,
+    Event,
+    NewTokens,
+    TokenLogprobs,
+    split_prompt_logprobs,
+)
 from gateway_svc.scheduler.multiplexer import Multiplexer
 from gateway_svc.scheduler.request_stream import RequestStream
 from gateway_svc.text.served_model import ServedModel
@@ -30,15 +39,26 @@ class Generation:
     """A request submitted to the scheduler, until all its choices have ended."""
 
     def __init__(
-        self, requests: Multiplexer, stream: RequestStream, create_choices: _CreateChoices
+        self,
+        requests: Multiplexer,
+        stream: RequestStream,
+        create_choices: _CreateChoices,
+        prompt_field: str | None,
     ) -> None:
         self.request_id = stream.request.request_id
         # By index; empty until the acceptance of a request that another gateway submitted.
         self.choices: Sequence[Choice] = ()
         self.first_token_at: float | None = None
+        # One per token of the prompt, known before the first update with tokens; None unless
+        # requested.
+        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        # Events of other choices that arrived before the first token of choice 0, with which the
+        # log-probabilities of the prompt come.
+        self._held: list[ChoiceEvent] = []
         self._requests = requests
         self._stream = stream
         self._create_choices = create_choices
+        self._prompt_field = prompt_field
 
     @property
     def has_ended(self) -> bool:
@@ -73,16 +93,37 @@ class Generation:
         `_CHUNK_TOKENS` tokens, except at the end.
         """
         while not self.has_ended:
-            events = await self._stream.get(self._min_tokens)
+            try:
+                events = await self._stream.get(self._min_tokens)
+            except RequestError as error:
+                raise with_prompt_field(error, self._prompt_field) from error
             if not self.choices and self._stream.state is not None:
                 self.choices = self._create_choices(self._stream.state)
             if Accepted() in events:
                 yield ()
-            for number, chunk in enumerate(_chunk_events(events)):
+            for number, chunk in enumerate(_chunk_events(self._with_prompt(events))):
                 if number:
                     await asyncio.sleep(0)
                 if update := self._process(chunk):
                     yield update
+
+    def _with_prompt(self, events: list[Event]) -> list[Event]:
+        """The events that may be processed: none until the log-probabilities of the prompt are
+        known, if they are wanted."""
+        state = self._stream.state
+        if state is None or not state.HasField("first_prompt_token_id"):
+            return events
+        if self.prompt_logprobs is None:
+            self._held += [event for event in events if not isinstance(event, Accepted)]
+            first = next((one for one in self._held if one.choice == 0), None)
+            if not isinstance(first, NewTokens):
+                return []
+            events, self._held = [*self._held], []
+            self.prompt_logprobs = [
+                TokenLogprobs.of_first(state.first_prompt_token_id),
+                *split_prompt_logprobs(first.prompt_logprobs, state.num_prompt_tokens - 1),
+            ]
+        return events
 
     @property
     def _min_tokens(self) -> int:
@@ -134,15 +175,19 @@ def _split_long_events(events: Iterable[Event]) -> Iterator[ChoiceEvent]:
         for at in range(0, len(event.token_ids), _CHUNK_TOKENS):
             part = slice(at, at + _CHUNK_TOKENS)
             token_ids, logprobs = event.token_ids[part], event.logprobs[part]
-            yield NewTokens(event.choice, event.first_index + at, token_ids, logprobs)
+            of_prompt = b"" if at else event.prompt_logprobs
+            yield NewTokens(event.choice, event.first_index + at, token_ids, logprobs, of_prompt)
 
 
 def start(
     prepared: PreparedRequest, requests: Multiplexer
 ) -> AbstractAsyncContextManager[Generation]:
     """Submit a request. Exiting before its end cancels it, unless it may be resumed."""
-    stream = requests.submit(prepared.submission, prepared.resume_state, _cancel_this_task())
-    return _closing(requests, stream, lambda state: prepared.choices)
+    try:
+        stream = requests.submit(prepared.submission, prepared.resume_state, _cancel_this_task())
+    except RequestError as error:
+        raise with_prompt_field(error, prepared.prompt_field) from error
+    return _closing(requests, stream, lambda state: prepared.choices, prepared.prompt_field)
 
 
 def resume(
@@ -160,7 +205,10 @@ def resume(
     return _closing(
         requests,
         stream,
-        lambda state: create_choices(state, served.get(state.model), request.next_token_indices),
+        lambda state: create_choices(
+            state, served.get(state.model, field=None), request.next_token_indices
+        ),
+        None,
     )
 
 
@@ -173,10 +221,13 @@ def _cancel_this_task() -> Callable[[], object]:
 
 @asynccontextmanager
 async def _closing(
-    requests: Multiplexer, stream: RequestStream, create_choices: _CreateChoices
+    requests: Multiplexer,
+    stream: RequestStream,
+    create_choices: _CreateChoices,
+    prompt_field: str | None,
 ) -> AsyncIterator[Generation]:
     """Yield the request; close its stream and log its end on exit."""
-    generation = Generation(requests, stream, create_choices)
+    generation = Generation(requests, stream, create_choices, prompt_field)
     started_at = time.monotonic()
     end = "cancelled"
     try:

@@ -13,6 +13,7 @@ import grpc
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation import tenant_limits, validation
 from gateway_svc.generation.choice import Choice, create_choices
+from gateway_svc.generation.prompt_field import prompt_field
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.served_model import Model, ModelLimits
@@ -28,6 +29,8 @@ class PreparedRequest:
     model: Model
     submission: scheduler_pb2.Submission
     resume_state: gateway_pb2.ResumeState
+    # The client's field with the prompt.
+    prompt_field: str
     choices: Sequence[Choice]
 
 
@@ -83,8 +86,11 @@ async def prepare(
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if http is not None:
         state.http.CopyFrom(http)
+        if http.echo_logprobs:
+            offsets = await model.text_offsets(prompt_token_ids, http.echo)
+            state.http.echo_offsets.extend(offsets)
     tenant_limits.cap_max_tokens(resolved, state.num_choices, tenant)
-    validation.check_num_logprobs(resolved, state.num_choices)
+    validation.check_num_logprobs(resolved, state.num_choices, len(prompt_token_ids))
     submission = scheduler_pb2.Submission(
         request_id=request_id,
         principal=tenant.principal,
@@ -100,7 +106,9 @@ async def prepare(
         deferred_delivery=_is_deferred(request),
         tenant=tenant.policy() if tenant.principal else None,
     )
-    return PreparedRequest(model, submission, state, create_choices(state, model))
+    return PreparedRequest(
+        model, submission, state, prompt_field(request), create_choices(state, model)
+    )
 
 
 async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimits) -> list[int]:
@@ -111,11 +119,12 @@ async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimit
         case "text":
             token_ids = await model.encode(request.text, True)
         case _:
-            rendered = await model.render("prompt.conversation", request.conversation)
-            validation.check_text("prompt", rendered, limits)
+            rendered = await model.render("conversation", request.conversation)
+            validation.check_text("conversation", rendered, limits)
             token_ids = await model.encode(rendered, False)
-    validation.check_prompt_length(len(token_ids), limits.max_model_len)
-    validation.check_token_ids("prompt", token_ids, limits.vocab_size)
+    field = prompt_field(request)
+    validation.check_prompt_length(field, len(token_ids), limits.max_model_len)
+    validation.check_token_ids(field, token_ids, limits.vocab_size)
     return token_ids
 
 
@@ -140,6 +149,7 @@ def _create_resume_state(
         skip_special_tokens=skip,
         resume_window_s=request.resume_window_s,
         include_stop_str_in_output=params.include_stop_str_in_output,
+        first_prompt_token_id=prompt_token_ids[0] if params.HasField("prompt_logprobs") else None,
     )
 
 

@@ -48,10 +48,11 @@ class TokenizationService:
                 text = rendered = await model.render("conversation", request.conversation)
                 add_special_tokens = False
             case _:
-                raise invalid("input", "NO_INPUT", "is missing; set text or conversation")
+                raise invalid("text", "NO_INPUT", "is missing; set text or conversation")
         token_ids = await model.encode(text, add_special_tokens)
         return _check_size(
-            "input", tokenizer_pb2.TokenizeResponse(token_ids=token_ids, rendered=rendered)
+            request.WhichOneof("input") or "text",
+            tokenizer_pb2.TokenizeResponse(token_ids=token_ids, rendered=rendered),
         )
 
     async def detokenize(

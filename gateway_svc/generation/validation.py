@@ -1,6 +1,6 @@
 """Validates requests and resolves their defaults. Pure; errors name the invalid field.
 
-Fields are named as in the proto; `prompt` stands for the oneof.
+Fields are named by their paths in the request's proto.
 """
 
 import hashlib
@@ -17,11 +17,13 @@ from quire.v1 import inference_pb2
 
 GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerateRequest
 
+# By the name in the oneof, the field with the prompt's content.
+PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "conversation": "conversation"}
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
-# Of all choices together, so that a whole response fits into one message, to the client and from
-# the scheduler.
+# Of the prompt and all choices together, so that a whole response fits into one message, to the
+# client and from the scheduler.
 MAX_LOGPROBS = 2**20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -122,13 +124,13 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     )
 
 
-def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None:
     """A prompt has at least one token, and leaves room for at least one."""
     if num_tokens < 1:
-        raise invalid("prompt", "EMPTY_PROMPT", "has 0 tokens; at least 1 is needed")
+        raise invalid(field, "EMPTY_PROMPT", "has 0 tokens; at least 1 is needed")
     if num_tokens >= max_model_len:
         raise invalid(
-            "prompt",
+            field,
             "PROMPT_TOO_LONG",
             f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, "
             f"as the model's {max_model_len} include at least 1 of output",
@@ -154,13 +156,28 @@ def resolve(
         stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
         # The token itself, beside the most likely ones.
         num_logprobs=num_top + 1 if params.HasField("logprobs") else 0,
+        num_prompt_logprobs=(
+            min(params.prompt_logprobs, limits.vocab_size) + 1
+            if params.HasField("prompt_logprobs")
+            else 0
+        ),
         min_p=params.min_p,
     )
 
 
-def check_num_logprobs(resolved: scheduler_pb2.ResolvedParams, num_choices: int) -> None:
+def check_num_logprobs(
+    resolved: scheduler_pb2.ResolvedParams, num_choices: int, num_prompt_tokens: int
+) -> None:
     """Refuse more log-probabilities than a response can hold."""
-    max_tokens = MAX_LOGPROBS // (max(resolved.num_logprobs, 1) * num_choices)
+    most = MAX_LOGPROBS - num_prompt_tokens * resolved.num_prompt_logprobs
+    if most < 0:
+        raise invalid(
+            "sampling_params.prompt_logprobs",
+            "TOO_MANY_LOGPROBS",
+            f"is {resolved.num_prompt_logprobs - 1}; a prompt of {num_prompt_tokens} tokens "
+            f"allows at most {MAX_LOGPROBS // num_prompt_tokens - 1}",
+        )
+    max_tokens = most // (max(resolved.num_logprobs, 1) * num_choices)
     if resolved.num_logprobs and resolved.max_tokens > max_tokens:
         raise invalid(
             "sampling_params.max_tokens",
@@ -178,16 +195,17 @@ def _seed(request_id: str) -> int:
 def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
     match request.WhichOneof("prompt"):
         case None:
-            raise invalid("prompt", "NO_PROMPT", "is missing; set text, token_ids or conversation")
+            raise invalid("text", "NO_PROMPT", "is missing; set text, token_ids or conversation")
         case "text":
             if not request.text:
-                raise invalid("prompt", "EMPTY_PROMPT", "has 0 characters; at least 1 is needed")
-            check_text("prompt", request.text, limits)
+                raise invalid("text", "EMPTY_PROMPT", "has 0 characters; at least 1 is needed")
+            check_text("text", request.text, limits)
         case "token_ids":
-            check_prompt_length(len(request.token_ids.ids), limits.max_model_len)
-            check_token_ids("prompt.token_ids", request.token_ids.ids, limits.vocab_size)
+            field, token_ids = PROMPT_FIELDS["token_ids"], request.token_ids.ids
+            check_prompt_length(field, len(token_ids), limits.max_model_len)
+            check_token_ids(field, token_ids, limits.vocab_size)
         case "conversation":
-            check_conversation("prompt.conversation", request.conversation, limits)
+            check_conversation("conversation", request.conversation, limits)
 
 
 def _check_template_variables(field: str, conversation: inference_pb2.Conversation) -> None:
@@ -214,6 +232,8 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
         raise _out_of_range("sampling_params.n", params.n, f"1 to {MAX_CHOICES}")
     if params.logprobs > MAX_TOP_LOGPROBS:
         raise _out_of_range("sampling_params.logprobs", params.logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+    if (count := params.prompt_logprobs) > MAX_TOP_LOGPROBS:
+        raise _out_of_range("sampling_params.prompt_logprobs", count, f"0 to {MAX_TOP_LOGPROBS}")
     field = "sampling_params.stop"
     _check_at_most(field, "TOO_MANY_STOP", len(params.stop), MAX_STOP_STRINGS)
     for at, stop in enumerate(params.stop):

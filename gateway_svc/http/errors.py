@@ -41,7 +41,7 @@ _CODES = {
     "UNKNOWN_KEY": "invalid_api_key",
 }
 # Fields of the gRPC API, as `invalid` names them, and what precedes them.
-_PREFIX = re.compile(r"^(sampling_params|prompt\.conversation|prompt|conversation)\.")
+_PREFIX = re.compile(r"^(sampling_params|conversation)\.")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def is_resumable(error: RequestError) -> bool:
 
 
 def _param(field: str, renamed: dict[str, str]) -> str:
-    name = _PREFIX.sub("", field)
+    name = _PREFIX.sub("", field).replace("token_ids.ids", "token_ids", 1)
     head = re.split(r"[.\[]", name, maxsplit=1)[0]
     return renamed.get(head, head) + name[len(head) :]
 

@@ -60,7 +60,13 @@ class GenerationRoutes:
         states = [_state(body, gateway_pb2.FORMAT_COMPLETION, len(messages)) for _ in messages]
         if body.echo:
             await self._set_echoes(body, states)
-        renamed = {"prompt": "prompt", "token_ids": "prompt", "request_id": _REQUEST_ID}
+        elif body.max_tokens == 0:
+            raise invalid(
+                "max_tokens", "MAX_TOKENS_OUT_OF_RANGE", "is 0; must be at least 1 without echo"
+            )
+        renamed = {"text": "prompt", "token_ids": "prompt", "request_id": _REQUEST_ID}
+        if body.prompt_logprobs is None:
+            renamed["prompt_logprobs"] = "logprobs"
         return self._respond(request_id, tenant, body, messages, states, renamed)
 
     async def create_chat_completion(self, request: Request) -> Response:
@@ -71,7 +77,6 @@ class GenerationRoutes:
         messages = [body.message(request_id)]
         states = [_state(body, gateway_pb2.FORMAT_CHAT, 1)]
         renamed = {
-            "prompt": "messages",
             "conversation": "messages",
             "logprobs": "top_logprobs",
             "request_id": _REQUEST_ID,
@@ -125,6 +130,9 @@ class GenerationRoutes:
         if body.stream_options is not None and not body.stream:
             raise invalid("stream_options", "NO_STREAM", "is accepted only with stream = true")
 
+        if body.prompt_logprobs is not None and body.stream:
+            raise invalid("prompt_logprobs", "UNSUPPORTED_FIELD", "is not supported in streams")
+
         async def run(writer: ResponseWriter) -> None:
             updates = self._generations.run(messages, states, tenant)
             if body.stream:
@@ -137,11 +145,11 @@ class GenerationRoutes:
     async def _set_echoes(
         self, body: CompletionRequest, states: list[gateway_pb2.HttpState]
     ) -> None:
-        if body.logprobs is not None:
-            raise invalid("echo", "UNSUPPORTED_FIELD", "is not supported together with logprobs")
         model = self._service.served.get(body.model)
         for prompt, state in zip(body.prompt, states, strict=True):
             state.echo = prompt if isinstance(prompt, str) else await model.decode(prompt, False)
+            state.echo_logprobs = body.has_echo_logprobs
+            state.omit_output = body.max_tokens == 0
 
 
 def _state(
@@ -153,5 +161,6 @@ def _state(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         return_token_ids=bool(body.return_token_ids),
+        return_prompt_logprobs=body.prompt_logprobs is not None,
         num_prompts=num_prompts,
     )

@@ -1,15 +1,18 @@
 """Writes the updates of a request's generations in a format."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
-from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.http.formats.format import Format, Output, Usage
 from gateway_svc.http.generations import PromptUpdate, Updates
 from gateway_svc.http.positions import DONE, Positions
 from gateway_svc.http.response_writer import ResponseWriter
+from quire.internal.v1 import gateway_pb2
 
 # Makes the format at the first update, when the state of a request of another gateway is known.
 MakeFormat = Callable[[Generation], Format]
@@ -47,8 +50,9 @@ async def write_events(
                     continue
                 positions.advance(update.prompt, part)
                 index = update.prompt * num_choices + part.index
+                shown = _shown(part, update.generation)
                 usage = generations.usage()
-                await writer.events(form.events(index, part, usage), str(positions))
+                await writer.events(form.events(index, shown, usage), str(positions))
     assert form is not None
     await writer.events(form.last_events(generations.usage()), DONE)
     await writer.end(DONE)
@@ -60,7 +64,11 @@ async def write_object(updates: Updates, make_format: MakeFormat, writer: Respon
     async with aclosing(updates):
         async for update in updates:
             collector.add(update)
-    await writer.json(200, collector.body())
+    # In a thread if it may take long: a prompt may have a million log-probabilities.
+    is_large = collector.has_prompt_logprobs
+    await writer.json(
+        200, await asyncio.to_thread(collector.body) if is_large else collector.body()
+    )
 
 
 class Collector:
@@ -83,7 +91,14 @@ class Collector:
             for echo in _echoes(generation):
                 outputs[echo.index].add(echo)
         for part in update.parts:
-            outputs[part.index].add(part)
+            output = outputs[part.index]
+            output.add(_shown(part, generation))
+            if generation.state is not None and generation.state.http.return_prompt_logprobs:
+                output.prompt_logprobs = generation.prompt_logprobs
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        return self._generations.have_prompt_logprobs
 
     def body(self) -> dict[str, Any]:
         """The object; at least one update was added."""
@@ -93,13 +108,33 @@ class Collector:
 
 
 def _echoes(generation: Generation) -> list[ChoiceUpdate]:
-    """The prompt's text as the first update of each choice, if the client wants it."""
+    """The prompt's text as the first update of each choice, if the client wants it, without
+    log-probabilities: those are known only with the first token."""
     state = generation.state
-    if state is None or not state.http.echo:
+    if state is None or not state.http.echo or state.http.echo_logprobs:
         return []
     return [
         ChoiceUpdate(choice.index, state.http.echo, (), 0, None) for choice in generation.choices
     ]
+
+
+def _shown(part: ChoiceUpdate, generation: Generation) -> ChoiceUpdate:
+    """What the client receives of an update: with the prompt before the first token, if it has
+    log-probabilities, and without the output if none is wanted."""
+    http = generation.state.http if generation.state is not None else gateway_pb2.HttpState()
+    shown = part
+    if http.omit_output:
+        end = part.end and ChoiceEnd(part.end.num_cached_prompt_tokens)
+        shown = ChoiceUpdate(part.index, "", (), part.first_index, end)
+    if http.echo_logprobs and part.first_index == 0 and part.token_ids:
+        assert generation.prompt_logprobs is not None
+        shown = replace(
+            shown,
+            text=http.echo + shown.text,
+            logprobs=(*generation.prompt_logprobs, *shown.logprobs),
+            text_offsets=(*http.echo_offsets, *shown.text_offsets),
+        )
+    return shown
 
 
 class _Generations:
@@ -111,10 +146,18 @@ class _Generations:
     def add(self, update: PromptUpdate) -> None:
         self._by_prompt[update.prompt] = update.generation
 
+    @property
+    def have_prompt_logprobs(self) -> bool:
+        return any(one.prompt_logprobs is not None for one in self._by_prompt.values())
+
     def usage(self) -> Usage:
         found = self._by_prompt.values()
         return Usage(
             sum(generation.num_prompt_tokens for generation in found),
-            sum(generation.num_tokens for generation in found),
+            sum(generation.num_tokens for generation in found if not _omits_output(generation)),
             sum(generation.num_cached_prompt_tokens for generation in found),
         )
+
+
+def _omits_output(generation: Generation) -> bool:
+    return generation.state is not None and generation.state.http.omit_output

@@ -29,7 +29,6 @@ from quire.service.errors import RequestError, failed
 _READ_S = 0.5
 _PREFIX = "resp_"
 _NAMES = {
-    "prompt": "input",
     "conversation": "input",
     "messages": "input",
     "max_tokens": "max_output_tokens",

@@ -1,12 +1,14 @@
 """`InferenceService`: generation, resumption and cancellation."""
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.rpc import responses
 from gateway_svc.rpc.call_interceptor import Context
+from gateway_svc.rpc.deadlines import ended_at_deadline
 from quire.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -25,44 +27,50 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         with self._metrics.request() as times:
-            prepared = await self._generations.prepare(
-                request, context.time_remaining(), self._tenant_of(context)
-            )
-            builder = responses.ResponseBuilder(prepared.model)
-            async with self._generations.start(prepared) as running:
-                async for update in times.measure(running.updates()):
-                    builder.add(update)
-        return builder.build(running)
+            async with self._until_deadline(context):
+                prepared = await self._generations.prepare(
+                    request, context.time_remaining(), self._tenant_of(context)
+                )
+                builder = responses.ResponseBuilder(prepared.model)
+                async with self._generations.start(prepared) as running:
+                    async for update in times.measure(running.updates()):
+                        builder.add(update)
+        return await builder.build(running)
 
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.StreamGenerateRequest, context: Context
     ) -> None:
         # Written, not yielded, so that the call of a slow client can still end with a status.
         with self._metrics.request() as times:
-            prepared = await self._generations.prepare(
-                request, context.time_remaining(), self._tenant_of(context)
-            )
-            async with self._generations.start(prepared) as running:
-                async for update in times.measure(running.updates()):
-                    response = responses.stream_response(
-                        running, prepared.model, update, inference_pb2.StreamGenerateResponse
-                    )
-                    await context.write(response)
+            async with self._until_deadline(context):
+                prepared = await self._generations.prepare(
+                    request, context.time_remaining(), self._tenant_of(context)
+                )
+                async with self._generations.start(prepared) as running:
+                    async for update in times.measure(running.updates()):
+                        response = await responses.stream_response(
+                            running, prepared.model, update, inference_pb2.StreamGenerateResponse
+                        )
+                        await context.write(response)
 
     async def ResumeGenerate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.ResumeGenerateRequest, context: Context
     ) -> None:
         with self._metrics.resumed_request() as times:
-            model = self._generations.served.get(None)
-            async with self._generations.resume(request, self._tenant_of(context)) as running:
-                async for update in times.measure(running.updates()):
-                    response = responses.stream_response(
-                        running, model, update, inference_pb2.ResumeGenerateResponse
-                    )
-                    await context.write(response)
+            async with self._until_deadline(context):
+                model = self._generations.served.get(None)
+                async with self._generations.resume(request, self._tenant_of(context)) as running:
+                    async for update in times.measure(running.updates()):
+                        response = await responses.stream_response(
+                            running, model, update, inference_pb2.ResumeGenerateResponse
+                        )
+                        await context.write(response)
 
     async def CancelGenerate(  # noqa: N802
         self, request: inference_pb2.CancelGenerateRequest, context: Context
     ) -> inference_pb2.CancelGenerateResponse:
         await self._generations.cancel(request.request_id, self._tenant_of(context))
         return inference_pb2.CancelGenerateResponse()
+
+    def _until_deadline(self, context: Context) -> AbstractAsyncContextManager[None]:
+        return ended_at_deadline(context.time_remaining(), self._generations.scheduler.outages)

@@ -1,6 +1,7 @@
 """Converts choice updates to the API's messages."""
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
@@ -10,19 +11,25 @@ from gateway_svc.text.detokenizer import TokenTexts
 from gateway_svc.text.served_model import Model
 from quire.v1 import inference_pb2
 
+# Tokens of a prompt converted at a time: some milliseconds of work.
+_CHUNK_TOKENS = 256
+
 R = TypeVar("R", inference_pb2.StreamGenerateResponse, inference_pb2.ResumeGenerateResponse)
 _ChoiceMessage = inference_pb2.ChoiceDelta | inference_pb2.Choice
 
 
-def stream_response(
-    running: Generation, model: Model, update: Iterable[ChoiceUpdate], kind: type[R]
+async def stream_response(
+    running: Generation, model: Model, update: Sequence[ChoiceUpdate], kind: type[R]
 ) -> R:
-    return kind(
+    response = kind(
         request_id=running.request_id,
         model=model.name,
         deltas=[_delta(part, model.token_texts) for part in update],
         usage=_usage(running) if running.has_ended else None,
     )
+    if any(part.index == part.first_index == 0 and part.token_ids for part in update):
+        await _fill_prompt_logprobs(response, running, model.token_texts)
+    return response
 
 
 class ResponseBuilder:
@@ -46,13 +53,14 @@ class ResponseBuilder:
             if part.end is not None:
                 _set_finish(choice, part.end)
 
-    def build(self, running: Generation) -> inference_pb2.GenerateResponse:
+    async def build(self, running: Generation) -> inference_pb2.GenerateResponse:
         """Complete the response, after all updates of a request that has ended were added."""
         response = self._response
         response.request_id = running.request_id
         for choice, texts in zip(response.choices, self._texts, strict=True):
             choice.text = "".join(texts)
         response.usage.CopyFrom(_usage(running))
+        await _fill_prompt_logprobs(response, running, self._model.token_texts)
         return response
 
 
@@ -67,6 +75,19 @@ def _delta(update: ChoiceUpdate, texts: TokenTexts) -> inference_pb2.ChoiceDelta
     if update.end is not None:
         _set_finish(delta, update.end)
     return delta
+
+
+async def _fill_prompt_logprobs(
+    message: inference_pb2.GenerateResponse | R, running: Generation, texts: TokenTexts
+) -> None:
+    """Yields to the event loop now and then: a prompt may have a million of them."""
+    if running.prompt_logprobs is None:
+        return
+    message.prompt_logprobs.add()
+    for at, logprobs in enumerate(running.prompt_logprobs[1:], 1):
+        _fill_logprobs(message.prompt_logprobs.add(), logprobs, texts)
+        if at % _CHUNK_TOKENS == 0:
+            await asyncio.sleep(0)
 
 
 def _fill_all_logprobs(message: _ChoiceMessage, update: ChoiceUpdate, texts: TokenTexts) -> None:

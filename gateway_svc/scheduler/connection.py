@@ -15,6 +15,7 @@ from gateway_svc.scheduler.leader_discovery import (
     connect,
 )
 from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
+from gateway_svc.scheduler.outages import Outage, Outages
 from gateway_svc.scheduler.send_queue import SendQueue
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from quire.service.addresses import NameResolver
@@ -48,6 +49,7 @@ class SchedulerConnection:
         self.requests = requests
         # The longest sequence that workers accept, as last reported; None until then.
         self.max_model_len: int | None = None
+        self.outages = Outages()
         self._resolver = NameResolver(addresses)
         self._tls = tls
         self._discovery = LeaderDiscovery(self._resolver, self._connect)
@@ -113,6 +115,7 @@ class SchedulerConnection:
                 reason = await self._run_stream(leader)
             finally:
                 self._leader = None
+                self.outages.set(Outage.SCHEDULER)
                 self.requests.on_disconnected()
                 leader.call.cancel()
                 await leader.channel.close()
@@ -177,6 +180,7 @@ class SchedulerConnection:
             if hello.HasField("max_model_len"):
                 self.max_model_len = hello.max_model_len
             self._was_connected.set()
+            self.outages.set(None if hello.ready else Outage.WORKER)
             self._on_state(None if hello.ready else "no worker has joined the scheduler")
         self.requests.deliver(frame)
 

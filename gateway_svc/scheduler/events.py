@@ -1,9 +1,11 @@
 """Events of a request, decoded from the scheduler's frames. Pure."""
 
+import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
+from typing import Self
 
 from google.rpc import error_details_pb2, status_pb2
 
@@ -27,6 +29,11 @@ class TokenLogprobs:
 
     packed: bytes
 
+    @classmethod
+    def of_first(cls, token_id: int) -> Self:
+        """Of the first token of a prompt, which has none: a single entry, not a number."""
+        return cls(_LOGPROB_ENTRY.pack(token_id, math.nan, 0))
+
     def entries(self) -> Iterator[tuple[int, float, int]]:
         """Yield the token id, log-probability and rank of each entry."""
         return _LOGPROB_ENTRY.iter_unpack(self.packed)
@@ -44,6 +51,8 @@ class NewTokens:
     token_ids: tuple[int, ...]
     # One per token; empty unless requested.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # Of the prompt's tokens after the first one, packed; with the first token of choice 0.
+    prompt_logprobs: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -73,13 +82,26 @@ def decode_tokens(deltas: scheduler_pb2.TokenDeltas) -> list[tuple[int, NewToken
         _unpack_logprobs(deltas),
         strict=True,
     )
+    of_prompts = {found.entry: found.logprobs for found in deltas.prompt_logprobs}
     decoded: list[tuple[int, NewTokens]] = []
     start = 0
     for attachment, choice, first_index, count, logprobs in entries:
         ids = token_ids[start : start + count]
-        decoded.append((attachment, NewTokens(choice, first_index, ids, logprobs)))
+        of_prompt = of_prompts.get(len(decoded), b"")
+        decoded.append((attachment, NewTokens(choice, first_index, ids, logprobs, of_prompt)))
         start += count
     return decoded
+
+
+def split_prompt_logprobs(packed: bytes, num_tokens: int) -> list[TokenLogprobs]:
+    """Split the log-probabilities of a prompt's tokens, equally many for each.
+    LogprobsMismatchError if they cannot be."""
+    if num_tokens == 0:
+        return []
+    width, rest = divmod(len(packed), num_tokens)
+    if not width or rest or width % _LOGPROB_ENTRY.size:
+        raise LogprobsMismatchError(f"{len(packed)} bytes for {num_tokens} tokens of a prompt")
+    return [TokenLogprobs(packed[at : at + width]) for at in range(0, len(packed), width)]
 
 
 def decode_end(end: scheduler_pb2.ChoiceEnd) -> Ended:

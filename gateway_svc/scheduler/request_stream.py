@@ -128,7 +128,9 @@ class RequestStream:
         if new := event.token_ids[num_received:]:
             self.next_indices[event.choice] += len(new)
             self.num_gaps = 0
-            tokens = NewTokens(event.choice, next_index, new, event.logprobs[num_received:])
+            of_prompt = b"" if num_received else event.prompt_logprobs
+            logprobs = event.logprobs[num_received:]
+            tokens = NewTokens(event.choice, next_index, new, logprobs, of_prompt)
             self._put_tokens(tokens, is_replayed)
         return True
 

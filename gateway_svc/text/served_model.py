@@ -12,8 +12,9 @@ from google.protobuf import json_format
 from gateway_svc.text.chat_template import TemplateError
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.model_files import ModelFiles
+from gateway_svc.text.text_offsets import text_offsets
 from gateway_svc.text.token_bytes import TokenBytes
-from quire.service.errors import RequestError, invalid, unavailable
+from quire.service.errors import RequestError, failed, invalid, unavailable
 from quire.v1 import inference_pb2
 
 T = TypeVar("T")
@@ -83,6 +84,10 @@ class Model:
 
         return await self._in_thread(work)
 
+    async def text_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """The characters of a tokenized text before each token."""
+        return await self._in_thread(lambda: text_offsets(self.vocabulary, token_ids, text))
+
     async def render(self, field: str, conversation: inference_pb2.Conversation) -> str:
         """Render a conversation. RequestError at `field` if the chat template refuses it. The
         model must have a template.
@@ -142,9 +147,9 @@ class ServedModel:
     def set(self, model: Model) -> None:
         self._model = model
 
-    def get(self, name: str | None, field: str = "model") -> Model:
-        """Return the model; None for `name` matches any. RequestError NOT_FOUND if another model
-        is requested, UNAVAILABLE before the model is loaded.
+    def get(self, name: str | None, field: str | None = "model") -> Model:
+        """Return the model; None for `name` matches any. RequestError NOT_FOUND, at `field` if the
+        request has one, if another model is requested; UNAVAILABLE before the model is loaded.
         """
         if name is not None and name != self.name:
             raise _unknown(field, name, self.name)
@@ -153,6 +158,8 @@ class ServedModel:
         return self._model
 
 
-def _unknown(field: str, name: str, served: str) -> RequestError:
+def _unknown(field: str | None, name: str, served: str) -> RequestError:
     description = f"no model {name[:256]!r} is served here, only {served!r}"
+    if field is None:
+        return failed(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL", description)
     return replace(invalid(field, "UNKNOWN_MODEL", description), code=grpc.StatusCode.NOT_FOUND)

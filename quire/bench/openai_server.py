@@ -1,6 +1,8 @@
 """Streams of an OpenAI-compatible server under load, from its completions endpoint."""
 
+import ssl
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -19,11 +21,18 @@ class OpenAIServer:
     name = "openai"
 
     def __init__(
-        self, url: str, model: str, temperature: float, ignore_eos: bool, api_key: str | None
+        self,
+        url: str,
+        model: str,
+        temperature: float,
+        ignore_eos: bool,
+        api_key: str | None,
+        ca: Path | None = None,
     ) -> None:
         """`url` is the API's base; a URL without a path is extended by `/v1`. `ignore_eos` sets two
-        fields of vLLM, `ignore_eos` and `return_token_ids`, which other servers may refuse."""
-        self._client = _client(url, api_key)
+        fields of vLLM, `ignore_eos` and `return_token_ids`, which other servers may refuse.
+        `ca` has the authorities that `https://` is verified by; None: public ones."""
+        self._client = _client(url, api_key, ca)
         self._shared: dict[str, Any] = {
             "model": model,
             "temperature": temperature,
@@ -54,11 +63,15 @@ class OpenAIServer:
         await self._client.aclose()
 
 
-def served_model(url: str, api_key: str | None) -> str:
+def served_model(url: str, api_key: str | None, ca: Path | None = None) -> str:
     """The first model that the server lists. ValueError if the response is invalid."""
     try:
         response = httpx2.get(
-            f"{_base(url)}/models", headers=_headers(api_key), timeout=_TIMEOUT_S, trust_env=False
+            f"{_base(url)}/models",
+            headers=_headers(api_key),
+            timeout=_TIMEOUT_S,
+            trust_env=False,
+            verify=_verify(ca),
         )
         return str(response.raise_for_status().json()["data"][0]["id"])
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -101,7 +114,7 @@ def message_of(data: str) -> Message:
     return Message(len(choice.token_ids), choice.token_ids, counted)
 
 
-def _client(url: str, api_key: str | None) -> httpx2.AsyncClient:
+def _client(url: str, api_key: str | None, ca: Path | None) -> httpx2.AsyncClient:
     """A client without limits of connections or time and without a proxy: they would distort
     the measurement."""
     return httpx2.AsyncClient(
@@ -110,7 +123,12 @@ def _client(url: str, api_key: str | None) -> httpx2.AsyncClient:
         timeout=None,
         limits=httpx2.Limits(max_connections=None),
         trust_env=False,
+        verify=_verify(ca),
     )
+
+
+def _verify(ca: Path | None) -> ssl.SSLContext | bool:
+    return True if ca is None else ssl.create_default_context(cafile=ca)
 
 
 def _base(url: str) -> str:

@@ -24,7 +24,7 @@ from quire.cli.status_json import status_json
 from quire.cli.status_report import report
 from quire.client.errors import QuireError
 from quire.client.health_probe import is_serving
-from quire.client.operations import DEFAULT_SCHEDULER, Operations
+from quire.client.operations import DEFAULT_SCHEDULER, LEADER_FAILS, Operations
 from quire.client.targets import DEFAULT_TARGET, check_target
 from quire.internal.v1.operations_pb2 import GetStatusResponse
 from quire.launcher.services import running_schedulers
@@ -153,7 +153,9 @@ def _watch(
         try:
             now = operations.status(with_block_maps=True, timeout_s=_RESPONSE_TIMEOUT_S)
         except QuireError as error:
-            if error.code not in _TRANSIENT:
+            # Nothing responds at the leader's address, which may not be meant for this host.
+            is_unreachable = before is None and error.reason == LEADER_FAILS
+            if error.code not in _TRANSIENT or is_unreachable:
                 raise
             show_failure(error)
         else:

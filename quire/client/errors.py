@@ -24,6 +24,7 @@ class QuireError(Exception):
         reason: str | None = None,
         retry_after_s: float | None = None,
         resumable: bool = False,
+        leader: str | None = None,
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
@@ -37,6 +38,8 @@ class QuireError(Exception):
         # The request can continue: a stream by `resume`, others by a retry with the same id. The
         # client has already retried for its `resume_timeout_s`.
         self.resumable = resumable
+        # The scheduler that leads, if a standby has named it.
+        self.leader = leader
 
 
 class InvalidArgumentError(QuireError):
@@ -120,6 +123,7 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
         reason=info.reason if info else None,
         retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
         resumable=resumable,
+        leader=info.metadata.get("leader") if info else None,
     )
 
 

@@ -1,6 +1,6 @@
 """Outputs of requests, named as in vLLM."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -42,7 +42,8 @@ class Logprob:
     decoded_token: str
 
 
-# By token id: the sampled token first, then the other most likely tokens in order of rank.
+# By token id: the sampled token, or that of the prompt, first, then the other most likely tokens in
+# order of rank.
 TokenLogprobs: TypeAlias = dict[int, Logprob]
 
 
@@ -84,6 +85,9 @@ class RequestOutput:
     # In order of their indices.
     outputs: list[CompletionOutput]
     usage: Usage
+    # One per token of the prompt; the first one is None. None unless
+    # `SamplingParams.prompt_logprobs` is set.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -131,6 +135,8 @@ class RequestDelta:
     outputs: list[CompletionDelta]
     # In the last message only.
     usage: Usage | None
+    # As in `RequestOutput`, in the message with the first token of completion 0; otherwise None.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -146,6 +152,7 @@ class RequestDelta:
             model=message.model,
             outputs=[CompletionDelta.from_proto(delta) for delta in message.deltas],
             usage=Usage.from_proto(message.usage) if message.HasField("usage") else None,
+            prompt_logprobs=prompt_logprobs_from(message.prompt_logprobs),
         )
 
 
@@ -170,6 +177,13 @@ class Model:
             eos_token_ids=list(model.eos_token_ids),
             has_chat_template=model.has_chat_template,
         )
+
+
+def prompt_logprobs_from(
+    messages: Sequence[inference_pb2.TokenLogprobs],
+) -> list[TokenLogprobs | None] | None:
+    """None if there are no messages."""
+    return [None, *_logprobs(messages[1:])] if messages else None
 
 
 def _logprobs(messages: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs]:

@@ -18,7 +18,12 @@ from quire.client.arguments import (
     check_token_ids,
     wrong_type,
 )
-from quire.client.outputs import CompletionOutput, RequestOutput, Usage
+from quire.client.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    Usage,
+    prompt_logprobs_from,
+)
 from quire.client.prompts import (
     Conversation,
     Prompt,
@@ -79,6 +84,7 @@ def request_output(
         prompt_token_ids=list(request.token_ids.ids) if request.HasField("token_ids") else None,
         outputs=[CompletionOutput.from_proto(choice) for choice in response.choices],
         usage=Usage.from_proto(response.usage),
+        prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),
     )
 
 

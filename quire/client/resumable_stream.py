@@ -59,6 +59,7 @@ class ResumableStream:
     def take(self, message: StreamResponse) -> RequestDelta | None:
         """The new part of a message; None if there is none. QuireError if tokens are missing."""
         delta = RequestDelta.from_proto(message)
+        has_prompt = self._have(0) > 0
         outputs = [output for output in delta.outputs if self._is_new(output)]
         for output in outputs:
             self._record(output)
@@ -68,7 +69,8 @@ class ResumableStream:
             return None
         self._is_reported = True
         self.retry_policy.record_progress()
-        return RequestDelta(delta.request_id, delta.model, outputs, delta.usage)
+        of_prompt = None if has_prompt else delta.prompt_logprobs
+        return RequestDelta(delta.request_id, delta.model, outputs, delta.usage, of_prompt)
 
     def backoff_s(self, error: QuireError) -> float:
         """Record a failure; return the delay of the retry. Raises the error if it is final."""

@@ -48,6 +48,9 @@ class SamplingParams:
     # Returns the log-probabilities of each sampled token and of this many most likely ones, 0 to
     # 20; the default returns none.
     logprobs: int | None = None
+    # Returns the log-probabilities of each token of the prompt but the first, and of this many most
+    # likely ones in its place, 0 to 20; the default returns none.
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature)
@@ -63,6 +66,7 @@ class SamplingParams:
         check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         check_integer("n", self.n, UINT32_MAX)
         check_integer("logprobs", self.logprobs, UINT32_MAX)
+        check_integer("prompt_logprobs", self.prompt_logprobs, UINT32_MAX)
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -80,6 +84,7 @@ class SamplingParams:
             include_stop_str_in_output=self.include_stop_str_in_output,
             n=self.n,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

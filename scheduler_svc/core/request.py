@@ -33,7 +33,7 @@ class Params:
     max_tokens: int
     # Entries per sampled token: 0 for none, k + 1 for the token itself and the top k.
     num_logprobs: int = 0
-    # The same for prompt tokens. Always 0: no public parameter requests them yet.
+    # The same for prompt tokens.
     num_prompt_logprobs: int = 0
     min_p: float = 0.0
 
@@ -50,11 +50,23 @@ class Delivery:
     token_ids: list[int] = field(default_factory=list)  # concatenated
     # Packed, a string per entry, empty where not requested.
     logprobs: list[bytes] = field(default_factory=list)
+    # Of prompts, as above, but with the first token of choice 0; no strings if no entry has any.
+    prompt_logprobs: list[bytes] = field(default_factory=list)
 
     def add(
-        self, attachment: int, choice: int, first: int, token_ids: list[int], logprobs: bytes
+        self,
+        attachment: int,
+        choice: int,
+        first: int,
+        token_ids: list[int],
+        logprobs: bytes,
+        prompt_logprobs: bytes = b"",
     ) -> None:
         """Add an entry: a choice's tokens from the index `first` on."""
+        if prompt_logprobs or self.prompt_logprobs:
+            missing = len(self.attachments) - len(self.prompt_logprobs)
+            self.prompt_logprobs += [b""] * missing
+            self.prompt_logprobs.append(prompt_logprobs)
         self.attachments.append(attachment)
         self.choices.append(choice)
         self.first_indices.append(first)
@@ -73,6 +85,7 @@ class Delivery:
                 self.first_indices[at],
                 self.token_ids[ends[at] - self.num_tokens[at] : ends[at]],
                 self.logprobs[at] if self.logprobs else b"",
+                self.prompt_logprobs[at] if self.prompt_logprobs else b"",
             )
         return part
 

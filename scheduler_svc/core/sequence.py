@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.service.errors import RequestError
+from scheduler_svc.core.crashes import LoneCrashes
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.request import Delivery, End, EndReason, Params
 from scheduler_svc.store.hashing import HashChain
@@ -99,6 +100,9 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     # Of the output, packed; empty unless requested.
     logprobs: bytearray = field(default_factory=bytearray)
+    # Of the prompt's tokens after the first one, as far as they are known; those of the request are
+    # at its first choice.
+    prompt_logprobs: bytearray = field(default_factory=bytearray)
 
     # Set when the model is known, before the sequence is first placed.
     chain: HashChain | None = None
@@ -129,6 +133,8 @@ class Sequence:
     last_step: int = 0
     # A worker was lost in a step that ran it: it runs alone next time.
     is_suspect: bool = False
+    suspected_at: float = 0.0  # of time.monotonic
+    lone_crashes: LoneCrashes = field(default_factory=LoneCrashes)
 
     # The number of changes of the principal among dispatched sequences, at its dispatch.
     dispatch_number: int = 0
@@ -148,9 +154,21 @@ class Sequence:
         return self.group.sequences[0] is self
 
     @property
-    def computes_prompt(self) -> bool:
-        """Whether cache hits would skip wanted log-probabilities; never yet, see `Params`."""
-        return self.group.params.num_prompt_logprobs > 0
+    def num_wanted_prompt_logprobs(self) -> int:
+        """Entries per prompt token; 0 if none are requested, or all are known."""
+        wanted = self.group.params.num_prompt_logprobs
+        if not (wanted and self.is_first):
+            return 0
+        num_known = len(self.prompt_logprobs) // (wanted * ENTRY_BYTES)
+        return wanted if num_known < self.num_prompt_tokens - 1 else 0
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Leading tokens that may be cache hits. A token that is not computed gives no
+        log-probability of the next one, so there are none until all those before are known."""
+        if wanted := self.num_wanted_prompt_logprobs:
+            return len(self.prompt_logprobs) // (wanted * ENTRY_BYTES)
+        return len(self.token_ids)
 
     @property
     def num_wanted_rows(self) -> int:
@@ -215,6 +233,16 @@ class Sequence:
     def logprobs_bytes(self) -> int:
         """Packed size per output token."""
         return self.group.params.num_logprobs * ENTRY_BYTES
+
+    def add_prompt_logprobs(self, first: int, packed: bytes) -> None:
+        """Add those of the prompt's tokens from the index `first` on; what is known is kept.
+        ValueError if there is a gap, or the size is wrong."""
+        width = self.group.params.num_prompt_logprobs * ENTRY_BYTES
+        num_known = len(self.prompt_logprobs) - (first - 1) * width
+        most = (self.num_prompt_tokens - first) * width
+        if not (first > 0 and num_known >= 0 and len(packed) <= most):
+            raise ValueError(f"log-probabilities of prompt tokens from {first} on, {num_known}")
+        self.prompt_logprobs += packed[num_known:]
 
     def logprobs_of(self, first: int, end: int) -> bytes:
         """Packed log-probabilities of output tokens [first, end); empty unless requested."""

@@ -9,6 +9,7 @@ import structlog
 from quire.service.addresses import NameResolver
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS
+from scheduler_svc.core.crashes import CrashHistory
 from scheduler_svc.core.policy import blocks_for
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.detached_pools import DetachedPools
@@ -71,6 +72,7 @@ class Discovery:
         self._halting = False
         self._tls = tls
         self._detached = DetachedPools(store, record_writer, leader_steps)
+        self._crashes = CrashHistory()
 
     async def run(self) -> None:
         """Keep lanes to all workers until halted. An unexpected error of any lane ends it."""
@@ -193,7 +195,7 @@ class Discovery:
             await lane.run()
         except LaneLost as error:
             why = str(error)
-            lane.mark_suspects(error)
+            lane.mark_suspects(error, self._crashes)
             raise
         except BaseException as error:
             why = str(error) or type(error).__name__

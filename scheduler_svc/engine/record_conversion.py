@@ -13,8 +13,9 @@ from scheduler_svc.core.sequence import Group, NullSubscriber, Sequence
 from scheduler_svc.store.requests import Ending, RequestRecord, RequestState, StoredRequest
 from scheduler_svc.store.types import JournalEntry
 
-# The journaled token ranges of one sequence: first index, tokens, packed log-probabilities.
-Ranges = list[tuple[int, list[int], bytes]]
+# The journaled token ranges of one sequence: first index, tokens, packed log-probabilities of them
+# and of the prompt.
+Ranges = list[tuple[int, list[int], bytes, bytes]]
 
 
 def group_of(record: RequestRecord) -> Group:
@@ -45,15 +46,19 @@ def group_of(record: RequestRecord) -> Group:
 def from_record(stored: StoredRequest, journaled: Mapping[int, Ranges]) -> Group:
     """Build the group of a stored request from its record and the journaled token ranges."""
     group = group_of(stored.record)
+    group.sequences[0].prompt_logprobs += stored.prompt_logprobs
     for sequence in group.sequences:
         token_ids = list(stored.output_token_ids.get(sequence.choice, ()))
         sequence.logprobs += stored.output_logprobs.get(sequence.choice, b"")
         sequence.num_recorded = len(token_ids)
-        for first, tokens, logprobs in sorted(journaled.get(sequence.sequence_id, ())):
+        for first, tokens, logprobs, prompt_logprobs in sorted(
+            journaled.get(sequence.sequence_id, ())
+        ):
             # A range may overlap the known tokens; one after a gap, from lost writes, is skipped.
             if (num_known := len(token_ids) - first) >= 0:
                 token_ids += tokens[num_known:]
                 sequence.logprobs += logprobs[num_known * sequence.logprobs_bytes :]
+                sequence.prompt_logprobs += prompt_logprobs[len(sequence.prompt_logprobs) :]
         sequence.token_ids.extend(token_ids)
         sequence.num_journaled = len(token_ids)
         sequence.num_tokens = len(sequence.token_ids)
@@ -69,15 +74,18 @@ def ranges_of(entries: Iterable[JournalEntry]) -> dict[int, Ranges]:
     ranges: dict[int, Ranges] = {}
     for entry in entries:
         stored, start = entry.token_ranges, 0
-        for sequence_id, first, end, logprobs in zip(
+        none = [b""] * len(stored.sequence_ids)
+        for sequence_id, first, end, logprobs, prompt_logprobs in zip(
             stored.sequence_ids,
             stored.first_indices,
             stored.next_indices,
-            stored.logprobs or [b""] * len(stored.sequence_ids),
+            stored.logprobs or none,
+            stored.prompt_logprobs or none,
             strict=True,
         ):
             token_ids = list(stored.token_ids[start : start + end - first])
-            ranges.setdefault(sequence_id, []).append((first, token_ids, logprobs))
+            entry_range = (first, token_ids, logprobs, prompt_logprobs)
+            ranges.setdefault(sequence_id, []).append(entry_range)
             start += end - first
     return ranges
 
@@ -108,6 +116,7 @@ def to_record(group: Group) -> StoredRequest:
         RequestState.LIVE,
         output_token_ids={other.choice: other.journaled for other in group.sequences},
         output_logprobs=logprobs,
+        prompt_logprobs=bytes(first.prompt_logprobs) if first.num_journaled else b"",
     )
 
 

@@ -118,4 +118,5 @@ def _range_of(sequence: Sequence) -> OutputRange:
         first,
         sequence.journaled[first:],
         sequence.logprobs_of(first, end),
+        bytes(sequence.prompt_logprobs) if first == 0 else b"",
     )

@@ -151,6 +151,16 @@ class GatewayConnection:
             self._add_new(self._buffer.take_all())
 
     def _add_new(self, delivery: Delivery) -> None:
+        if delivery.prompt_logprobs:
+            # One by one, because together they may be larger than a message. They do not count as
+            # unread: a request has them once, and no more than its own limit.
+            for at in range(len(delivery.attachments)):
+                self._begin_frame_if_large()
+                self._add_to_frame(delivery.part([at]))
+        else:
+            self._add_to_frame(delivery)
+
+    def _add_to_frame(self, delivery: Delivery) -> None:
         if delivery.token_ids:
             self._num_new_tokens += len(delivery.token_ids) + num_entries(delivery)
             self._frames[-1].add(delivery)

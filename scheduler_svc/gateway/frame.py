@@ -30,6 +30,10 @@ class Frame:
             )
             self._logprobs += delivery.logprobs
             self._num_entries += num_entries(delivery)
+        for at, packed in enumerate(delivery.prompt_logprobs):
+            if packed:
+                deltas.prompt_logprobs.add(entry=len(deltas.num_tokens) + at, logprobs=packed)
+                self._num_entries += len(packed) // ENTRY_BYTES
         deltas.attachments.extend(delivery.attachments)
         deltas.choices.extend(delivery.choices)
         deltas.first_indices.extend(delivery.first_indices)

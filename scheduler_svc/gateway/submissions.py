@@ -214,6 +214,8 @@ def validation_error(submission: _Submission) -> RequestError | None:
         return _out_of_range("n", f"is {submission.n}; must be 1 to {MAX_CHOICES}")
     if submission.params.num_logprobs > MAX_NUM_LOGPROBS:
         return _out_of_range("logprobs", f"must be at most {MAX_NUM_LOGPROBS - 1}")
+    if submission.params.num_prompt_logprobs > MAX_NUM_LOGPROBS:
+        return _out_of_range("prompt_logprobs", f"must be at most {MAX_NUM_LOGPROBS - 1}")
     return None
 
 

@@ -101,7 +101,8 @@ def add_deliverable(delivery: Delivery, attachment: int, sequence: Sequence, fir
     end = first + len(token_ids)
     if token_ids:
         packed = sequence.logprobs_of(first, end)
-        delivery.add(attachment, sequence.choice, first, token_ids, packed)
+        of_prompt = bytes(sequence.prompt_logprobs) if first == 0 else b""
+        delivery.add(attachment, sequence.choice, first, token_ids, packed, of_prompt)
     return end
 
 

@@ -79,10 +79,11 @@ class Assignments:
 
     def matchable(self, sequence: Sequence) -> list[bytes]:
         """Hashes of the blocks that may be cache hits."""
-        if not self._pool.pool.enable_prefix_caching or sequence.computes_prompt:
+        if not self._pool.pool.enable_prefix_caching:
             return []
-        num_blocks = num_matchable_blocks(len(sequence.token_ids), self._limits.block_size)
-        return sequence.hashes()[:num_blocks]
+        block_size = self._limits.block_size
+        num_blocks = num_matchable_blocks(len(sequence.token_ids), block_size)
+        return sequence.hashes()[: min(num_blocks, sequence.num_cacheable_tokens // block_size)]
 
     def requeue_ended(self) -> None:
         """Requeue assigned sequences that have ended; all of them while draining."""

@@ -41,4 +41,5 @@ def _all_tokens(builder: StepBuilder) -> Delivery:
         num_tokens=list(map(sub, ranges.next_indices, ranges.first_indices)),
         token_ids=ranges.token_ids,
         logprobs=ranges.logprobs,
+        prompt_logprobs=ranges.prompt_logprobs,
     )

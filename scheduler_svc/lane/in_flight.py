@@ -2,6 +2,8 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import mul
 
 from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.logprobs import ENTRY_BYTES, pack_logprobs
@@ -57,6 +59,8 @@ class CompletedStep:
     # Packed, a string per token; no strings at all if no sequence requests any.
     logprobs: list[bytes] = field(default_factory=list)
     failures: list[tuple[Sequence, str]] = field(default_factory=list)
+    # Of prompts: the index of the first token, and packed strings.
+    prompt_logprobs: list[tuple[Sequence, int, bytes]] = field(default_factory=list)
 
 
 class InFlightSteps:
@@ -103,9 +107,12 @@ def _completed(in_flight: InFlightStep, result: worker_pb2.StepResult) -> Comple
     sampled_rows, token_ids = list(result.sampled_rows), list(result.sampled_token_ids)
     if len(sampled_rows) != len(token_ids):
         raise LaneLost(f"step {step}: {len(sampled_rows)} rows, {len(token_ids)} tokens")
+    prompt_logprobs = _prompt_logprobs(scheduled, result)
     if sampled_rows == scheduled.sampling_rows and not result.failures:
         logprobs = _logprobs(scheduled.sampling, result)
-        return CompletedStep(in_flight, scheduled.sampling, token_ids, logprobs)
+        return CompletedStep(
+            in_flight, scheduled.sampling, token_ids, logprobs, prompt_logprobs=prompt_logprobs
+        )
     running = dict(zip(scheduled.rows, scheduled.sequences, strict=True))
     failures = {failure.row: failure.reason for failure in result.failures}
     if not failures.keys() <= running.keys():
@@ -126,6 +133,7 @@ def _completed(in_flight: InFlightStep, result: worker_pb2.StepResult) -> Comple
         [token_ids[at] for at in valid],
         [logprobs[at] for at in valid] if logprobs else [],
         [(running[row], reason) for row, reason in failures.items()],
+        prompt_logprobs,
     )
 
 
@@ -143,3 +151,31 @@ def _logprobs(sequences: list[Sequence], result: worker_pb2.StepResult) -> list[
             f"the worker's log-probabilities of step {result.step} do not match its plan"
         )
     return packed
+
+
+def _prompt_logprobs(
+    scheduled: ScheduledRows, result: worker_pb2.StepResult
+) -> list[tuple[Sequence, int, bytes]]:
+    if not result.HasField("prompt_logprobs"):
+        return []
+    found = result.prompt_logprobs
+    running = dict(zip(scheduled.rows, scheduled.sequences, strict=True))
+    ends = list(accumulate(map(mul, found.num_tokens, found.num_entries), initial=0))
+    sequences = [running.get(row) for row in found.rows]
+    widths = [one and one.group.params.num_prompt_logprobs for one in sequences]
+    same_length = len(found.rows) == len(found.first_indices) == len(ends) - 1
+    if (
+        not same_length
+        or widths != list(found.num_entries)
+        or ends[-1] * ENTRY_BYTES != len(found.logprobs)
+    ):
+        raise LaneLost(
+            f"the worker's log-probabilities of prompts of step {result.step} do not match its plan"
+        )
+    return [
+        (sequence, first, found.logprobs[start * ENTRY_BYTES : end * ENTRY_BYTES])
+        for sequence, first, (start, end) in zip(
+            sequences, found.first_indices, pairwise(ends), strict=True
+        )
+        if sequence is not None
+    ]

@@ -1,5 +1,6 @@
 """One worker's lane, as the rest of the scheduler uses it."""
 
+from scheduler_svc.core.crashes import CrashHistory
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.core.view import Limits
@@ -120,11 +121,12 @@ class Lane:
         """Send no more plans; `run` returns once those in flight are complete and delivered."""
         self._loop.halt()
 
-    def mark_suspects(self, error: LaneLost) -> None:
-        """Mark the sequences in flight as suspects after the worker is lost."""
+    def mark_suspects(self, error: LaneLost, crashes: CrashHistory) -> None:
+        """Mark the sequences in flight as suspects after the worker is lost. `crashes` are those of
+        all workers."""
         if not self.draining:
             is_dead = not isinstance(error, WorkerSilent)
-            self._loop.quarantine.mark(self._loop.in_flight.sequences, is_dead)
+            self._loop.quarantine.worker_lost(self._loop.in_flight.sequences, is_dead, crashes)
 
     async def check_integrity(self) -> None:
         """PoolFault unless the pool's references equal the lane's."""

@@ -22,7 +22,7 @@ from scheduler_svc.lane.quarantine import Quarantine
 from scheduler_svc.lane.sequence_table import SequenceTable
 from scheduler_svc.lane.step import Step
 from scheduler_svc.lane.step_builder import StepBuilder
-from scheduler_svc.lane.worker_stream import WorkerInfo, WorkerStream
+from scheduler_svc.lane.worker_stream import LaneLost, WorkerInfo, WorkerStream
 from scheduler_svc.store.types import Commit, PrefixMatch
 
 log = structlog.get_logger()
@@ -287,7 +287,7 @@ class LaneLoop:
             in_flight = completed.in_flight
             self._table.completed_step = in_flight.step
             self.batch_window.completed(in_flight.step)
-            self.quarantine.clear(completed.sequences)
+            self.quarantine.completed(completed.sequences)
             self._append_tokens(completed)
             for sequence, reason in completed.failures:
                 self._fail(sequence, reason)
@@ -307,12 +307,16 @@ class LaneLoop:
 
     def _append_tokens(self, completed: CompletedStep) -> None:
         uncommitted = self._uncommitted
+        for sequence, first, packed in completed.prompt_logprobs:
+            _add_prompt_logprobs(sequence, first, packed)
         all_logprobs = iter(completed.logprobs)
         for sequence, token_id in zip(completed.sequences, completed.token_ids, strict=True):
             logprobs = next(all_logprobs, b"")
             # Tokens sampled after an end are dropped.
             if sequence.end is None and sequence.group.error is None:
                 token_ids = sequence.token_ids
+                if len(token_ids) == sequence.num_prompt_tokens:
+                    _require_prompt_logprobs(sequence)
                 token_ids.append(token_id)
                 if logprobs:
                     sequence.logprobs += logprobs
@@ -325,3 +329,16 @@ class LaneLoop:
             log.error("row failed", request=sequence.group.key.request_id, why=reason)
         sequence.group.fail(failed(StatusCode.INTERNAL, "ROW_FAILED", reason))
         self._failed.append(sequence)
+
+
+def _add_prompt_logprobs(sequence: Sequence, first: int, packed: bytes) -> None:
+    try:
+        sequence.add_prompt_logprobs(first, packed)
+    except ValueError as error:
+        raise LaneLost(f"the worker sent {error}") from None
+
+
+def _require_prompt_logprobs(sequence: Sequence) -> None:
+    """To be called before the first token, with which they are journaled."""
+    if sequence.num_wanted_prompt_logprobs:
+        raise LaneLost("the worker sent a token before all log-probabilities of its prompt")

@@ -69,7 +69,7 @@ class PlanContents:
         admissions.min_ps.append(params.min_p)
         admissions.seeds.append(seed_of_choice(params.seed, sequence.choice))
         admissions.num_logprobs.append(params.num_logprobs)
-        admissions.num_prompt_logprobs.append(0)
+        admissions.num_prompt_logprobs.append(sequence.num_wanted_prompt_logprobs)
 
 
 def build_plan(epoch: int, step: int, contents: PlanContents) -> worker_pb2.BatchPlan:

@@ -159,10 +159,12 @@ class Step:
         )
 
     def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:
+        hashes = self.builder.hashes(sequence)
+        if sequence.num_wanted_prompt_logprobs:
+            hashes = hashes[: sequence.num_cacheable_tokens // self.builder.block_size]
         return Candidate(
             sequence=sequence,
-            # Without hits, if the prompt's log-probabilities are requested.
-            block_hashes=() if sequence.computes_prompt else self.builder.hashes(sequence),
+            block_hashes=hashes,
             num_hits=match.num_hits,
             num_free_hits=match.num_free_hits,
             num_rows=sequence.num_wanted_rows,

@@ -92,6 +92,7 @@ class StepBuilder:
             next_indices=next_indices,
             token_ids=token_ids,
             logprobs=_logprobs(journaled, first_indices, next_indices),
+            prompt_logprobs=_prompt_logprobs(journaled, first_indices),
         )
         block_size = self.block_size
         full = [
@@ -136,3 +137,14 @@ def _logprobs(
         return []
     ranges = zip(sequences, first_indices, next_indices, strict=True)
     return [sequence.logprobs_of(first, end) for sequence, first, end in ranges]
+
+
+def _prompt_logprobs(sequences: list[Sequence], first_indices: list[int]) -> list[bytes]:
+    """Packed log-probabilities of prompts whose output begins; empty if no sequence has any."""
+    if 0 not in first_indices:
+        return []
+    found = [
+        bytes(sequence.prompt_logprobs) if first == 0 else b""
+        for sequence, first in zip(sequences, first_indices, strict=True)
+    ]
+    return found if any(found) else []

@@ -82,6 +82,7 @@ def pack_commit(commit: Commit) -> list[bytes]:
         pack_u32s(ranges.next_indices),
         pack_u32s(ranges.token_ids),
         pack_parts(ranges.logprobs),
+        pack_parts(ranges.prompt_logprobs),
         *_pack_changes(commit),
     ]
 
@@ -137,5 +138,6 @@ def unpack_journal_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Jour
         list(unpack_u32s(fields[b"next_indices"])),
         list(unpack_u32s(fields[b"token_ids"])),
         unpack_parts(fields.get(b"logprobs", b"")),
+        unpack_parts(fields.get(b"prompt_logprobs", b"")),
     )
     return JournalEntry(int(entry_id.split(b"-")[0]), ranges)

@@ -132,6 +132,11 @@ class Pool:
         audit.check()
         return audit
 
+    async def detach(self) -> float:
+        """Note that the pool has no lane; return since when, in seconds by Redis' clock. An earlier
+        leader may have noted it; opening the pool clears it."""
+        return int(await self._run(scripts.DETACH_POOL, (self._keys.state,))) / 1000
+
     async def drop(self) -> None:
         """Delete the pool with all its keys."""
         await self._run(scripts.DROP_POOL, self._keys.all)

@@ -59,6 +59,8 @@ class OutputRange:
     token_ids: Sequence[int]
     # Packed log-probabilities of the tokens, equally many bytes for each.
     logprobs: bytes = b""
+    # The same of the prompt, with the first token of choice 0.
+    prompt_logprobs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class StoredRequest:
     num_cached_tokens: int = 0
     # Packed, by choice, where there are any.
     output_logprobs: Mapping[int, bytes] = field(default_factory=dict)
+    prompt_logprobs: bytes = b""  # packed
 
 
 def pack_record(record: RequestRecord) -> bytes:
@@ -96,6 +99,8 @@ def pack_live(request: StoredRequest) -> bytes:
         values += (_digits(choice), pack_u32s(token_ids))
     for choice, logprobs in request.output_logprobs.items():
         values += (_digits(choice) + _LOGPROBS, logprobs)
+    if request.prompt_logprobs:
+        values += (_PROMPT_LOGPROBS, request.prompt_logprobs)
     return pack_parts(values)
 
 
@@ -109,6 +114,7 @@ def unpack_live(packed: bytes) -> StoredRequest:
         RequestState.LIVE,
         _output_token_ids(output),
         output_logprobs=_output_logprobs(output),
+        prompt_logprobs=output.get(_PROMPT_LOGPROBS, b""),
     )
 
 
@@ -121,6 +127,7 @@ def unpack_request(fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes])
         fields.get(b"status", b""),
         int(fields.get(b"num_cached_tokens", 0)),
         _output_logprobs(output),
+        output.get(_PROMPT_LOGPROBS, b""),
     )
 
 
@@ -132,6 +139,8 @@ _FIELDS: Final = (
 
 # Suffix of a choice in the names of output fields.
 _LOGPROBS: Final = b"/logprobs"
+# The output field of the prompt's log-probabilities.
+_PROMPT_LOGPROBS: Final = b"prompt_logprobs"
 
 
 def _values(record: RequestRecord) -> list[bytes]:
@@ -168,7 +177,7 @@ def _record(fields: Mapping[bytes, bytes]) -> RequestRecord:
 
 
 def _output_token_ids(output: Mapping[bytes, bytes]) -> dict[int, tuple[int, ...]]:
-    choices = sorted([int(name) for name in output if not name.endswith(_LOGPROBS)])
+    choices = sorted([int(name) for name in output if name.isdigit()])
     return {choice: unpack_u32s(output[_digits(choice)]) for choice in choices}
 
 

@@ -138,7 +138,13 @@ class Store:
         packed = [
             part
             for r in ranges
-            for part in (r.choice, r.first_index, pack_u32s(r.token_ids), r.logprobs)
+            for part in (
+                r.choice,
+                r.first_index,
+                pack_u32s(r.token_ids),
+                r.logprobs,
+                r.prompt_logprobs,
+            )
         ]
         await self._run(scripts.APPEND_OUTPUT, [r.key for r in ranges], *packed)
 

@@ -14,6 +14,8 @@ class TokenRanges:
     token_ids: list[int] = field(default_factory=list)  # concatenated
     # Packed, a string per range; empty if no range has any.
     logprobs: list[bytes] = field(default_factory=list)
+    # The same of the prompt, for ranges that begin the output of a request that wants them.
+    prompt_logprobs: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,11 @@ class Gateway(InferenceServiceServicer):
         messages = [message(request_id=request_id)]
         for at in range(NUM_TOKENS):
             deltas = [_delta(c, at) for c, begin in enumerate(begins) if at >= begin]
+            of_prompt = _PROMPT_LOGPROBS if at == begins[0] == 0 else ()
             if deltas:
-                messages.append(message(request_id=request_id, deltas=deltas))
+                messages.append(
+                    message(request_id=request_id, deltas=deltas, prompt_logprobs=of_prompt)
+                )
         ends = [
             inference_pb2.ChoiceDelta(index=c, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
             for c in range(len(begins))
@@ -144,6 +147,15 @@ class Gateway(InferenceServiceServicer):
                 details=one.error.packed_details(),
             )
             context.abort_with_status(rpc_status.to_status(status))
+
+
+# Of a prompt of two tokens.
+_PROMPT_LOGPROBS = (
+    inference_pb2.TokenLogprobs(),
+    inference_pb2.TokenLogprobs(
+        sampled=inference_pb2.TokenLogprob(token_id=5, logprob=-2, rank=3, text="five")
+    ),
+)
 
 
 def _delta(choice: int, at: int) -> inference_pb2.ChoiceDelta:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from scripted_scheduler import ScriptedScheduler
+from scripted_scheduler import ScriptedScheduler, ScriptedStandby
 from typer.testing import CliRunner
 
 from quire.cli import app
@@ -198,6 +198,47 @@ def test_once_fails_without_a_scheduler(address):
     result = quire("status", "--once", "--target", address)
     assert result.exit_code == 1
     assert f"no server responds at {address}" in result.stderr
+
+
+@pytest.fixture
+def standby(address) -> Iterator[ScriptedStandby]:
+    """A standby whose leader is at the address."""
+    standby = ScriptedStandby(f"{address}.standby", leader=address)
+    yield standby
+    standby.stop()
+
+
+def test_the_leader_that_a_standby_names_is_shown(address, standby, scheduler):
+    scheduler(reading(60, 100, 1000))
+    target = f"{address}.standby"
+    result = quire("status", "--once", "--interval", "0.05", "--target", target)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("up 0:01:00  epoch 7")
+    result = quire("reset-cache", "--target", target)
+    assert result.stdout == "12 blocks removed from the prefix cache\n"
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--once"], ["reset-cache"]])
+def test_a_standby_whose_leader_does_not_respond_ends_the_command(address, standby, command):
+    result = quire(*command, "--target", f"{address}.standby")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        f"quire: UNAVAILABLE: the scheduler at {address}.standby stands by and names the leader "
+        f"at {address}, which fails: no server responds"
+    )
+
+
+def test_a_running_status_follows_the_leadership(address, standby, tmp_path):
+    leader = ScriptedScheduler(address, [reading(60, 100, 1000)])
+    with watching(f"{address}.standby", stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("up 0:01:00")
+        leader.stop()
+        next(line for line in process.stdout if line == "Trying again ...\n")
+        standby.leader = f"{address}.next"
+        successor = ScriptedScheduler(standby.leader, [reading(80, 100, 1000, epoch=8)])
+        next(line for line in process.stdout if line.startswith("up 0:01:20  epoch 8"))
+    process.stdout.close()
+    successor.stop()
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf"])

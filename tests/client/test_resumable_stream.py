@@ -88,6 +88,8 @@ def check_whole(deltas: list[RequestDelta], n: int = 1) -> None:
         ]
         assert [o.finish_reason for o in parts if o.finish_reason] == ["length"]
         assert parts[-1].finish_reason == "length"
+    of_prompt = [d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None]
+    assert of_prompt == [[None, {5: Logprob(-2, 3, "five")}]]
     assert [d.usage.completion_tokens for d in deltas if d.usage] == [n * NUM_TOKENS]
     assert deltas[-1].usage
 

@@ -23,12 +23,14 @@ def test_every_field_arrives():
         skip_special_tokens=False,
         n=3,
         logprobs=20,
+        prompt_logprobs=0,
     ).to_proto()
     assert message.temperature == 0.5
     assert message.top_k == 40
     assert (message.top_p, message.min_p) == (0.25, 0.125)
     assert message.seed == 2**64 - 1
     assert (message.max_tokens, message.n, message.logprobs) == (7, 3, 20)
+    assert message.HasField("prompt_logprobs")
     assert list(message.stop) == ["a", "b"]
     assert list(message.stop_token_ids) == [3, 4]
     assert message.ignore_eos

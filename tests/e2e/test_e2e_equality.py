@@ -194,6 +194,30 @@ async def test_logprobs_are_those_of_transformers(family: Family, k: int) -> Non
     await family.comes_to_rest()
 
 
+async def test_prompt_logprobs_are_those_of_transformers(family: Family) -> None:
+    """Of prompts in one chunk and several, new ones and such as the cache holds."""
+    prompts = mixed_prompts()[:12]
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3, n=2)
+    outputs = await family.generate(prompts * 2, [params] * 2 * len(prompts))
+    for prompt, output in zip(prompts * 2, outputs, strict=True):
+        assert output.prompt_logprobs is not None
+        first, *found = output.prompt_logprobs
+        assert first is None
+        expected = family.reference.logprobs(prompt[:1], prompt[1:])
+        for token_id, entries, logprobs in zip(prompt[1:], found, expected, strict=True):
+            assert next(iter(entries)) == token_id
+            assert {entry.rank for entry in entries.values()} >= {1, 2, 3}
+            for id_, entry in entries.items():
+                assert entry.logprob == pytest.approx(logprobs[id_].item(), abs=TOLERANCE)
+        assert output.usage.cached_prompt_tokens == 0
+    # Their blocks serve others.
+    longest = max(prompts, key=len)
+    [other] = await family.generate([longest], [GREEDY])
+    assert other.usage.cached_prompt_tokens >= len(longest) - BLOCK_SIZE
+    assert other.prompt_logprobs is None
+    await family.comes_to_rest()
+
+
 async def test_greedy_choices_equal_the_single_run(family: Family) -> None:
     prompts = mixed_prompts()[:8]
     outputs = await family.generate(prompts, [replace(GREEDY, n=2)] * len(prompts))

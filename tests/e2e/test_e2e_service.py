@@ -72,13 +72,13 @@ async def conservation(address: str, watch: PoolWatch) -> None:
 
 BAD_INPUT = {
     "an unknown model": ("t1", {}, {"model": "unknown"}, "NOT_FOUND", "model"),
-    "an empty prompt": ("", {}, {}, "INVALID_ARGUMENT", "prompt"),
+    "an empty prompt": ("", {}, {}, "INVALID_ARGUMENT", "text"),
     "a prompt as long as the model": (
         [1] * MAX_MODEL_LEN,
         {},
         {},
         "INVALID_ARGUMENT",
-        "prompt",
+        "token_ids.ids",
     ),
     "a negative temperature": (
         "t1",
@@ -101,13 +101,13 @@ BAD_INPUT = {
         "INVALID_ARGUMENT",
         "sampling_params.n",
     ),
-    "20 MB of text": ("t1 " * 6_700_000, {}, {}, "INVALID_ARGUMENT", "prompt"),
+    "20 MB of text": ("t1 " * 6_700_000, {}, {}, "INVALID_ARGUMENT", "text"),
     "a token outside the vocabulary": (
         [1, 2, VOCAB_SIZE],
         {},
         {},
         "INVALID_ARGUMENT",
-        "prompt.token_ids",
+        "token_ids.ids",
     ),
 }
 

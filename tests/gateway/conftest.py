@@ -9,9 +9,11 @@ import httpx2
 import pytest
 from gateway_fake_scheduler import FakeScheduler
 from gateway_stack import Stack
+from gateway_violations import CheckedInterceptor, CheckedSize
 from grpc_health.v1 import health_pb2
 from http_client import Http
 
+from gateway_svc import server
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.service.channels import channel_options
@@ -41,6 +43,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def checked_violations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every violation that any test of the gateway provokes names a field of the request."""
+    monkeypatch.setattr(server, "CallInterceptor", CheckedInterceptor)
+    monkeypatch.setattr(server, "RequestSize", CheckedSize)
 
 
 @pytest.fixture

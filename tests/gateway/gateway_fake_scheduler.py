@@ -154,6 +154,8 @@ class Delta(NamedTuple):
     choice: int = 0
     # For each token its own entry and the most likely ones; empty unless requested.
     logprobs: Sequence[Sequence[Entry]] = ()
+    # The same of the prompt's tokens after the first one.
+    prompt_logprobs: Sequence[Sequence[Entry]] = ()
 
 
 def deltas(*entries: Delta) -> pb.TokenDeltas:
@@ -165,6 +167,11 @@ def deltas(*entries: Delta) -> pb.TokenDeltas:
         num_tokens=[len(entry.token_ids) for entry in entries],
         num_logprobs=_counts(entries),
         logprobs=pack(e for entry in entries for token in entry.logprobs for e in token),
+        prompt_logprobs=[
+            pb.PromptLogprobs(entry=at, logprobs=pack(e for token in found for e in token))
+            for at, found in enumerate(entry.prompt_logprobs for entry in entries)
+            if found
+        ],
     )
 
 

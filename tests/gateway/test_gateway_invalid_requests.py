@@ -5,12 +5,15 @@ import math
 import grpc
 import pytest
 from gateway_fake_scheduler import MAX_MODEL_LEN
-from gateway_stack import Stack
+from gateway_stack import Stack, info_of
+from gateway_violations import unknown_part
+from google.protobuf import any_pb2, descriptor_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from gateway_svc.generation import validation
 from gateway_svc.text.chat_template import ChatTemplate
+from quire.service.errors import invalid
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
 
@@ -31,17 +34,17 @@ def conversation(*roles: str) -> dict[str, object]:
 
 
 INVALID_REQUESTS = {
-    "no prompt": ({}, "prompt"),
-    "empty text": ({"text": ""}, "prompt"),
-    "empty token ids": (tokens(), "prompt"),
-    "text too long": ({"text": "a " * MAX_MODEL_LEN}, "prompt"),
-    "text that cannot fit": ({"text": "a" * 2**20}, "prompt"),
-    "token ids too long": (tokens(*[1] * MAX_MODEL_LEN), "prompt"),
-    "token id outside": (tokens(1, 2, 3, 100_000), "prompt.token_ids[3]"),
-    "no messages": (conversation(), "prompt.conversation"),
-    "refused role": (conversation("wizard"), "prompt.conversation"),
-    "many messages": (conversation(*["user"] * 4097), "prompt.conversation.messages"),
-    "long role": (conversation("user", "r" * 65), "prompt.conversation.messages[1].role"),
+    "no prompt": ({}, "text"),
+    "empty text": ({"text": ""}, "text"),
+    "empty token ids": (tokens(), "token_ids.ids"),
+    "text too long": ({"text": "a " * MAX_MODEL_LEN}, "text"),
+    "text that cannot fit": ({"text": "a" * 2**20}, "text"),
+    "token ids too long": (tokens(*[1] * MAX_MODEL_LEN), "token_ids.ids"),
+    "token id outside": (tokens(1, 2, 3, 100_000), "token_ids.ids[3]"),
+    "no messages": (conversation(), "conversation"),
+    "refused role": (conversation("wizard"), "conversation"),
+    "many messages": (conversation(*["user"] * 4097), "conversation.messages"),
+    "long role": (conversation("user", "r" * 65), "conversation.messages[1].role"),
     "long cache salt": ({"text": "a", "cache_salt": "é" * 129}, "cache_salt"),
     "empty request id": ({"text": "a", "request_id": ""}, "request_id"),
     "long request id": ({"text": "a", "request_id": "a" * 129}, "request_id"),
@@ -59,6 +62,7 @@ INVALID_REQUESTS = {
     "n 17": (sampling(n=17), "sampling_params.n"),
     "n beyond all bounds": (sampling(n=2**32 - 1), "sampling_params.n"),
     "logprobs 21": (sampling(logprobs=21), "sampling_params.logprobs"),
+    "prompt_logprobs 21": (sampling(prompt_logprobs=21), "sampling_params.prompt_logprobs"),
     "logprobs beyond all bounds": (sampling(logprobs=2**32 - 1), "sampling_params.logprobs"),
     "empty stop": (sampling(stop=["a", ""]), "sampling_params.stop[1]"),
     "long stop": (sampling(stop=["a" * 257]), "sampling_params.stop[0]"),
@@ -92,6 +96,73 @@ async def test_the_invalid_field_is_named(stack: Stack, name: str) -> None:
     await stack.check_next_request()
 
 
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("sampling_params.stop[1]", None),
+        ("conversation.messages[0].role", None),
+        ("conversation.chat_template_kwargs.enable_thinking", None),
+        ("prompt", "prompt"),
+        ("conversation.roles[0]", "roles[0]"),
+        ("model[0]", "model[0]"),
+        ("model.name", "name"),
+        ("", ""),
+    ],
+)
+def test_a_path_is_compared_with_the_request(path: str, part: str | None) -> None:
+    assert unknown_part(path, pb.GenerateRequest.DESCRIPTOR) == part
+
+
+def test_unary_and_streamed_requests_have_the_same_fields() -> None:
+    """A client that changes the method changes nothing else, and each can repeat the other's."""
+    for unary, streamed in (
+        (pb.GenerateRequest, pb.StreamGenerateRequest),
+        (pb.StreamGenerateResponse, pb.ResumeGenerateResponse),
+    ):
+        protos = [descriptor_pb2.DescriptorProto() for _ in range(2)]
+        for message, proto in zip((unary, streamed), protos, strict=True):
+            message.DESCRIPTOR.CopyToProto(proto)
+            proto.ClearField("name")
+        assert protos[0] == protos[1]
+        assert protos[0].field
+
+
+@pytest.mark.parametrize(
+    ("parts", "field"),
+    [
+        ({"text": "The"}, "text"),
+        (tokens(5), "token_ids.ids"),
+        (conversation("user"), "conversation"),
+    ],
+)
+async def test_the_schedulers_error_names_the_clients_field(
+    stack: Stack, parts: dict[str, object], field: str
+) -> None:
+    """The scheduler knows a single prompt."""
+    details = [any_pb2.Any() for _ in range(2)]
+    error = invalid("prompt", "PROMPT_TOO_LONG", "has 9 tokens")
+    for packed, detail in zip(details, error.details, strict=True):
+        packed.Pack(detail)
+    call = stack.inference.StreamGenerate(pb.StreamGenerateRequest(**parts))
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.fail(submission, INVALID, details=details)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert field_of(caught.value) == field
+    assert caught.value.details() == f"{field}: has 9 tokens"
+
+    # A request to resume has no such field.
+    resumed = stack.inference.ResumeGenerate(pb.ResumeGenerateRequest(request_id="a"))
+    attachment = await stack.scheduler.attachments.get()
+    stack.scheduler.fail(attachment, INVALID, details=details)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await resumed.read()
+    assert info_of(refused.value).reason == "PROMPT_TOO_LONG"
+    status = rpc_status.from_call(refused.value)
+    assert status is not None
+    assert len(status.details) == 1
+
+
 async def test_errors_print_numbers_as_written(stack: Stack) -> None:
     for written, expected in ((1.0000001, "1.0000001"), (1.5, "1.5"), (-0.1, "-0.1")):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -109,7 +180,7 @@ async def test_a_long_error_of_the_template_is_cut(stack: Stack, monkeypatch) ->
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.inference.Generate(request)
     assert caught.value.code() is INVALID
-    assert field_of(caught.value) == "prompt.conversation"
+    assert field_of(caught.value) == "conversation"
     assert "日日日" in str(caught.value.details())
 
 
@@ -156,7 +227,7 @@ async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
 
 @pytest.mark.parametrize(
     ("megabytes", "code", "field"),
-    [(20, "INVALID_ARGUMENT", "prompt"), (40, "RESOURCE_EXHAUSTED", None)],
+    [(20, "INVALID_ARGUMENT", "text"), (40, "RESOURCE_EXHAUSTED", None)],
 )
 async def test_megabytes_of_text_are_rejected(
     stack: Stack, megabytes: int, code: str, field: str
@@ -185,7 +256,7 @@ async def test_a_conversation_needs_a_chat_template(stack: Stack, monkeypatch) -
     monkeypatch.setitem(files.__dict__, "chat_template", None)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.inference.Generate(pb.GenerateRequest(**conversation("user")))
-    assert field_of(caught.value) == "prompt.conversation"
+    assert field_of(caught.value) == "conversation"
 
 
 async def test_max_tokens_is_capped_by_the_context(stack: Stack) -> None:

@@ -70,12 +70,12 @@ async def test_request_bytes_beyond_the_budget_are_refused(stack: Stack) -> None
 # Two million entries of one or two bytes each, which a parser would expand up to thirtyfold.
 _MANY = 2**21
 MANY_ENTRIES = {
-    "messages": (5, b"\x0a\x00" * _MANY, "prompt.conversation.messages", "TOO_MANY_FIELDS"),
+    "messages": (5, b"\x0a\x00" * _MANY, "conversation.messages", "TOO_MANY_FIELDS"),
     "stop strings": (6, b"\x32\x00" * _MANY, "sampling_params.stop", "TOO_MANY_FIELDS"),
     "stop ids": (6, b"\x38\x00" * _MANY, "sampling_params.stop_token_ids", "TOO_MANY_FIELDS"),
-    "ids": (4, length_field(1, b"\x00" * _MANY), "prompt.token_ids.ids", "TOO_MANY_NUMBERS"),
+    "ids": (4, length_field(1, b"\x00" * _MANY), "token_ids.ids", "TOO_MANY_NUMBERS"),
     "a group": (5, b"\x7b\x7c" + b"\x0a\x00" * _MANY, "request", "MALFORMED_REQUEST"),
-    "too long": (5, b"\x0a\x00" * 2 * _MANY, "prompt.conversation", "REQUEST_TOO_LARGE"),
+    "too long": (5, b"\x0a\x00" * 2 * _MANY, "conversation", "REQUEST_TOO_LARGE"),
 }
 
 

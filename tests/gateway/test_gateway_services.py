@@ -81,7 +81,7 @@ async def test_a_conversation_is_rendered_and_tokenized(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("method", "request_", "field"),
     [
-        ("Tokenize", tokenizer_pb2.TokenizeRequest(), "input"),
+        ("Tokenize", tokenizer_pb2.TokenizeRequest(), "text"),
         ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1, 10**6]), "token_ids[1]"),
         ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1] * (2**17 + 1)), "token_ids"),
     ],
@@ -104,7 +104,7 @@ async def test_the_maximum_number_of_ids_is_detokenized(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("method", "request_", "field"),
     [
-        ("Tokenize", tokenizer_pb2.TokenizeRequest(text="x" * 100), "input"),
+        ("Tokenize", tokenizer_pb2.TokenizeRequest(text="x" * 100), "text"),
         ("Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[50] * 100), "token_ids"),
     ],
 )

@@ -150,6 +150,117 @@ async def test_logprobs_have_the_offset_of_each_token(http: Http) -> None:
     assert all(-0.5 in top.values() for top in logprobs["top_logprobs"])
 
 
+def first_delta(
+    sent: scheduler_pb2.Submission,
+    token_ids: list[int],
+    choice: int = 0,
+    to: scheduler_pb2.Attachment | None = None,
+) -> Delta:
+    """The first tokens of a choice; with choice 0 the log-probabilities of the prompt."""
+    prompt = list(sent.prompt_token_ids)
+    of_prompt = [[Entry(id_, -float(at), 2), Entry(7, -0.5, 1)] for at, id_ in enumerate(prompt)]
+    own = [[Entry(id_, -10.0 - at, 2), Entry(7, -0.5, 1)] for at, id_ in enumerate(token_ids)]
+    return Delta(to or sent, 0, token_ids, choice, own, [] if choice else of_prompt[1:])
+
+
+async def test_the_echo_has_logprobs_if_wanted(http: Http) -> None:
+    """As lm-eval reads them."""
+    prompts = ["a日 fox", http.stack.encode(" jumps over")]
+    sending = http.start(
+        "/v1/completions", {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1}
+    )
+    for _ in prompts:
+        sent = await http.submission()
+        assert (sent.params.num_logprobs, sent.params.num_prompt_logprobs) == (2, 2)
+        http.stack.scheduler.accept(sent)
+        ids = http.stack.encode(" x")[:1]
+        http.stack.scheduler.send(
+            deltas=deltas(first_delta(sent, ids)), choice_ends=[choice_end(sent, 1)]
+        )
+    texts = ["a日 fox", " jumps over"]
+    choices = (await sending).json()["choices"]
+    for text, choice in zip(texts, choices, strict=True):
+        assert choice["text"].startswith(text)
+        num_prompt_tokens = len(http.stack.encode(text))
+        logprobs = choice["logprobs"]
+        expected = [None, *(-float(at) for at in range(1, num_prompt_tokens)), -10.0]
+        assert logprobs["token_logprobs"] == expected
+        assert logprobs["top_logprobs"][0] is None
+        assert all(-0.5 in top.values() for top in logprobs["top_logprobs"][1:])
+        assert len(logprobs["tokens"]) == num_prompt_tokens + 1
+        offsets = logprobs["text_offset"]
+        assert offsets[0] == 0
+        assert offsets == sorted(offsets)
+        assert offsets[-1] == len(text)
+        assert text[offsets[-2] :] == logprobs["tokens"][-2]
+
+
+async def test_max_tokens_of_zero_returns_the_echo_alone(http: Http) -> None:
+    body = {"prompt": "The fox", "echo": True, "logprobs": 0, "max_tokens": 0}
+    sending = http.start("/v1/completions", body)
+    sent = await http.submission()
+    assert sent.params.max_tokens == 1
+    http.stack.scheduler.accept(sent)
+    delta = first_delta(sent, [3])._replace(
+        logprobs=[[Entry(3, -1.0, 1)]],
+        prompt_logprobs=[[Entry(id_, -1.0, 1)] for id_ in sent.prompt_token_ids[1:]],
+    )
+    end = choice_end(sent, 1, scheduler_pb2.END_REASON_STOP_TOKEN, stop_token_id=3)
+    http.stack.scheduler.send(deltas=deltas(delta), choice_ends=[end])
+    completion = (await sending).json()
+    [choice] = completion["choices"]
+    num_prompt_tokens = len(sent.prompt_token_ids)
+    assert (choice["text"], choice["finish_reason"]) == ("The fox", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, *[-1.0] * (num_prompt_tokens - 1)]
+    assert completion["usage"]["completion_tokens"] == 0
+
+
+async def test_a_stream_s_echo_with_logprobs_comes_with_the_first_token(http: Http) -> None:
+    """Once per choice, however often the client resumes."""
+    body = {"prompt": "The fox", "echo": True, "logprobs": 1, "n": 2, "stream": True}
+    body["resume_window_s"] = 30
+    async with http.stream("/v1/completions", body, x_request_id="e1") as events:
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        # The second choice is faster, and waits for the log-probabilities.
+        http.stack.scheduler.send(deltas=deltas(first_delta(sent, [3], 1)))
+        http.stack.scheduler.send(deltas=deltas(first_delta(sent, [4])))
+        found = [await events.next(), await events.next()]
+        choices = {
+            event.json()["choices"][0]["index"]: event.json()["choices"][0] for event in found
+        }
+        for index in (0, 1):
+            assert choices[index]["text"].startswith("The fox")
+            logprobs = choices[index]["logprobs"]["token_logprobs"]
+            assert logprobs == [None, *(-float(at) for at in range(1, len(logprobs) - 1)), -10.0]
+    async with http.stream("/v1/requests/e1/events", last_event_id="1.0") as events:
+        again = await http.stack.scheduler.attachments.get()
+        both = (first_delta(sent, [4], to=again), first_delta(sent, [3], 1, to=again))
+        http.stack.scheduler.accept(again, sent.opaque, deltas=deltas(*both))
+        event = await events.next()
+        choice = event.json()["choices"][0]
+        assert choice["index"] == 1
+        assert choice["text"].startswith("The fox")
+
+
+async def test_prompt_logprobs_have_vllm_s_shape(http: Http) -> None:
+    sending = http.start("/v1/completions", {"prompt": [5, 6], "prompt_logprobs": 1})
+    sent = await http.submission()
+    http.stack.scheduler.accept(sent)
+    delta = first_delta(sent, [3])._replace(logprobs=[])
+    http.stack.scheduler.send(deltas=deltas(delta), choice_ends=[choice_end(sent, 1)])
+    [choice] = (await sending).json()["choices"]
+    decode = http.stack.gateway.served.get(None).vocabulary.decode
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            "6": {"logprob": -1.0, "rank": 2, "decoded_token": decode([6])},
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": decode([7])},
+        },
+    ]
+    assert choice["logprobs"] is None
+
+
 async def test_a_stop_string_is_kept_if_wanted(http: Http) -> None:
     for keeps, text in ((True, "a fox"), (False, "a ")):
         sending = http.start(
@@ -186,12 +297,15 @@ async def test_a_stop_string_is_kept_if_wanted(http: Http) -> None:
         ({"temperature": "1"}, "temperature", "invalid_field"),
         ({"n": 0}, "n", "invalid_field"),
         ({"n": 17}, "n", "n_out_of_range"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_field"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens_out_of_range"),
         ({"logprobs": 21}, "logprobs", "logprobs_out_of_range"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_field"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs_out_of_range"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "unsupported_field"),
         ({"stop": ["a"] * 17}, "stop", "too_many_stop"),
         ({"suffix": "x"}, "suffix", "unsupported_field"),
         ({"best_of": 2}, "best_of", "unsupported_field"),
-        ({"echo": True, "logprobs": 1}, "echo", "unsupported_field"),
+        ({"echo": True, "logprobs": 21}, "logprobs", "logprobs_out_of_range"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_field"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "no_stream"),

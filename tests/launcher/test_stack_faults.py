@@ -56,7 +56,7 @@ def test_a_killed_process_is_restarted_at_its_address(model):
 
 
 def test_a_worker_that_the_scheduler_refuses_ends_the_start(model):
-    too_many = {"QUIRE_WORKER_MAX_NUM_SEQS": "64", "QUIRE_WORKER_MAX_NUM_BATCHED_TOKENS": "16"}
+    too_many = {"QUIRE_WORKER_MAX_NUM_SEQS": "64", "QUIRE_SCHEDULER_MAX_NUM_BATCHED_TOKENS": "16"}
     reason = "the scheduler refuses worker-0: max_num_seqs 64 exceeds max_num_batched_tokens 16"
     with pytest.raises(LaunchError, match=reason):
         LocalStack(model, settings={**_SIM, **too_many}).start()

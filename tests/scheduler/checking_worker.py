@@ -29,14 +29,17 @@ def token_at(seed: int, position: int) -> int:
     return sim_token_at(seed, position, VOCAB_SIZE)
 
 
-def entries_at(seed: int, position: int, num_logprobs: int) -> list[tuple[int, float, int]]:
-    """Token ids, log-probabilities and ranks of the token at a position."""
+def entries_at(
+    seed: int, position: int, num_logprobs: int, token_id: int | None = None
+) -> list[tuple[int, float, int]]:
+    """Token ids, log-probabilities and ranks of the token at a position; it is the sampled one if
+    not given."""
     if not num_logprobs:
         return []
     token_ids, logprobs, ranks = logprobs_at(
         np.array([seed], np.uint64),
         np.array([position]),
-        np.array([token_at(seed, position)]),
+        np.array([token_at(seed, position) if token_id is None else token_id]),
         num_logprobs - 1,
         VOCAB_SIZE,
     )
@@ -114,6 +117,8 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         # Clears the gate when this many tokens are sampled, once.
         self.hold_after: float = math.inf
         self.poison: set[int] = set()
+        # Plans with such a row.
+        self.num_poisoned = 0
         # Changes results before they are sent; raises Broken to lose the result of a step.
         self.distort: Callable[[worker_pb2.StepResult], object] = lambda result: None
         self.plans: list[worker_pb2.BatchPlan] = []
@@ -267,6 +272,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.seeds.update(zip(message.admissions.rows, message.admissions.seeds, strict=True))
         self.max_rows = max(self.max_rows, len(self.seeds))
         if not self.poison.isdisjoint(self.seeds[row] for row in message.schedule.rows):
+            self.num_poisoned += 1
             raise Broken
         plan = plan_from_proto(message)
         result = result_to_proto(plan, MultiStepRunner(self.runner).launch(plan).output())

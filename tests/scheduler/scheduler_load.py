@@ -10,6 +10,7 @@ from scheduler_stack import CANCELLED, INTERNAL, Gateway, Received, ReceivedChoi
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.core.crashes import MAX_CONCLUSIVE
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.engine.engine import Engine
 
@@ -62,7 +63,8 @@ class Request:
             reasons = {(CANCELLED, "CANCELLED")} if self.cancelled else set()
             reasons |= {(INTERNAL, "ROW_FAILED")} if self.fails else set()
             # It cannot be distinguished from a request that kills workers.
-            reasons |= {(INTERNAL, "POISON")} if self.num_lost_workers >= 2 else set()
+            num_evident = 1 + MAX_CONCLUSIVE
+            reasons |= {(INTERNAL, "POISON")} if self.num_lost_workers >= num_evident else set()
             assert (received.failure.code, info_of(received.failure).reason) in reasons, (
                 received.failure
             )
@@ -143,6 +145,7 @@ class Load:
         priority: int,
         num_logprobs: int,
         principal: str = "",
+        num_prompt_logprobs: int = 0,
     ) -> None:
         length = min(length, self._max_model_len - 1)
         stop = () if stop_at is None else (token_at(seed, length + stop_at),)
@@ -157,6 +160,7 @@ class Load:
             n=n,
             priority=priority,
             num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
             principal=principal,
             tenant={"weight": len(principal)} if principal else None,
             deferred_delivery=self._all_unary or self._num_submitted % 2 == 0,

@@ -116,6 +116,16 @@ class Received:
         seed, position = seed_of_choice(self.seed, choice), self.num_prompt_tokens + index
         return entries_at(seed, position, self.submission.params.num_logprobs)
 
+    @property
+    def prompt_entries(self) -> list[tuple[int, float, int]]:
+        """The expected log-probabilities of the prompt, concatenated."""
+        width, tokens = self.submission.params.num_prompt_logprobs, self.submission.prompt_token_ids
+        return [
+            entry
+            for position in range(1, len(tokens))
+            for entry in entries_at(self.seed, position, width, tokens[position])
+        ]
+
     def output(self, choice: int = 0) -> list[int]:
         """The expected output of a choice that runs undisturbed."""
         tokens = self.tokens(self.max_tokens, choice)
@@ -125,7 +135,7 @@ class Received:
 
 class Gateway:
     """A gateway's end of one Connect stream. Every token must arrive once, in order, from the
-    requested index on, with its log-probabilities."""
+    requested index on, with its log-probabilities; those of the prompt with the first token."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.received: dict[int, Received] = {}
@@ -159,6 +169,7 @@ class Gateway:
         stop_token_ids: tuple[int, ...] = (),
         n: int = 1,
         num_logprobs: int = 0,
+        num_prompt_logprobs: int = 0,
         **fields: object,
     ) -> int:
         """Submit a request; `fields` are other fields of the submission. Its attachment."""
@@ -173,6 +184,7 @@ class Gateway:
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
                 num_logprobs=num_logprobs,
+                num_prompt_logprobs=num_prompt_logprobs,
             ),
             **fields,
         )
@@ -283,6 +295,15 @@ class Gateway:
 
     def _take_tokens(self, deltas: scheduler_pb2.TokenDeltas) -> None:
         tokens, entries = iter(deltas.token_ids), _entries(deltas)
+        of_prompts = {found.entry: found.logprobs for found in deltas.prompt_logprobs}
+        assert len(of_prompts) == len(deltas.prompt_logprobs), "once per entry"
+        for place, (attachment, choice, first) in enumerate(
+            zip(deltas.attachments, deltas.choices, deltas.first_indices, strict=True)
+        ):
+            found = list(struct.iter_unpack("<IfI", of_prompts.pop(place, b"")))
+            wanted = self.received[attachment].prompt_entries if choice == first == 0 else []
+            assert found == wanted, "log-probabilities of the prompt"
+        assert not of_prompts
         for attachment, choice, first, count in zip(
             deltas.attachments, deltas.choices, deltas.first_indices, deltas.num_tokens, strict=True
         ):

@@ -9,6 +9,7 @@ from scheduler_stack import INTERNAL, Stack, info_of, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
+from scheduler_svc.core.crashes import MAX_CONCLUSIVE
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lane import worker_stream
 from scheduler_svc.lane.release import StepRelease
@@ -225,10 +226,9 @@ async def test_only_the_poison_request_fails_and_the_rest_of_its_batch_finishes(
         [failed] = await gateway.wait_ended(bad)
         assert (failed.failure.code, info_of(failed.failure).reason) == (INTERNAL, "POISON")
         assert all(received.is_whole for received in await gateway.wait_ended(*good))
-        # Once in a batch, once alone.
-        num_lost = sum(worker.num_streams for worker in workers.values()) - len(workers)
         await until(lambda: len(stack.engine.lanes) == len(workers), "all lanes")
-        assert num_lost <= 2
+        # Once in a batch, then alone.
+        assert sum(worker.num_poisoned for worker in workers.values()) == 1 + MAX_CONCLUSIVE
         for worker in workers.values():
             await worker.check()
 

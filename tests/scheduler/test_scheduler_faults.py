@@ -18,6 +18,7 @@ from scheduler_stack import (
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
+from scheduler_svc.core.crashes import MAX_CRASHES
 from scheduler_svc.engine.dispatcher import Dispatcher
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_writer import RecordWriter
@@ -117,6 +118,11 @@ DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
     "log-probabilities of no token": lambda result: result.logprobs.num_entries.append(1),
     "too few log-probabilities": lambda result: result.logprobs.ranks.pop(),
     "too many log-probabilities": lambda result: result.logprobs.num_entries.__setitem__(0, 3),
+    "no log-probabilities of the prompt": lambda result: result.ClearField("prompt_logprobs"),
+    "too few of the prompt": lambda result: result.prompt_logprobs.num_tokens.__setitem__(0, 6),
+    "later ones of the prompt": lambda result: result.prompt_logprobs.first_indices.__setitem__(
+        0, 2
+    ),
     "another step": lambda result: setattr(result, "step", 12345),
 }
 
@@ -130,14 +136,16 @@ async def test_an_invalid_result_ends_the_lane_and_its_request_continues_if_it_w
         gateway = await stack.gateway()
         distortions = [DISTORTIONS[distortion]]
         worker.distort = lambda result: distortions and distortions.pop()(result)
-        [received] = await gateway.wait_ended(await gateway.submit(prompt(8), num_logprobs=2))
+        attachment = await gateway.submit(prompt(8), num_logprobs=2, num_prompt_logprobs=1)
+        [received] = await gateway.wait_ended(attachment)
         assert received.token_ids == received.tokens(4)
         assert worker.num_streams == 2
         await until(lambda: stack.only_lane.is_empty, "an empty lane")
         await worker.check()
 
 
-async def test_only_the_request_with_two_invalid_results_fails(redis_url, sockets):
+async def test_only_the_request_whose_results_stay_invalid_fails(redis_url, sockets, monkeypatch):
+    monkeypatch.setattr("scheduler_svc.engine.discovery.RETRY_S", 0.05)
     worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
@@ -145,8 +153,8 @@ async def test_only_the_request_with_two_invalid_results_fails(redis_url, socket
         [received] = await gateway.wait_ended(await gateway.submit(prompt(8)))
         assert received.failure.code == INTERNAL
         assert info_of(received.failure).reason == "POISON"
-        # In a batch first, then alone.
-        assert worker.num_streams == 2
+        # In a batch first, then alone on a worker that runs nothing else.
+        assert worker.num_streams == 1 + MAX_CRASHES
         worker.distort = lambda result: None
         await serves(stack)
         await worker.check()

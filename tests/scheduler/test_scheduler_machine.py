@@ -39,6 +39,7 @@ REQUESTS = st.fixed_dictionaries(
         "n": st.sampled_from([1, 1, 1, 2, 3, 16]),
         "priority": st.integers(-1, 1),
         "num_logprobs": st.sampled_from([0, 0, 1, 4]),
+        "num_prompt_logprobs": st.sampled_from([0, 0, 1, 3]),
         "principal": st.sampled_from(["", "", "a", "bb"]),
     }
 )

@@ -221,7 +221,7 @@ async def test_moves_that_cannot_be_are_refused(
 
 
 async def test_more_tokens_than_a_step_may_have_are_refused(model: Path) -> None:
-    async with served_model(model, max_num_batched_tokens=10) as worker:
+    async with served_model(model, max_num_batched_tokens=10, max_num_seqs=4) as worker:
         lane = LaneClient(worker.stub)
         await lane.open()
         await lane.send(whole(sequence(), [3, 2, 1]))

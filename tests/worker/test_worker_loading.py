@@ -42,21 +42,6 @@ def test_a_length_of_its_own_by_another_name(tmp_path: Path) -> None:
         load(tmp_path, max_model_len=MAX_MODEL_LEN + 1)
 
 
-def test_longrope_is_served_up_to_its_short_range(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 32,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-    }
-    config = llama()
-    config.rope_parameters = rope
-    assert load(save_model(config, tmp_path)).max_model_len == 32
-    with pytest.raises(WrongSettingError, match=r"33.*32"):
-        load(tmp_path, max_model_len=33)
-
-
 @pytest.mark.parametrize("config", [BloomConfig(), FalconMambaConfig(), RecurrentGemmaConfig()])
 def test_refuses_by_name(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)

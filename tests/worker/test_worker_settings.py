@@ -47,3 +47,14 @@ def test_invalid_values_are_refused(
     said = capsys.readouterr().err
     assert said.startswith(f"quire-worker: {flag} / QUIRE_WORKER_")
     assert value in said
+
+
+@pytest.mark.parametrize("flag", ["--max-num-seqs=4096", "--max-num-batched-tokens=16"])
+def test_a_step_has_a_token_for_each_row(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scheduler would refuse the worker, which would seem to be ready."""
+    with pytest.raises(SystemExit):
+        WorkerSettings.load(["--engine=sim", flag])
+    said = capsys.readouterr().err
+    assert said.startswith("quire-worker: --max-num-batched-tokens / QUIRE_WORKER_")
+    assert "must be at least max_num_seqs, which is " in said
+    assert WorkerSettings.load(["--max-num-seqs=16", "--max-num-batched-tokens=16"])

@@ -12,6 +12,7 @@ from worker_svc.gpu.graphs import Capturer, DecodeGraphs, capture_decode
 from worker_svc.gpu.staging import Staging
 from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel
+from worker_svc.model.split_forward import FinalStates
 
 
 class DeviceForward:
@@ -59,12 +60,15 @@ class DeviceForward:
     ) -> Tensor:
         """Float32 logits `[len(logits_indices), vocab_size]`. PLACEHOLDER_TOKEN is replaced in
         the inputs by the sampled token, or NO_TOKEN."""
-        self._fill_in_sampled(inputs)
-        batch = self._batch(inputs, max_query_len, max_seq_len)
-        self._attention.set_batch(batch, inputs.slot_mapping)
-        # A failed row continues with any token: its result is not reported.
-        ids = inputs.input_ids.clamp_min(0)
+        ids = self._set_batch(inputs, max_query_len, max_seq_len)
         return self.model.logits(ids, inputs.positions, logits_indices, out)
+
+    def launch_states(
+        self, inputs: ForwardInputs, max_query_len: int, max_seq_len: int
+    ) -> FinalStates:
+        """As `launch`, up to the head."""
+        ids = self._set_batch(inputs, max_query_len, max_seq_len)
+        return self.model.final_states(ids, inputs.positions)
 
     def replay(self, size: int, num_rows: int, logits_indices: Tensor) -> Tensor:
         """As `launch`, for a staged decode batch of `size` rows, all but the first `num_rows` of
@@ -90,6 +94,14 @@ class DeviceForward:
         logits = self.launch(inputs, every_row, 1, self._max_model_len, out)
         if out is None:
             self._graph_logits = torch.empty_like(logits)
+
+    def _set_batch(self, inputs: ForwardInputs, max_query_len: int, max_seq_len: int) -> Tensor:
+        """Prepare a pass; return its input ids."""
+        self._fill_in_sampled(inputs)
+        batch = self._batch(inputs, max_query_len, max_seq_len)
+        self._attention.set_batch(batch, inputs.slot_mapping)
+        # A failed row continues with any token: its result is not reported.
+        return inputs.input_ids.clamp_min(0)
 
     def _fill_in_sampled(self, inputs: ForwardInputs) -> None:
         """Fill in sampled tokens: only the last token of a row can be missing on the host."""

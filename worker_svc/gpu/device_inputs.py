@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.sampling import SamplingTensors
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.plans import Admission, BlockAppend, Plan
+from worker_svc.plan.prompt_logprobs import PromptTargets
 from worker_svc.plan.tables import RowTables
 
 Arrays = dict[str, NDArray[Any]]
@@ -106,6 +107,24 @@ def sampling_arrays(rows: Ints, inputs: StepInputs, tables: RowTables) -> Arrays
         "top_ps": tables.top_ps[sampling],
         "min_ps": tables.min_ps[sampling],
         "logprob_indices": tables.num_logprobs[sampling].nonzero()[0],
+    }
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """The prompt tokens whose log-probabilities are computed."""
+
+    prompt_logits_indices: Tensor  # int64, into the tokens of the batch
+    prompt_token_ids: Tensor  # int64
+
+
+def prompt_arrays(targets: PromptTargets | None) -> Arrays:
+    """The arrays of `PromptInputs`; none without targets."""
+    if targets is None:
+        return {}
+    return {
+        "prompt_logits_indices": targets.logits_indices,
+        "prompt_token_ids": targets.token_ids,
     }
 
 

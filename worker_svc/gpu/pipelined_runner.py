@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +19,11 @@ from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.gpu.device_inputs import (
     BlockChanges,
     ForwardInputs,
+    PromptInputs,
     SamplingInputs,
     block_arrays,
     forward_arrays,
+    prompt_arrays,
     sampling_arrays,
 )
 from worker_svc.gpu.staging import Staging
@@ -28,7 +31,9 @@ from worker_svc.gpu.streams import Event, PendingCopies, Streams
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, StepOutput, StepTimes
+from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
+from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, no_op
 
 
@@ -67,10 +72,20 @@ class PipelinedRunner:
         self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
         inputs = tables.prepare(rows, plan.num_scheduled_tokens)
         self._pool.wait_for_swap_outs(inputs.slot_mapping)
+        targets = tables.prompt_targets(rows, inputs)
         size = self._forward.graph_size(inputs.num_requests, inputs.num_tokens)
-        forward_inputs, sampling = self._stage(plan, inputs, size)
+        if targets is not None:
+            # A graph gives the logits of last tokens only.
+            size = None
+        forward_inputs, sampling, prompt = self._stage(plan, inputs, targets, size)
         prepared = self._streams.record_event()
-        logits = self._logits(forward_inputs, sampling, inputs, size)
+        of_prompt: Sequence[Tensor] = ()
+        if targets is None:
+            logits = self._logits(forward_inputs, sampling, inputs, size)
+        else:
+            logits, of_prompt = self._prompt_logits(
+                forward_inputs, sampling, inputs, targets, prompt
+            )
         forwarded = self._streams.record_event()
         sampled_rows = rows[inputs.sampling_mask]
         num_logprobs = tables.num_logprobs[sampled_rows]
@@ -85,7 +100,8 @@ class PipelinedRunner:
             _StepEvents(before, began, prepared, forwarded, self._ended),
             sampled_rows,
             num_logprobs,
-            self._streams.fetch(results),
+            targets,
+            self._streams.fetch([*results, *of_prompt]),
         )
 
     def clear(self) -> None:
@@ -94,8 +110,8 @@ class PipelinedRunner:
         self._tables.clear()
 
     def _stage(
-        self, plan: Plan, inputs: StepInputs, size: int | None
-    ) -> tuple[ForwardInputs, SamplingInputs]:
+        self, plan: Plan, inputs: StepInputs, targets: PromptTargets | None, size: int | None
+    ) -> tuple[ForwardInputs, SamplingInputs, dict[str, Tensor]]:
         """Copy the inputs to the device, and update its block table."""
         rows = plan.rows
         num_padding = 0 if size is None else size - len(rows)
@@ -103,13 +119,14 @@ class PipelinedRunner:
             forward_arrays(rows, inputs, self._forward.padding_row, num_padding),
             sampling_arrays(rows, inputs, self._tables),
             block_arrays(plan, self._tables),
+            prompt_arrays(targets),
         )
         tensors = self._staging.send({k: v for group in groups for k, v in group.items()})
-        of_forward, of_sampling, of_blocks = (
+        of_forward, of_sampling, of_blocks, of_prompt = (
             {name: tensors[name] for name in group} for group in groups
         )
         self._forward.change_blocks(BlockChanges(**of_blocks))
-        return ForwardInputs(**of_forward), SamplingInputs(**of_sampling)
+        return ForwardInputs(**of_forward), SamplingInputs(**of_sampling), of_prompt
 
     def _logits(
         self,
@@ -127,6 +144,29 @@ class PipelinedRunner:
         return self._forward.launch(
             forward_inputs, sampling.logits_indices, inputs.max_query_len, longest
         )
+
+    def _prompt_logits(
+        self,
+        forward_inputs: ForwardInputs,
+        sampling: SamplingInputs,
+        inputs: StepInputs,
+        targets: PromptTargets,
+        staged: dict[str, Tensor],
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Logits of the rows that sample, and the results of `prompt_logprobs`."""
+        longest = int(inputs.seq_lens.max())
+        final = self._forward.launch_states(forward_inputs, inputs.max_query_len, longest)
+        prompt = PromptInputs(**staged)
+        entries = prompt_logprobs(
+            final,
+            prompt.prompt_logits_indices,
+            prompt.prompt_token_ids,
+            targets.num_top,
+            self._model.vocab_size,
+            self._implementation,
+        )
+        logits = final.logits(sampling.logits_indices)
+        return logits, [entries.token_ids, entries.logprobs, entries.ranks]
 
     def _sample(
         self,
@@ -190,6 +230,7 @@ class _LaunchedStep:
     events: _StepEvents
     sampling: Ints  # rows
     num_logprobs: Ints  # per sampling row
+    targets: PromptTargets | None
     results: PendingCopies
 
     def is_ready(self) -> bool:
@@ -197,19 +238,27 @@ class _LaunchedStep:
 
     def output(self) -> StepOutput:
         arrays = self.results.arrays()
+        prompt = None
+        if self.targets is not None:
+            *arrays, token_ids, logprobs, ranks = arrays
+            prompt = PromptLogprobs.pack(self.targets, token_ids, logprobs, ranks)
         token_ids = arrays[0]
         valid = token_ids != NO_TOKEN
+        failed = prompt.failing_rows if prompt is not None else []
+        if failed:
+            valid &= ~np.isin(self.sampling, failed)
         rows, num_logprobs = self.sampling[valid], self.num_logprobs[valid]
-        failed = self.sampling[~valid].tolist()
-        logprobs = None
+        failed = [*failed, *self.sampling[~valid].tolist()]
+        entries = None
         if num_logprobs.any():
             kept = valid[self.num_logprobs > 0]
-            logprobs = Logprobs.pack(num_logprobs, *(array[kept] for array in arrays[1:]))
+            entries = Logprobs.pack(num_logprobs, *(array[kept] for array in arrays[1:]))
         self.runner.last_finished_step = self.plan.step
         return StepOutput(
             sampled_rows=rows.tolist(),
             sampled_token_ids=token_ids[valid].tolist(),
             times=self.events.times(max(0, self.launched_ns - self.plan.arrived_ns)),
-            logprobs=logprobs,
+            logprobs=entries,
             failures=dict.fromkeys(failed, NO_TOKEN_REASON),
+            prompt_logprobs=prompt,
         )

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.gpu.device_inputs import BlockChanges, ForwardInputs, SamplingInputs
+from worker_svc.gpu.device_inputs import BlockChanges, ForwardInputs, PromptInputs, SamplingInputs
 from worker_svc.gpu.streams import Event, Streams
 from worker_svc.runner.device_thread import MAX_IN_FLIGHT
 
@@ -54,9 +54,10 @@ def largest_step_bytes(max_num_seqs: int, max_num_tokens: int, max_blocks: int) 
     """An upper bound of a step's arrays: all rows sample, and all their blocks are new."""
     num_rows = max_num_seqs + _MOST_PADDING
     num_tokens = max(max_num_tokens, num_rows)
-    of_forward, of_sampling = len(fields(ForwardInputs)), len(fields(SamplingInputs))
-    num_arrays = of_forward + of_sampling + len(fields(BlockChanges))
-    entries = of_forward * num_tokens + of_sampling * num_rows
+    per_token = len(fields(ForwardInputs)) + len(fields(PromptInputs))
+    of_sampling = len(fields(SamplingInputs))
+    num_arrays = per_token + of_sampling + len(fields(BlockChanges))
+    entries = per_token * num_tokens + of_sampling * num_rows
     # Entries have up to 8 bytes; those of `BlockChanges` have 8 and 4.
     return 8 * entries + (8 + 4) * num_rows * max_blocks + num_arrays * ALIGNMENT
 

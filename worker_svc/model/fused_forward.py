@@ -56,9 +56,16 @@ class FusedForward:
         logits = self.in_one_call(input_ids.squeeze(0), position_ids.squeeze(0), logits_to_keep)
         if logits is not None:
             return Output(logits.unsqueeze(0))
+        return Output(self.head(self.states(input_ids, position_ids)[:, logits_to_keep]))
+
+    def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Hidden states after the layers `[1, num_tokens, hidden_size]`."""
         states = self.embed(input_ids)
-        states = self.layers(states, position_embeddings=self.rotary_emb(states, position_ids))
-        return Output(self.lm_head(self.norm(states[:, logits_to_keep])))
+        return self.layers(states, position_embeddings=self.rotary_emb(states, position_ids))
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits of such states."""
+        return self.lm_head(self.norm(states))
 
     def in_one_call(self, ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor | None:
         """Logits of the tokens `logits_indices` of a flat batch; None if one call is impossible."""

@@ -25,6 +25,8 @@ from worker_svc.model.attention import (
 from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprint
 from worker_svc.model.fused_forward import FusedForward
 from worker_svc.model.load_progress import LoadProgress
+from worker_svc.model.longrope import choose_longrope_factors, longrope_default
+from worker_svc.model.split_forward import FinalStates, split_forward
 from worker_svc.settings import WrongSettingError, size_text
 
 log = structlog.get_logger()
@@ -44,6 +46,11 @@ class LoadedModel:
     fingerprint: bytes
     weights: tuple[Path, ...]  # safetensors files
 
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.network.config.get_text_config().vocab_size
+        return size
+
     def set_attention(self, function: AttentionFunction) -> None:
         """Replace the attention function of every layer."""
         set_attention(self.network, function)
@@ -58,6 +65,10 @@ class LoadedModel:
         """Float32 `[len(logits_indices), vocab_size]` of a flat batch; in `out` if given."""
         logits = self._logits(input_ids, positions, logits_indices)
         return logits.float() if out is None else out.copy_(logits)
+
+    def final_states(self, input_ids: Tensor, positions: Tensor) -> FinalStates:
+        """As `logits`, with the head still to be run."""
+        return split_forward(self.network, input_ids, positions)
 
     def _logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         forward = self.network.forward
@@ -99,6 +110,7 @@ def load_model(
     length = _max_model_len(config.get_text_config(), max_model_len)
     num_bytes = sum(path.stat().st_size for path in weights)
     progress.begin(f"reading {size_text(num_bytes)} of weights")
+    choose_longrope_factors(config.get_text_config(), length)
     probe = LayerProbe()
     probe_name = register_attention(probe)
     network = network_class.from_pretrained(
@@ -160,33 +172,13 @@ def _network_class(config: Any) -> Any:
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:
-    limit = _length_limit(config)
-    length = limit if wanted is None else wanted
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    length = longrope_default(config, limit) if wanted is None else wanted
     if length is None:
         raise WrongSettingError("--max-model-len: the model has no limit of its own, so set one")
     if limit is not None and length > limit:
         raise WrongSettingError(f"--max-model-len: {length} is more than the model's {limit}")
     return length
-
-
-def _length_limit(config: Any) -> int | None:
-    """The longest sequence that one set of rotary frequencies serves.
-
-    `longrope` has two sets, and transformers chooses by the longest sequence of the batch: a
-    sequence's output would depend on the batch, and cached keys of both kinds would mix.
-    """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    short = [
-        part["original_max_position_embeddings"]
-        for part in kinds
-        if part.get("rope_type") == "longrope"
-    ]
-    if short and limit is not None and min(short) < limit:
-        log.warning("longrope is served up to its short range", tokens=min(short), of=limit)
-        return int(min(short))
-    return limit
 
 
 @torch.inference_mode()

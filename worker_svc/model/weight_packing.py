@@ -1,7 +1,7 @@
 """Packs a model's weights into the layout of the kernel that multiplies with them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,13 @@ from worker_svc.model.load_progress import LoadProgress
 
 
 def pack(
-    network: nn.Module, implementation: Implementation, progress: LoadProgress | None = None
+    network: nn.Module,
+    implementation: Implementation,
+    kept: Container[nn.Module] = (),
+    progress: LoadProgress | None = None,
 ) -> Counter[str]:
-    """Replace the products of linear layers; return counts. A weight that nothing else reads is
-    freed as soon as it is packed, so at most one weight is in memory twice.
+    """Replace the products of linear layers but those `kept`; return counts. A weight that nothing
+    else reads is freed as soon as it is packed, so at most one weight is in memory twice.
 
     Tied embeddings read their rows from the packed weight. A freed weight reads as NaN.
     """
@@ -32,6 +35,9 @@ def pack(
         linears = [user for user in users if type(user) is nn.Linear]
         embeddings = [user for user in users if _is_plain_embedding(user)]
         if not linears or linears[0].weight.dtype not in WEIGHT_DTYPES:
+            continue
+        if any(layer in kept for layer in linears):
+            packed["kept products"] += len(linears)
             continue
         weight = PackedWeight.of(linears[0].weight.detach(), implementation)
         for layer in linears:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from quire.internal.v1 import worker_pb2
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logprobs import Logprobs
+from worker_svc.plan.prompt_logprobs import PromptLogprobs
 
 NO_TOKEN_REASON: Final = "the model gave logits that are not finite numbers"
 
@@ -32,7 +33,7 @@ class Admission:
     min_p: float
     seed: int
     num_logprobs: int  # 0 none, k + 1 for the chosen token and the top k
-    num_prompt_logprobs: int  # refused unless 0: no public parameter requests them yet
+    num_prompt_logprobs: int  # the same for prompt tokens
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class StepOutput:
     times: StepTimes
     logprobs: Logprobs | None = None  # None where no sampled row requests any
     failures: dict[int, str] = field(default_factory=dict)  # reason by row
+    prompt_logprobs: PromptLogprobs | None = None  # None where no row computed any
 
 
 class PlanError(ValueError):
@@ -197,6 +199,9 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
             worker_pb2.RowFailure(row=row, reason=reason) for row, reason in output.failures.items()
         ],
         times=worker_pb2.StepTimes(**vars(output.times)),
+        prompt_logprobs=(
+            None if output.prompt_logprobs is None else output.prompt_logprobs.to_proto()
+        ),
     )
 
 

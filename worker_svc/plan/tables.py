@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from worker_svc.plan.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
 from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plan.plans import Admission, BlockAppend, Plan, PlanError
+from worker_svc.plan.prompt_logprobs import PromptTargets, prompt_targets
 
 # In the token table: a sampled token that is only on the device.
 PLACEHOLDER_TOKEN: Final = -1
@@ -44,6 +45,8 @@ class RowTables:
         self.min_ps = np.zeros(max_num_seqs, np.float32)
         self.seeds = np.zeros(max_num_seqs, np.uint64)
         self.num_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.failures: dict[int, str] = {}  # reason by failed row
         self._buffers = InputBuffers(max_num_seqs, max_num_batched_tokens)
 
@@ -96,6 +99,17 @@ class RowTables:
             self._buffers,
         )
 
+    def prompt_targets(self, rows: Ints, inputs: StepInputs) -> PromptTargets | None:
+        """The prompt tokens whose log-probabilities the scheduled rows compute, if any."""
+        return prompt_targets(
+            rows,
+            self.num_prompt_logprobs[rows],
+            self.num_prompt_tokens[rows],
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            self.token_table,
+        )
+
     def block_tables(self, rows: Ints, seq_lens: Ints) -> NDArray[np.int32]:
         """The rows' block tables, as wide as the longest sequence needs."""
         width = -(-int(seq_lens.max(initial=0)) // self._block_size)
@@ -141,10 +155,10 @@ class RowTables:
             raise PlanError(f"row {row}: {length} tokens, at most {self.max_model_len - 1} fit")
         if admission.num_computed_tokens >= length:
             raise PlanError(f"row {row}: no token left to compute")
-        if (count := admission.num_logprobs) > MAX_NUM_LOGPROBS:
+        if (count := max(admission.num_logprobs, admission.num_prompt_logprobs)) > MAX_NUM_LOGPROBS:
             raise PlanError(f"row {row}: {count} log-probabilities, at most {MAX_NUM_LOGPROBS}")
-        if admission.num_prompt_logprobs:
-            raise PlanError(f"row {row}: log-probabilities of prompt tokens are not computed")
+        if admission.num_prompt_tokens > length:
+            raise PlanError(f"row {row}: {admission.num_prompt_tokens} of {length} tokens a prompt")
         self.token_table[row, :length] = admission.token_ids
         self.num_tokens[row] = length
         self.num_computed_tokens[row] = admission.num_computed_tokens
@@ -154,6 +168,8 @@ class RowTables:
         self.min_ps[row] = admission.min_p
         self.seeds[row] = admission.seed
         self.num_logprobs[row] = admission.num_logprobs
+        self.num_prompt_tokens[row] = admission.num_prompt_tokens
+        self.num_prompt_logprobs[row] = admission.num_prompt_logprobs
         self._append(BlockAppend(row, admission.block_ids))
 
     def _append(self, append: BlockAppend) -> None:

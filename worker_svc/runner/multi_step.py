@@ -53,6 +53,8 @@ class _Rounds:
                 [output.logprobs for output in outputs],
             ),
             failures=dict(_concatenate(output.failures.items() for output in outputs)),
+            # Only the first round may compute prompt tokens.
+            prompt_logprobs=outputs[0].prompt_logprobs,
         )
 
 

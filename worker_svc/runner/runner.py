@@ -14,10 +14,13 @@ from kernels.sampling import NO_TOKEN, SamplingTensors, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel
+from worker_svc.model.split_forward import FinalStates
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, StepOutput, StepTimes
+from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
+from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, ReadyOutput, no_op
 
 
@@ -57,7 +60,9 @@ class Runner:
         rows, counts, failures = self._tables.without_failed(plan)
         inputs = self._tables.prepare(rows, counts)
         prepared_ns = time.monotonic_ns()
-        logits = self._forward(inputs, rows, before_blocking) if inputs.num_tokens else None
+        logits, prompt = self._forward(inputs, rows, before_blocking)
+        if prompt is not None:
+            self._fail(prompt.failing_rows, failures)
         forwarded_ns = time.monotonic_ns()
         sampled_rows, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
         ended_ns = time.monotonic_ns()
@@ -75,6 +80,7 @@ class Runner:
             ),
             logprobs=logprobs,
             failures=failures,
+            prompt_logprobs=prompt,
         )
 
     def clear(self) -> None:
@@ -87,8 +93,13 @@ class Runner:
             before_blocking()
             self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
 
-    def _forward(self, inputs: StepInputs, rows: Ints, before_blocking: Callback) -> Tensor:
-        """Logits of the rows that sample: float32 `[num_sampling, vocab_size]`."""
+    def _forward(
+        self, inputs: StepInputs, rows: Ints, before_blocking: Callback
+    ) -> tuple[Tensor | None, PromptLogprobs | None]:
+        """Logits of the rows that sample, float32 `[num_sampling, vocab_size]`, and the
+        log-probabilities of prompt tokens, where rows request them."""
+        if not inputs.num_tokens:
+            return None, None
         batch = PagedBatch(
             block_table=self._tensor(self._tables.block_tables(rows, inputs.seq_lens)),
             query_start_loc=self._tensor(inputs.query_start_loc),
@@ -101,10 +112,29 @@ class Runner:
             self._tensor(array)
             for array in (inputs.input_ids, inputs.positions, inputs.logits_indices)
         )
+        targets = self._tables.prompt_targets(rows, inputs)
         before_blocking()
-        logits = self._model.logits(ids, positions, indices)
+        prompt = None
+        if targets is None:
+            logits = self._model.logits(ids, positions, indices)
+        else:
+            final = self._model.final_states(ids, positions)
+            prompt = self._prompt_logprobs(final, targets)
+            logits = final.logits(indices)
         self._tables.advance(rows, inputs.seq_lens)
-        return logits
+        return logits, prompt
+
+    def _prompt_logprobs(self, final: FinalStates, targets: PromptTargets) -> PromptLogprobs:
+        entries = prompt_logprobs(
+            final,
+            self._tensor(targets.logits_indices),
+            self._tensor(targets.token_ids),
+            targets.num_top,
+            self._model.vocab_size,
+            self._implementation,
+        )
+        arrays = (entries.token_ids, entries.logprobs, entries.ranks)
+        return PromptLogprobs.pack(targets, *(tensor.cpu().numpy() for tensor in arrays))
 
     def _sample(
         self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, str]
@@ -116,16 +146,21 @@ class Runner:
         tokens = sample(logits, self._params(sampling), implementation=self._implementation)
         token_ids = tokens.cpu().numpy()
         valid = token_ids != NO_TOKEN
+        if failures:
+            valid &= ~np.isin(sampling, list(failures))
         if not valid.all():
-            for row in sampling[~valid].tolist():
-                self._tables.fail(row, NO_TOKEN_REASON)
-                failures[row] = NO_TOKEN_REASON
+            self._fail(sampling[~valid].tolist(), failures)
             kept = self._tensor(valid)
             sampling, token_ids = sampling[valid], token_ids[valid]
             logits, tokens = logits[kept], tokens[kept]
         self._tables.write_sampled(sampling, token_ids)
         logprobs = self._logprobs(logits, tokens, sampling)
         return sampling.tolist(), token_ids.tolist(), logprobs
+
+    def _fail(self, rows: list[int], failures: dict[int, str]) -> None:
+        for row in rows:
+            self._tables.fail(row, NO_TOKEN_REASON)
+            failures[row] = NO_TOKEN_REASON
 
     def _params(self, rows: Ints) -> SamplingTensors:
         tables = self._tables

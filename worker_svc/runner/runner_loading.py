@@ -1,6 +1,7 @@
 """Loads a model, sizes its cache, and starts its runner."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.loading import LoadedModel, find_device, load_model
 from worker_svc.model.torch_compile import compile_model
 from worker_svc.model.weight_packing import pack
+from worker_svc.model.weight_readers import has_finite_logits, probe_weights
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
@@ -76,11 +78,8 @@ def convert_out_of_memory() -> Iterator[None]:
 
 
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
-    assert settings.model is not None
     progress = LoadProgress(settings.progress_file)
-    model = load_model(
-        settings.model, settings.revision, settings.dtype, device, settings.max_model_len, progress
-    )
+    model = _load_model(settings, device, progress)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
     if settings.enable_torch_compile and implementation.is_cpp:
         raise WrongSettingError(
@@ -95,9 +94,12 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         settings.attention,
         settings.kernels,
     )
-    calls = record_layer_calls(model.network, implementation)
-    replaced = fuse(model.network, implementation) + pack(model.network, implementation, progress)
-    replaced += fuse_layers(calls) + fuse_forward(model.network, model.max_model_len)
+    replaced = _replace_parts(model, implementation, progress)
+    if replaced is None:
+        log.warning("packed weights give logits that are not finite: the model keeps its own")
+        del model
+        model = _load_model(settings, device, progress)
+        replaced = Counter()
     log.info("kernels", implementation=implementation, **replaced)
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
@@ -131,6 +133,31 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     return LoadedRunner(MultiStepRunner(runner), identity)
+
+
+def _load_model(
+    settings: WorkerSettings, device: torch.device, progress: LoadProgress
+) -> LoadedModel:
+    assert settings.model is not None
+    return load_model(
+        settings.model, settings.revision, settings.dtype, device, settings.max_model_len, progress
+    )
+
+
+def _replace_parts(
+    model: LoadedModel, implementation: Implementation, progress: LoadProgress
+) -> Counter[str] | None:
+    """Replace parts of the model by faster ones; return counts. None if it has no finite logits
+    any more: some code reads a weight in a way that the probe did not show."""
+    network = model.network
+    if not implementation.is_cpp:
+        return fuse(network, implementation)
+    probed = probe_weights(network)
+    calls = record_layer_calls(network, implementation)
+    replaced = fuse(network, implementation)
+    replaced += pack(network, implementation, probed.read_elsewhere, progress)
+    replaced += fuse_layers(calls) + fuse_forward(network, model.max_model_len)
+    return None if probed.is_finite and not has_finite_logits(network) else replaced
 
 
 def _implementation(

@@ -10,6 +10,7 @@ import numpy as np
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, PlanError, StepOutput, StepTimes
+from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.step_runner import Callback, Identity, PendingOutput, ReadyOutput, no_op
 from worker_svc.sim.kv_checker import KvChecker
@@ -147,6 +148,7 @@ class SimRunner:
             self._poison.check(plan)
         self.kv_checker.write(plan, rows, inputs)
         self._tables.advance(rows, inputs.seq_lens)
+        targets = self._tables.prompt_targets(rows, inputs)
         sampled = self._sample(plan, rows, inputs, failures)
         _sleep_until(started_ns + self.model.step_ns(inputs))
         ended_ns = time.monotonic_ns()
@@ -165,6 +167,7 @@ class SimRunner:
             ),
             logprobs=sampled[2],
             failures=failures,
+            prompt_logprobs=None if targets is None else self._prompt_logprobs(targets),
         )
 
     def _sample(
@@ -221,6 +224,16 @@ class SimRunner:
         vocab_size = self.model.vocab_size
         return Logprobs.pack(
             num_logprobs, *logprobs_at(seeds, positions, tokens[has_logprobs], num_top, vocab_size)
+        )
+
+    def _prompt_logprobs(self, targets: PromptTargets) -> PromptLogprobs:
+        seeds = np.repeat(self._tables.seeds[targets.rows], targets.num_tokens)
+        ends = targets.num_tokens.cumsum()
+        within = np.arange(ends[-1]) - np.repeat(ends - targets.num_tokens, targets.num_tokens)
+        positions = np.repeat(targets.first_indices, targets.num_tokens) + within
+        vocab_size = self.model.vocab_size
+        return PromptLogprobs.pack(
+            targets, *logprobs_at(seeds, positions, targets.token_ids, targets.num_top, vocab_size)
         )
 
 

@@ -32,21 +32,32 @@ class CompletionRequest(SamplingFields):
         BeforeValidator(_as_list),
         Field(min_length=1, max_length=MAX_PROMPTS),
     ]
+    # 0 only with `echo`: no output is returned then.
+    max_tokens: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     # Log-probabilities of this many most likely tokens, and of the sampled one.
     logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    # Puts the prompt before the output.
+    # Puts the prompt before the output, with its log-probabilities if those are requested.
     echo: bool | None = None
     add_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
     suffix: unsupported("") = None  # type: ignore[valid-type]
     best_of: unsupported(1) = None  # type: ignore[valid-type]
+
+    @property
+    def has_echo_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     def messages(self, request_id: str) -> list[GenerationMessage]:
         """One per prompt, each with an id of its own."""
         params = self.sampling_params()
         if self.max_tokens is None:
             params.max_tokens = _MAX_TOKENS
+        elif self.max_tokens == 0:
+            # A request samples one token at least.
+            params.max_tokens = 1
         if self.logprobs is not None:
             params.logprobs = self.logprobs
+        if self.has_echo_logprobs and self.prompt_logprobs is None:
+            params.prompt_logprobs = params.logprobs
         create = message_type(bool(self.stream))
         return [
             create(

@@ -75,6 +75,8 @@ class SamplingFields(HttpRequest):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    # Log-probabilities of the prompt's tokens, and of this many most likely ones in their places.
+    prompt_logprobs: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
     # Quire's: seconds for which the request continues after its client has disconnected.
     resume_window_s: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
 
@@ -87,7 +89,6 @@ class SamplingFields(HttpRequest):
     use_beam_search: unsupported(False) = None  # type: ignore[valid-type]
     bad_words: unsupported([]) = None  # type: ignore[valid-type]
     allowed_token_ids: unsupported() = None  # type: ignore[valid-type]
-    prompt_logprobs: unsupported() = None  # type: ignore[valid-type]
     truncate_prompt_tokens: unsupported() = None  # type: ignore[valid-type]
     spaces_between_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
     response_format: unsupported({"type": "text"}) = None  # type: ignore[valid-type]
@@ -105,7 +106,7 @@ class SamplingFields(HttpRequest):
         return options is not None and bool(options.continuous_usage_stats)
 
     def sampling_params(self) -> inference_pb2.SamplingParams:
-        """The parameters that are set, but log-probabilities."""
+        """The parameters that are set, but log-probabilities of the output."""
         top_k, seed = self.top_k, self.seed
         return inference_pb2.SamplingParams(
             temperature=self.temperature,
@@ -121,6 +122,7 @@ class SamplingFields(HttpRequest):
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
             n=self.n,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

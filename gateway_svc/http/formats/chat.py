@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
-from gateway_svc.http.formats.logprobs import chat_logprobs
+from gateway_svc.http.formats.logprobs import chat_logprobs, prompt_logprobs
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2
 
@@ -63,6 +63,11 @@ class ChatFormat:
             "object": "chat.completion",
             "choices": choices,
             "usage": usage.to_json(),
+            **(
+                {}
+                if outputs[0].prompt_logprobs is None
+                else {"prompt_logprobs": prompt_logprobs(outputs[0].prompt_logprobs, self._model)}
+            ),
         }
 
     def _joined_logprobs(self, output: Output) -> dict[str, Any] | None:

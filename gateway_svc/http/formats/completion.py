@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
-from gateway_svc.http.formats.logprobs import completion_logprobs
+from gateway_svc.http.formats.logprobs import completion_logprobs, prompt_logprobs
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2
 
@@ -51,10 +51,16 @@ class CompletionFormat:
                 "finish_reason": finish_reason(output.end),
                 "stop_reason": stop_reason(output.end),
                 **({"token_ids": output.token_ids} if self._state.return_token_ids else {}),
+                **self._prompt_logprobs(output),
             }
             for index, output in enumerate(outputs)
         ]
         return {**self._fixed, "choices": choices, "usage": usage.to_json()}
+
+    def _prompt_logprobs(self, output: Output) -> dict[str, Any]:
+        if output.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(output.prompt_logprobs, self._model)}
 
     def _joined_logprobs(self, output: Output) -> dict[str, Any] | None:
         parts = [completion_logprobs(update, self._model) for update in output.updates]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
+from gateway_svc.scheduler.events import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     updates: list[ChoiceUpdate] = field(default_factory=list)
     end: ChoiceEnd | None = None
+    # Of the prompt, one per token; None unless requested.
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
     def add(self, update: ChoiceUpdate) -> None:
         self.texts.append(update.text)

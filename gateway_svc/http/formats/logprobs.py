@@ -1,5 +1,7 @@
-"""Log-probabilities in the two shapes of OpenAI's API."""
+"""Log-probabilities in the two shapes of OpenAI's API, and those of prompts in vLLM's."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
@@ -20,13 +22,28 @@ def completion_logprobs(update: ChoiceUpdate, model: Model) -> dict[str, Any] | 
     tokens = [_split(logprobs) for logprobs in update.logprobs]
     return {
         "tokens": [texts[sampled[0]] for sampled, _ in tokens],
-        "token_logprobs": [max(sampled[1], _LOWEST) for sampled, _ in tokens],
+        "token_logprobs": [_number(sampled[1]) for sampled, _ in tokens],
         "top_logprobs": [
-            {texts[id_]: max(logprob, _LOWEST) for id_, logprob, _ in [sampled, *top]}
+            None
+            if math.isnan(sampled[1])
+            else {texts[id_]: _number(logprob) for id_, logprob, _ in [sampled, *top]}
             for sampled, top in tokens
         ],
         "text_offset": list(update.text_offsets),
     }
+
+
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprobs], model: Model
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's shape: per token of the prompt an object by token id, null for the first one."""
+    return [
+        None,
+        *(
+            {str(id_): _ranked(id_, logprob, rank, model) for id_, logprob, rank in one.entries()}
+            for one in logprobs[1:]
+        ),
+    ]
 
 
 def chat_logprobs(update: ChoiceUpdate, model: Model) -> list[dict[str, Any]] | None:
@@ -52,3 +69,12 @@ def _object(entry: _Entry, model: Model) -> dict[str, Any]:
         "logprob": max(logprob, _LOWEST),
         "bytes": list(model.token_bytes[id_]),
     }
+
+
+def _ranked(id_: int, logprob: float, rank: int, model: Model) -> dict[str, Any]:
+    return {"logprob": _number(logprob), "rank": rank, "decoded_token": model.token_texts[id_]}
+
+
+def _number(logprob: float) -> float | None:
+    """None for the first token of a prompt, which has none."""
+    return None if math.isnan(logprob) else max(logprob, _LOWEST)

@@ -7,8 +7,9 @@
 -- ARGV
 --   1 epoch
 --   2 holder
---   3 ranges...      four per range: choice; first index; packed u32 token ids; their packed
---                  log-probabilities, equally many bytes for each, or empty
+--   3 ranges...      five per range: choice; first index; packed u32 token ids; their packed
+--                  log-probabilities, equally many bytes for each, or empty; those of the prompt,
+--                  with the first token of choice 0, or empty
 -- RETURN 1. Errors: STALE_EPOCH, LEADERSHIP_LOST, RECORD_MISMATCH; then nothing was changed.
 --
 -- Atomic, because an append is valid only for the length of the output that was read. Tokens that
@@ -34,7 +35,7 @@ end
 
 for i = 1, (#KEYS - 1) / 2 do
   local record, key = KEYS[2 * i], KEYS[2 * i + 1]
-  local choice, first, tokens, logprobs = unpack(ARGV, 4 * i - 1, 4 * i + 2)
+  local choice, first, tokens, logprobs, prompt_logprobs = unpack(ARGV, 5 * i - 2, 5 * i + 2)
   if redis.call('HGET', record, 'state') ~= 'live' then
     return redis.error_reply('RECORD_MISMATCH output of a request that is not live: ' .. record)
   end
@@ -44,6 +45,9 @@ for i = 1, (#KEYS - 1) / 2 do
   if not wrong and #logprobs > 0 then
     local width = #logprobs / (#tokens / 4)
     wrong = put(output, choice .. '/logprobs', tonumber(first) * width, logprobs)
+  end
+  if not wrong and #prompt_logprobs > 0 then
+    wrong = put(output, 'prompt_logprobs', 0, prompt_logprobs)
   end
   if wrong then
     return redis.error_reply('RECORD_MISMATCH output from index ' .. first .. ' ' .. wrong .. ': '

@@ -15,6 +15,7 @@
 --                  back: the last score of a block freed with a hash; from 0 upwards
 --                  forgotten: the newest step removed from `published`; absent if none was
 --                  unreclaimed: end of the blocks that reclaim_pool still frees; absent after
+--                  detached_ms: since when it has no lane, see detach_pool.lua; absent with one
 --   2 free         sorted set of blocks, see free.lua
 --   3 references   bit field: u32 per block
 --   4 hashes       hash: block -> its hash
@@ -34,19 +35,20 @@
 --   9 range_next_indices
 --  10 range_token_ids            concatenated
 --  11 range_logprobs             of the tokens: per range its length and itself; empty if none has
---  12 removed_sequences
---  13 shared_blocks
---  14 returned_blocks
---  15 taken_references
---  16 added_sequences
---  17 added_next_indices
---  18 admitted_sequences
---  19 admitted_next_indices
---  20 admitted_num_hits
---  21 admitted_hit_hashes      concatenated
---  22 admitted_num_new_blocks
---  23 admitted_num_fills
---  24 admitted_fill_hashes     concatenated
+--  12 range_prompt_logprobs      the same of prompts, where a range begins an output
+--  13 removed_sequences
+--  14 shared_blocks
+--  15 returned_blocks
+--  16 taken_references
+--  17 added_sequences
+--  18 added_next_indices
+--  19 admitted_sequences
+--  20 admitted_next_indices
+--  21 admitted_num_hits
+--  22 admitted_hit_hashes      concatenated
+--  23 admitted_num_new_blocks
+--  24 admitted_num_fills
+--  25 admitted_fill_hashes     concatenated
 -- RETURN packed u32: number of free blocks; the blocks taken; per admission the length of its table
 --   (0: not admitted) and the table. Errors: STALE_EPOCH, LEADERSHIP_LOST, WRONG_STEP, POOL_FAULT.
 --
@@ -85,9 +87,9 @@ end
 -- Withdraw and publish.
 
 local published_blocks, published_hashes = split(ARGV[5], 4), split(ARGV[6], 32)
-local hit_hashes, fill_hashes = split(ARGV[21], 32), split(ARGV[24], 32)
-read_hashes(split(ARGV[4] .. ARGV[5] .. ARGV[14], 4))
-read_references(split(ARGV[5] .. ARGV[13] .. ARGV[14], 4))
+local hit_hashes, fill_hashes = split(ARGV[22], 32), split(ARGV[25], 32)
+read_hashes(split(ARGV[4] .. ARGV[5] .. ARGV[15], 4))
+read_references(split(ARGV[5] .. ARGV[14] .. ARGV[15], 4))
 read(entry_of, INDEX, published_hashes)
 read(entry_of, INDEX, hit_hashes)
 read(entry_of, INDEX, fill_hashes)
@@ -109,27 +111,27 @@ end
 
 -- The journal's index: ranges, then removed sequences, then added ones.
 
-local sequences, admitted_ids = sequences_of(state[9], state[10]), split(ARGV[18], 8)
+local sequences, admitted_ids = sequences_of(state[9], state[10]), split(ARGV[19], 8)
 local contradiction = advance(sequences, ARGV[7], ARGV[8], ARGV[9])
 if contradiction then
   return fault(contradiction)
 end
-remove_sequences(sequences, split(ARGV[12], 8))
-contradiction = add_sequences(sequences, split(ARGV[16] .. ARGV[18], 8), split(ARGV[17] .. ARGV[19], 4))
+remove_sequences(sequences, split(ARGV[13], 8))
+contradiction = add_sequences(sequences, split(ARGV[17] .. ARGV[19], 8), split(ARGV[18] .. ARGV[20], 4))
 if contradiction then
   return fault(contradiction)
 end
 
 -- Share and return.
 
-for _, block in ipairs(split(ARGV[13], 4)) do
+for _, block in ipairs(split(ARGV[14], 4)) do
   if references[block] == 0 then
     return fault('block %d is shared without a reference', number_of(block))
   end
   set_references(block, references[block] + 1)
 end
 local freed = {}
-for _, block in ipairs(split(ARGV[14], 4)) do
+for _, block in ipairs(split(ARGV[15], 4)) do
   if references[block] == 0 then
     return fault('block %d is returned without a reference', number_of(block))
   end
@@ -141,7 +143,7 @@ end
 
 -- Take. After the last checks come the first writes.
 
-local taken_references, new_counts = u32s(ARGV[15]), u32s(ARGV[22])
+local taken_references, new_counts = u32s(ARGV[16]), u32s(ARGV[23])
 local num_wanted = #taken_references
 for _, num_references in ipairs(taken_references) do
   if num_references == 0 then
@@ -162,7 +164,10 @@ if #ARGV[7] > 0 then
   local entry = { 'sequences', ARGV[7], 'first_indices', ARGV[8], 'next_indices', ARGV[9],
     'token_ids', ARGV[10] }
   if #ARGV[11] > 0 then
-    entry[9], entry[10] = 'logprobs', ARGV[11]
+    entry[#entry + 1], entry[#entry + 2] = 'logprobs', ARGV[11]
+  end
+  if #ARGV[12] > 0 then
+    entry[#entry + 1], entry[#entry + 2] = 'prompt_logprobs', ARGV[12]
   end
   redis.call('XADD', JOURNAL, ARGV[3] .. '-0', unpack(entry))
 end
@@ -199,7 +204,7 @@ local function fits(hits, num_new)
   return num_needed <= order.num_free
 end
 
-local hit_counts, fill_counts = u32s(ARGV[20]), u32s(ARGV[23])
+local hit_counts, fill_counts = u32s(ARGV[21]), u32s(ARGV[24])
 local first_hit, first_fill = 1, 1
 for i, id in ipairs(admitted_ids) do
   local hits = resolve(first_hit, first_hit + hit_counts[i] - 1)

@@ -61,7 +61,7 @@ if not state[1] then
   redis.call('HSET', STATE, 'num_blocks', ARGV[5], 'fresh', 1, 'front', 0, 'back', 0)
 end
 redis.call('DEL', PUBLISHED)
-redis.call('HDEL', STATE, 'reply', 'forgotten')
+redis.call('HDEL', STATE, 'reply', 'forgotten', 'detached_ms')
 redis.call('HSET', STATE, 'epoch', ARGV[1], 'holder', ARGV[2], 'step', step, 'sequences', '',
   'next_indices', '', 'unreclaimed', state[5] or 1)
 return step

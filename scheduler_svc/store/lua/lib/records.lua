@@ -3,7 +3,7 @@
 --
 -- Two keys per request: a hash of FIELDS, `state` and, once it has ended, `status` and
 -- `num_cached_tokens`; and a hash of its output, choice -> packed u32 token ids, and, if requested,
--- choice/logprobs -> their packed log-probabilities. The packed record is one string of parts, each
+-- choice/logprobs and prompt_logprobs -> packed log-probabilities. The packed record is one string of parts, each
 -- after its length as little-endian u32: the values of FIELDS, then the output's names and values.
 
 local FIELDS = { 'principal', 'request_id', 'digest', 'prompt_token_ids', 'params', 'sequence_id',

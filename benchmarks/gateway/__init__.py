@@ -1,0 +1,1 @@
+"""Benchmarks of the gateway: its faces, idle streams, and fairness between tenants."""

@@ -1,0 +1,30 @@
+"""The field of a request that has its prompt, by which errors name it.
+
+The scheduler has one field for every prompt, and calls it `prompt` in its errors.
+"""
+
+from google.rpc import error_details_pb2
+
+from gateway_svc.generation.validation import PROMPT_FIELDS, GenerationRequest
+from quire.service.errors import RequestError, invalid
+
+_SCHEDULERS_NAME = "prompt"
+
+
+def prompt_field(request: GenerationRequest) -> str:
+    """The field of a validated request."""
+    return PROMPT_FIELDS[request.WhichOneof("prompt") or "text"]
+
+
+def with_prompt_field(error: RequestError, field: str | None) -> RequestError:
+    """The scheduler's error as the client gets it: with the client's own field, or without a
+    violation if its request, such as one to resume, has no prompt."""
+    for detail in error.packed_details():
+        request = error_details_pb2.BadRequest()
+        if detail.Unpack(request) and request.field_violations:
+            [violation] = request.field_violations
+            if violation.field == _SCHEDULERS_NAME:
+                named = invalid(field or _SCHEDULERS_NAME, violation.reason, violation.description)
+                details = named.details if field else named.details[1:]
+                return RequestError(error.code, named.message, details)
+    return error

@@ -1,0 +1,71 @@
+"""A forward pass in two parts: the final hidden states of all tokens, and the head, which gives the
+logits of any of them. So logits of many tokens are computed in slices."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from worker_svc.model.fused_forward import FusedForward
+
+
+@dataclass(frozen=True)
+class FinalStates:
+    """Final hidden states of a flat batch."""
+
+    states: Tensor  # [num_tokens, hidden_size]
+    head: Callable[[Tensor], Tensor]  # of states [1, any, hidden_size]: logits of the same shape
+
+    def logits(self, indices: Tensor) -> Tensor:
+        """Float32 `[len(indices), vocab_size]` of these tokens."""
+        flat: Tensor = self.head(self.states.index_select(0, indices).unsqueeze(0))[0]
+        return flat.float()
+
+
+def split_forward(network: Any, input_ids: Tensor, positions: Tensor) -> FinalStates:
+    """Run a transformers model up to its head over a flat batch."""
+    forward = network.forward
+    if isinstance(forward, FusedForward):
+        states = forward.states(input_ids.unsqueeze(0), positions.unsqueeze(0))
+        return FinalStates(states[0], forward.head)
+    base = network.base_model
+    outputs: list[Any] = []
+    base_forward = base.forward
+
+    def record(*args: Any, **named: Any) -> Any:
+        outputs.append(base_forward(*args, **named))
+        return outputs[0]
+
+    arguments = {"use_cache": False, "logits_to_keep": input_ids.new_zeros(0)}
+    with _replaced_forward(base, record):
+        network(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **arguments)
+    output = outputs[0]
+
+    def head(states: Tensor) -> Tensor:
+        """What follows the base model in the network's own code: the head, and caps or scales."""
+        num_tokens = states.shape[1]
+        given = type(output)(last_hidden_state=states)
+        with _replaced_forward(base, lambda *args, **named: given):
+            logits: Tensor = network(
+                input_ids=input_ids[:num_tokens].unsqueeze(0),
+                position_ids=positions[:num_tokens].unsqueeze(0),
+                use_cache=False,
+            ).logits
+        return logits
+
+    return FinalStates(output.last_hidden_state[0], head)
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
