@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from breaking_gateway import BROKEN, NUM_TOKENS, Gateway, ScriptedCall
 from typer.testing import CliRunner
 
 from quire.cli import app
@@ -71,6 +72,22 @@ def test_a_failed_message_is_reported_and_not_part_of_the_conversation(chat, ser
     assert first.startswith("quire: INVALID_ARGUMENT: sampling_params.temperature")
     assert second == "quire: no command /nope; /help lists them"
     assert sent(server, 1) == [("user", "a")]
+
+
+def test_an_output_goes_on_when_its_connection_breaks():
+    gateway = Gateway(ScriptedCall(BROKEN, after=3))
+    try:
+        result = CliRunner().invoke(app, ["chat", "--target", gateway.target], input="Hi\n")
+    finally:
+        gateway.stop()
+    assert result.exit_code == 0
+    assert result.stdout.split() == [f"0{number}" for number in range(NUM_TOKENS)]
+    assert "the connection is lost" in result.stderr
+    assert result.stderr.rstrip().endswith("; trying again")
+    assert [type(request).__name__ for request in gateway.requests] == [
+        "StreamGenerateRequest",
+        "ResumeGenerateRequest",
+    ]
 
 
 class Terminal:
