@@ -19,7 +19,7 @@ from quire.cli.app import (
     given_tls,
     report_errors,
 )
-from quire.cli.connection import connect
+from quire.cli.connection import RetryReport, connect
 from quire.client.client import Client
 from quire.client.errors import QuireError
 from quire.client.outputs import RequestDelta
@@ -92,11 +92,13 @@ def chat(
     )
     options: RequestOptions = {"model": model, "priority": priority}
     is_terminal = sys.stdin.isatty()
-    with connect(target, api_key, given_tls(context), resume_timeout) as client:
+    report = RetryReport()
+    with connect(target, api_key, given_tls(context), resume_timeout, report) as client:
         repl = ChatRepl(client, params, options, timeout, Conversation(system))
         if is_terminal:
             typer.echo("Chat; /help lists the commands, Ctrl-D ends.", err=True)
         for line in _terminal_lines() if is_terminal else _lines(sys.stdin):
+            report.reset()
             if not repl.take(line):
                 break
     if repl.has_failed and not is_terminal:

@@ -7,16 +7,33 @@ from quire.client.errors import QuireError
 from quire.service.tls import TLS
 
 
-def connect(target: str, api_key: str | None, tls: TLS | None, resume_timeout_s: float) -> Client:
-    """A client that reports the first retried failure on stderr."""
-    is_reported = False
+class RetryReport:
+    """Reports on stderr the first failure that is retried."""
 
-    def report(error: QuireError) -> None:
-        nonlocal is_reported
-        if not is_reported:
+    def __init__(self) -> None:
+        self._is_reported = False
+
+    def __call__(self, error: QuireError) -> None:
+        if not self._is_reported:
             typer.echo(f"quire: {error}; trying again", err=True)
-        is_reported = True
+        self._is_reported = True
 
+    def reset(self) -> None:
+        """Report the next failure as well."""
+        self._is_reported = False
+
+
+def connect(
+    target: str,
+    api_key: str | None,
+    tls: TLS | None,
+    resume_timeout_s: float,
+    report: RetryReport | None = None,
+) -> Client:
     return Client(
-        target, api_key=api_key, tls=tls, resume_timeout_s=resume_timeout_s, on_break=report
+        target,
+        api_key=api_key,
+        tls=tls,
+        resume_timeout_s=resume_timeout_s,
+        on_break=report or RetryReport(),
     )

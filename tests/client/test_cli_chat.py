@@ -75,18 +75,19 @@ def test_a_failed_message_is_reported_and_not_part_of_the_conversation(chat, ser
 
 
 def test_an_output_goes_on_when_its_connection_breaks():
-    gateway = Gateway(ScriptedCall(BROKEN, after=3))
+    breaks, ends = ScriptedCall(BROKEN, after=3), ScriptedCall()
+    gateway = Gateway(breaks, ends, breaks)
     try:
-        result = CliRunner().invoke(app, ["chat", "--target", gateway.target], input="Hi\n")
+        result = CliRunner().invoke(app, ["chat", "--target", gateway.target], input="Hi\nAgain\n")
     finally:
         gateway.stop()
     assert result.exit_code == 0
-    assert result.stdout.split() == [f"0{number}" for number in range(NUM_TOKENS)]
-    assert "the connection is lost" in result.stderr
-    assert result.stderr.rstrip().endswith("; trying again")
+    assert result.stdout.split() == 2 * [f"0{number}" for number in range(NUM_TOKENS)]
+    # Once per message.
+    assert result.stderr.count("(the connection is lost); trying again\n") == 2
     assert [type(request).__name__ for request in gateway.requests] == [
-        "StreamGenerateRequest",
-        "ResumeGenerateRequest",
+        *("StreamGenerateRequest", "ResumeGenerateRequest"),
+        *("StreamGenerateRequest", "ResumeGenerateRequest"),
     ]
 
 
