@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import make_certificates
 from compose_project import ComposeProject, serves
 from container_waiting import until
 
@@ -13,7 +14,6 @@ from quire.client.errors import QuireError
 from quire.client.health_probe import is_serving
 from quire.client.sampling_params import SamplingParams
 from quire.service.tls import TLS
-from tests.support.certificates import make_certificates
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 

@@ -14,7 +14,9 @@ from typing import Self
 
 import httpx2
 import pytest
+from certificates import make_certificates
 from typer.testing import CliRunner
+from waiting import until
 
 from quire.cli import app
 from quire.client.client import Client
@@ -26,8 +28,6 @@ from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.stack import LocalStack
 from quire.llm import LLM
 from quire.service.tls import TLS
-from tests.support.certificates import make_certificates
-from tests.support.waiting import until
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 

@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
+from certificates import make_certificates
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
 from quire.service.settings import ServiceSettings
 from quire.service.tls import ServerTLS
-from tests.support.certificates import make_certificates
 
 
 class ExampleSettings(ServiceSettings):

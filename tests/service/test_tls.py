@@ -8,13 +8,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from certificates import make_certificates
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.service.channels import server_options
 from quire.service.health import Health
 from quire.service.lifecycle import start_server
 from quire.service.tls import TLS, ServerCertificates, ServerTLS, TLSError, open_aio_channel
-from tests.support.certificates import make_certificates
 
 SERVICE = "example.v1.ExampleService"
 
