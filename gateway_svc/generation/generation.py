@@ -116,9 +116,13 @@ class Generation:
         if self.prompt_logprobs is None:
             self._held += [event for event in events if not isinstance(event, Accepted)]
             first = next((one for one in self._held if one.choice == 0), None)
-            if not isinstance(first, NewTokens):
+            if first is None:
                 return []
             events, self._held = [*self._held], []
+            if isinstance(first, Ended):
+                # Without tokens it has nothing to be requested for.
+                self.prompt_logprobs = ()
+                return events
             self.prompt_logprobs = [
                 TokenLogprobs.of_first(state.first_prompt_token_id),
                 *split_prompt_logprobs(first.prompt_logprobs, state.num_prompt_tokens - 1),

@@ -1,18 +1,21 @@
 """Writes the updates of a request's generations in a format."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.generation.generation import Generation
-from gateway_svc.http.formats.format import Format, Output, Usage
+from gateway_svc.http.formats.format import Format, Output, ServerEvent, Usage
 from gateway_svc.http.generations import PromptUpdate, Updates
 from gateway_svc.http.positions import DONE, Positions
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.internal.v1 import gateway_pb2
+
+# Tokens whose log-probabilities take more than some milliseconds to convert.
+_MANY_LOGPROBS = 512
 
 # Makes the format at the first update, when the state of a request of another gateway is known.
 MakeFormat = Callable[[Generation], Format]
@@ -52,7 +55,7 @@ async def write_events(
                 index = update.prompt * num_choices + part.index
                 shown = _shown(part, update.generation)
                 usage = generations.usage()
-                await writer.events(form.events(index, shown, usage), str(positions))
+                await writer.events(await _events(form, index, shown, usage), str(positions))
     assert form is not None
     await writer.events(form.last_events(generations.usage()), DONE)
     await writer.end(DONE)
@@ -105,6 +108,15 @@ class Collector:
         assert self._form is not None
         outputs = [one for _, outputs in sorted(self._outputs.items()) for one in outputs]
         return self._form.body(outputs, self._generations.usage())
+
+
+async def _events(
+    form: Format, index: int, update: ChoiceUpdate, usage: Usage
+) -> Iterable[ServerEvent]:
+    """The events of an update; those of a long prompt are made in a thread."""
+    if len(update.logprobs) < _MANY_LOGPROBS:
+        return form.events(index, update, usage)
+    return await asyncio.to_thread(lambda: list(form.events(index, update, usage)))
 
 
 def _echoes(generation: Generation) -> list[ChoiceUpdate]:

@@ -1,6 +1,7 @@
 """Sends recorded plans to a worker, as a scheduler does."""
 
 import queue
+import struct
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,7 +130,22 @@ def _logprob_difference(now: worker_pb2.StepResult, before: worker_pb2.StepResul
     for row, one, other in zip(now.sampled_rows, _entries(now), _entries(before), strict=True):
         if not _same_entries(one, other):
             return f"row {row} has log-probabilities {one}, recorded {other}"
+    if _prompt_ranges(now) != _prompt_ranges(before):
+        return "log-probabilities are of other tokens of prompts than recorded"
+    if not _same_entries(_prompt_entries(now), _prompt_entries(before)):
+        return "prompts have other log-probabilities than recorded"
     return None
+
+
+def _prompt_ranges(result: worker_pb2.StepResult) -> list[tuple[int, ...]]:
+    found = result.prompt_logprobs
+    columns = (found.rows, found.first_indices, found.num_tokens, found.num_entries)
+    return list(zip(*columns, strict=True))
+
+
+def _prompt_entries(result: worker_pb2.StepResult) -> list[tuple[int, int, float]]:
+    unpacked = struct.iter_unpack("<IfI", result.prompt_logprobs.logprobs)
+    return [(token_id, rank, logprob) for token_id, logprob, rank in unpacked]
 
 
 def _entries(result: worker_pb2.StepResult) -> Iterator[list[tuple[int, int, float]]]:

@@ -82,6 +82,36 @@ def test_several_prompts_and_choices(client: openai.OpenAI, expected: str) -> No
     assert [joined[at:] for at in logprobs.text_offset][-1] == logprobs.tokens[-1]
 
 
+def test_the_echo_has_the_log_probabilities_of_the_prompt(
+    stack: LocalStack, client: openai.OpenAI
+) -> None:
+    """Those of the output are the same when it is a prompt."""
+    url = f"http://{stack.http_addresses[0]}/tokenize"
+    ids = httpx2.post(url, json={"prompt": PROMPT}).json()["tokens"]
+    shared = {"model": "demo", "temperature": 0, "logprobs": 1}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    [made] = client.completions.create(prompt=ids, max_tokens=8, extra_body=extra, **shared).choices
+    made_ids: list[int] = made.token_ids  # type: ignore[attr-defined]
+    prompt = [*ids, *made_ids]
+    whole = client.completions.create(prompt=prompt, max_tokens=0, echo=True, **shared)
+    [choice] = whole.choices
+    assert choice.text.startswith(PROMPT + made.text)
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    assert made.logprobs is not None
+    assert choice.logprobs.tokens[-8:] == made.logprobs.tokens
+    first, *rest = choice.logprobs.token_logprobs
+    assert first is None
+    assert rest[-8:] == pytest.approx(made.logprobs.token_logprobs, abs=1e-3)
+    assert choice.logprobs.text_offset[len(ids)] == len(PROMPT)
+    assert whole.usage.completion_tokens == 0
+    with client.completions.create(
+        prompt=prompt, max_tokens=1, echo=True, stream=True, **shared
+    ) as stream:
+        chunks = [c for chunk in stream for c in chunk.choices]
+    assert chunks[0].logprobs.token_logprobs[1 : len(prompt)] == pytest.approx(rest, abs=1e-3)
+
+
 def test_a_chat_with_log_probabilities(client: openai.OpenAI) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
     shared = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 3}

@@ -27,7 +27,9 @@ class Stack:
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
     async def wait_for_status(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
-        async for response in self.health.Watch(health_pb2.HealthCheckRequest(service="ready")):
+        request = health_pb2.HealthCheckRequest(service="ready")
+        # On a busy machine the first attempt to connect may take longer than its 100 ms.
+        async for response in self.health.Watch(request, wait_for_ready=True):
             if response.status == status:
                 return
 

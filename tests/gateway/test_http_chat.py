@@ -141,3 +141,17 @@ def test_a_template_without_system_messages_gets_them_in_the_first_user_message(
         {"role": "assistant", "content": "C"},
     ]
     assert ChatTemplate(source, {}).render(messages, True) == "[user]A\n\nB[assistant]C"
+
+
+async def test_prompt_logprobs_are_beside_the_choices(http: Http) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}
+    sending = http.start("/v1/chat/completions", body)
+    sent = await http.submission()
+    http.stack.scheduler.accept(sent)
+    rest = sent.prompt_token_ids[1:]
+    delta = Delta(sent, 0, [3], prompt_logprobs=[[Entry(id_, -1.5, 2)] for id_ in rest])
+    http.stack.scheduler.send(deltas=deltas(delta), choice_ends=[choice_end(sent, 1)])
+    first, *found = (await sending).json()["prompt_logprobs"]
+    assert first is None
+    assert [list(one) for one in found] == [[str(id_)] for id_ in rest]
+    assert {one["logprob"] for token in found for one in token.values()} == {-1.5}

@@ -45,6 +45,26 @@ async def test_a_replay_is_split_between_requests_and_never_disconnects(monkeypa
     assert all(list(frame.deltas.token_ids) == [*range(1, 41)] * 2 for frame in received)
 
 
+async def test_log_probabilities_of_prompts_are_split_between_frames_and_do_not_count(monkeypatch):
+    monkeypatch.setattr(frames, "LARGE_FRAME_TOKENS", 50)
+    monkeypatch.setattr(frames, "MAX_PENDING_TOKENS", 50)
+    connection = GatewayConnection(epoch=7, may_send=always)
+    delivery = Delivery()
+    for attachment in range(1, 5):
+        of_prompt = b"" if attachment == 2 else bytes([attachment]) * 12 * 40
+        delivery.add(attachment, 0, 0, [5], b"", of_prompt)
+    connection.deliver(delivery)
+    received = await sent_frames(connection)
+    assert [list(frame.deltas.attachments) for frame in received] == [[1, 2, 3], [4]]
+    assert [
+        [
+            (found.entry, found.logprobs[0], len(found.logprobs))
+            for found in frame.deltas.prompt_logprobs
+        ]
+        for frame in received
+    ] == [[(0, 1, 480), (2, 3, 480)], [(0, 4, 480)]]
+
+
 @pytest.mark.parametrize("num_logprobs", [0, 4])
 async def test_a_gateway_that_does_not_read_its_frames_is_disconnected(monkeypatch, num_logprobs):
     monkeypatch.setattr(frames, "MAX_PENDING_TOKENS", 50)

@@ -54,7 +54,10 @@ async def record(loaded: LoadedRunner, path: Path) -> None:
     async with recorded(loaded, path) as lane:
         await lane.open()
         driver = Driver(lane)
-        sampling = [Sampling(temperature=1.0, seed=row, num_logprobs=2 * row) for row in range(3)]
+        sampling = [
+            Sampling(temperature=1.0, seed=row, num_logprobs=2 * row, num_prompt_logprobs=row)
+            for row in range(3)
+        ]
         sequences = [
             Sequence(row, list(range(5, 16 + row)), 11 + row, sampling=sampling[row])
             for row in range(3)
@@ -85,8 +88,10 @@ def written(entry: worker_pb2.Recording) -> bytes:
 
 def damage(path: Path) -> int:
     """Spoil the fifth entry; return where it ends."""
-    entries = [written(entry) for entry in read_entries(path)]
-    entries[4] = entries[4][:1] + b"\xff" * (len(entries[4]) - 1)
+    recorded = list(read_entries(path))
+    entries = [written(entry) for entry in recorded]
+    size = recorded[4].ByteSize()
+    entries[4] = entries[4][:-size] + b"\xff" * size
     path.write_bytes(b"".join(entries))
     return sum(map(len, entries[:5]))
 
@@ -111,6 +116,8 @@ async def test_several_lanes_are_opened_as_they_were(recording: Path) -> None:
     later = worker_pb2.BatchPlan()
     later.CopyFrom(admission.plan)
     later.epoch, later.step = 2, 1000
+    # Its result is empty.
+    later.admissions.num_prompt_logprobs[:] = [0] * len(later.admissions.rows)
     entries.append(worker_pb2.Recording(plan=later))
     entries.append(worker_pb2.Recording(result=worker_pb2.StepResult(epoch=2, step=1000)))
     result = await asyncio.to_thread(quire, "replay", rewritten(recording, entries))

@@ -8,12 +8,13 @@ import pytest
 import torch
 from dataless_device import Crossings, dataless, idle_kernels
 from host_device import HostCapturer, HostStreams
-from tiny_models import FAMILIES, llama, save_model
+from tiny_models import FAMILIES, VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.plan.plans import Plan, plan_from_proto
+from worker_svc.runner import prompt_slices
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 
@@ -63,6 +64,27 @@ def test_a_launch_does_not_wait_for_the_device(
     assert crossings.found == ["copy_"] * len(launched)
     # No sequence is long enough to be cut.
     assert idle == {"merge_partitions_kernel"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_log_probabilities_of_a_prompt_do_not_wait_for_the_device(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slices, and also of a chunk of one token per row, which would replay a graph."""
+    monkeypatch.setattr(prompt_slices, "_SLICE_BYTES", 3 * 4 * VOCAB_SIZE)
+    idle_kernels(monkeypatch)
+    runner = dataless(load(save_model(FAMILIES[family](), tmp_path)), HostCapturer())
+    launched = []
+    with Crossings() as crossings:
+        for step, count in enumerate((7, 1, 3), 1):
+            plan = worker_pb2.BatchPlan(epoch=1, step=step)
+            if step == 1:
+                sampling = Sampling(num_prompt_logprobs=3)
+                admit(plan, Sequence(0, [5] * 11, 11, 0, [1, 2, 3], sampling))
+            schedule(plan, 0, count)
+            launched.append(runner.launch(plan_from_proto(plan)))
+    assert [step.targets.num_tokens.tolist() for step in launched] == [[7], [1], [2]]
+    assert crossings.found == ["copy_"] * len(launched)
 
 
 def _number(tensor: torch.Tensor) -> object:

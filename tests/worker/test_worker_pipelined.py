@@ -94,7 +94,7 @@ class Plans:
     step: int = 0
 
     def launch(
-        self, runner: PipelinedRunner, message: worker_pb2.BatchPlan
+        self, runner: StepRunner, message: worker_pb2.BatchPlan
     ) -> PendingOutput[StepOutput]:
         self.step += 1
         message.epoch, message.step = 1, self.step
@@ -142,6 +142,27 @@ def test_a_row_that_fails_fails_in_the_steps_behind_it_too(
     assert ["finite" in result.failures[0] for result in results] == [True] * 3
     assert [result.sampled_rows for result in results] == [[1]] * 3
     assert all(0 <= result.sampled_token_ids[0] < VOCAB_SIZE for result in results)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("num_tokens", [2, 3])
+def test_a_row_whose_prompt_has_no_log_probabilities_fails(
+    loaded: LoadedRunner,
+    poisoned: PipelinedRunner,
+    plans: Plans,
+    num_tokens: int,
+    is_pipelined: bool,
+) -> None:
+    """Also in a chunk that samples nothing."""
+    plan = worker_pb2.BatchPlan()
+    for row, tokens in enumerate(([1, _POISONED, 5], [4, 5, 6])):
+        asked = Sampling(num_prompt_logprobs=2)
+        admit(plan, Sequence(row, tokens, 3, 0, [2 * row + 1, 2 * row + 2], asked))
+        schedule(plan, row, num_tokens)
+    runner = poisoned if is_pipelined else loaded.runner
+    output = plans.launch(runner, plan).output()
+    assert list(output.failures) == [0]
+    assert output.sampled_rows == ([1] if num_tokens == 3 else [])
 
 
 def test_the_next_sequence_of_a_row_does_not_fail_for_the_one_before(

@@ -23,6 +23,7 @@ from worker_driver import (
 )
 
 from quire.internal.v1 import worker_pb2
+from worker_svc.model.split_forward import FinalStates
 from worker_svc.runner import prompt_slices
 
 # More places than in the test of sampled tokens, so a larger difference among them.
@@ -134,6 +135,23 @@ async def test_they_are_those_of_transformers(
             )
             for token, logprob, _ in (own, *top):
                 assert logprob == pytest.approx(line[token].item(), abs=_TOLERANCE)
+
+
+def test_the_logits_of_a_slice_have_a_bounded_size() -> None:
+    """Of 100 tokens of a large vocabulary in slices of 64 MiB."""
+    vocab_size, sizes = 500_000, []
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        sizes.append(states.shape[1] * vocab_size * 4)
+        return torch.zeros(1, states.shape[1], vocab_size)
+
+    final = FinalStates(torch.zeros(100, 2), head)
+    entries = prompt_slices.prompt_logprobs(
+        final, torch.arange(100), torch.zeros(100, dtype=torch.int64), 0, vocab_size, None
+    )
+    assert entries.logprobs.shape == (100, 1)
+    assert max(sizes) <= 64 * 2**20
+    assert len(sizes) == 4
 
 
 async def test_after_a_cached_prefix_there_are_those_of_the_rest(worker: ServedWorker) -> None:

@@ -63,6 +63,17 @@ class PromptLogprobs:
             _failing_rows(targets, logprobs),
         )
 
+    @classmethod
+    def from_proto(cls, message: worker_pb2.PromptLogprobRanges) -> Self:
+        return cls(
+            list(message.rows),
+            list(message.first_indices),
+            list(message.num_tokens),
+            list(message.num_entries),
+            message.logprobs,
+            [],
+        )
+
     def to_proto(self) -> worker_pb2.PromptLogprobRanges:
         return worker_pb2.PromptLogprobRanges(
             rows=self.rows,

@@ -23,17 +23,17 @@ def prompt_logprobs(
     implementation: Implementation | None,
 ) -> TokenLogprobs:
     """Of `token_ids`, each in the place after the token `logits_indices` of the batch."""
-    num_rows = max(1, _SLICE_BYTES // (4 * vocab_size))
-    slices = []
-    for indices, targets in zip(
-        torch.split(logits_indices, num_rows), torch.split(token_ids, num_rows), strict=True
-    ):
-        logits = final.logits(indices)
-        most = min(num_top, logits.shape[1])
-        slices.append(token_logprobs(logits, targets, most, implementation=implementation))
-        del logits
-    return TokenLogprobs(
-        torch.cat([part.token_ids for part in slices]),
-        torch.cat([part.logprobs for part in slices]),
-        torch.cat([part.ranks for part in slices]),
-    )
+    num_tokens, num_rows = len(token_ids), max(1, _SLICE_BYTES // (4 * vocab_size))
+    most = min(num_top, vocab_size)
+    # Allocated first: small tensors between the slices would keep the C library from using the
+    # memory of one slice for the next.
+    ids = token_ids.new_empty(num_tokens, 1 + most)
+    ranks = torch.empty_like(ids)
+    logprobs = torch.empty_like(ids, dtype=torch.float32)
+    for start in range(0, num_tokens, num_rows):
+        part = slice(start, start + num_rows)
+        logits = final.logits(logits_indices[part])
+        found = token_logprobs(logits, token_ids[part], most, implementation=implementation)
+        ids[part], logprobs[part], ranks[part] = found.token_ids, found.logprobs, found.ranks
+        del logits, found
+    return TokenLogprobs(ids, logprobs, ranks)

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.plan.logprobs import Logprobs
+from worker_svc.plan.prompt_logprobs import PromptLogprobs
 from worker_svc.settings import WrongSettingError
 
 
@@ -19,6 +20,7 @@ class RecordedStep:
 
     token_ids: Mapping[int, int]  # by row; a missing row has failed
     logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 # The rounds of each step, without those in which no row sampled.
@@ -42,10 +44,16 @@ def read_tokens(path: Path) -> RecordedSteps:
 def _rounds(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
     tokens = list(zip(result.sampled_rows, result.sampled_token_ids, strict=True))
     logprobs = Logprobs.from_proto(result.logprobs) if result.HasField("logprobs") else None
+    # Only the first round may compute prompt tokens.
+    of_prompts = (
+        PromptLogprobs.from_proto(result.prompt_logprobs)
+        if result.HasField("prompt_logprobs")
+        else None
+    )
     starts = _starts(result.sampled_rows)
     for start, end in pairwise([*starts, len(tokens)]):
         part = None if logprobs is None else logprobs.part(start, end)
-        yield RecordedStep(dict(tokens[start:end]), part)
+        yield RecordedStep(dict(tokens[start:end]), part, None if start else of_prompts)
 
 
 def _starts(sampled_rows: Iterable[int]) -> list[int]:

@@ -167,7 +167,7 @@ class SimRunner:
             ),
             logprobs=sampled[2],
             failures=failures,
-            prompt_logprobs=None if targets is None else self._prompt_logprobs(targets),
+            prompt_logprobs=self._prompt_logprobs(plan, targets),
         )
 
     def _sample(
@@ -226,7 +226,10 @@ class SimRunner:
             num_logprobs, *logprobs_at(seeds, positions, tokens[has_logprobs], num_top, vocab_size)
         )
 
-    def _prompt_logprobs(self, targets: PromptTargets) -> PromptLogprobs:
+    def _prompt_logprobs(self, plan: Plan, targets: PromptTargets | None) -> PromptLogprobs | None:
+        recorded = self._recorded_round(plan)
+        if recorded is not None or targets is None:
+            return None if recorded is None else recorded.prompt_logprobs
         seeds = np.repeat(self._tables.seeds[targets.rows], targets.num_tokens)
         ends = targets.num_tokens.cumsum()
         within = np.arange(ends[-1]) - np.repeat(ends - targets.num_tokens, targets.num_tokens)
