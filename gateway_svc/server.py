@@ -29,6 +29,7 @@ from quire.service.addresses import is_loopback
 from quire.service.channels import PUBLIC_MESSAGE_BYTES, server_options
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
+from quire.service.memory import free_memory_regularly, keep_heap_compact
 from quire.service.metrics import MetricsServer, start_metrics
 from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 
@@ -228,12 +229,15 @@ async def serve(settings: GatewaySettings) -> None:
     """Run a gateway until a signal. OSError if the address cannot be bound."""
     signals = Signals()
     signals.install()
+    keep_heap_compact()
     gateway = Gateway(settings)
+    freeing = asyncio.create_task(free_memory_regularly(lambda: not gateway.live_limits.num_calls))
     try:
         await gateway.start()
         await signals.drain.wait()
         log.info("draining", live_calls=gateway.calls.num_live)
         await signals.drain_within(gateway.drain, settings.drain_grace_s)
     finally:
+        freeing.cancel()
         await gateway.stop()
     log.info("stopped")

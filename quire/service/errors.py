@@ -1,5 +1,6 @@
 """Errors as gRPC statuses with `google.rpc` details: the field, the reason, what to do."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn, Self
@@ -115,7 +116,11 @@ def unavailable(
 
 
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:  # type: ignore[type-arg]
-    """Abort a call with the error's status and details."""
+    """Abort a call with the error's status and details. CancelledError if the client has gone."""
     rich = rpc_status.to_status(error.to_status())
-    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    try:
+        await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    except grpc.aio.InternalError:
+        # The status cannot be sent any more, and gRPC ends cancelled calls without a word.
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returned")

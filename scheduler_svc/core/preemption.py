@@ -10,7 +10,7 @@ from scheduler_svc.core.view import Forkable, LaneView, PreemptionMode, SeqT
 
 @dataclass(slots=True)
 class Victims(Generic[SeqT]):
-    """What to preempt, the last in order first."""
+    """What to preempt, in the order in which it was chosen."""
 
     recomputed: list[SeqT] = field(default_factory=list)
     swapped: list[list[SeqT]] = field(default_factory=list)
@@ -27,12 +27,13 @@ def choose_victims(
 ) -> Victims[SeqT]:
     """Choose what frees enough blocks for the remaining rows to have the blocks they miss.
 
-    Blocks pinned for siblings go first, as they cost no work; then rows, from the last in order.
+    Blocks pinned for siblings go first, as they cost no work; then rows whose clients have
+    disconnected; then the others. Both are chosen from the last in order.
     `missing` is the number of blocks that each row needs, `num_needed` their sum.
     """
     references = Counter(view.references)
     pinned = [group for group in view.forkable if group.pinned_blocks is not None]
-    remaining = sorted(view.running, key=lambda row: row.order)
+    remaining = sorted(view.running, key=lambda row: (row.is_abandoned, row.order))
     num_free_host_blocks = view.num_free_host_blocks
     chosen: Victims[SeqT] = Victims()
     while num_needed > view.num_free_blocks + chosen.num_freed_blocks and (pinned or remaining):

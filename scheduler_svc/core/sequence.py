@@ -49,6 +49,8 @@ class Group:
     is_deferred: bool = False
     # (epoch, number) of the stream; a newer stream has a greater one.
     attachment_generation: tuple[int, int] = (0, 0)
+    # Its client has disconnected and may return.
+    is_abandoned: bool = False
     # (priority, arrival); the smallest is served first. Set when the request is queued.
     order: tuple[int, int] = (0, 0)
     sequences: list["Sequence"] = field(default_factory=list)
@@ -178,6 +180,10 @@ class Sequence:
     @property
     def order(self) -> tuple[int, int, int]:
         return (*self.group.order, self.choice)
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.group.is_abandoned
 
     @property
     def num_output_tokens(self) -> int:

@@ -63,6 +63,8 @@ class SequenceView(Protocol):
     @property
     def order(self) -> tuple[int, int, int]: ...  # (priority, arrival, choice)
     @property
+    def is_abandoned(self) -> bool: ...  # its client has disconnected
+    @property
     def num_tokens(self) -> int: ...
     @property
     def max_num_tokens(self) -> int: ...

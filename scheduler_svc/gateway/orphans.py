@@ -31,10 +31,12 @@ class Orphans:
             self._grace_of(group, client_gone), self._expire, group
         )
         if client_gone:
+            group.is_abandoned = True
             self._abandoned[group] = None
             self._limit_abandoned()
 
     def remove(self, group: Group) -> None:
+        group.is_abandoned = False
         self._abandoned.pop(group, None)
         if timer := self._timers.pop(group, None):
             timer.cancel()

@@ -39,6 +39,7 @@ class ScriptedInference(InferenceServiceServicer):
         self.hanging = threading.Event()
         self.released = threading.Event()
         self.cancelled_ids: list[str] = []
+        self.num_running = self.max_running = 0
         self._barriers: dict[int, threading.Barrier] = {}
         self._lock = threading.Lock()
 
@@ -91,6 +92,16 @@ class ScriptedInference(InferenceServiceServicer):
         return inference_pb2.CancelGenerateResponse()
 
     def _follow(self, request, context) -> None:
+        with self._lock:
+            self.num_running += 1
+            self.max_running = max(self.max_running, self.num_running)
+        try:
+            self._do(request, context)
+        finally:
+            with self._lock:
+                self.num_running -= 1
+
+    def _do(self, request, context) -> None:
         self.requests.append(request)
         self.seconds_left.append(context.time_remaining())
         match _text(request).split():

@@ -203,6 +203,13 @@ def test_outputs_are_in_the_order_of_the_prompts(client):
     assert [output.outputs[0].text for output in outputs] == [p.upper() for p in prompts]
 
 
+def test_the_number_of_calls_in_progress_is_bounded(client, server, monkeypatch):
+    monkeypatch.setattr("quire.client.concurrent_calls._MAX_CALLS", 4)
+    outputs = client.generate_all(["barrier 4"] * MAX_CALLS, [None] * MAX_CALLS)
+    assert len(outputs) == MAX_CALLS
+    assert server.inference.max_running == 4
+
+
 def test_prompts_run_at_the_same_time(client):
     outputs = client.generate_all([f"barrier {MAX_CALLS}"] * MAX_CALLS, [None] * MAX_CALLS)
     assert len(outputs) == MAX_CALLS

@@ -47,6 +47,10 @@ INVALID_REQUESTS = {
     "long role": (conversation("user", "r" * 65), "conversation.messages[1].role"),
     "long cache salt": ({"text": "a", "cache_salt": "é" * 129}, "cache_salt"),
     "empty request id": ({"text": "a", "request_id": ""}, "request_id"),
+    "escape sequence in a request id": ({"text": "a", "request_id": "a\x1b[2J"}, "request_id"),
+    "line break in a request id": ({"text": "a", "request_id": "a\nb"}, "request_id"),
+    "space in a request id": ({"text": "a", "request_id": "a b"}, "request_id"),
+    "request id beyond ASCII": ({"text": "a", "request_id": "caf\u00e9"}, "request_id"),
     "long request id": ({"text": "a", "request_id": "a" * 129}, "request_id"),
     "negative temperature": (sampling(temperature=-0.5), "sampling_params.temperature"),
     "temperature nan": (sampling(temperature=math.nan), "sampling_params.temperature"),
@@ -266,3 +270,14 @@ async def test_max_tokens_is_capped_by_the_context(stack: Stack) -> None:
     await call
     assert submission.params.max_tokens == MAX_MODEL_LEN - len(submission.prompt_token_ids)
     assert (submission.params.temperature, submission.params.seed) == (0, 0)
+
+
+async def test_ids_of_other_calls_have_no_control_characters(stack: Stack) -> None:
+    for call in (
+        stack.inference.CancelGenerate(pb.CancelGenerateRequest(request_id="a\x1b[2J")),
+        stack.inference.ResumeGenerate(pb.ResumeGenerateRequest(request_id="a\x1b[2J")).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is INVALID
+        assert "has U+001B at character 1" in str(caught.value.details())

@@ -266,11 +266,30 @@ async def test_a_disconnected_client_may_resume_within_its_window(
     assert (await asyncio.wait_for(parts.get(), 10)).attachment == attachment.attachment
 
 
-async def test_the_resume_window_is_bounded(stack: Stack) -> None:
+async def window_error(stack: Stack, window_s: int) -> str:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stack.inference.Generate(pb.GenerateRequest(text="x", resume_window_s=3601))
+        await stack.inference.Generate(pb.GenerateRequest(text="x", resume_window_s=window_s))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert str(caught.value.details()).startswith("resume_window_s: is 3601")
+    return str(caught.value.details())
+
+
+async def test_the_resume_window_is_bounded(stack: Stack) -> None:
+    assert await window_error(stack, 61) == "resume_window_s: is 61; must be 0 to 60"
+    await begun(stack, resume_window_s=60)
+
+
+async def test_the_largest_resume_window_is_a_setting(
+    stack: Stack, settings_for: Callable[..., GatewaySettings]
+) -> None:
+    gateway = Gateway(
+        settings_for(scheduler=f"127.0.0.1:{stack.scheduler_port}", max_resume_window_s=5)
+    )
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        other = Stack(gateway, stack.scheduler, stack.scheduler_port, address, channel)
+        await other.wait_for_status(health_pb2.HealthCheckResponse.SERVING)
+        assert (await window_error(other, 6)).endswith("0 to 5")
+    await gateway.stop()
 
 
 def test_the_same_request_has_the_same_digest() -> None:

@@ -10,6 +10,7 @@ class Request:
 
     def __init__(self) -> None:
         self.num_live = 16
+        self.is_abandoned = False
         self.record = SimpleNamespace(resume_window_s=60, deadline_ms=None)
 
 
@@ -22,5 +23,6 @@ async def test_the_oldest_abandoned_requests_are_ended_beyond_the_bound() -> Non
     abandoned = [Request() for _ in range(6)]
     for request in abandoned:
         orphans.add(request, client_gone=True)
-    orphans.close()
     assert ended == abandoned[:2]
+    assert [request.is_abandoned for request in abandoned] == [False] * 2 + [True] * 4
+    orphans.close()

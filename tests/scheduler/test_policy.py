@@ -33,6 +33,7 @@ class Row:
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     max_num_tokens: int = 2**31
+    is_abandoned: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -413,6 +414,16 @@ def test_the_last_in_order_is_preempted_whatever_its_position():
     running = [decoding(2, 20, [1, 2]), decoding(0, 17, [3]), decoding(1, 20, [4, 5])]
     decision = schedule(LIMITS, lane(running, num_free_blocks=0))
     assert decision.preempted == [running[0]]
+
+
+def test_rows_whose_clients_have_disconnected_are_preempted_first():
+    running = [decoding(0, 17, [1]), decoding(1, 20, [2, 3]), decoding(2, 20, [4, 5])]
+    running[1].is_abandoned = True
+    assert schedule(LIMITS, lane(running, num_free_blocks=0)).preempted == [running[1]]
+    running[0].is_abandoned = True
+    running[1].is_abandoned = False
+    # It frees the block that it needs, and then nothing is missing.
+    assert schedule(LIMITS, lane(running, num_free_blocks=0)).preempted == [running[0]]
 
 
 def test_order_is_priority_first():

@@ -29,6 +29,7 @@ class Row:
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     max_num_tokens: int = 2**31
+    is_abandoned: bool = False
 
     @property
     def remaining(self) -> int:
@@ -78,6 +79,7 @@ def running_groups(draw: st.DrawFn, limits: Limits, pool: Pool) -> list[list[Row
         count = draw(st.integers(1, min(num_rows, 3)))
         shared = pool.take(draw(st.integers(0, 2)))
         priority = draw(st.integers(0, 1))
+        is_abandoned = draw(st.booleans())
         group = []
         for choice in range(count):
             num_tokens = draw(st.integers(max(1, len(shared) * limits.block_size), 12))
@@ -93,6 +95,7 @@ def running_groups(draw: st.DrawFn, limits: Limits, pool: Pool) -> list[list[Row
             )
             blocks = [*shared, *pool.take(num_blocks - len(shared))]
             row = Row((priority, arrival, choice), num_tokens, computed, blocks)
+            row.is_abandoned = is_abandoned
             row.max_num_tokens = num_tokens + draw(st.integers(1, 6))
             group.append(row)
         groups.append(group)
@@ -235,7 +238,7 @@ def preempted_rows_are_last_in_order_and_do_not_run(
 ) -> None:
     preempted = victims(decision)
     assert len(set(preempted)) == len(preempted)
-    in_order = sorted(view.running, key=lambda one: one.order)
+    in_order = sorted(view.running, key=lambda one: (one.is_abandoned, one.order))
     assert set(preempted) == set(in_order[len(in_order) - len(preempted) :])
     busy = {*decision.scheduled, *(one for one, _ in decision.appends)}
     busy |= {group.source for group, _ in decision.forked}

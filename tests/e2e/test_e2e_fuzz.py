@@ -1,0 +1,76 @@
+"""8,000 random calls: no status without a meaning, and no process keeps their memory."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from grpc_fuzz import Fuzzer, Generator
+
+from quire.launcher.stack import LocalStack
+
+MODEL = "demo/model"
+SEED = 1
+NUM_CALLS = 8000
+NUM_FIRST_CALLS = 1000
+NUM_AT_ONCE = 48
+MEMORY_S = 60.0
+MEMORY_GROWTH = 1.2
+MAX_PEAK_BYTES = 2**30
+SETTINGS = {
+    "QUIRE_WORKER_ENGINE": "sim",
+    "QUIRE_WORKER_SIM_STEP_MS": "1",
+    # Records of finished requests are to be gone when memory is measured.
+    "QUIRE_SCHEDULER_FINISHED_TTL_S": "5",
+}
+
+
+def memory_of(pid: int, what: str = "VmRSS") -> int:
+    """A size in bytes of a process, as Linux names it."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [size] = [line.split()[1] for line in lines if line.startswith(f"{what}:")]
+    return 1024 * int(size)
+
+
+def memory_of_all(stack: LocalStack) -> dict[str, int]:
+    processes = [p for role in ("gateway", "scheduler", "worker") for p in stack.processes(role)]
+    return {process.name: memory_of(process.pid) for process in [*processes, stack.redis]}
+
+
+async def make_calls(target: str, seed: int, count: int) -> Fuzzer:
+    fuzzer = Fuzzer(target, NUM_AT_ONCE)
+    await fuzzer.run(Generator(seed, MODEL).calls(count))
+    await fuzzer.close()
+    return fuzzer
+
+
+def wait_for_memory(stack: LocalStack, before: Mapping[str, int]) -> None:
+    """Wait until every process has at most a fifth more memory than before."""
+    deadline = time.monotonic() + MEMORY_S
+    while True:
+        now = memory_of_all(stack)
+        grown = {name: size for name, size in now.items() if size > MEMORY_GROWTH * before[name]}
+        if not grown:
+            return
+        assert time.monotonic() < deadline, (before, grown)
+        time.sleep(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_random_calls_end_with_a_meaning_and_leave_no_memory_behind() -> None:
+    with LocalStack(MODEL, settings=SETTINGS) as stack:
+        # These load what a first call of each kind needs.
+        asyncio.run(make_calls(stack.address, SEED + 1, NUM_FIRST_CALLS))
+        before = memory_of_all(stack)
+        fuzzer = asyncio.run(make_calls(stack.address, SEED, NUM_CALLS))
+        assert fuzzer.codes.total() == NUM_CALLS
+        assert fuzzer.codes["OK"] > NUM_CALLS / 10
+        assert not fuzzer.failed, (len(fuzzer.failed), fuzzer.failed[:3])
+        [gateway] = stack.processes("gateway")
+        assert memory_of(gateway.pid, "VmHWM") < MAX_PEAK_BYTES
+        wait_for_memory(stack, before)
+        # Calls whose clients have gone are no failures.
+        log = gateway.spec.address_file.parent / "gateway.log"
+        assert "a call failed unexpectedly" not in log.read_text()
