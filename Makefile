@@ -199,7 +199,7 @@ test-containers: $(STUBS) ## Run the tests that need a Docker engine.
 	  && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' COMPOSE='$(COMPOSE)' \
 	  && $(BIN)/python -m pytest -m containers $(PYTEST_ARGS)
 
-test-clients: kernels ## Build and run the clients of all languages whose toolchain is installed.
+test-clients: $(STUBS) ## Build and run the clients of all languages whose toolchain is installed.
 	$(BIN)/python -m pytest -m clients -rs $(PYTEST_ARGS) tests/clients
 
 local-images: ## Build base images without an image registry (as root; see docs/containers.md).

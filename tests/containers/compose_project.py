@@ -77,6 +77,8 @@ class Container:
     restart_policy: str
     # Of the last five checks, including those in the start period.
     failing_checks: int
+    # By the last checks; one may fail on a busy machine.
+    is_healthy: bool
     published: dict[str, Any]
 
     @classmethod
@@ -95,6 +97,7 @@ class Container:
             num_restarts=facts["RestartCount"],
             restart_policy=facts["HostConfig"]["RestartPolicy"]["Name"],
             failing_checks=sum(check["ExitCode"] != 0 for check in checks),
+            is_healthy=state.get("Health", {}).get("Status") == "healthy",
             published={port: to for port, to in (settings["Ports"] or {}).items() if to},
         )
 
@@ -103,7 +106,8 @@ def _log_of(container: Container) -> list[dict[str, Any]]:
     done = subprocess.run(
         ["docker", "logs", container.id], capture_output=True, text=True, check=True
     )
-    return [json.loads(line) for line in done.stderr.splitlines()]
+    # gRPC's core writes lines of its own, such as those of a ping that timed out.
+    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
 
 
 class ComposeProject:
