@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import structlog
-from fastapi import Response
+from fastapi import Request, Response
 
 from gateway_svc.http.errors import to_http
 from gateway_svc.http.response_writer import KEEP_ALIVE_S, Receive, ResponseWriter, Send
@@ -41,7 +41,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        writer = ResponseWriter(send, self._request_id)
+        writer = ResponseWriter(send, self._request_id, _wants_ids(Request(scope)))
 
         async def watch() -> None:
             await _wait_until_disconnected(receive, writer)
@@ -72,6 +72,12 @@ class GenerationResponse(Response):
                 await writer.abort(INTERNAL_ERROR)
             else:
                 await writer.json(500, INTERNAL_ERROR)
+
+
+def _wants_ids(request: Request) -> bool:
+    """Whether the client reads server-sent events as the standard has them. A client of OpenAI's
+    API may take all of an event after `data:` for JSON."""
+    return request.method == "GET" or "text/event-stream" in request.headers.get("accept", "")
 
 
 async def _wait_until_disconnected(receive: Receive, writer: ResponseWriter) -> None:

@@ -28,11 +28,14 @@ _EVENT_HEADERS = [
 class ResponseWriter:
     """One response: events after `start`, or one object without it."""
 
-    def __init__(self, send: Send, request_id: str = "") -> None:
+    def __init__(self, send: Send, request_id: str = "", has_ids: bool = True) -> None:
+        """`has_ids`: whether events have an `id:`, which clients that parse `data:` alone do not
+        expect."""
         self.has_started = False
         # An event was written.
         self.has_written = False
         self._send = send
+        self._has_ids = has_ids
         # Others cannot be in a header; they are refused when they are checked.
         is_valid = _PRINTABLE.fullmatch(request_id)
         self._headers = [(b"x-request-id", request_id.encode())] if is_valid else []
@@ -48,12 +51,12 @@ class ResponseWriter:
         data = [_encoded(event) for event in events]
         if data:
             self.has_written = True
-            data[-1] = b"id: %b\n%b" % (position.encode(), data[-1])
+            data[-1] = self._id(position) + data[-1]
             await self._write(b"".join(data))
 
     async def end(self, last_id: str) -> None:
         """Write `[DONE]` and end the stream."""
-        data = b"id: %b\ndata: [DONE]\n\n" % last_id.encode()
+        data = self._id(last_id) + b"data: [DONE]\n\n"
         await self._send({"type": "http.response.body", "body": data})
 
     async def keep_alive(self) -> None:
@@ -78,6 +81,9 @@ class ResponseWriter:
         """End a stream with an error, without `[DONE]`."""
         data = b"data: %b\n\n" % orjson.dumps(error)
         await self._send({"type": "http.response.body", "body": data})
+
+    def _id(self, position: str) -> bytes:
+        return b"id: %b\n" % position.encode() if self._has_ids else b""
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_started = True

@@ -121,5 +121,5 @@ def test_the_command_and_offline_inference_send_a_key(tenants: Tenants) -> None:
     assert run(app, load).exit_code == 1
     with LLM(target=target, api_key=tenants.second) as llm:
         assert llm.generate("t1", SHORT)[0].outputs[0].token_ids
-    with pytest.raises(ValueError, match="api_key is for the target"):
+    with pytest.raises(ValueError, match="api_key and tls are for the target"):
         LLM("model", api_key=tenants.first)

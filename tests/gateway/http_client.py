@@ -58,6 +58,7 @@ class Http:
     ) -> AsyncIterator["Events"]:
         """Send a request and yield the events of its stream."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {"accept": "text/event-stream", **sent}
         events = Events()
         reading = asyncio.create_task(events.read(self.client, path, body, sent))
         try:

@@ -50,7 +50,7 @@ INVALID_REQUESTS = {
     "escape sequence in a request id": ({"text": "a", "request_id": "a\x1b[2J"}, "request_id"),
     "line break in a request id": ({"text": "a", "request_id": "a\nb"}, "request_id"),
     "space in a request id": ({"text": "a", "request_id": "a b"}, "request_id"),
-    "request id beyond ASCII": ({"text": "a", "request_id": "caf\u00e9"}, "request_id"),
+    "request id beyond ASCII": ({"text": "a", "request_id": "\u00e9"}, "request_id"),
     "long request id": ({"text": "a", "request_id": "a" * 129}, "request_id"),
     "negative temperature": (sampling(temperature=-0.5), "sampling_params.temperature"),
     "temperature nan": (sampling(temperature=math.nan), "sampling_params.temperature"),

@@ -1,5 +1,7 @@
 """`/v1/completions` over HTTP."""
 
+import json
+
 import pytest
 from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
 from http_client import Http
@@ -101,6 +103,16 @@ async def test_several_prompts_are_one_response(http: Http) -> None:
         f"{echo} 01",
     ]
     assert [choice["index"] for choice in completion["choices"]] == [0, 1, 2, 3]
+
+
+async def test_a_client_that_asks_for_no_event_stream_gets_data_alone(http: Http) -> None:
+    """vLLM's benchmark takes all of an event after `data: ` for JSON."""
+    sending = http.start("/v1/completions", {"prompt": "The", "stream": True})
+    await http.stack.scheduler.serve_one(http.stack.encode(" fox"))
+    *chunks, done, rest = (await sending).text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    texts = [json.loads(c.removeprefix("data: "))["choices"][0]["text"] for c in chunks]
+    assert "".join(texts) == " fox"
 
 
 async def test_a_stream_has_usage_if_wanted_and_ends_with_done(http: Http) -> None:

@@ -35,7 +35,9 @@ export async function* stream(path, body, signal) {
       const response = lastId === null
         ? await request(path, {
             method: "POST", signal, body: JSON.stringify({ ...body, stream: true, resume_window_s: 30 }),
-            headers: { "content-type": "application/json", "x-request-id": id },
+            headers: {
+              accept: "text/event-stream", "content-type": "application/json", "x-request-id": id,
+            },
           })
         : await request(`v1/requests/${id}/events`, { signal, headers: { "last-event-id": lastId } });
       for await (const event of events(response)) {
