@@ -115,8 +115,13 @@ class _Experiment:
         references = await self._references()
         for kind in sorted({one.request.kind for one in references if not one.is_complete}):
             self._violation(f"reference: {kind}: tokens without log-probabilities")
+        local = self._stack.local
         streams = Streams(
-            self._stack.local.addresses, references, self._plan.num_streams, self._plan.seed
+            local.addresses,
+            references,
+            self._plan.num_streams,
+            self._plan.seed,
+            local.http_addresses,
         )
         streams.start()
         try:

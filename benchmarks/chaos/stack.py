@@ -62,6 +62,7 @@ class ChaosStack:
             num_workers=NUM_WORKERS,
             num_schedulers=2,
             num_gateways=2,
+            http_listen="127.0.0.1:0",
             redis_appendonly=True,
             restart=True,
             settings=settings,

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from benchmarks.chaos.comparison import Comparison, Verdict
+from benchmarks.chaos.event_source import EventStream, EventStreamError
 from benchmarks.chaos.gaps import Pause, Window, longest_pause
 from benchmarks.chaos.mix import Request
 from quire.client.async_client import AsyncClient
@@ -69,15 +70,24 @@ class Streams:
     """`count` clients, each with one request after the other, drawn from the references."""
 
     def __init__(
-        self, targets: Sequence[str], references: Sequence[Reference], count: int, seed: int
+        self,
+        targets: Sequence[str],
+        references: Sequence[Reference],
+        count: int,
+        seed: int,
+        http_addresses: Sequence[str] = (),
     ) -> None:
+        """If there are addresses for HTTP, every second client reads server-sent events."""
         # All streams with findings, for the report.
         self.wrong: list[Stream] = []
         self.num_finished = 0
         self.num_tokens = 0
         self.num_cancelled = 0
         self._targets = targets
+        self._http_addresses = http_addresses
         self._references = references
+        # Log-probabilities have another form in HTTP.
+        self._for_events = [r for r in references if r.request.params.logprobs is None]
         self._count = count
         self._seed = seed
         self._current: dict[int, Stream] = {}
@@ -131,19 +141,19 @@ class Streams:
         rng = random.Random(f"{self._seed}/{index}")
         number = 0
         while not self._stopping:
-            stream = Stream(f"{self._seed}-{index}-{number}", rng.choice(self._references))
+            has_events = bool(self._http_addresses) and index % 2 == 1
+            references = self._for_events if has_events else self._references
+            stream = Stream(f"{self._seed}-{index}-{number}", rng.choice(references))
             self._current[index] = stream
-            await _follow(self._target(index + number), stream)
+            if has_events:
+                await _follow_events(rotated(self._http_addresses, index + number), stream)
+            else:
+                await _follow(",".join(rotated(self._targets, index + number)), stream)
             self._end(index, stream)
             number += 1
             if stream.comparison.findings:
                 await asyncio.sleep(_BACKOFF_S)
         self._current.pop(index, None)
-
-    def _target(self, first: int) -> str:
-        """Return all targets in an order that rotates from request to request."""
-        first %= len(self._targets)
-        return ",".join([*self._targets[first:], *self._targets[:first]])
 
     def _end(self, index: int, stream: Stream) -> None:
         stream.note()
@@ -156,6 +166,22 @@ class Streams:
             self.wrong.append(stream)
         if self._stopping:
             del self._current[index]
+
+
+def rotated(addresses: Sequence[str], first: int) -> list[str]:
+    """All addresses in an order that rotates from request to request."""
+    first %= len(addresses)
+    return [*addresses[first:], *addresses[:first]]
+
+
+async def _follow_events(addresses: Sequence[str], stream: Stream) -> None:
+    """Read a stream of server-sent events until it ends or is cancelled."""
+    source = EventStream(addresses, stream.request_id, stream.request)
+    try:
+        async with aclosing(source.messages()) as messages:
+            await _take(messages, stream)
+    except EventStreamError as error:
+        stream.comparison.fail(str(error))
 
 
 async def _follow(target: str, stream: Stream) -> None:
