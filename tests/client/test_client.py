@@ -204,7 +204,7 @@ def test_outputs_are_in_the_order_of_the_prompts(client):
 
 
 def test_the_number_of_calls_in_progress_is_bounded(client, server, monkeypatch):
-    monkeypatch.setattr("quire.client.concurrent_calls._MAX_CALLS", 4)
+    monkeypatch.setattr("quire.client.concurrent_calls.MAX_CALLS", 4)
     outputs = client.generate_all(["barrier 4"] * MAX_CALLS, [None] * MAX_CALLS)
     assert len(outputs) == MAX_CALLS
     assert server.inference.max_running == 4
