@@ -8,8 +8,9 @@ TORCH ?= $(shell sed -n 's/^ARG PINNED_TORCH=//p' Dockerfile)
 TORCH_INDEX ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-# Test processes that `make test` runs at a time.
-TEST_PROCESSES ?= 2
+# Test processes that `make test` runs at a time: more than two cores, because tests wait for the
+# services that they start.
+TEST_PROCESSES ?= 3
 # Run by `make check` besides the linters; none of these starts a service or a model.
 CHECK_TESTS := $(wildcard tests/test_architecture.py tests/test_words.py tests/test_docs.py) \
   tests/service tests/store tests/scheduler
