@@ -32,8 +32,11 @@ from quire.service.health import Health
 
 log = structlog.get_logger()
 
-# The client's names of fields of the tokenizer.
-_NAMES = {"token_ids": "tokens", "conversation": "messages"}
+# The client's names of the tokenizer's fields, by path.
+_NAMES = {
+    "/tokenize": {"token_ids": "tokens", "conversation": "messages"},
+    "/detokenize": {"token_ids": "tokens"},
+}
 _BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -62,7 +65,7 @@ def make_app(
 
 async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
-    failure = to_http(error, _NAMES)
+    failure = to_http(error, _NAMES.get(request.url.path))
     headers = {} if failure.retry_after_s is None else {"retry-after": str(failure.retry_after_s)}
     if failure.status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -159,6 +159,7 @@ async def test_what_is_no_response_is_not_found(http: Http) -> None:
         ({"input": []}, "input", "invalid_field"),
         ({"input": "x " * 300}, "input", "context_length_exceeded"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "unsupported_field"),
+        ({"conversation": "conv_x"}, "conversation", "unsupported_field"),
         ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_field"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "invalid_field"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_field"),
