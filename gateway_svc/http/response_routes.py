@@ -34,6 +34,8 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "request_id": "X-Request-Id",
+    # Its window has a length that the gateway may not permit.
+    "resume_window_s": "background",
 }
 
 
