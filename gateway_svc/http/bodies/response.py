@@ -14,7 +14,7 @@ from gateway_svc.http.bodies.fields import (
 )
 from quire.v1 import inference_pb2
 
-# Of a response in the background: as long as a response is kept after its end.
+# Of a response in the background, which runs on for this time after it was last retrieved.
 BACKGROUND_WINDOW_S = 60
 
 
