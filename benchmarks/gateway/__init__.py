@@ -1,1 +1,1 @@
-"""Benchmarks of the gateway: its faces, idle streams, and fairness between tenants."""
+"""Benchmarks of the gateway: gRPC, HTTP and TLS, idle streams, and fairness between tenants."""

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks import results
-from benchmarks.gateway.faces import faces
 from benchmarks.gateway.fairness import fairness
 from benchmarks.gateway.idle import idle
+from benchmarks.gateway.protocols import protocols
 from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
@@ -18,7 +18,7 @@ _NAME = "gateway"
 def main() -> int:
     options = _options()
     parts: Mapping[str, Callable[[], Part]] = {
-        "faces": lambda: faces(options.rounds),
+        "protocols": lambda: protocols(options.rounds),
         "idle": lambda: idle(options.streams),
         "fairness": lambda: fairness(options.seconds),
     }
@@ -39,8 +39,8 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="faces, idle, fairness; all")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of faces")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="protocols, idle, fairness; all")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of protocols")
     parser.add_argument("--streams", type=int, default=2_000, help="streams of idle")
     parser.add_argument("--seconds", type=float, default=60.0, help="of two backlogged tenants")
     parser.add_argument("--quick", action="store_true", help="write no results")

@@ -11,6 +11,7 @@ from gateway_svc.http.bodies.chat import ChatRequest
 from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.fields import GenerationMessage, SamplingFields
 from gateway_svc.http.context import RequestContext
+from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.chat import ChatFormat
 from gateway_svc.http.formats.completion import CompletionFormat
 from gateway_svc.http.formats.format import Format
@@ -19,7 +20,6 @@ from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import write_events, write_object
-from gateway_svc.http.positions import DONE, Positions
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.internal.v1 import gateway_pb2
 from quire.service.errors import invalid
@@ -93,11 +93,11 @@ class GenerationRoutes:
         if last_id == DONE:
             # Makes an EventSource stop.
             return Response(status_code=204)
-        positions = Positions.parse(last_id) if last_id else Positions()
+        event_id = EventId.parse(last_id) if last_id else EventId()
 
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.resume(request_id, positions, tenant)
-            await write_events(updates, self.make_format, positions, writer)
+            updates = self._generations.resume(request_id, event_id, tenant)
+            await write_events(updates, self.make_format, event_id, writer)
 
         return GenerationResponse(request_id, run, {"next_token_indices": "Last-Event-ID"})
 
@@ -136,7 +136,7 @@ class GenerationRoutes:
         async def run(writer: ResponseWriter) -> None:
             updates = self._generations.run(messages, states, tenant)
             if body.stream:
-                await write_events(updates, self.make_format, Positions(), writer)
+                await write_events(updates, self.make_format, EventId(), writer)
             else:
                 await write_object(updates, self.make_format, writer)
 

@@ -10,8 +10,8 @@ from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.fields import GenerationMessage, prompt_id
+from gateway_svc.http.event_id import EventId
 from gateway_svc.http.merge import Merge
-from gateway_svc.http.positions import Positions
 from gateway_svc.metrics.request_metrics import GatewayMetrics, RequestTimes
 from quire.internal.v1 import gateway_pb2
 from quire.v1 import inference_pb2
@@ -59,14 +59,14 @@ class Generations:
                 async for update in updates:
                     yield update
 
-    async def resume(self, request_id: str, positions: Positions, tenant: Tenant) -> Updates:
-        """Yield the updates of a request that runs or has ended, after the client's positions."""
+    async def resume(self, request_id: str, event_id: EventId, tenant: Tenant) -> Updates:
+        """Yield the updates of a request that runs or has ended, after the client's last event."""
         with self._metrics.resumed_request() as times:
 
             def source(prompt: int) -> Updates:
                 request = inference_pb2.ResumeGenerateRequest(
                     request_id=prompt_id(request_id, prompt),
-                    next_token_indices=positions.next_indices(prompt),
+                    next_token_indices=event_id.next_indices(prompt),
                 )
                 resume = partial(self._service.resume, request, tenant)
                 return _prompt_updates(prompt, resume, times)

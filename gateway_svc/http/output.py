@@ -8,9 +8,9 @@ from typing import Any
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.generation.generation import Generation
+from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.format import Format, Output, ServerEvent, Usage
 from gateway_svc.http.generations import PromptUpdate, Updates
-from gateway_svc.http.positions import DONE, Positions
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.internal.v1 import gateway_pb2
 
@@ -24,10 +24,10 @@ MakeFormat = Callable[[Generation], Format]
 async def write_events(
     updates: Updates,
     make_format: MakeFormat,
-    positions: Positions,
+    event_id: EventId,
     writer: ResponseWriter,
 ) -> None:
-    """Write a stream. Its client has everything before `positions`."""
+    """Write a stream. Its client has everything before `event_id`."""
     generations = _Generations()
     form: Format | None = None
     async with aclosing(updates):
@@ -36,8 +36,8 @@ async def write_events(
             form = form or make_format(update.generation)
             num_choices = len(update.generation.choices)
             await writer.start()
-            if not positions.is_open(update.prompt):
-                positions.open(update.prompt, num_choices)
+            if not event_id.is_open(update.prompt):
+                event_id.open(update.prompt, num_choices)
                 first = update.prompt * num_choices
                 events = [
                     *form.first_events(range(first, first + num_choices)),
@@ -47,15 +47,15 @@ async def write_events(
                         for event in form.events(first + echo.index, echo, generations.usage())
                     ),
                 ]
-                await writer.events(events, str(positions))
+                await writer.events(events, str(event_id))
             for part in update.parts:
-                if positions.has_end(update.prompt, part.index):
+                if event_id.has_end(update.prompt, part.index):
                     continue
-                positions.advance(update.prompt, part)
+                event_id.advance(update.prompt, part)
                 index = update.prompt * num_choices + part.index
                 shown = _shown(part, update.generation)
                 usage = generations.usage()
-                await writer.events(await _events(form, index, shown, usage), str(positions))
+                await writer.events(await _events(form, index, shown, usage), str(event_id))
     assert form is not None
     await writer.events(form.last_events(generations.usage()), DONE)
     await writer.end(DONE)

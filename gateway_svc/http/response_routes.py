@@ -14,12 +14,12 @@ from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.context import RequestContext
+from gateway_svc.http.event_id import EventId
 from gateway_svc.http.formats.response import ResponseFormat, next_index_after
 from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import Collector, write_events, write_object
-from gateway_svc.http.positions import Positions
 from gateway_svc.http.response_writer import ResponseWriter
 from gateway_svc.scheduler.events import error_reason
 from quire.internal.v1 import gateway_pb2
@@ -71,7 +71,7 @@ class ResponseRoutes:
 
         async def run(writer: ResponseWriter) -> None:
             if body.stream:
-                await write_events(updates, self._format, Positions(), writer)
+                await write_events(updates, self._format, EventId(), writer)
             elif body.background:
                 # The request continues after the end of this call.
                 async with aclosing(updates):
@@ -111,7 +111,7 @@ class ResponseRoutes:
         request_id = _request_id(response_id)
 
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.resume(request_id, Positions(), tenant)
+            updates = self._generations.resume(request_id, EventId(), tenant)
             async with aclosing(updates):
                 update = await anext(updates)
                 form = self._format(update.generation)
@@ -122,7 +122,7 @@ class ResponseRoutes:
 
     async def _write_object(self, request_id: str, tenant: Tenant, writer: ResponseWriter) -> None:
         collector = Collector(self._format)
-        updates = self._generations.resume(request_id, Positions(), tenant)
+        updates = self._generations.resume(request_id, EventId(), tenant)
         async with aclosing(updates):
             first = await anext(updates)
             collector.add(first)
@@ -144,13 +144,13 @@ class ResponseRoutes:
     ) -> None:
         """Write the events after a sequence number; `skips_tokens` if it may be that of a delta."""
         next_index = next_index_after(after) if skips_tokens else 0
-        positions = Positions([[(next_index, False)]]) if next_index else Positions()
+        event_id = EventId([[(next_index, False)]]) if next_index else EventId()
 
         def make_format(generation: Generation) -> ResponseFormat:
             return self._format(generation, after)
 
-        updates = self._generations.resume(request_id, positions, tenant)
-        await write_events(updates, make_format, positions, writer)
+        updates = self._generations.resume(request_id, event_id, tenant)
+        await write_events(updates, make_format, event_id, writer)
 
     def _format(self, generation: Generation, after: int = -1) -> ResponseFormat:
         """RequestError NOT_FOUND if the request was not created as a response."""

@@ -10,8 +10,8 @@ from http_client import Http
 from waiting import until
 
 from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.http.event_id import EventId
 from gateway_svc.http.merge import Merge
-from gateway_svc.http.positions import Positions
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
@@ -192,19 +192,19 @@ async def test_a_full_gateway_says_when_to_retry(
 
 
 def test_positions_are_read_as_written() -> None:
-    positions = Positions()
-    positions.open(1, 2)
-    assert str(positions) == "-,0.0"
-    positions.open(0, 2)
-    positions.advance(1, ChoiceUpdate(1, "", (1, 2), 3, None))
-    assert str(positions) == "0.0,0.5"
-    again = Positions.parse("12e.7,-,3")
+    event_id = EventId()
+    event_id.open(1, 2)
+    assert str(event_id) == "-,0.0"
+    event_id.open(0, 2)
+    event_id.advance(1, ChoiceUpdate(1, "", (1, 2), 3, None))
+    assert str(event_id) == "0.0,0.5"
+    again = EventId.parse("12e.7,-,3")
     assert str(again) == "12e.7,-,3"
     assert (again.next_indices(0), again.next_indices(1)) == ([12, 7], [])
     assert (again.has_end(0, 0), again.has_end(0, 1), again.has_end(5, 0)) == (True, False, False)
     for text in ("", "e", "1.", ",", "1e2", "9999999999", "-1", "1 "):
         with pytest.raises(RequestError):
-            Positions.parse(text)
+            EventId.parse(text)
 
 
 async def test_the_first_error_of_a_source_ends_all() -> None:

@@ -1,4 +1,4 @@
-"""Positions in the output of a request, by which a client resumes: the ids of SSE events."""
+"""Ids of server-sent events: positions in the output of a request, by which a client resumes."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _ID = re.compile(rf"{_PROMPT}(,{_PROMPT})*")
 _UNOPENED = "-"
 
 
-class Positions:
+class EventId:
     """Which tokens of each choice the client has, and whether it has the choice's end.
 
     As text: per choice the index of its next token, with `e` after the end; choices of a prompt
@@ -26,7 +26,7 @@ class Positions:
         self._prompts = [list(prompt) for prompt in prompts]
 
     @classmethod
-    def parse(cls, text: str) -> "Positions":
+    def parse(cls, text: str) -> "EventId":
         """RequestError if the text is not an id of an event."""
         if not _ID.fullmatch(text):
             raise invalid("Last-Event-ID", "INVALID_EVENT_ID", "is not the id of an event")

@@ -35,7 +35,7 @@ _MIN_TLS_SHARE = 0.95
 
 
 @dataclass(frozen=True)
-class _Face:
+class _Protocol:
     name: str
     stack: LocalStack
     ca: Path | None = None
@@ -57,7 +57,7 @@ class _Face:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One face in one round."""
+    """One protocol in one round."""
 
     tokens_per_s: float
     # Of requests that are alone, median.
@@ -66,8 +66,8 @@ class _Measurement:
     gateway_cpu_s: float
 
 
-def faces(num_rounds: int) -> Part:
-    """Measure each face once per round, in random order."""
+def protocols(num_rounds: int) -> Part:
+    """Measure each protocol once per round, in random order."""
     measured: dict[str, list[_Measurement]] = {}
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
@@ -75,32 +75,32 @@ def faces(num_rounds: int) -> Part:
         plain = undo.enter_context(real_stack({}))
         encrypted = undo.enter_context(real_stack(tls))
         ca = folder / "ca.pem"
-        all_faces = [
-            *(_Face(name, plain) for name in (_GRPC, _HTTP)),
-            *(_Face(name, encrypted, ca) for name in (_GRPC_TLS, _HTTPS)),
+        all_protocols = [
+            *(_Protocol(name, plain) for name in (_GRPC, _HTTP)),
+            *(_Protocol(name, encrypted, ca) for name in (_GRPC_TLS, _HTTPS)),
         ]
         rng = random.Random(0)
         # The first round warms up.
         for round_number in range(num_rounds + 1):
-            for face in rng.sample(all_faces, len(all_faces)):
-                measurement = asyncio.run(_measure(face, round_number))
+            for protocol in rng.sample(all_protocols, len(all_protocols)):
+                measurement = asyncio.run(_measure(protocol, round_number))
                 if round_number:
-                    measured.setdefault(face.name, []).append(measurement)
-    return _part({face.name: measured[face.name] for face in all_faces}, num_rounds)
+                    measured.setdefault(protocol.name, []).append(measurement)
+    return _part({protocol.name: measured[protocol.name] for protocol in all_protocols}, num_rounds)
 
 
-async def _measure(face: _Face, seed: int) -> _Measurement:
-    server = face.server
+async def _measure(protocol: _Protocol, seed: int) -> _Measurement:
+    server = protocol.server
     singles = _workload(_SINGLES, "32", "2", seed).requests()
     alone = [(await run_load(server, [request], [0.0]))[0] for request in singles]
     load = _workload(_AT_ONCE, "64-256", "32-96", seed).requests()
-    before_s = cpu_s(face.gateway_pid)
+    before_s = cpu_s(protocol.gateway_pid)
     together = await run_load(server, load, [0.0] * len(load))
-    used_s = cpu_s(face.gateway_pid) - before_s
+    used_s = cpu_s(protocol.gateway_pid) - before_s
     await server.close()
-    report = Report.of(face.name, [*alone, *together][_SINGLES:], ServiceLevelObjectives())
+    report = Report.of(protocol.name, [*alone, *together][_SINGLES:], ServiceLevelObjectives())
     if report.errors or report.itl is None:
-        raise RuntimeError(f"{face.name}: {report.errors}")
+        raise RuntimeError(f"{protocol.name}: {report.errors}")
     return _Measurement(report.output_tokens_per_s, _first_token(alone), report.itl.p50, used_s)
 
 
@@ -126,7 +126,7 @@ def _part(measured: Mapping[str, list[_Measurement]], num_rounds: int) -> Part:
 
     rows: list[dict[str, Cell]] = [
         {
-            "face": name,
+            "protocol": name,
             "tokens": median(x.tokens_per_s for x in runs),
             "share": paired(name, _GRPC),
             "first": 1e3 * median(x.first_token_s for x in runs),
@@ -140,17 +140,17 @@ def _part(measured: Mapping[str, list[_Measurement]], num_rounds: int) -> Part:
     http, tls, https = paired(_HTTP, _GRPC), paired(_GRPC_TLS, _GRPC), paired(_HTTPS, _HTTP)
     least, most = f"at least {_MIN_HTTP_SHARE}", f"at most {1e3 * _MAX_ADDED_S:g} ms"
     return Part(
-        name="faces",
+        name="protocols",
         title="HTTP, gRPC and TLS",
         notes=[
             f"{SMALL.size}, float32 on CPU. Tokens per second and gaps: {_AT_ONCE} streams at "
             "once, prompts of 64 to 256 tokens, outputs of 32 to 96. First token: requests of 32 "
-            f"tokens, one at a time. Medians of {num_rounds} rounds, each with all faces in random "
-            "order; shares are medians of the ratios within rounds. The client is a process on the "
-            "same cores.",
+            f"tokens, one at a time. Medians of {num_rounds} rounds, each with all protocols in "
+            "random order; shares are medians of the ratios within rounds. The client is a process "
+            "on the same cores.",
         ],
         columns=[
-            Column("face", "face"),
+            Column("protocol", "protocol"),
             Column("tokens", "tokens/s", ",.0f"),
             Column("share", "of gRPC", ".3f"),
             Column("first", "first token alone, ms", ".2f"),
