@@ -17,9 +17,10 @@ from pydantic import (
 )
 
 from gateway_svc.access.tenant import PriorityRange, Tenant, TenantLimits
+from quire.service.api_keys import TENANT_NAME
 
 _INT32_MIN, _INT32_MAX, _UINT32_MAX = -(2**31), 2**31 - 1, 2**32 - 1
-_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+_Name = Annotated[str, StringConstraints(pattern=f"^{TENANT_NAME}$")]
 _KeyHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Priority = Annotated[int, Field(ge=_INT32_MIN, le=_INT32_MAX)]
 _Positive = Annotated[int, Field(ge=1, le=_UINT32_MAX)]

@@ -26,17 +26,28 @@ class LiveLimits:
         self._max_bytes = max_bytes
 
     @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
-        """Count a call and its request's bytes during the block. RequestError beyond a limit."""
+    def hold(self, num_bytes: int = 0) -> Iterator["HeldBytes"]:
+        """Count a call and its request's bytes during the block; more bytes may be added as they
+        arrive. RequestError beyond a limit."""
         self.num_attempts += 1
         self._check(num_bytes)
         self.num_calls += 1
-        self.num_bytes += num_bytes
+        held = HeldBytes(self, num_bytes)
         try:
-            yield
+            yield held
         finally:
             self.num_calls -= 1
-            self.num_bytes -= num_bytes
+            self.num_bytes -= held.num_bytes
+
+    def check_bytes(self, num_bytes: int, num_held: int) -> None:
+        """RequestError if a call that holds `num_held` bytes may not hold more. A call that is
+        alone may, as its size has a limit of its own."""
+        if self.num_bytes + num_bytes > self._max_bytes and self.num_bytes > num_held:
+            raise _exhausted(
+                "TOO_MANY_REQUEST_BYTES",
+                f"the request has {num_held + num_bytes} bytes, those of live calls "
+                f"{self.num_bytes - num_held}; the gateway holds at most {self._max_bytes}",
+            )
 
     def _check(self, num_bytes: int) -> None:
         if self.is_stopping:
@@ -45,12 +56,25 @@ class LiveLimits:
             raise _exhausted(
                 "TOO_MANY_CALLS", f"the gateway serves {self.num_calls} calls, its maximum"
             )
-        if self.num_bytes + num_bytes > self._max_bytes and self.num_calls:
-            raise _exhausted(
-                "TOO_MANY_REQUEST_BYTES",
-                f"the request has {num_bytes} bytes, those of live calls {self.num_bytes}; the "
-                f"gateway holds at most {self._max_bytes}",
-            )
+        self.check_bytes(num_bytes, 0)
+
+
+class HeldBytes:
+    """The bytes of one live call's request."""
+
+    def __init__(self, limits: LiveLimits, num_bytes: int) -> None:
+        self.num_bytes = 0
+        self._limits = limits
+        self._add(num_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived. RequestError beyond the gateway's limit."""
+        self._limits.check_bytes(num_bytes, self.num_bytes)
+        self._add(num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._limits.num_bytes += num_bytes
 
 
 def stopping() -> RequestError:

@@ -13,6 +13,8 @@ from quire.service.errors import RequestError
 D = TypeVar("D", bound=Message)
 
 # gRPC's own mapping (google/rpc/code.proto), where it has one.
+# The reason of an error of a body that does not arrive, which gRPC does not have.
+BODY_TIMEOUT = "BODY_TIMEOUT"
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 400,
@@ -55,9 +57,9 @@ class HttpError:
 
 def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpError:
     """Convert an error. `renamed` has the client's names of fields that have others in gRPC."""
-    status = _STATUSES.get(error.code, 500)
     info = _detail(error, error_details_pb2.ErrorInfo())
     reason = info.reason if info is not None else ""
+    status = 408 if reason == BODY_TIMEOUT else _STATUSES.get(error.code, 500)
     message, param = error.message, None
     request = _detail(error, error_details_pb2.BadRequest())
     if request is not None and request.field_violations:

@@ -5,11 +5,10 @@ import time
 from fastapi import APIRouter, Request, Response
 
 from gateway_svc.access.tenant import Tenant
-from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.chat import ChatRequest
 from gateway_svc.http.bodies.completion import CompletionRequest
-from gateway_svc.http.bodies.fields import GenerationMessage, SamplingFields
+from gateway_svc.http.bodies.fields import GenerationMessage, SamplingFields, request_id_of
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.chat import ChatFormat
@@ -17,7 +16,7 @@ from gateway_svc.http.formats.completion import CompletionFormat
 from gateway_svc.http.formats.format import Format
 from gateway_svc.http.formats.response import ResponseFormat
 from gateway_svc.http.generation_response import GenerationResponse
-from gateway_svc.http.generations import Generations
+from gateway_svc.http.generations import Generations, PromptUpdate
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import write_events, write_object
 from gateway_svc.http.response_writer import ResponseWriter
@@ -106,8 +105,9 @@ class GenerationRoutes:
         await self._service.cancel(request_id, self._context.tenant(request))
         return Response(status_code=204)
 
-    def make_format(self, generation: Generation) -> Format:
+    def make_format(self, update: PromptUpdate) -> Format:
         """The format in which a request was created; that of completions for one over gRPC."""
+        generation = update.generation
         state = generation.state
         assert state is not None
         model = self._service.served.get(state.model)
@@ -116,7 +116,8 @@ class GenerationRoutes:
             return ChatFormat(generation.request_id, model, http)
         if http.format == gateway_pb2.FORMAT_RESPONSE:
             return ResponseFormat(generation, model, http)
-        return CompletionFormat(generation.request_id, model, http)
+        request_id = request_id_of(generation.request_id, update.prompt)
+        return CompletionFormat(request_id, model, http)
 
     def _respond(
         self,

@@ -2,15 +2,17 @@
 
 import asyncio
 
+import grpc
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from gateway_svc.admission.live_limits import LiveLimits
-from gateway_svc.http.errors import to_http
+from gateway_svc.admission.live_limits import HeldBytes, LiveLimits
+from gateway_svc.http.errors import BODY_TIMEOUT, to_http
 from gateway_svc.http.response_writer import ResponseWriter
-from quire.service.errors import RequestError
+from quire.service.errors import RequestError, failed
 
+# Longest time between two parts of a body.
+_BODY_TIMEOUT_S = 30.0
 # Of operators, who look at a gateway that is full or stops.
 _ALWAYS = ("/health", "/ready", "/version", "/metrics")
 
@@ -36,8 +38,8 @@ class LiveRequests:
         self._num_live += 1
         self._idle.clear()
         try:
-            with self._limits.hold(_num_bytes(scope)):
-                await self._app(scope, receive, send)
+            with self._limits.hold() as held:
+                await self._app(scope, _counted(receive, held), send)
         except RequestError as error:
             # Of the limits: the application's own errors are responses.
             failure = to_http(error)
@@ -49,7 +51,28 @@ class LiveRequests:
                 self._idle.set()
 
 
-def _num_bytes(scope: Scope) -> int:
-    """The size of the body as announced; 0 if it is sent in chunks."""
-    length = Headers(scope=scope).get("content-length", "0")
-    return int(length) if length.isdecimal() else 0
+def _counted(receive: Receive, held: HeldBytes) -> Receive:
+    """Count the bytes of the body as they arrive: an announced length costs a client nothing. The
+    returned function raises a RequestError if they are too many, or if none arrive for a while."""
+    is_complete = False
+
+    async def counted() -> Message:
+        nonlocal is_complete
+        if is_complete:
+            return await receive()
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                message = await receive()
+        except TimeoutError:
+            raise _body_timeout() from None
+        if message["type"] == "http.request":
+            held.add(len(message.get("body", b"")))
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return counted
+
+
+def _body_timeout() -> RequestError:
+    message = f"no byte of the body has arrived for {_BODY_TIMEOUT_S:g} s"
+    return failed(grpc.StatusCode.DEADLINE_EXCEEDED, BODY_TIMEOUT, message)

@@ -18,7 +18,7 @@ from quire.internal.v1 import gateway_pb2
 _MANY_LOGPROBS = 512
 
 # Makes the format at the first update, when the state of a request of another gateway is known.
-MakeFormat = Callable[[Generation], Format]
+MakeFormat = Callable[[PromptUpdate], Format]
 
 
 async def write_events(
@@ -33,7 +33,7 @@ async def write_events(
     async with aclosing(updates):
         async for update in updates:
             generations.add(update)
-            form = form or make_format(update.generation)
+            form = form or make_format(update)
             num_choices = len(update.generation.choices)
             await writer.start()
             if not event_id.is_open(update.prompt):
@@ -44,18 +44,21 @@ async def write_events(
                     *(
                         event
                         for echo in _echoes(update.generation)
-                        for event in form.events(first + echo.index, echo, generations.usage())
+                        for event in form.events(
+                            first + echo.index, echo, generations.usage_of(update)
+                        )
                     ),
                 ]
-                await writer.events(events, str(event_id))
+                await writer.events(events, event_id)
             for part in update.parts:
                 if event_id.has_end(update.prompt, part.index):
                     continue
                 event_id.advance(update.prompt, part)
                 index = update.prompt * num_choices + part.index
                 shown = _shown(part, update.generation)
-                usage = generations.usage()
-                await writer.events(await _events(form, index, shown, usage), str(event_id))
+                await writer.events(
+                    await _events(form, index, shown, generations.usage_of(update)), event_id
+                )
     assert form is not None
     await writer.events(form.last_events(generations.usage()), DONE)
     await writer.end(DONE)
@@ -87,7 +90,7 @@ class Collector:
     def add(self, update: PromptUpdate) -> None:
         generation = update.generation
         self._generations.add(update)
-        self._form = self._form or self._make_format(generation)
+        self._form = self._form or self._make_format(update)
         outputs = self._outputs.get(update.prompt)
         if outputs is None:
             outputs = self._outputs[update.prompt] = [Output() for _ in generation.choices]
@@ -161,6 +164,14 @@ class _Generations:
     @property
     def have_prompt_logprobs(self) -> bool:
         return any(one.prompt_logprobs is not None for one in self._by_prompt.values())
+
+    def usage_of(self, update: PromptUpdate) -> Usage:
+        """The usage so far, for the events of an update. With many prompts it is computed only
+        for clients that want it."""
+        state = update.generation.state
+        if len(self._by_prompt) > 1 and state is not None and not state.http.continuous_usage:
+            return Usage(0, 0, 0)
+        return self.usage()
 
     def usage(self) -> Usage:
         found = self._by_prompt.values()

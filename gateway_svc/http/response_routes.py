@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import time
 from contextlib import aclosing
+from typing import Annotated
 
 import grpc
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.generation import Generation
@@ -17,7 +18,7 @@ from gateway_svc.http.context import RequestContext
 from gateway_svc.http.event_id import EventId
 from gateway_svc.http.formats.response import ResponseFormat, next_index_after
 from gateway_svc.http.generation_response import GenerationResponse
-from gateway_svc.http.generations import Generations
+from gateway_svc.http.generations import Generations, PromptUpdate
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import Collector, write_events, write_object
 from gateway_svc.http.response_writer import ResponseWriter
@@ -28,6 +29,7 @@ from quire.service.errors import RequestError, failed
 # A response in the background that takes longer than this to read is still running.
 _READ_S = 0.5
 _PREFIX = "resp_"
+_MAX_SEQUENCE_NUMBER = 2**31 - 1
 _NAMES = {
     "conversation": "input",
     "messages": "input",
@@ -71,19 +73,23 @@ class ResponseRoutes:
 
         async def run(writer: ResponseWriter) -> None:
             if body.stream:
-                await write_events(updates, self._format, EventId(), writer)
+                await write_events(updates, self._format_of, EventId(), writer)
             elif body.background:
                 # The request continues after the end of this call.
                 async with aclosing(updates):
                     update = await anext(updates)
                 await writer.json(200, self._format(update.generation).queued())
             else:
-                await write_object(updates, self._format, writer)
+                await write_object(updates, self._format_of, writer)
 
         return GenerationResponse(request_id, run, _NAMES)
 
     async def retrieve(
-        self, response_id: str, request: Request, stream: bool = False, starting_after: int = -1
+        self,
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=-1, le=_MAX_SEQUENCE_NUMBER)] = -1,
     ) -> Response:
         """Return a response, or stream its events after a sequence number. One that runs in the
         background is returned as far as it is; the stream of another one that runs is taken over.
@@ -121,7 +127,7 @@ class ResponseRoutes:
         return GenerationResponse(request_id, run)
 
     async def _write_object(self, request_id: str, tenant: Tenant, writer: ResponseWriter) -> None:
-        collector = Collector(self._format)
+        collector = Collector(self._format_of)
         updates = self._generations.resume(request_id, EventId(), tenant)
         async with aclosing(updates):
             first = await anext(updates)
@@ -146,11 +152,14 @@ class ResponseRoutes:
         next_index = next_index_after(after) if skips_tokens else 0
         event_id = EventId([[(next_index, False)]]) if next_index else EventId()
 
-        def make_format(generation: Generation) -> ResponseFormat:
-            return self._format(generation, after)
+        def make_format(update: PromptUpdate) -> ResponseFormat:
+            return self._format(update.generation, after)
 
         updates = self._generations.resume(request_id, event_id, tenant)
         await write_events(updates, make_format, event_id, writer)
+
+    def _format_of(self, update: PromptUpdate) -> ResponseFormat:
+        return self._format(update.generation)
 
     def _format(self, generation: Generation, after: int = -1) -> ResponseFormat:
         """RequestError NOT_FOUND if the request was not created as a response."""

@@ -46,8 +46,9 @@ class ResponseWriter:
         if not self.has_started:
             await self._start(200, _EVENT_HEADERS)
 
-    async def events(self, events: Iterable[ServerEvent], position: str) -> None:
-        """Write events. After the last one the client has all that is before `position`."""
+    async def events(self, events: Iterable[ServerEvent], position: object) -> None:
+        """Write events. After the last one the client has all that is before `position`, whose
+        text is its id."""
         data = [_encoded(event) for event in events]
         if data:
             self.has_written = True
@@ -82,8 +83,8 @@ class ResponseWriter:
         data = b"data: %b\n\n" % orjson.dumps(error)
         await self._send({"type": "http.response.body", "body": data})
 
-    def _id(self, position: str) -> bytes:
-        return b"id: %b\n" % position.encode() if self._has_ids else b""
+    def _id(self, position: object) -> bytes:
+        return b"id: %b\n" % str(position).encode() if self._has_ids else b""
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_started = True

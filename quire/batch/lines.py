@@ -62,22 +62,24 @@ class BatchOutput:
     def to_json(self) -> str:
         """One line, without its end."""
         response, error = self.response, self.error
-        return json.dumps(
-            {
-                "id": self.id,
-                "custom_id": self.custom_id,
-                "response": None if response is None else vars(response),
-                "error": None if error is None else vars(error),
-            },
-            ensure_ascii=False,
-        )
+        value = {
+            "id": self.id,
+            "custom_id": self.custom_id,
+            "response": None if response is None else vars(response),
+            "error": None if error is None else vars(error),
+        }
+        text = json.dumps(value, ensure_ascii=False)
+        # Half of a surrogate pair can be escaped, and not be encoded.
+        return text if _is_encodable(text) else json.dumps(value)
 
 
 def parse_line(line: str) -> BatchRequest:
     """InvalidLine unless it is a request with one response."""
+    if not _is_encodable(line):
+        raise InvalidLine("no valid UTF-8", None)
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidLine(f"no valid JSON: {error}", None) from None
     given = value.get("custom_id") if isinstance(value, dict) else None
     custom_id = given if isinstance(given, str) else None
@@ -87,6 +89,24 @@ def parse_line(line: str) -> BatchRequest:
         first = invalid.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the line"
         raise InvalidLine(f"{where}: {first['msg']}", custom_id) from None
+    if not _is_sendable(request.body):
+        raise InvalidLine("body: has a number or a character that JSON does not have", custom_id)
     if request.body.get("stream"):
         raise InvalidLine("body.stream: must be absent or false in a batch", custom_id)
     return request
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_sendable(body: dict[str, Any]) -> bool:
+    """Whether the body can be sent: it has no infinite number and no half of a surrogate pair."""
+    try:
+        return _is_encodable(json.dumps(body, ensure_ascii=False, allow_nan=False))
+    except (ValueError, RecursionError):
+        return False

@@ -85,11 +85,12 @@ _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.CANCELLED: CancelledError,
 }
 
-# What gRPC says of a handshake that no retry can complete.
-_TLS_FAILURES: Mapping[str, str] = {
+# What gRPC says of a connection that no retry can make.
+_FINAL_FAILURES: Mapping[str, str] = {
     "CERTIFICATE_VERIFY_FAILED": "no trusted certificate",
     "Hostname Verification Check failed": "no certificate for this name",
     "WRONG_VERSION_NUMBER": "no server with TLS",
+    "Trying to connect an http1.x server": "a server of HTTP, and none of gRPC,",
 }
 
 
@@ -111,7 +112,7 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
     message = call.details() or "no details"
     resumable = _is_resumable(call.code(), info)
     if call.code() is grpc.StatusCode.UNAVAILABLE and info is None:
-        reason = next((text for mark, text in _TLS_FAILURES.items() if mark in message), None)
+        reason = next((text for mark, text in _FINAL_FAILURES.items() if mark in message), None)
         resumable = reason is None
         message = f"{reason or 'no server responds'} at {target} ({message})"
         if message.endswith("Socket closed)"):

@@ -22,7 +22,8 @@ _KEEPALIVE: list[tuple[str, Any]] = [
 _EXPECTED = "host:port or unix:/path"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _KEY = re.compile(r"[!-~]+")
-_TARGET = re.compile(r"unix:.+|(dns:///)?(\[[^\]]+\]|[^\s:/\[\]]+):\d{1,5}")
+_TARGET = re.compile(r"unix:.+|(dns:///)?(\[[^\]]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_MAX_PORT = 2**16 - 1
 
 
 def check_target(target: object) -> str:
@@ -34,8 +35,12 @@ def check_target(target: object) -> str:
             f"target: expected {_EXPECTED}, the address for gRPC (got {target!r}); clients of "
             "OpenAI's API use the URL of the HTTP API"
         )
-    if not _TARGET.fullmatch(target):
+    match = _TARGET.fullmatch(target)
+    if match is None:
         raise ValueError(f"target: expected {_EXPECTED} (got {target!r})")
+    if match["port"] is not None and not 0 < int(match["port"]) <= _MAX_PORT:
+        # gRPC would take it modulo 65536.
+        raise ValueError(f"target: the port must be 1 to {_MAX_PORT} (got {target!r})")
     return target
 
 

@@ -5,6 +5,8 @@ import secrets
 
 HEADER = "authorization"
 SCHEME = "Bearer"
+# A pattern. Names appear in logs and metrics.
+TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 # Marks a key as one of Quire's, for scanners that search texts for secrets.
 _PREFIX = "quire-"
 _NUM_RANDOM_BYTES = 32

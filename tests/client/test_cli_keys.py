@@ -12,6 +12,6 @@ def test_a_new_key_is_printed_once_with_the_entry_of_its_hash() -> None:
     result = CliRunner().invoke(app, ["keys", "new", "research"])
     assert result.exit_code == 0
     [key] = re.findall(r"quire-[\w-]{43}", result.output)
-    assert f"- name: research\n  keys: [{hash_key(key).hex()}]" in result.output
+    assert f'- name: "research"\n  keys: [{hash_key(key).hex()}]' in result.output
     other = CliRunner().invoke(app, ["keys", "new", "research"])
     assert key not in other.output

@@ -13,9 +13,12 @@ from gateway_svc.http.bodies.fields import (
     message_type,
     unsupported,
 )
+from quire.service.errors import invalid
 from quire.v1 import inference_pb2
 
 MAX_MESSAGES = 4096
+# Of template variables; protobuf refuses deeper messages.
+_MAX_DEPTH = 24
 
 
 class TextPart(HttpRequest):
@@ -92,6 +95,8 @@ class ChatRequest(SamplingFields):
             params.max_tokens = self.max_completion_tokens
         if self.logprobs:
             params.logprobs = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise invalid("top_logprobs", "NO_LOGPROBS", "is accepted only with logprobs = true")
         return message_type(bool(self.stream))(
             request_id=request_id,
             model=self.model,
@@ -114,6 +119,22 @@ def text_of(content: Content | None) -> str:
     return "\n".join(part.text for part in content)
 
 
+def _check_depth(variables: dict[str, Any]) -> None:
+    """RequestError for values that protobuf would refuse to parse."""
+    level: list[Any] = [variables]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise invalid(
+            "chat_template_kwargs", "TOO_DEEP", f"is nested in more than {_MAX_DEPTH} levels"
+        )
+
+
 def conversation(
     messages: list[inference_pb2.Message],
     add_generation_prompt: bool | None = None,
@@ -121,6 +142,7 @@ def conversation(
 ) -> inference_pb2.Conversation:
     struct = None
     if variables:
+        _check_depth(variables)
         struct = struct_pb2.Struct()
         struct.update(variables)
     return inference_pb2.Conversation(

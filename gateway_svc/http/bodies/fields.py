@@ -138,3 +138,8 @@ def message_type(is_stream: bool) -> MessageType:
 def prompt_id(request_id: str, prompt: int) -> str:
     """The id of the generation of one prompt: the request's own for the first one."""
     return f"{request_id}-{prompt}" if prompt else request_id
+
+
+def request_id_of(prompt_id: str, prompt: int) -> str:
+    """The id of the request, from that of the generation of one of its prompts."""
+    return prompt_id.removesuffix(f"-{prompt}") if prompt else prompt_id
