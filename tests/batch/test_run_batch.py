@@ -37,7 +37,7 @@ def run_batch(api, tmp_path) -> Callable[..., tuple[int, list[Any], str]]:
 
     def run(*lines: str, options: tuple[str, ...] = ()):
         source, destination = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        source.write_text("\n".join(lines) + "\n")
+        source.write_text("\n".join(lines) + "\n", errors="surrogateescape")
         files = ("-i", str(source), "-o", str(destination))
         result = CliRunner().invoke(app, ["run-batch", *files, "--base-url", api.url, *options])
         outputs = [json.loads(one) for one in destination.read_text().splitlines()]
@@ -85,6 +85,11 @@ def test_both_urls_in_openais_format(run_batch, api):
         (line(more=1), "c", "more: Extra inputs are not permitted"),
         (line(body={"stream": True}), "c", "body.stream: must be absent or false in a batch"),
         (request("good", "again"), "good", "custom_id: another line has it"),
+        ("[" * 100_000, None, "no valid JSON: "),
+        (b"\xff{}".decode(errors="surrogateescape"), None, "no valid UTF-8"),
+        (line(body={"prompt": "\ud800"}), "c", "body: has a number or a character that JSON"),
+        (line(body={"prompt": "x"})[:-2] + ', "seed": 1e400}}', "c", "body: has a number or"),
+        (line(custom_id="\ud800"), "\ud800", "custom_id: Input should be a valid string"),
     ],
 )
 def test_a_wrong_line_has_an_error_and_the_others_go_on(run_batch, wrong, custom_id, message):

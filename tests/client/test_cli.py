@@ -129,6 +129,13 @@ def test_an_invalid_address_is_shown(quire, command, target):
     assert result.stderr == f"quire: target: expected host:port or unix:/path (got {target!r})\n"
 
 
+def test_a_port_beyond_the_last_one_is_refused(quire):
+    """gRPC would take it modulo 65536."""
+    result = quire("health", "--target", "127.0.0.1:99999")
+    assert result.exit_code == 1
+    assert "the port must be 1 to 65535 (got '127.0.0.1:99999')" in result.stderr
+
+
 def test_a_url_is_no_address_for_grpc(quire):
     result = quire("generate", "a", "--target", "http://127.0.0.1:8000")
     assert result.exit_code == 1

@@ -15,3 +15,10 @@ def test_a_new_key_is_printed_once_with_the_entry_of_its_hash() -> None:
     assert f'- name: "research"\n  keys: [{hash_key(key).hex()}]' in result.output
     other = CliRunner().invoke(app, ["keys", "new", "research"])
     assert key not in other.output
+
+
+def test_a_name_that_the_keys_file_refuses_has_no_key() -> None:
+    for name in ("a: b", "#x", "", "x" * 65):
+        result = CliRunner().invoke(app, ["keys", "new", name])
+        assert result.exit_code == 2
+        assert "quire-" not in result.output

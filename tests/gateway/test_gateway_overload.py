@@ -1,5 +1,6 @@
 """Many calls at once: all are served, or refused with a time to retry."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 
@@ -8,6 +9,8 @@ import pytest
 from gateway_stack import Stack, info_of
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from http_client import Http
+from waiting import until
 
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
@@ -65,6 +68,47 @@ async def test_request_bytes_beyond_the_budget_are_refused(stack: Stack) -> None
     stack.scheduler.end(submission, 0)
     assert [part async for part in stream]
     await stack.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 60))
+
+
+async def test_announced_bytes_of_a_body_hold_nothing(stack: Stack, http: Http) -> None:
+    stack.gateway.live_limits._max_bytes = 2000
+    connections = [await post(http, b"Content-Length: 1000") for _ in range(5)]
+    status = (await http.client.post("/tokenize", json={"prompt": "x"})).status_code
+    assert status == 200
+    for _, writer in connections:
+        writer.close()
+
+
+async def test_bytes_of_a_body_count_as_they_arrive(stack: Stack, http: Http) -> None:
+    stack.gateway.live_limits._max_bytes = 2000
+    chunk = b"5dc\r\n" + b" " * 1500 + b"\r\n"
+    _, writer = await post(http, b"Transfer-Encoding: chunked", chunk)
+    await until(lambda: stack.gateway.live_limits.num_bytes == 1500, "the first body")
+    reader, other = await post(http, b"Transfer-Encoding: chunked", chunk)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 429")
+    for one in (writer, other):
+        one.close()
+    await until(lambda: stack.gateway.live_limits.num_bytes == 0, "the end of both")
+
+
+async def test_a_body_that_does_not_arrive_ends_its_request(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.http.live_requests._BODY_TIMEOUT_S", 0.05)
+    reader, writer = await post(http, b"Content-Length: 1000", b"{")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+    writer.close()
+
+
+async def post(
+    http: Http, header: bytes, body: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request to the tokenizer with a part of its body."""
+    url = http.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(b"POST /tokenize HTTP/1.1\r\nHost: quire\r\n" + header + b"\r\n\r\n" + body)
+    await writer.drain()
+    return reader, writer
 
 
 # Two million entries of one or two bytes each, which a parser would expand up to thirtyfold.

@@ -97,6 +97,11 @@ async def test_variables_reach_the_template(http: Http, monkeypatch: pytest.Monk
     sending.cancel()
 
 
+DEEP: dict[str, object] = {}
+for _ in range(50):
+    DEEP = {"a": DEEP}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
@@ -119,6 +124,9 @@ async def test_variables_reach_the_template(http: Http, monkeypatch: pytest.Monk
             "reserved_variable",
         ),
         ({"store": True}, "store", "unsupported_field"),
+        ({"top_logprobs": 2}, "top_logprobs", "no_logprobs"),
+        ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "too_deep"),
+        ({"chat_template_kwargs": {"a": [DEEP]}}, "chat_template_kwargs", "too_deep"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),
 )

@@ -105,6 +105,18 @@ async def test_several_prompts_are_one_response(http: Http) -> None:
     assert [choice["index"] for choice in completion["choices"]] == [0, 1, 2, 3]
 
 
+async def test_the_id_of_several_prompts_is_that_of_the_request(http: Http) -> None:
+    """Also if another prompt than the first one is accepted first."""
+    sending = http.start("/v1/completions", {"prompt": ["a", "b"]}, x_request_id="r-1")
+    scheduler = http.stack.scheduler
+    first, second = [await http.submission() for _ in range(2)]
+    for submission in sorted((first, second), key=lambda one: one.request_id, reverse=True):
+        scheduler.accept(submission)
+        scheduler.write(submission, 0, http.stack.encode("x"))
+        scheduler.end(submission, 1)
+    assert (await sending).json()["id"] == "cmpl-r-1"
+
+
 async def test_a_client_that_asks_for_no_event_stream_gets_data_alone(http: Http) -> None:
     """vLLM's benchmark takes all of an event after `data: ` for JSON."""
     sending = http.start("/v1/completions", {"prompt": "The", "stream": True})

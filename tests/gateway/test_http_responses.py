@@ -153,6 +153,14 @@ async def test_what_is_no_response_is_not_found(http: Http) -> None:
     assert (await getting).status_code == 404
 
 
+async def test_a_sequence_number_beyond_any_response_is_refused(http: Http) -> None:
+    for number in (2**31, 10**23, -2):
+        url = f"/v1/responses/resp_x?stream=true&starting_after={number}"
+        response = await http.client.get(url)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "starting_after"
+
+
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
