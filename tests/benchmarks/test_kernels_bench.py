@@ -15,6 +15,8 @@ from benchmarks.kernels.limits import Limits
 from benchmarks.kernels.paged import DenseTensors, PagedTensors, Shape
 from benchmarks.report import Part, Target, markdown, part_of
 
+pytestmark = pytest.mark.slow
+
 WORKING_SET = 10**6
 PASSING = "def test():\n    pass\n"
 FAILING = "def test():\n    raise AssertionError\n"
