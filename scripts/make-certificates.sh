@@ -58,11 +58,11 @@ make_certificate() {
   rm "$name.csr" "$name.pem.new" "$name-key.pem.new"
 }
 
-# Each service is a server, and a client of the next one.
+# Each service is a server, and a client of the next one; Redis is one of itself in its health check.
 make_certificate gateway serverAuth,clientAuth gateway gateway-2 "$@"
 make_certificate scheduler serverAuth,clientAuth scheduler scheduler-standby "$@"
 make_certificate worker serverAuth worker "$@"
-make_certificate redis serverAuth redis "$@"
+make_certificate redis serverAuth,clientAuth redis "$@"
 make_certificate client clientAuth
 chmod 644 ca.pem
 echo "Made certificates in $PWD."
