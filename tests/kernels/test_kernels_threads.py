@@ -95,7 +95,7 @@ _BATCHES = {
 @pytest.mark.parametrize(
     "lengths",
     [
-        pytest.param(lengths, id=name, marks=[] if name == "long prompts" else pytest.mark.slow)
+        pytest.param(lengths, id=name, marks=[] if name == "prompts" else pytest.mark.slow)
         for name, lengths in _BATCHES.items()
     ],
 )
