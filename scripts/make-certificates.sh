@@ -58,7 +58,7 @@ make_certificate() {
   rm "$name.csr" "$name.pem.new" "$name-key.pem.new"
 }
 
-# Each service is a server, and a client of the next one; Redis is one of itself in its health check.
+# Each service is a server, and a client of the next one. The health check of Redis is a client, too.
 make_certificate gateway serverAuth,clientAuth gateway gateway-2 "$@"
 make_certificate scheduler serverAuth,clientAuth scheduler scheduler-standby "$@"
 make_certificate worker serverAuth worker "$@"

@@ -90,7 +90,6 @@ _FINAL_FAILURES: Mapping[str, str] = {
     "CERTIFICATE_VERIFY_FAILED": "no trusted certificate",
     "Hostname Verification Check failed": "no certificate for this name",
     "WRONG_VERSION_NUMBER": "no server with TLS",
-    "Trying to connect an http1.x server": "a server of HTTP, and none of gRPC,",
 }
 
 
