@@ -13,7 +13,7 @@ from gateway_svc.text.chat_template import RESERVED_VARIABLES
 from gateway_svc.text.served_model import ModelLimits
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, invalid
-from quire.v1 import inference_pb2
+from quire.v1 import conversation_pb2, inference_pb2
 
 GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerateRequest
 
@@ -76,7 +76,7 @@ def check_resume_window(window_s: int, maximum_s: int) -> None:
 
 
 def check_conversation(
-    field: str, conversation: inference_pb2.Conversation, limits: ModelLimits
+    field: str, conversation: conversation_pb2.Conversation, limits: ModelLimits
 ) -> None:
     if not limits.has_chat_template:
         raise invalid(
@@ -208,7 +208,7 @@ def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
             check_conversation("conversation", request.conversation, limits)
 
 
-def _check_template_variables(field: str, conversation: inference_pb2.Conversation) -> None:
+def _check_template_variables(field: str, conversation: conversation_pb2.Conversation) -> None:
     variables = conversation.chat_template_kwargs
     num_bytes = variables.ByteSize()
     _check_at_most(field, "TEMPLATE_VARIABLES_SIZE", num_bytes, MAX_VARIABLES_BYTES, "bytes")

@@ -15,7 +15,7 @@ from gateway_svc.text.model_files import ModelFiles
 from gateway_svc.text.text_offsets import text_offsets
 from gateway_svc.text.token_bytes import TokenBytes
 from quire.service.errors import RequestError, failed, invalid, unavailable
-from quire.v1 import inference_pb2
+from quire.v1 import conversation_pb2
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Model:
         """The characters of a tokenized text before each token."""
         return await self._in_thread(lambda: text_offsets(self.vocabulary, token_ids, text))
 
-    async def render(self, field: str, conversation: inference_pb2.Conversation) -> str:
+    async def render(self, field: str, conversation: conversation_pb2.Conversation) -> str:
         """Render a conversation. RequestError at `field` if the chat template refuses it. The
         model must have a template.
         """
@@ -116,7 +116,7 @@ class Model:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
 
-def _template_variables(conversation: inference_pb2.Conversation) -> dict[str, Any]:
+def _template_variables(conversation: conversation_pb2.Conversation) -> dict[str, Any]:
     """The variables for the chat template. Whole numbers are integers, as in JSON."""
 
     def plain(value: Any) -> Any:

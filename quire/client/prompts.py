@@ -7,7 +7,7 @@ from typing import TypeAlias
 from typing_extensions import TypedDict, TypeIs
 
 from quire.client.arguments import check_text, check_token_ids, wrong_type
-from quire.v1 import inference_pb2
+from quire.v1 import conversation_pb2, inference_pb2
 
 # {"role": "user", "content": "Hello"}
 Message = Mapping[str, str]
@@ -81,19 +81,19 @@ def fill_prompt(
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=content))
 
 
-def conversation_proto(conversation: Conversation) -> inference_pb2.Conversation:
+def conversation_proto(conversation: Conversation) -> conversation_pb2.Conversation:
     """ValueError for a message that is not {"role": str, "content": str}."""
-    return inference_pb2.Conversation(messages=[_message(m) for m in conversation])
+    return conversation_pb2.Conversation(messages=[_message(m) for m in conversation])
 
 
-def _message(message: Message) -> inference_pb2.Message:
+def _message(message: Message) -> conversation_pb2.Message:
     if set(message) != _MESSAGE_KEYS or not all(isinstance(v, str) for v in message.values()):
         raise ValueError(
             f"messages: expected {{'role': text, 'content': text}}, got {message!r:.100}"
         )
     for key, value in message.items():
         check_text(f"messages: {key}", value)
-    return inference_pb2.Message(role=message["role"], content=message["content"])
+    return conversation_pb2.Message(role=message["role"], content=message["content"])
 
 
 def _is_one_prompt(prompts: object) -> TypeIs[Prompt]:

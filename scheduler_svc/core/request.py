@@ -36,6 +36,8 @@ class Params:
     # The same for prompt tokens.
     num_prompt_logprobs: int = 0
     min_p: float = 0.0
+    # Only the worker reads it; empty: nothing changes the logits.
+    logits_params: bytes = b""
 
 
 @dataclass(slots=True)

@@ -70,6 +70,9 @@ class PlanContents:
         admissions.seeds.append(seed_of_choice(params.seed, sequence.choice))
         admissions.num_logprobs.append(params.num_logprobs)
         admissions.num_prompt_logprobs.append(sequence.num_wanted_prompt_logprobs)
+        if params.logits_params or admissions.logits_params:
+            num_missing = len(admissions.rows) - 1 - len(admissions.logits_params)
+            admissions.logits_params.extend([*[b""] * num_missing, params.logits_params])
 
 
 def build_plan(epoch: int, step: int, contents: PlanContents) -> worker_pb2.BatchPlan:

@@ -16,7 +16,10 @@ SOURCES = ROOT / "examples" / "clients"
 GOOGLEAPIS = Path(next(iter(google.rpc.__path__))).parents[1]
 # Debian's Go packages are outside of Go's own modules.
 DEBIAN_GO = Path("/usr/share/gocode")
-PROTOS = [f"quire/v1/{name}.proto" for name in ("inference", "model", "tokenizer")]
+PROTOS = [
+    f"quire/v1/{name}.proto"
+    for name in ("inference", "conversation", "structured_output", "model", "tokenizer")
+]
 
 
 @dataclass(frozen=True)

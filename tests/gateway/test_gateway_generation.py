@@ -11,6 +11,7 @@ from gateway_tokenizers import EOS
 
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.v1.conversation_pb2 import Conversation, Message
 
 
 def request(**parts: object) -> pb.StreamGenerateRequest:
@@ -199,8 +200,8 @@ async def test_sixty_four_requests_share_frames(stack: Stack) -> None:
 
 
 async def test_a_conversation_is_rendered_with_the_template(stack: Stack) -> None:
-    messages = [pb.Message(role="user", content="hi"), pb.Message(role="assistant", content="yo")]
-    conversation = pb.Conversation(messages=messages)
+    messages = [Message(role="user", content="hi"), Message(role="assistant", content="yo")]
+    conversation = Conversation(messages=messages)
     call = stack.inference.Generate(pb.GenerateRequest(conversation=conversation))
     submission = await stack.scheduler.serve_one(stack.encode("ab"))
     rendered = "<s><|user|>hi\n<|assistant|>yo\n<|assistant|>\n"

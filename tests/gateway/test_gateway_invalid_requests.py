@@ -16,6 +16,7 @@ from gateway_svc.text.chat_template import ChatTemplate
 from quire.service.errors import invalid
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
+from quire.v1.conversation_pb2 import Conversation, Message
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -29,8 +30,8 @@ def tokens(*ids: int) -> dict[str, object]:
 
 
 def conversation(*roles: str) -> dict[str, object]:
-    messages = [pb.Message(role=role, content="x") for role in roles]
-    return {"conversation": pb.Conversation(messages=messages)}
+    messages = [Message(role=role, content="x") for role in roles]
+    return {"conversation": Conversation(messages=messages)}
 
 
 INVALID_REQUESTS = {
@@ -179,8 +180,8 @@ async def test_a_long_error_of_the_template_is_cut(stack: Stack, monkeypatch) ->
     files = stack.gateway.served.get(None).files
     monkeypatch.setitem(files.__dict__, "chat_template", ChatTemplate(source, {}))
     monkeypatch.setattr(validation, "check_text", lambda *_: None)
-    messages = [pb.Message(role="user", content="日" * 10**6)]
-    request = pb.GenerateRequest(conversation=pb.Conversation(messages=messages))
+    messages = [Message(role="user", content="日" * 10**6)]
+    request = pb.GenerateRequest(conversation=Conversation(messages=messages))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.inference.Generate(request)
     assert caught.value.code() is INVALID

@@ -25,6 +25,7 @@ from gateway_svc.server import SERVICES, Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
+from quire.v1.conversation_pb2 import Conversation, Message
 
 
 async def test_reflection_lists_every_service(stack: Stack) -> None:
@@ -69,8 +70,8 @@ async def test_tokenize_and_detokenize(stack: Stack) -> None:
 
 
 async def test_a_conversation_is_rendered_and_tokenized(stack: Stack) -> None:
-    conversation = pb.Conversation(
-        messages=[pb.Message(role="user", content="hi")], add_generation_prompt=False
+    conversation = Conversation(
+        messages=[Message(role="user", content="hi")], add_generation_prompt=False
     )
     request = tokenizer_pb2.TokenizeRequest(conversation=conversation)
     response = await stack.tokenizer.Tokenize(request)
@@ -129,7 +130,7 @@ async def test_a_conversation_has_only_the_special_tokens_of_its_template(
         "post_processor",
         processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)]),
     )
-    conversation = pb.Conversation(messages=[pb.Message(role="user", content="hi")])
+    conversation = Conversation(messages=[Message(role="user", content="hi")])
     for parts, has_bos in (
         ({"text": "hi"}, add_special_tokens is not False),
         ({"conversation": conversation}, False),

@@ -13,6 +13,7 @@ from sim_driver import SMALL
 from worker_driver import LaneClient, Sampling, Sequence, admit, append, schedule, served
 
 from quire.internal.v1 import worker_pb2
+from quire.internal.v1.logits_pb2 import LogitsParams
 from worker_svc.plan.plans import (
     Plan,
     PlanError,
@@ -57,6 +58,7 @@ def test_a_plan_survives_the_way_there_and_back() -> None:
     )
     admit(message, Sequence(2, [5, 6, 7], 2, 1, [9, 8], sampling))
     admit(message, Sequence(1, [5], 1, 0, [7]))
+    message.admissions.logits_params.extend([b"", LogitsParams(min_tokens=2).SerializeToString()])
     append(message, 3, [11, 12])
     schedule(message, 2, 1)
     assert plan_to_proto(plan_from_proto(message)) == message

@@ -34,6 +34,7 @@ class Admission:
     seed: int
     num_logprobs: int  # 0 none, k + 1 for the chosen token and the top k
     num_prompt_logprobs: int  # the same for prompt tokens
+    logits_params: bytes = b""  # a LogitsParams; empty: nothing changes the logits
 
 
 @dataclass(frozen=True)
@@ -215,10 +216,13 @@ def _admissions(plan: worker_pb2.BatchPlan) -> tuple[Admission, ...]:
     _require_parallel("admissions", *columns.values(), *counts)
     token_ids = _split(message.token_ids, message.num_tokens)
     block_ids = _split(message.block_ids, message.num_blocks)
+    logits_params = message.logits_params or [b""] * len(message.rows)
+    _require_parallel("admissions", message.rows, logits_params)
     return tuple(
         Admission(
             token_ids=token_ids[i],
             block_ids=block_ids[i],
+            logits_params=logits_params[i],
             **{name: column[i] for name, column in columns.items()},
         )
         for i in range(len(message.rows))
@@ -232,6 +236,9 @@ def _add_admission(message: worker_pb2.Admissions, admission: Admission) -> None
     message.num_tokens.append(len(admission.token_ids))
     message.block_ids.extend(admission.block_ids)
     message.num_blocks.append(len(admission.block_ids))
+    if admission.logits_params or message.logits_params:
+        num_missing = len(message.rows) - 1 - len(message.logits_params)
+        message.logits_params.extend([*[b""] * num_missing, admission.logits_params])
 
 
 def _appends(plan: worker_pb2.BatchPlan) -> tuple[BlockAppend, ...]:

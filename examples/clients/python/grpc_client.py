@@ -14,11 +14,10 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from quire.v1.conversation_pb2 import Conversation, Message
 from quire.v1.inference_pb2 import (
     CancelGenerateRequest,
-    Conversation,
     GenerateRequest,
-    Message,
     ResumeGenerateRequest,
     SamplingParams,
     StreamGenerateRequest,

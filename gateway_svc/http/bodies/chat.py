@@ -14,7 +14,7 @@ from gateway_svc.http.bodies.fields import (
     unsupported,
 )
 from quire.service.errors import invalid
-from quire.v1 import inference_pb2
+from quire.v1 import conversation_pb2
 
 MAX_MESSAGES = 4096
 # Of template variables; protobuf refuses deeper messages.
@@ -49,8 +49,8 @@ class ChatMessage(HttpRequest):
     # Of output that a client sends back.
     annotations: unsupported([]) = None  # type: ignore[valid-type]
 
-    def to_proto(self) -> inference_pb2.Message:
-        return inference_pb2.Message(role=self.role, content=text_of(self.content))
+    def to_proto(self) -> conversation_pb2.Message:
+        return conversation_pb2.Message(role=self.role, content=text_of(self.content))
 
 
 class ChatRequest(SamplingFields):
@@ -136,16 +136,16 @@ def _check_depth(variables: dict[str, Any]) -> None:
 
 
 def conversation(
-    messages: list[inference_pb2.Message],
+    messages: list[conversation_pb2.Message],
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
-) -> inference_pb2.Conversation:
+) -> conversation_pb2.Conversation:
     struct = None
     if variables:
         _check_depth(variables)
         struct = struct_pb2.Struct()
         struct.update(variables)
-    return inference_pb2.Conversation(
+    return conversation_pb2.Conversation(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
         chat_template_kwargs=struct,

@@ -12,7 +12,7 @@ from gateway_svc.http.bodies.fields import (
     message_type,
     unsupported,
 )
-from quire.v1 import inference_pb2
+from quire.v1 import conversation_pb2, inference_pb2
 
 # Of a response in the background, which runs on for this time after it was last retrieved.
 BACKGROUND_WINDOW_S = 60
@@ -111,14 +111,14 @@ class ResponseRequest(HttpRequest):
             resume_window_s=BACKGROUND_WINDOW_S if self.background else None,
         )
 
-    def _messages(self) -> list[inference_pb2.Message]:
+    def _messages(self) -> list[conversation_pb2.Message]:
         messages = []
         if self.instructions is not None:
-            messages.append(inference_pb2.Message(role="system", content=self.instructions))
+            messages.append(conversation_pb2.Message(role="system", content=self.instructions))
         if isinstance(self.input, str):
-            return [*messages, inference_pb2.Message(role="user", content=self.input)]
+            return [*messages, conversation_pb2.Message(role="user", content=self.input)]
         return messages + [
-            inference_pb2.Message(role=item.role, content=text_of(item.content))
+            conversation_pb2.Message(role=item.role, content=text_of(item.content))
             for item in self.input
         ]
 
