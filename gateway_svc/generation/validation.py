@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from google.protobuf.wrappers_pb2 import FloatValue
 
+from gateway_svc.generation import unserved_fields
 from gateway_svc.text.chat_template import RESERVED_VARIABLES
 from gateway_svc.text.served_model import ModelLimits
 from quire.internal.v1 import scheduler_pb2
@@ -42,7 +43,9 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
         check_request_id(request.request_id)
     salt_bytes = len(request.cache_salt.encode())
     _check_at_most("cache_salt", "CACHE_SALT_LENGTH", salt_bytes, MAX_CACHE_SALT_BYTES, "bytes")
-    _check_sampling(request.sampling_params, limits.vocab_size)
+    params = request.sampling_params
+    unserved_fields.refuse("sampling_params", params, unserved_fields.SAMPLING_PARAMS)
+    _check_sampling(params, limits.vocab_size)
     _check_prompt(request, limits)
 
 
@@ -82,6 +85,7 @@ def check_conversation(
         raise invalid(
             field, "NO_CHAT_TEMPLATE", "is a conversation; the model has no chat template"
         )
+    unserved_fields.refuse(field, conversation, unserved_fields.CONVERSATION)
     if not conversation.messages:
         raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
     # Before any work per message: millions of empty messages fit into a request.
@@ -89,7 +93,9 @@ def check_conversation(
         f"{field}.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
     )
     for at, message in enumerate(conversation.messages):
-        role = f"{field}.messages[{at}].role"
+        one = f"{field}.messages[{at}]"
+        unserved_fields.refuse(one, message, unserved_fields.MESSAGE)
+        role = f"{one}.role"
         _check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
     _check_template_variables(f"{field}.chat_template_kwargs", conversation)
     check_text(field, "".join(message.content for message in conversation.messages), limits)

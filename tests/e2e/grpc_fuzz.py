@@ -36,6 +36,14 @@ _USUAL: dict[str, float] = {
     "next_token_indices": 5, "stop_token_ids": 500, "token_ids": 500, "priority": 9, "seed": 2**32,
     "temperature": 2.0, "top_p": 1.0, "min_p": 0.5,
 }  # fmt: skip
+# Fields of these messages that few requests set, as most values of theirs are refused.
+_RARE = {
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "detokenize", "logprobs_mode",
+    "structured_output", "processor_args", "typical_p", "tools", "tool_choice",
+    "parallel_tool_calls", "include_reasoning", "tool_calls", "tool_call_id", "reasoning", "name",
+}  # fmt: skip
+_WITH_RARE = ("quire.v1.SamplingParams", "quire.v1.Conversation", "quire.v1.Message")
 _STRINGS = (
     "", "a", "Return", "demo", "nope", "user", "assistant", "system", "tool", "\x00", "\r\n\x1b[2J",
     "é🦊\u200d", "{{ 7 * 7 }}", "{% raw %}", "ready", "quire.v1.InferenceService", "<|endoftext|>",
@@ -111,13 +119,18 @@ class Generator:
             message.update({"kwarg": self._json(depth)})
             return message
         for field in descriptor.fields:
-            if self._rng.random() < 0.55:
+            is_rare = field.name in _RARE and descriptor.full_name in _WITH_RARE
+            if self._rng.random() < (0.02 if is_rare else 0.55):
                 self._fill(message, field, depth)
         return message
 
     def _fill(self, message: Message, field: FieldDescriptor, depth: int) -> None:
         rng = self._rng
-        if field.is_repeated:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = field.message_type.fields
+            for _ in range(rng.choice((1, 2, 3, 17))):
+                getattr(message, field.name)[self._scalar(key)] = self._scalar(value)
+        elif field.is_repeated:
             count = 5000 if self._is_wild() and rng.random() < 0.2 else rng.choice((1, 2, 3, 17))
             for _ in range(count):
                 values = getattr(message, field.name)

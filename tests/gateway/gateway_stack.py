@@ -54,3 +54,12 @@ def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
     assert status is not None
     assert any(detail.Unpack(info) for detail in status.details), status
     return info
+
+
+def field_of(error: grpc.aio.AioRpcError) -> str:
+    """The invalid field that the error names."""
+    status = rpc_status.from_call(error)
+    assert status is not None
+    request = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(request) for detail in status.details)
+    return str(request.field_violations[0].field)

@@ -5,10 +5,9 @@ import math
 import grpc
 import pytest
 from gateway_fake_scheduler import MAX_MODEL_LEN
-from gateway_stack import Stack, info_of
+from gateway_stack import Stack, field_of, info_of
 from gateway_violations import unknown_part
 from google.protobuf import any_pb2, descriptor_pb2
-from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from gateway_svc.generation import validation
@@ -76,13 +75,6 @@ INVALID_REQUESTS = {
     "top_p just above 1": (sampling(top_p=1.0000001), "sampling_params.top_p"),
     "stop id outside": (sampling(stop_token_ids=[100_000]), "sampling_params.stop_token_ids[0]"),
 }
-
-
-def field_of(error: grpc.aio.AioRpcError) -> str:
-    status = rpc_status.from_call(error)
-    request = error_details_pb2.BadRequest()
-    assert any(detail.Unpack(request) for detail in status.details)
-    return str(request.field_violations[0].field)
 
 
 @pytest.mark.parametrize("name", INVALID_REQUESTS)

@@ -1,0 +1,35 @@
+"""Fields of the public protos that nothing serves yet. They are refused, never ignored.
+
+Who serves a field removes it from here.
+"""
+
+from google.protobuf.message import Message
+
+from quire.service.errors import invalid
+
+SAMPLING_PARAMS = frozenset(
+    {
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "truncate_prompt_tokens",
+        "detokenize",
+        "logprobs_mode",
+        "structured_output",
+        "processor_args",
+        "typical_p",
+    }
+)
+CONVERSATION = frozenset({"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"})
+MESSAGE = frozenset({"tool_calls", "tool_call_id", "reasoning", "name"})
+
+
+def refuse(field: str, message: Message, unserved: frozenset[str]) -> None:
+    """RequestError at the first field of the message at `field` that is set and not served."""
+    for descriptor, _ in message.ListFields():
+        if descriptor.name in unserved:
+            raise invalid(f"{field}.{descriptor.name}", "UNSUPPORTED_FIELD", "is not served yet")
