@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.plan.inputs import Ints
+from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.prompt_logprobs import PromptLogprobs
 
 NO_TOKEN_REASON: Final = "the model gave logits that are not finite numbers"
+NO_POSSIBLE_TOKEN_REASON: Final = (
+    "no token is possible: the request's parameters together exclude all of them"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Admission:
     seed: int
     num_logprobs: int  # 0 none, k + 1 for the chosen token and the top k
     num_prompt_logprobs: int  # the same for prompt tokens
-    logits_params: bytes = b""  # a LogitsParams; empty: nothing changes the logits
+    logits_params: LogitsParams | None = None  # None: nothing changes the logits
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ def _admissions(plan: worker_pb2.BatchPlan) -> tuple[Admission, ...]:
         Admission(
             token_ids=token_ids[i],
             block_ids=block_ids[i],
-            logits_params=logits_params[i],
+            logits_params=_logits_params(logits_params[i]),
             **{name: column[i] for name, column in columns.items()},
         )
         for i in range(len(message.rows))
@@ -236,9 +240,20 @@ def _add_admission(message: worker_pb2.Admissions, admission: Admission) -> None
     message.num_tokens.append(len(admission.token_ids))
     message.block_ids.extend(admission.block_ids)
     message.num_blocks.append(len(admission.block_ids))
-    if admission.logits_params or message.logits_params:
+    params = admission.logits_params
+    if params is not None or message.logits_params:
         num_missing = len(message.rows) - 1 - len(message.logits_params)
-        message.logits_params.extend([*[b""] * num_missing, admission.logits_params])
+        data = b"" if params is None else params.to_bytes()
+        message.logits_params.extend([*[b""] * num_missing, data])
+
+
+def _logits_params(data: bytes) -> LogitsParams | None:
+    if not data:
+        return None
+    try:
+        return LogitsParams.from_bytes(data)
+    except ValueError as error:
+        raise PlanError(f"logits_params: {error}") from error
 
 
 def _appends(plan: worker_pb2.BatchPlan) -> tuple[BlockAppend, ...]:

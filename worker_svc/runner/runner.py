@@ -12,12 +12,19 @@ from kernels.attention import PagedBatch
 from kernels.dispatch import Implementation
 from kernels.sampling import NO_TOKEN, SamplingTensors, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
+from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel
 from worker_svc.model.split_forward import FinalStates
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.logprobs import Logprobs
-from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, StepOutput, StepTimes
+from worker_svc.plan.plans import (
+    NO_POSSIBLE_TOKEN_REASON,
+    NO_TOKEN_REASON,
+    Plan,
+    StepOutput,
+    StepTimes,
+)
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.prompt_slices import prompt_logprobs
@@ -33,6 +40,7 @@ class Runner:
         pool: KvPool,
         attention: PagedAttention,
         tables: RowTables,
+        processors: LogitsPipeline,
         implementation: Implementation | None = None,
     ) -> None:
         """`implementation` is that of the sampler; the default is the best one available."""
@@ -40,6 +48,7 @@ class Runner:
         self._pool = pool
         self._attention = attention
         self._tables = tables
+        self._processors = processors
         self._device = model.device
         self._is_on_host = model.device.type == "cpu"
         self._implementation = implementation
@@ -62,7 +71,7 @@ class Runner:
         prepared_ns = time.monotonic_ns()
         logits, prompt = self._forward(inputs, rows, before_blocking)
         if prompt is not None:
-            self._fail(prompt.failing_rows, failures)
+            self._fail(dict.fromkeys(prompt.failing_rows, NO_TOKEN_REASON), failures)
         forwarded_ns = time.monotonic_ns()
         sampled_rows, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
         ended_ns = time.monotonic_ns()
@@ -86,9 +95,12 @@ class Runner:
     def clear(self) -> None:
         """Release all rows; blocks keep their contents."""
         self._tables.clear()
+        self._processors.clear()
 
     def _apply(self, plan: Plan, before_blocking: Callback) -> None:
         self._tables.apply(plan)
+        for row, reason in self._processors.change_rows(plan).items():
+            self._tables.fail(row, reason)
         if plan.moves_blocks:
             before_blocking()
             self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
@@ -139,28 +151,44 @@ class Runner:
     def _sample(
         self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, str]
     ) -> tuple[list[int], list[int], Logprobs | None]:
-        """Sample, add failing rows to `failures`, and write the tokens into the table."""
+        """Change the logits, sample, add failing rows to `failures`, and write the tokens into the
+        table."""
         if logits is None or not logits.shape[0]:
             return [], [], None
         sampling = rows[inputs.sampling_mask]
+        num_logprobs = self._tables.num_logprobs[sampling]
+        # Processors change logits in place.
+        described = logits[self._tensor(num_logprobs.nonzero()[0])] if num_logprobs.any() else None
+        self._fail(self._processors.apply(logits, sampling), failures)
         tokens = sample(logits, self._params(sampling), implementation=self._implementation)
         token_ids = tokens.cpu().numpy()
         valid = token_ids != NO_TOKEN
+        self._fail(self._reasons(logits, sampling, valid), failures)
         if failures:
             valid &= ~np.isin(sampling, list(failures))
-        if not valid.all():
-            self._fail(sampling[~valid].tolist(), failures)
-            kept = self._tensor(valid)
-            sampling, token_ids = sampling[valid], token_ids[valid]
-            logits, tokens = logits[kept], tokens[kept]
+        self._processors.append_on_device(sampling, tokens)
+        logprobs = None
+        if described is not None:
+            logprobs = self._logprobs(described, tokens, num_logprobs, valid)
+        sampling, token_ids = sampling[valid], token_ids[valid]
+        self._processors.append_on_host(sampling, torch.from_numpy(token_ids))
         self._tables.write_sampled(sampling, token_ids)
-        logprobs = self._logprobs(logits, tokens, sampling)
         return sampling.tolist(), token_ids.tolist(), logprobs
 
-    def _fail(self, rows: list[int], failures: dict[int, str]) -> None:
-        for row in rows:
-            self._tables.fail(row, NO_TOKEN_REASON)
-            failures[row] = NO_TOKEN_REASON
+    def _reasons(self, logits: Tensor, rows: Ints, valid: NDArray[np.bool_]) -> dict[int, str]:
+        """Why the rows without a token have none."""
+        if valid.all():
+            return {}
+        failed = (~valid).nonzero()[0]
+        changed = np.isin(failed, self._processors.changed(rows))
+        excluded = (logits[self._tensor(failed)] == float("-inf")).all(-1).cpu().numpy() & changed
+        reasons = np.where(excluded, NO_POSSIBLE_TOKEN_REASON, NO_TOKEN_REASON)
+        return dict(zip(rows[failed].tolist(), reasons.tolist(), strict=True))
+
+    def _fail(self, reasons: dict[int, str], failures: dict[int, str]) -> None:
+        for row, reason in reasons.items():
+            self._tables.fail(row, reason)
+            failures[row] = reason
 
     def _params(self, rows: Ints) -> SamplingTensors:
         tables = self._tables
@@ -173,19 +201,23 @@ class Runner:
             positions=self._tensor(tables.num_tokens[rows]),
         )
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Ints) -> Logprobs | None:
-        """None if no row requests any."""
-        num_logprobs = self._tables.num_logprobs[rows]
-        indices = num_logprobs.nonzero()[0]
-        if not len(indices):
-            return None
-        index = self._tensor(indices)
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, num_logprobs: Ints, valid: NDArray[np.bool_]
+    ) -> Logprobs | None:
+        """Of the valid ones among the sampled tokens. `logits` has the lines of those that request
+        any."""
+        asked = num_logprobs.nonzero()[0]
         num_top = min(int(num_logprobs.max()) - 1, logits.shape[1])
-        entries = token_logprobs(
-            logits[index], tokens[index], num_top, implementation=self._implementation
-        )
+        # A failed row's entries are left out below.
+        chosen = tokens[self._tensor(asked)].clamp_min(0)
+        entries = token_logprobs(logits, chosen, num_top, implementation=self._implementation)
         arrays = (entries.token_ids, entries.logprobs, entries.ranks)
-        return Logprobs.pack(num_logprobs, *(tensor.cpu().numpy() for tensor in arrays))
+        kept = valid[asked]
+        if not kept.any():
+            return None
+        return Logprobs.pack(
+            num_logprobs[valid], *(tensor.cpu().numpy()[kept] for tensor in arrays)
+        )
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -4,11 +4,12 @@ A GPU is warmed up first: kernels are compiled, libraries allocate their memory,
 captured. Warm-up writes no slot and reads only the null block.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.dispatch import Implementation
@@ -20,6 +21,8 @@ from worker_svc.gpu.graphs import Capturer, CudaCapturer, graph_sizes
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.gpu.staging import Staging, largest_step_bytes
 from worker_svc.gpu.streams import CudaStreams, Streams
+from worker_svc.logits.built_in import make_pipeline
+from worker_svc.logits.processor import ProcessorContext
 from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel
 from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
@@ -44,9 +47,30 @@ def start_runner(
 ) -> StepRunner:
     """A runner that is ready for the first plan. `enforce_eager`: without CUDA graphs."""
     if model.device.type != "cuda":
-        return Runner(model, pool, attention, tables, implementation)
+        processors = make_pipeline(_context(model, tables, implementation, _copy_to_host))
+        return Runner(model, pool, attention, tables, processors, implementation)
     capturer = None if enforce_eager else CudaCapturer()
     return start_pipelined(model, pool, attention, tables, implementation, CudaStreams(), capturer)
+
+
+def _context(
+    model: LoadedModel,
+    tables: RowTables,
+    implementation: Implementation | None,
+    upload: Callable[[NDArray[Any]], Tensor],
+) -> ProcessorContext:
+    return ProcessorContext(
+        vocab_size=model.vocab_size,
+        max_num_seqs=tables.max_num_seqs,
+        max_model_len=tables.max_model_len,
+        device=model.device,
+        implementation=implementation,
+        upload=upload,
+    )
+
+
+def _copy_to_host(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array.copy())
 
 
 @torch.inference_mode()

@@ -1,0 +1,1 @@
+"""Logits processors: changes of logits between the forward pass and the sampler, row by row."""

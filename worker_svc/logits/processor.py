@@ -1,0 +1,72 @@
+"""The interface of logits processors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.dispatch import Implementation
+from worker_svc.plan.inputs import Ints
+from worker_svc.plan.logits_params import LogitsParams
+
+
+class LogitsError(ValueError):
+    """A sequence whose logits cannot be changed as requested; the message is the reason with which
+    it fails."""
+
+
+@dataclass(frozen=True)
+class ProcessorContext:
+    """What a processor works for. It is created once, before the first sequence."""
+
+    vocab_size: int  # of the logits, which may have more lines than the tokenizer has tokens
+    max_num_seqs: int
+    max_model_len: int
+    device: torch.device
+    implementation: Implementation | None  # of the kernels; None: the best one available
+    # Copies an array to `device` without waiting for it. The array may be changed afterwards.
+    upload: Callable[[NDArray[Any]], Tensor]
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of the rows that request it.
+
+    A row's state must be a function of its parameters and tokens alone, because a sequence may be
+    admitted again at any token, by any worker. The same holds for the change: it must not depend on
+    other rows of the batch. All methods are called on one thread, the one that launches steps, and
+    none of them may wait for the device.
+    """
+
+    needs_token_ids: bool
+    """Whether `apply` needs all tokens of its rows on the host.
+
+    If so, a GPU's launch waits for the tokens of the previous step, after the forward pass was
+    queued. If not, `append` gets tokens that are only on the device."""
+
+    def admit(
+        self, row: int, params: LogitsParams, token_ids: Ints, num_prompt_tokens: int
+    ) -> bool:
+        """A sequence gets the row, with all its tokens so far. Return whether this processor
+        changes its logits: if not, nothing more is called for the row. LogitsError if the
+        parameters are invalid."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The sequence has ended or was preempted."""
+        ...
+
+    def append(self, token_ids: Tensor, lines: Ints, rows: Ints) -> None:
+        """A token was sampled in each row: `token_ids[lines[i]]`, int64, in row `rows[i]`.
+
+        With `needs_token_ids`, tokens are on the host, and rows that failed are left out. Else they
+        are on the device, and negative in rows that failed, whose logits do not matter any more;
+        lines and rows are those of the last `apply`."""
+        ...
+
+    def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
+        """Change `logits` (float32 `[num_lines, vocab_size]`, on the device) in place: line
+        `lines[i]` is that of row `rows[i]`. Lines are in ascending order, and all are different."""
+        ...
