@@ -190,7 +190,7 @@ class Gateway:
             self.health,
             self.authentication,
         )
-        return HttpServer(app, listen, self.live_limits, self._certificates)
+        return HttpServer(app, listen, self.live_limits, self.authentication, self._certificates)
 
     async def _load_model(self) -> None:
         settings = self._settings

@@ -8,6 +8,8 @@ import grpc
 from quire.service.errors import RequestError, failed, unavailable
 
 _RETRY_AFTER_S = 1.0
+# The part of all bytes that one tenant may hold, so that the others have the rest.
+_TENANT_SHARE = 0.5
 
 
 class LiveLimits:
@@ -19,6 +21,8 @@ class LiveLimits:
     def __init__(self, max_calls: int, max_bytes: int) -> None:
         self.num_calls = 0
         self.num_bytes = 0
+        # By principal; without those that hold none.
+        self.num_bytes_of: dict[str, int] = {}
         # Calls that began since the start, refused ones included.
         self.num_attempts = 0
         self.is_stopping = False
@@ -26,20 +30,28 @@ class LiveLimits:
         self._max_bytes = max_bytes
 
     @contextmanager
-    def hold(self, num_bytes: int = 0) -> Iterator["HeldBytes"]:
+    def hold(self, num_bytes: int = 0, principal: str = "") -> Iterator["HeldBytes"]:
         """Count a call and its request's bytes during the block; more bytes may be added as they
-        arrive. RequestError beyond a limit."""
+        arrive. `principal` is empty without keys. RequestError beyond a limit."""
         self.num_attempts += 1
-        self._check(num_bytes)
+        self._check_calls()
+        held = HeldBytes(self, principal)
+        held.add(num_bytes)
         self.num_calls += 1
-        held = HeldBytes(self, num_bytes)
         try:
             yield held
         finally:
             self.num_calls -= 1
-            self.num_bytes -= held.num_bytes
+            self.count(principal, -held.num_bytes)
 
-    def check_bytes(self, num_bytes: int, num_held: int) -> None:
+    def count(self, principal: str, num_bytes: int) -> None:
+        """Count bytes that a call holds; a negative number is released."""
+        self.num_bytes += num_bytes
+        self.num_bytes_of[principal] = self.num_bytes_of.get(principal, 0) + num_bytes
+        if not self.num_bytes_of[principal]:
+            del self.num_bytes_of[principal]
+
+    def check_bytes(self, num_bytes: int, num_held: int, principal: str) -> None:
         """RequestError if a call that holds `num_held` bytes may not hold more. A call that is
         alone may, as its size has a limit of its own."""
         if self.num_bytes + num_bytes > self._max_bytes and self.num_bytes > num_held:
@@ -48,33 +60,37 @@ class LiveLimits:
                 f"the request has {num_held + num_bytes} bytes, those of live calls "
                 f"{self.num_bytes - num_held}; the gateway holds at most {self._max_bytes}",
             )
+        of_tenant = self.num_bytes_of.get(principal, 0)
+        share = int(self._max_bytes * _TENANT_SHARE)
+        if principal and of_tenant + num_bytes > share and of_tenant > num_held:
+            raise _exhausted(
+                "TOO_MANY_TENANT_BYTES",
+                f"the request has {num_held + num_bytes} bytes, those of this API key's tenant's "
+                f"other calls {of_tenant - num_held}; a tenant may hold at most {share}",
+            )
 
-    def _check(self, num_bytes: int) -> None:
+    def _check_calls(self) -> None:
         if self.is_stopping:
             raise stopping()
         if self.num_calls >= self._max_calls:
             raise _exhausted(
                 "TOO_MANY_CALLS", f"the gateway serves {self.num_calls} calls, its maximum"
             )
-        self.check_bytes(num_bytes, 0)
 
 
 class HeldBytes:
     """The bytes of one live call's request."""
 
-    def __init__(self, limits: LiveLimits, num_bytes: int) -> None:
+    def __init__(self, limits: LiveLimits, principal: str) -> None:
         self.num_bytes = 0
         self._limits = limits
-        self._add(num_bytes)
+        self._principal = principal
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. RequestError beyond the gateway's limit."""
-        self._limits.check_bytes(num_bytes, self.num_bytes)
-        self._add(num_bytes)
-
-    def _add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived. RequestError beyond a limit of the gateway."""
+        self._limits.check_bytes(num_bytes, self.num_bytes, self._principal)
         self.num_bytes += num_bytes
-        self._limits.num_bytes += num_bytes
+        self._limits.count(self._principal, num_bytes)
 
 
 def stopping() -> RequestError:

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 # The client's names of the tokenizer's fields, by path.
 _NAMES = {
-    "/tokenize": {"token_ids": "tokens", "conversation": "messages"},
+    "/tokenize": {"text": "prompt", "conversation": "messages"},
     "/detokenize": {"token_ids": "tokens"},
 }
 _BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)

@@ -4,11 +4,14 @@ import asyncio
 
 import grpc
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway_svc.access.authentication import Authentication
 from gateway_svc.admission.live_limits import HeldBytes, LiveLimits
 from gateway_svc.http.errors import BODY_TIMEOUT, to_http
 from gateway_svc.http.response_writer import ResponseWriter
+from quire.service.api_keys import HEADER
 from quire.service.errors import RequestError, failed
 
 # Longest time between two parts of a body.
@@ -20,8 +23,9 @@ _ALWAYS = ("/health", "/ready", "/version", "/metrics")
 class LiveRequests:
     """An ASGI application around the gateway's. The limits are those of gRPC calls, too."""
 
-    def __init__(self, app: FastAPI, limits: LiveLimits) -> None:
+    def __init__(self, app: FastAPI, limits: LiveLimits, authentication: Authentication) -> None:
         self._app = app
+        self._authentication = authentication
         self._limits = limits
         self._num_live = 0
         self._idle = asyncio.Event()
@@ -38,7 +42,7 @@ class LiveRequests:
         self._num_live += 1
         self._idle.clear()
         try:
-            with self._limits.hold() as held:
+            with self._limits.hold(principal=self._principal(scope)) as held:
                 await self._app(scope, _counted(receive, held), send)
         except RequestError as error:
             # Of the limits: the application's own errors are responses.
@@ -49,6 +53,14 @@ class LiveRequests:
             self._num_live -= 1
             if not self._num_live:
                 self._idle.set()
+
+    def _principal(self, scope: Scope) -> str:
+        """The tenant that sends a request; empty without a key that is known: the application
+        refuses such a request, if it needs a key, before it reads a body."""
+        try:
+            return self._authentication.authenticate(Headers(scope=scope).get(HEADER)).principal
+        except RequestError:
+            return ""
 
 
 def _counted(receive: Receive, held: HeldBytes) -> Receive:

@@ -12,6 +12,7 @@ from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.openapi import documented
+from gateway_svc.http.read_route import ReadRoute
 from quire.service.health import Health
 from quire.v1 import model_pb2
 
@@ -31,7 +32,7 @@ class ModelRoutes:
         self._created = int(time.time())
 
     def router(self) -> APIRouter:
-        router = APIRouter()
+        router = APIRouter(route_class=ReadRoute)
         router.get("/v1/models", tags=["models"])(self.list_models)
         # A hub id has a slash.
         router.get("/v1/models/{name:path}", tags=["models"])(self.get_model)

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from gateway_svc.http.context import RequestContext
+from gateway_svc.http.read_route import ReadRoute
 from gateway_svc.http.service_status import ServiceStatus
 
 _TYPES = {
@@ -28,7 +29,7 @@ class PageRoutes:
         self._files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
     def router(self) -> APIRouter:
-        router = APIRouter(include_in_schema=False)
+        router = APIRouter(include_in_schema=False, route_class=ReadRoute)
         router.get("/")(self.index)
         router.get("/page/{name}")(self.file)
         router.get("/status")(self.status)

@@ -10,6 +10,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from gateway_svc.access.authentication import Authentication
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.http.live_requests import LiveRequests
 from quire.service.lifecycle import write_address
@@ -29,11 +30,12 @@ class HttpServer:
         app: FastAPI,
         listen: str,
         limits: LiveLimits,
+        authentication: Authentication,
         certificates: ServerCertificates | None,
     ) -> None:
         """`listen` is host:port; port 0 picks a free one. With certificates it is HTTPS."""
         self._listen = listen
-        self.requests = LiveRequests(app, limits)
+        self.requests = LiveRequests(app, limits, authentication)
         # The address, after the start.
         self.address = listen
         config = uvicorn.Config(

@@ -125,7 +125,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self.num_live += 1
             self._idle.clear()
             try:
-                with self._live_limits.hold(len(data)):
+                with self._live_limits.hold(len(data), self._tenants[context].principal):
                     return await method(data, context)
             except RequestError as error:
                 await abort(context, error)

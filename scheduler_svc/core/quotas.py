@@ -11,6 +11,8 @@ from scheduler_svc.core.sequence import Group
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6
+# When a request will have ended is not known: this is how often a client may ask.
+_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +174,12 @@ def _is_beyond(count: int, limit: int | None) -> bool:
     return limit is not None and count > limit
 
 
-def _exceeded(name: str, limit: int | None, wait_s: float | None = None) -> RequestError:
+def _exceeded(name: str, limit: int | None, wait_s: float = _RETRY_AFTER_S) -> RequestError:
+    """`wait_s` is left out of the error of a limit of 0, under which no retry succeeds."""
     what = name.replace("_", " ")
     return failed(
         StatusCode.RESOURCE_EXHAUSTED,
         name.upper(),
         f"the limit of {limit} {what} of this API key's tenant is reached",
-        wait_s,
+        wait_s if limit else None,
     )

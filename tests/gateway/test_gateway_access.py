@@ -334,3 +334,32 @@ async def test_http_needs_the_same_keys(guarded: Stack, keys: Keys) -> None:
         for path in ("/metrics", "/status"):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers=headers)).status_code == 403
+
+
+async def test_a_tenant_holds_at_most_half_of_the_request_bytes(
+    guarded: Stack, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert guarded.gateway.http is not None
+    monkeypatch.setattr(guarded.gateway.live_limits, "_max_bytes", 4000)
+    of_beta = keys.metadata(keys.beta)
+    stream = guarded.inference.StreamGenerate(
+        pb.StreamGenerateRequest(text="The", cache_salt="s" * 200), metadata=of_beta
+    )
+    submission = await guarded.scheduler.submissions.get()
+    request = tokenizer_pb2.TokenizeRequest(text=" " * 1900)
+    code, reason, message = await refusal(guarded.tokenizer.Tokenize(request, metadata=of_beta))
+    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_TENANT_BYTES")
+    assert "2000" in message
+    url = f"http://{guarded.gateway.http.address}/tokenize"
+    async with httpx2.AsyncClient() as client:
+        statuses = []
+        for key in (keys.beta, keys.sharing):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"prompt": " " * 1900}
+            statuses.append((await client.post(url, json=body, headers=headers)).status_code)
+    assert statuses[0] == 429
+    assert statuses[1] != 429
+    guarded.scheduler.accept(submission)
+    guarded.scheduler.end(submission, 0)
+    assert [part async for part in stream]
+    assert not guarded.gateway.live_limits.num_bytes_of

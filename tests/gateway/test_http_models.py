@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from gateway_tokenizers import byte_fallback, byte_level
 from http_client import Http
 
@@ -31,7 +32,17 @@ async def test_texts_and_tokens_are_converted(http: Http) -> None:
     assert chat["count"] > 1
     for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
         status, error = await http.error("/tokenize", body)
-        assert (status, error["code"]) == (400, "no_input")
+        assert (status, error["code"], error["param"]) == (400, "no_input", "prompt")
+        assert error["message"].endswith("set either prompt or messages")
+    long, role = "x " * 10**5, "r" * 10**4
+    for body, param in (
+        ({"prompt": long}, "prompt"),
+        ({"messages": [{"role": "user", "content": long}]}, "messages"),
+        ({"messages": [{"role": role, "content": "x"}]}, "messages[0].role"),
+    ):
+        status, error = await http.error("/tokenize", body)
+        assert (status, error["param"]) == (400, param)
+        assert error["message"].startswith(f"{param}: ")
     status, error = await http.error("/detokenize", {"tokens": [10**6]})
     assert (status, error["param"]) == (400, "tokens[0]")
 
@@ -49,6 +60,22 @@ async def test_the_gateway_describes_itself(http: Http) -> None:
     response = await http.client.get("/ready")
     assert response.status_code == 503
     assert response.json()["failing"] == {"scheduler": "no worker has joined"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/version", "/v1/models", "/v1/models/tiny", "/", "/docs"]
+)
+async def test_head_has_the_headers_of_get(http: Http, path: str) -> None:
+    head, got = await http.client.head(path), await http.client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    names = ("content-type", "content-length")
+    assert [head.headers[name] for name in names] == [got.headers[name] for name in names]
+
+
+async def test_head_does_not_take_over_a_stream(http: Http) -> None:
+    assert (await http.client.head("/v1/requests/x/events")).status_code == 405
+    assert (await http.client.head("/v1/responses/resp_x")).status_code == 405
+    assert (await http.client.head("/tokenize")).status_code == 405
 
 
 async def test_the_page_is_served_without_other_servers(http: Http) -> None:

@@ -88,12 +88,12 @@ def test_a_prompt_above_the_rate_is_accepted_by_a_full_bucket():
         ({"waiting_tokens": 45}, 4, "WAITING_TOKENS"),
     ],
 )
-def test_counts_are_limited_without_a_time_to_retry(limits, num_accepted, name):
+def test_counts_are_limited_with_a_time_to_retry(limits, num_accepted, name):
     made = quotas(**limits)
     accepted = [accept(made, request(10, is_resumable=True)) for _ in range(6)]
     assert sum(accepted) == num_accepted
     error = made.error(request(10, is_resumable=True), 0)
-    assert (reason(error), retry_s(error)) == (name, None)
+    assert (reason(error), retry_s(error)) == (name, 1)
     made.cancel(request(10, is_resumable=True))
     assert made.error(request(10, is_resumable=True), 0) is None
 
@@ -101,7 +101,8 @@ def test_counts_are_limited_without_a_time_to_retry(limits, num_accepted, name):
 def test_requests_without_a_window_are_not_resumable():
     made = quotas(resumable_requests=0)
     assert accept(made, request())
-    assert not accept(made, request(is_resumable=True))
+    # No retry succeeds.
+    assert retry_s(made.error(request(is_resumable=True), 0)) is None
 
 
 def test_queued_tokens_are_counted_with_reserved_ones():

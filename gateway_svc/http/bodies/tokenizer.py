@@ -6,6 +6,7 @@ from pydantic import Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, ChatMessage, conversation
 from gateway_svc.http.bodies.fields import HttpRequest, TokenId, unsupported
+from quire.service.errors import invalid
 from quire.v1 import tokenizer_pb2
 
 
@@ -26,11 +27,14 @@ class TokenizeRequest(HttpRequest):
     tools: unsupported([]) = None  # type: ignore[valid-type]
 
     def message(self) -> tokenizer_pb2.TokenizeRequest:
-        """The message; its input is absent unless exactly one of the two is set."""
+        """RequestError unless exactly one of the two inputs is set."""
+        if (self.messages is None) is (self.prompt is None):
+            state = "is missing" if self.prompt is None else "is set together with messages"
+            raise invalid("prompt", "NO_INPUT", f"{state}; set either prompt or messages")
         message = tokenizer_pb2.TokenizeRequest(
             model=self.model, add_special_tokens=self.add_special_tokens
         )
-        if self.messages is not None and self.prompt is None:
+        if self.messages is not None:
             message.conversation.CopyFrom(
                 conversation(
                     [one.to_proto() for one in self.messages],
@@ -38,7 +42,7 @@ class TokenizeRequest(HttpRequest):
                     self.chat_template_kwargs,
                 )
             )
-        elif self.messages is None and self.prompt is not None:
+        elif self.prompt is not None:
             message.text = self.prompt
         return message
 
