@@ -76,7 +76,10 @@ class Gateway:
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
         self.generations = GenerationService(
-            self.served, self.scheduler, settings.max_resume_window_s
+            self.served,
+            self.scheduler,
+            settings.max_resume_window_s,
+            settings.background_window_s,
         )
         self.tokenization = TokenizationService(self.served, self.scheduler)
         self._certificates = settings.server_certificates()

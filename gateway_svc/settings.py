@@ -97,6 +97,13 @@ class GatewaySettings(ServiceSettings):
     max_resume_window_s: int = Field(
         60, ge=0, description="Largest resume_window_s that a request may have."
     )
+    background_window_s: int = Field(
+        3600,
+        ge=0,
+        le=2**31 - 1,
+        description="Seconds that a response in the background runs without a client; 0 refuses "
+        "such responses.",
+    )
     metrics_listen: MetricsAddress | None = Field(
         None, description="Address to serve metrics on over HTTP, host:port; not served if not set."
     )

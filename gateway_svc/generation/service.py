@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager
 import grpc
 
 from gateway_svc.access.tenant import ANONYMOUS, Tenant
-from gateway_svc.generation import generation, submission, validation
+from gateway_svc.generation import generation, submission, tenant_limits, validation
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.submission import PreparedRequest, RequestsInPreparation
 from gateway_svc.generation.validation import GenerationRequest
@@ -21,8 +21,13 @@ class GenerationService:
     its requests may ask for."""
 
     def __init__(
-        self, served: ServedModel, scheduler: SchedulerConnection, max_resume_window_s: int
+        self,
+        served: ServedModel,
+        scheduler: SchedulerConnection,
+        max_resume_window_s: int,
+        background_window_s: int,
     ) -> None:
+        self._background_window_s = background_window_s
         self._max_resume_window_s = max_resume_window_s
         self.served = served
         self.scheduler = scheduler
@@ -37,9 +42,15 @@ class GenerationService:
     ) -> PreparedRequest:
         """Validate and tokenize a request, which can be cancelled meanwhile. RequestError names
         the invalid field. `deadline_s` is the time left to the client's call.
-        `http` is stored for the rendering of the output."""
+        `http` is stored for the rendering of the output. The resume window of a response in the
+        background is set here."""
         model = self.served.get(request.model if request.HasField("model") else None)
-        validation.check_resume_window(request.resume_window_s, self._max_resume_window_s)
+        if http is not None and http.background:
+            request.resume_window_s = tenant_limits.background_window_s(
+                self._background_window_s, tenant
+            )
+        else:
+            validation.check_resume_window(request.resume_window_s, self._max_resume_window_s)
         with self._in_preparation.track(tenant.principal, request.request_id):
             await self.scheduler.wait_until_connected()
             return await submission.prepare(

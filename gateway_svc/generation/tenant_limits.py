@@ -34,6 +34,17 @@ def check_request(request: GenerationRequest, tenant: Tenant) -> None:
         )
 
 
+def background_window_s(setting_s: int, tenant: Tenant) -> int:
+    """The resume window of a response in the background: the gateway's setting, at most the
+    tenant's limit. RequestError INVALID_ARGUMENT if it is 0."""
+    most_s = tenant.limits.resume_window_s
+    window_s = setting_s if most_s is None else min(setting_s, most_s)
+    if window_s == 0:
+        whose = "this gateway" if setting_s == 0 else "this API key's tenant"
+        raise invalid("background", "NO_BACKGROUND", f"is true; {whose} permits false only")
+    return window_s
+
+
 def priority(request: GenerationRequest, tenant: Tenant) -> int | None:
     """The request's priority. One outside of the tenant's range was refused."""
     if request.HasField("priority"):

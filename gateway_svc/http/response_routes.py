@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import orjson
@@ -16,13 +16,13 @@ from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.event_id import EventId
-from gateway_svc.http.formats.response import ResponseFormat, next_index_after
+from gateway_svc.http.formats.response import ResponseFormat, ended_response, next_index_after
 from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations, PromptUpdate
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import Collector, write_events, write_object
 from gateway_svc.http.response_writer import ResponseWriter
-from gateway_svc.scheduler.events import error_reason
+from gateway_svc.scheduler.events import EndedError, error_reason
 from quire.internal.v1 import gateway_pb2
 from quire.service.errors import RequestError, failed
 
@@ -36,8 +36,6 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "request_id": "X-Request-Id",
-    # Its window has a length that the gateway may not permit.
-    "resume_window_s": "background",
 }
 
 
@@ -68,6 +66,7 @@ class ResponseRoutes:
             created=int(time.time()),
             num_prompts=1,
             response=orjson.dumps(body.response(self._service.served.name)),
+            background=bool(body.background),
         )
         updates = self._generations.run([body.message(request_id)], [state], tenant)
 
@@ -99,7 +98,7 @@ class ResponseRoutes:
 
         async def run(writer: ResponseWriter) -> None:
             if not stream:
-                await self._write_object(request_id, tenant, writer)
+                await writer.json(200, await self._object(request_id, tenant))
                 return
             try:
                 await self._write_events(request_id, tenant, starting_after, writer)
@@ -112,33 +111,51 @@ class ResponseRoutes:
         return GenerationResponse(request_id, run)
 
     async def cancel(self, response_id: str, request: Request) -> Response:
-        """End a live response."""
+        """End a live response. One that has ended is returned as it is."""
         tenant = self._context.tenant(request)
         request_id = _request_id(response_id)
 
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.resume(request_id, EventId(), tenant)
-            async with aclosing(updates):
-                update = await anext(updates)
-                form = self._format(update.generation)
-                await self._service.cancel(request_id, tenant)
-            await writer.json(200, form.cancelled())
+            try:
+                body = await self._cancelled(request_id, tenant)
+            except RequestError as error:
+                if error_reason(error) != "UNKNOWN_REQUEST":
+                    raise
+                body = await self._object(request_id, tenant)
+            await writer.json(200, body)
 
         return GenerationResponse(request_id, run)
 
-    async def _write_object(self, request_id: str, tenant: Tenant, writer: ResponseWriter) -> None:
+    async def _cancelled(self, request_id: str, tenant: Tenant) -> dict[str, Any]:
+        """Cancel a response. RequestError UNKNOWN_REQUEST if it is not live."""
+        try:
+            async with aclosing(self._generations.resume(request_id, EventId(), tenant)) as updates:
+                form = self._format((await anext(updates)).generation)
+                await self._service.cancel(request_id, tenant)
+        except EndedError as error:
+            return _ended_object(request_id, error)
+        return form.cancelled()
+
+    async def _object(self, request_id: str, tenant: Tenant) -> dict[str, Any]:
+        try:
+            return await self._output(request_id, tenant)
+        except EndedError as error:
+            return _ended_object(request_id, error)
+
+    async def _output(self, request_id: str, tenant: Tenant) -> dict[str, Any]:
+        """The object of a response that runs or has finished. EndedError if it has failed."""
         collector = Collector(self._format_of)
         updates = self._generations.resume(request_id, EventId(), tenant)
         async with aclosing(updates):
             first = await anext(updates)
             collector.add(first)
             state = first.generation.state
-            is_background = state is not None and state.resume_window_s
+            is_background = state is not None and state.http.background
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_READ_S if is_background else None):
                     async for update in updates:
                         collector.add(update)
-        await writer.json(200, collector.body())
+        return collector.body()
 
     async def _write_events(
         self,
@@ -168,6 +185,14 @@ class ResponseRoutes:
             raise _unknown(_PREFIX + generation.request_id)
         model = self._service.served.get(state.model)
         return ResponseFormat(generation, model, state.http, after)
+
+
+def _ended_object(request_id: str, error: EndedError) -> dict[str, Any]:
+    """The object of a response that has ended with an error."""
+    state = gateway_pb2.ResumeState.FromString(error.opaque)
+    if state.http.format != gateway_pb2.FORMAT_RESPONSE:
+        raise _unknown(_PREFIX + request_id)
+    return ended_response(request_id, state.http, error)
 
 
 def _request_id(response_id: str) -> str:

@@ -114,9 +114,21 @@ def decode_end(end: scheduler_pb2.ChoiceEnd) -> Ended:
     )
 
 
+@dataclass(eq=False)
+class EndedError(RequestError):
+    """The error with which an accepted request has ended."""
+
+    # The request's serialized ResumeState.
+    opaque: bytes = b""
+
+
 def decode_failure(failure: scheduler_pb2.RequestFailure) -> RequestError:
     status = status_pb2.Status(code=failure.code, message=failure.message, details=failure.details)
-    return RequestError.from_status(status)
+    if not failure.opaque:
+        return RequestError.from_status(status)
+    error = EndedError.from_status(status)
+    error.opaque = failure.opaque
+    return error
 
 
 def error_reason(error: RequestError) -> str:

@@ -114,7 +114,8 @@ class Multiplexer:
 
     def close(self, stream: RequestStream) -> None:
         """Close the stream of a disconnected client: cancel the request, or detach from it if
-        it may be resumed. No effect once the request has ended.
+        it may be resumed. No effect once the request has ended. The client of a response in the
+        background is not gone: it retrieves the response later.
 
         Without a scheduler nothing is sent: the next leader ends the request as an orphan, unless
         another gateway has attached to it by then.
@@ -122,7 +123,8 @@ class Multiplexer:
         if not self._remove(stream):
             return
         if stream.state is None or stream.state.resume_window_s:
-            detachment = scheduler_pb2.Detachment(attachment=stream.attachment, client_gone=True)
+            is_gone = stream.state is None or not stream.state.http.background
+            detachment = scheduler_pb2.Detachment(attachment=stream.attachment, client_gone=is_gone)
             self.send_queue.detach(detachment)
         else:
             self.send_queue.cancel(scheduler_pb2.Cancellation(attachment=stream.attachment))

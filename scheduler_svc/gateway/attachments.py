@@ -135,7 +135,7 @@ def _replay_ended(
     """Send an ended request's output and end, or its error."""
     error = error_of(stored)
     if error is not None:
-        connection.reject(request.attachment, error)
+        connection.reject(request.attachment, error, stored.record.opaque)
         return
     group = from_record(stored, {})
     for sequence in group.sequences:

@@ -129,12 +129,14 @@ class GatewayConnection:
         self._remove(group)
         group.subscriber = NullSubscriber()
 
-    def reject(self, attachment: int, error: RequestError) -> None:
+    def reject(self, attachment: int, error: RequestError, opaque: bytes = b"") -> None:
+        """`opaque` is that of a request that has ended with the error."""
         self._frame.failures.add(
             attachment=attachment,
             code=error.code.value[0],
             message=error.message,
             details=error.packed_details(),
+            opaque=opaque,
         )
         self._pending.set()
 
@@ -178,7 +180,7 @@ class GatewayConnection:
 
     def failed(self, group: Group, error: RequestError) -> None:
         self._remove(group)
-        self.reject(group.attachment, error)
+        self.reject(group.attachment, error, group.record.opaque)
 
     def _remove(self, group: Group) -> None:
         self.attached.pop(group.attachment, None)

@@ -140,6 +140,10 @@ def test_a_response_is_streamed_retrieved_and_cancelled(client: openai.OpenAI) -
     )
     assert background.status == "queued"
     assert client.responses.cancel(background.id).status == "cancelled"
+    for again in (client.responses.retrieve, client.responses.cancel):
+        ended = again(background.id)
+        assert (ended.status, ended.background) == ("cancelled", True)
+    assert client.responses.cancel(response.id).output_text == response.output_text
 
 
 def test_errors_are_the_client_s_own(client: openai.OpenAI) -> None:

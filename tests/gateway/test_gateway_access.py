@@ -17,6 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 from waiting import until
 
+from gateway_svc.access.tenant import Tenant, TenantLimits
+from gateway_svc.generation.tenant_limits import background_window_s
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.client.async_client import AsyncClient
@@ -363,3 +365,29 @@ async def test_a_tenant_holds_at_most_half_of_the_request_bytes(
     guarded.scheduler.end(submission, 0)
     assert [part async for part in stream]
     assert not guarded.gateway.live_limits.num_bytes_of
+
+
+async def test_a_background_response_runs_for_at_most_the_tenants_window(
+    guarded: Stack, keys: Keys
+) -> None:
+    """alpha may use 30 s, sharing any; both are independent of --max-resume-window-s."""
+    assert guarded.gateway.http is not None
+    url = f"http://{guarded.gateway.http.address}/v1/responses"
+    body = {"input": "x", "background": True}
+    async with httpx2.AsyncClient() as client:
+        windows = []
+        for key in (keys.alpha, keys.sharing):
+            headers = {"authorization": f"Bearer {key}"}
+            sending = asyncio.create_task(client.post(url, json=body, headers=headers))
+            submission = await guarded.scheduler.submissions.get()
+            windows.append(submission.resume_window_s)
+            guarded.scheduler.accept(submission)
+            assert (await sending).json()["status"] == "queued"
+        assert windows == [30, 3600]
+
+
+def test_a_tenant_without_a_window_has_no_background() -> None:
+    without = Tenant("a", limits=TenantLimits(resume_window_s=0))
+    for setting_s, tenant in ((10, without), (0, Tenant("b"))):
+        with pytest.raises(RequestError, match="background: is true"):
+            background_window_s(setting_s, tenant)

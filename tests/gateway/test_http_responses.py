@@ -2,6 +2,7 @@
 
 import asyncio
 
+import grpc
 import pytest
 from http_client import Event, Http
 
@@ -115,10 +116,11 @@ async def test_a_response_in_the_background_is_retrieved_and_cancelled(
     scheduler = http.stack.scheduler
     sending = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
     sent = await http.submission()
-    assert sent.resume_window_s
+    assert sent.resume_window_s == 3600
     scheduler.accept(sent)
     assert (await sending).json()["status"] == "queued"
-    assert (await scheduler.detachments.get()).client_gone
+    # It does not count as one whose client has disconnected, of which few run on.
+    assert not (await scheduler.detachments.get()).client_gone
 
     getting = asyncio.create_task(http.client.get("/v1/responses/resp_r"))
     attachment = await scheduler.attachments.get()
@@ -128,7 +130,7 @@ async def test_a_response_in_the_background_is_retrieved_and_cancelled(
     response = (await getting).json()
     assert response["status"] == "in_progress"
     assert response["output"][0]["content"][0]["text"] == "a fox"
-    assert (await scheduler.detachments.get()).client_gone
+    assert not (await scheduler.detachments.get()).client_gone
 
     cancelling = asyncio.create_task(http.client.post("/v1/responses/resp_r/cancel"))
     attachment = await scheduler.attachments.get()
@@ -138,6 +140,50 @@ async def test_a_response_in_the_background_is_retrieved_and_cancelled(
     result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=True)
     scheduler.send(cancellation_results=[result])
     assert (await cancelling).json()["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("action", ["retrieve", "cancel"])
+@pytest.mark.parametrize("status", ["cancelled", "failed"])
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "ended"])
+async def test_a_response_that_ended_with_an_error_is_an_object(
+    http: Http, action: str, status: str, is_live: bool
+) -> None:
+    scheduler = http.stack.scheduler
+    sending = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    await sending
+    path = "/v1/responses/resp_r"
+    sending = asyncio.create_task(
+        http.client.get(path) if action == "retrieve" else http.client.post(f"{path}/cancel")
+    )
+    code = grpc.StatusCode.CANCELLED if status == "cancelled" else grpc.StatusCode.INTERNAL
+    attachment = await scheduler.attachments.get()
+    if is_live:
+        scheduler.accept(attachment, sent.opaque)
+    if is_live and action == "cancel":
+        # It ends before the cancellation arrives.
+        cancellation = await scheduler.cancellations.get()
+        result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=False)
+        scheduler.send(cancellation_results=[result])
+        attachment = await scheduler.attachments.get()
+    scheduler.fail(attachment, code, opaque=sent.opaque)
+    response = await sending
+    assert response.status_code == 200
+    body = response.json()
+    assert (body["id"], body["status"], body["background"]) == ("resp_r", status, True)
+    failure = {"code": "server_error", "message": "no"}
+    assert body["error"] == (None if status == "cancelled" else failure)
+
+
+async def test_a_failed_request_of_another_kind_is_no_response(http: Http) -> None:
+    sending = http.start("/v1/completions", {"prompt": "x"})
+    sent = await http.submission()
+    sending.cancel()
+    getting = asyncio.create_task(http.client.get("/v1/responses/resp_r"))
+    attachment = await http.stack.scheduler.attachments.get()
+    http.stack.scheduler.fail(attachment, grpc.StatusCode.CANCELLED, opaque=sent.opaque)
+    assert (await getting).status_code == 404
 
 
 async def test_what_is_no_response_is_not_found(http: Http) -> None:

@@ -14,9 +14,6 @@ from gateway_svc.http.bodies.fields import (
 )
 from quire.v1 import conversation_pb2, inference_pb2
 
-# Of a response in the background, which runs on for this time after it was last retrieved.
-BACKGROUND_WINDOW_S = 60
-
 
 class InputMessage(HttpRequest):
     """A message of the input, or of an earlier response's output."""
@@ -108,7 +105,6 @@ class ResponseRequest(HttpRequest):
             sampling_params=params,
             cache_salt=self.cache_salt,
             priority=self.priority,
-            resume_window_s=BACKGROUND_WINDOW_S if self.background else None,
         )
 
     def _messages(self) -> list[conversation_pb2.Message]:

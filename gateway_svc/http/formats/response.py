@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import grpc
 import orjson
 
 from gateway_svc.generation.choice import ChoiceUpdate
@@ -12,6 +13,7 @@ from gateway_svc.http.formats.format import Output, ServerEvent, Usage
 from gateway_svc.http.formats.logprobs import chat_logprobs
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2
+from quire.service.errors import RequestError
 
 # Events before the first delta.
 _NUM_FIRST = 4
@@ -35,13 +37,7 @@ class ResponseFormat:
         self._after = after
         self._item_id = f"msg_{request_id}"
         self._output = Output()
-        self._fixed: dict[str, Any] = {
-            "id": f"resp_{request_id}",
-            "created_at": state.created,
-            "error": None,
-            "incomplete_details": None,
-            **orjson.loads(state.response or b"{}"),
-        }
+        self._fixed = _fixed_fields(request_id, state)
 
     def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
         return self._new(self._first_events())
@@ -140,6 +136,27 @@ class ResponseFormat:
     @staticmethod
     def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def ended_response(
+    request_id: str, state: gateway_pb2.HttpState, error: RequestError
+) -> dict[str, Any]:
+    """The object of a response that was cancelled or has failed."""
+    response = {**_fixed_fields(request_id, state), "output": [], "usage": None}
+    if error.code is grpc.StatusCode.CANCELLED:
+        return {**response, "status": "cancelled"}
+    reported = {"code": "server_error", "message": error.message}
+    return {**response, "status": "failed", "error": reported}
+
+
+def _fixed_fields(request_id: str, state: gateway_pb2.HttpState) -> dict[str, Any]:
+    return {
+        "id": f"resp_{request_id}",
+        "created_at": state.created,
+        "error": None,
+        "incomplete_details": None,
+        **orjson.loads(state.response or b"{}"),
+    }
 
 
 def next_index_after(number: int) -> int:
