@@ -52,16 +52,18 @@ class Choice:
     def __init__(
         self,
         index: int,
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | None,
         stops: Sequence[str],
         stop_token_ids: Set[int],
         next_index: int = 0,
         include_stop: bool = False,
         first_text_offset: int | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        """The client has the tokens before `next_index`, with their text. `include_stop` keeps the
-        stop string in the text. With `first_text_offset`, updates with log-probabilities have
-        the text offset of each token, which takes decoding one by one."""
+        """The client has the tokens before `next_index`, with their text. There is no text without
+        a detokenizer. `include_stop` keeps the stop string in the text, and none ends in the text
+        of the first `min_tokens` tokens. With `first_text_offset`, updates with log-probabilities
+        have the text offset of each token, which takes decoding one by one."""
         self.index = index
         self.num_tokens = 0
         # The stop string that was found; nothing is emitted after it.
@@ -76,6 +78,7 @@ class Choice:
         self._stop_token_ids = stop_token_ids
         self._next_index = next_index
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._has_text_offsets = first_text_offset is not None
         # Before and in the choice so far, with text that is held back.
         self._num_characters = first_text_offset or 0
@@ -145,6 +148,8 @@ class Choice:
         token ends the choice and is not part of its text.
         """
         self.num_tokens += len(segment)
+        if self._detokenizer is None:
+            return ""
         shown = [token_id for token_id in segment if token_id not in self._stop_token_ids]
         text = self._detokenizer.push(shown)
         self._num_characters += len(text)
@@ -155,7 +160,7 @@ class Choice:
         the scheduler's reason.
         """
         text = ""
-        if self.stop_string is None:
+        if self.stop_string is None and self._detokenizer is not None:
             text = self._check_stops(self._detokenizer.flush())
         if self.stop_string is None:
             text += self._stops.flush()
@@ -175,7 +180,7 @@ class Choice:
         return text
 
     def _check_stops(self, text: str) -> str:
-        checked = self._stops.push(text)
+        checked = self._stops.push(text, self.num_tokens > self._min_tokens)
         self.stop_string = checked.stop
         return checked.text + (checked.stop or "") if self._include_stop else checked.text
 
@@ -199,12 +204,13 @@ def create_choices(
     return tuple(
         Choice(
             index,
-            Detokenizer(model.vocabulary, skip, context),
+            None if state.omit_text else Detokenizer(model.vocabulary, skip, context),
             state.stop,
             stop_token_ids,
             next_index,
             state.include_stop_str_in_output,
             first_text_offset,
+            state.min_tokens,
         )
         for index, next_index in zip_longest(range(state.num_choices), next_indices, fillvalue=0)
     )

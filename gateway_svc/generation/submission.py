@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import grpc
 
 from gateway_svc.access.tenant import Tenant
-from gateway_svc.generation import tenant_limits, validation
+from gateway_svc.generation import logits_params, tenant_limits, validation
 from gateway_svc.generation.choice import Choice, create_choices
+from gateway_svc.generation.field_checks import check_token_ids
 from gateway_svc.generation.prompt_field import prompt_field
+from gateway_svc.generation.truncation import num_kept_tokens
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.served_model import Model, ModelLimits
@@ -79,15 +81,24 @@ async def prepare(
     validation.check_request(request, limits)
     tenant_limits.check_request(request, tenant)
     deadline_ms = None if deadline_s is None else round((time.time() + deadline_s) * 1000)
-    prompt_token_ids = await _tokenize(request, model, limits)
     request_id = request.request_id or secrets.token_hex(16)
     params = request.sampling_params
+    all_token_ids = await _tokenize(request, model, limits)
+    kept = num_kept_tokens(len(all_token_ids), params, limits.max_model_len)
+    prompt_token_ids = all_token_ids[len(all_token_ids) - kept :]
+    validation.check_prompt_length(
+        prompt_field(request), len(prompt_token_ids), limits.max_model_len
+    )
     resolved = validation.resolve(params, request_id, len(prompt_token_ids), limits)
+    changes = await logits_params.build(params, model, limits)
+    resolved.logits_params = changes.SerializeToString(deterministic=True)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if http is not None:
         state.http.CopyFrom(http)
+        if http.echo and len(prompt_token_ids) < len(all_token_ids):
+            state.http.echo = await model.decode(prompt_token_ids, False)
         if http.echo_logprobs:
-            offsets = await model.text_offsets(prompt_token_ids, http.echo)
+            offsets = await model.text_offsets(prompt_token_ids, state.http.echo)
             state.http.echo_offsets.extend(offsets)
     tenant_limits.cap_max_tokens(resolved, state.num_choices, tenant)
     validation.check_num_logprobs(resolved, state.num_choices, len(prompt_token_ids))
@@ -112,7 +123,7 @@ async def prepare(
 
 
 async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimits) -> list[int]:
-    """Tokenize the prompt of a validated request. RequestError if it does not fit."""
+    """Tokenize the prompt of a validated request."""
     match request.WhichOneof("prompt"):
         case "token_ids":
             return list(request.token_ids.ids)
@@ -122,9 +133,7 @@ async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimit
             rendered = await model.render("conversation", request.conversation)
             validation.check_text("conversation", rendered, limits)
             token_ids = await model.encode(rendered, False)
-    field = prompt_field(request)
-    validation.check_prompt_length(field, len(token_ids), limits.max_model_len)
-    validation.check_token_ids(field, token_ids, limits.vocab_size)
+    check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
     return token_ids
 
 
@@ -150,6 +159,8 @@ def _create_resume_state(
         resume_window_s=request.resume_window_s,
         include_stop_str_in_output=params.include_stop_str_in_output,
         first_prompt_token_id=prompt_token_ids[0] if params.HasField("prompt_logprobs") else None,
+        min_tokens=params.min_tokens,
+        omit_text=params.HasField("detokenize") and not params.detokenize,
     )
 
 

@@ -16,8 +16,6 @@ SAMPLING_PARAMS = frozenset(
         "logit_bias",
         "allowed_token_ids",
         "bad_words",
-        "truncate_prompt_tokens",
-        "detokenize",
         "logprobs_mode",
         "structured_output",
         "processor_args",

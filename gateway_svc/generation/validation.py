@@ -7,13 +7,18 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from google.protobuf.wrappers_pb2 import FloatValue
-
-from gateway_svc.generation import unserved_fields
+from gateway_svc.generation import logits_params, unserved_fields
+from gateway_svc.generation.field_checks import (
+    check_at_most,
+    check_length,
+    check_token_ids,
+    out_of_range,
+)
+from gateway_svc.generation.truncation import num_kept_tokens
 from gateway_svc.text.chat_template import RESERVED_VARIABLES
 from gateway_svc.text.served_model import ModelLimits
 from quire.internal.v1 import scheduler_pb2
-from quire.service.errors import RequestError, invalid
+from quire.service.errors import invalid
 from quire.v1 import conversation_pb2, inference_pb2
 
 GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.StreamGenerateRequest
@@ -42,7 +47,7 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
     if request.HasField("request_id"):
         check_request_id(request.request_id)
     salt_bytes = len(request.cache_salt.encode())
-    _check_at_most("cache_salt", "CACHE_SALT_LENGTH", salt_bytes, MAX_CACHE_SALT_BYTES, "bytes")
+    check_at_most("cache_salt", "CACHE_SALT_LENGTH", salt_bytes, MAX_CACHE_SALT_BYTES, "bytes")
     params = request.sampling_params
     unserved_fields.refuse("sampling_params", params, unserved_fields.SAMPLING_PARAMS)
     _check_sampling(params, limits.vocab_size)
@@ -62,7 +67,7 @@ def check_resume_request(request: inference_pb2.ResumeGenerateRequest) -> None:
 
 
 def check_request_id(request_id: str) -> None:
-    _check_length("request_id", "REQUEST_ID_LENGTH", request_id, MAX_REQUEST_ID_CHARACTERS)
+    check_length("request_id", "REQUEST_ID_LENGTH", request_id, MAX_REQUEST_ID_CHARACTERS)
     at = next((at for at, one in enumerate(request_id) if not "!" <= one <= "~"), None)
     if at is not None:
         raise invalid(
@@ -75,7 +80,7 @@ def check_request_id(request_id: str) -> None:
 
 def check_resume_window(window_s: int, maximum_s: int) -> None:
     if window_s > maximum_s:
-        raise _out_of_range("resume_window_s", window_s, f"0 to {maximum_s}")
+        raise out_of_range("resume_window_s", window_s, f"0 to {maximum_s}")
 
 
 def check_conversation(
@@ -89,14 +94,14 @@ def check_conversation(
     if not conversation.messages:
         raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
     # Before any work per message: millions of empty messages fit into a request.
-    _check_at_most(
+    check_at_most(
         f"{field}.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
     )
     for at, message in enumerate(conversation.messages):
         one = f"{field}.messages[{at}]"
         unserved_fields.refuse(one, message, unserved_fields.MESSAGE)
         role = f"{one}.role"
-        _check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
+        check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
     _check_template_variables(f"{field}.chat_template_kwargs", conversation)
     check_text(field, "".join(message.content for message in conversation.messages), limits)
 
@@ -115,19 +120,8 @@ def check_text(field: str, text: str, limits: ModelLimits) -> None:
 
 def check_detokenize(token_ids: Sequence[int], limits: ModelLimits) -> None:
     maximum = max(MAX_DETOKENIZED_TOKENS, limits.max_model_len)
-    _check_at_most("token_ids", "TOO_MANY_TOKEN_IDS", len(token_ids), maximum)
+    check_at_most("token_ids", "TOO_MANY_TOKEN_IDS", len(token_ids), maximum)
     check_token_ids("token_ids", token_ids, limits.vocab_size)
-
-
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if not token_ids or max(token_ids) < vocab_size:
-        return
-    at, id_ = next((at, id_) for at, id_ in enumerate(token_ids) if id_ >= vocab_size)
-    raise invalid(
-        f"{field}[{at}]",
-        "TOKEN_ID_OUTSIDE_VOCABULARY",
-        f"is {id_}; token ids are 0 to {vocab_size - 1}",
-    )
 
 
 def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None:
@@ -208,7 +202,10 @@ def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
             check_text("text", request.text, limits)
         case "token_ids":
             field, token_ids = PROMPT_FIELDS["token_ids"], request.token_ids.ids
-            check_prompt_length(field, len(token_ids), limits.max_model_len)
+            num_tokens = num_kept_tokens(
+                len(token_ids), request.sampling_params, limits.max_model_len
+            )
+            check_prompt_length(field, num_tokens, limits.max_model_len)
             check_token_ids(field, token_ids, limits.vocab_size)
         case "conversation":
             check_conversation("conversation", request.conversation, limits)
@@ -217,7 +214,7 @@ def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
 def _check_template_variables(field: str, conversation: conversation_pb2.Conversation) -> None:
     variables = conversation.chat_template_kwargs
     num_bytes = variables.ByteSize()
-    _check_at_most(field, "TEMPLATE_VARIABLES_SIZE", num_bytes, MAX_VARIABLES_BYTES, "bytes")
+    check_at_most(field, "TEMPLATE_VARIABLES_SIZE", num_bytes, MAX_VARIABLES_BYTES, "bytes")
     for name in variables.fields:
         if name in RESERVED_VARIABLES:
             raise invalid(f"{field}.{name}", "RESERVED_VARIABLE", "is set by the server")
@@ -225,50 +222,38 @@ def _check_template_variables(field: str, conversation: conversation_pb2.Convers
 
 def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise _out_of_range(
+        raise out_of_range(
             "sampling_params.temperature", params.temperature, "0 or more, and finite"
         )
     if params.HasField("top_p") and not 0 < params.top_p <= 1:
-        raise _out_of_range("sampling_params.top_p", params.top_p, "above 0 and at most 1")
+        raise out_of_range("sampling_params.top_p", params.top_p, "above 0 and at most 1")
     if not 0 <= params.min_p <= 1:
-        raise _out_of_range("sampling_params.min_p", params.min_p, "0 to 1")
+        raise out_of_range("sampling_params.min_p", params.min_p, "0 to 1")
     if params.HasField("max_tokens") and params.max_tokens < 1:
-        raise _out_of_range("sampling_params.max_tokens", params.max_tokens, "at least 1")
+        raise out_of_range("sampling_params.max_tokens", params.max_tokens, "at least 1")
     if params.HasField("n") and not 1 <= params.n <= MAX_CHOICES:
-        raise _out_of_range("sampling_params.n", params.n, f"1 to {MAX_CHOICES}")
+        raise out_of_range("sampling_params.n", params.n, f"1 to {MAX_CHOICES}")
     if params.logprobs > MAX_TOP_LOGPROBS:
-        raise _out_of_range("sampling_params.logprobs", params.logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+        raise out_of_range("sampling_params.logprobs", params.logprobs, f"0 to {MAX_TOP_LOGPROBS}")
     if (count := params.prompt_logprobs) > MAX_TOP_LOGPROBS:
-        raise _out_of_range("sampling_params.prompt_logprobs", count, f"0 to {MAX_TOP_LOGPROBS}")
+        raise out_of_range("sampling_params.prompt_logprobs", count, f"0 to {MAX_TOP_LOGPROBS}")
+    if params.HasField("truncate_prompt_tokens") and params.truncate_prompt_tokens < 1:
+        raise out_of_range(
+            "sampling_params.truncate_prompt_tokens", params.truncate_prompt_tokens, "at least 1"
+        )
+    _check_stops(params, vocab_size)
+    logits_params.check(params, vocab_size)
+
+
+def _check_stops(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     field = "sampling_params.stop"
-    _check_at_most(field, "TOO_MANY_STOP", len(params.stop), MAX_STOP_STRINGS)
+    if params.stop and params.HasField("detokenize") and not params.detokenize:
+        raise invalid(
+            field, "STOP_WITHOUT_TEXT", "is set; there is no text with detokenize = false"
+        )
+    check_at_most(field, "TOO_MANY_STOP", len(params.stop), MAX_STOP_STRINGS)
     for at, stop in enumerate(params.stop):
-        _check_length(f"{field}[{at}]", "STOP_STRING_LENGTH", stop, MAX_STOP_CHARACTERS)
+        check_length(f"{field}[{at}]", "STOP_STRING_LENGTH", stop, MAX_STOP_CHARACTERS)
     field = "sampling_params.stop_token_ids"
-    _check_at_most(field, "TOO_MANY_STOP_TOKEN_IDS", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    check_at_most(field, "TOO_MANY_STOP_TOKEN_IDS", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids(field, params.stop_token_ids, vocab_size)
-
-
-def _check_length(field: str, reason: str, text: str, maximum: int) -> None:
-    if not 1 <= len(text) <= maximum:
-        raise invalid(field, reason, f"has {len(text)} characters; 1 to {maximum} are allowed")
-
-
-def _check_at_most(
-    field: str, reason: str, count: int, maximum: int, unit: str = "entries"
-) -> None:
-    if count > maximum:
-        raise invalid(field, reason, f"has {count} {unit}; at most {maximum} are allowed")
-
-
-def _out_of_range(field: str, value: float, allowed: str) -> RequestError:
-    reason = f"{field.rpartition('.')[2].upper()}_OUT_OF_RANGE"
-    shown = _shortest(value) if isinstance(value, float) else value
-    return invalid(field, reason, f"is {shown}; must be {allowed}")
-
-
-def _shortest(value: float) -> str:
-    """The shortest decimal that identifies a 32-bit float: most likely what the client wrote."""
-    texts = (f"{value:.{digits}g}" for digits in range(6, 10))
-    same = (text for text in texts if FloatValue(value=float(text)).value == value)
-    return next(same, str(value))

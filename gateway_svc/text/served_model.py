@@ -75,6 +75,15 @@ class Model:
 
         return await self._in_thread(work)
 
+    async def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize short texts, without special tokens."""
+
+        def work() -> list[list[int]]:
+            encode = self.files.tokenizer.encode
+            return [list(encode(text, add_special_tokens=False).ids) for text in texts]
+
+        return await self._in_thread(work)
+
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         def work() -> str:
             text: str = self.files.tokenizer.decode(

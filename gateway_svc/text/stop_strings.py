@@ -22,12 +22,17 @@ class StopChecker:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        # The characters of the held text in which no stop string may end.
+        self._num_exempt = 0
 
-    def push(self, text: str) -> CheckedText:
-        """Append text and return what may be emitted. Not called after a stop string."""
+    def push(self, text: str, may_stop: bool = True) -> CheckedText:
+        """Append text and return what may be emitted. Not called after a stop string. No stop
+        string ends in a text that may not stop; one that begins in it may end later."""
         if not self._stops:
             return CheckedText(text)
         text = self._held + text
+        if not may_stop:
+            self._num_exempt = len(text)
         found = self._first(text)
         if found is not None:
             at, stop = found
@@ -35,6 +40,7 @@ class StopChecker:
             return CheckedText(text[:at], stop)
         certain = min(_partial_start(text, stop) for stop in self._stops)
         self._held = text[certain:]
+        self._num_exempt = max(0, self._num_exempt - certain)
         return CheckedText(text[:certain])
 
     def flush(self) -> str:
@@ -43,7 +49,12 @@ class StopChecker:
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        exempt = self._num_exempt
+        matches = [
+            (at, stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, exempt - len(stop) + 1))) >= 0
+        ]
         return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
 

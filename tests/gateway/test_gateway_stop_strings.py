@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from gateway_svc.text.stop_strings import CheckedText, StopChecker
 
 
-def naive(text: str, stops: list[str]) -> CheckedText:
-    """Grow the text by a character until it ends with a stop string, the longest one first."""
-    for end in range(1, len(text) + 1):
+def naive(text: str, stops: list[str], num_exempt: int = 0) -> CheckedText:
+    """Grow the text by a character until it ends with a stop string, the longest one first. None
+    ends in the exempt characters at the beginning."""
+    for end in range(num_exempt + 1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return CheckedText(text[: end - len(stop)], stop)
@@ -27,6 +28,30 @@ def test_agrees_with_a_naive_search_for_every_split(deltas: list[str], stops: li
     sent, found = "", None
     for delta in deltas:
         checked = checker.push(delta)
+        sent += checked.text
+        assert expected.text.startswith(sent)
+        if checked.stop is not None:
+            found = checked.stop
+            break
+    assert CheckedText(sent + checker.flush(), found) == expected
+
+
+@given(
+    exempt=st.lists(st.text("ab日", max_size=4), max_size=6),
+    deltas=st.lists(st.text("ab日", max_size=4), max_size=8),
+    stops=st.lists(st.text("ab日", min_size=1, max_size=4), max_size=4, unique=True),
+)
+@settings(max_examples=500, deadline=None)
+def test_no_stop_string_ends_in_a_text_that_may_not_stop(
+    exempt: list[str], deltas: list[str], stops: list[str]
+) -> None:
+    """As in vLLM: one may begin in the text of the first `min_tokens` tokens and end later."""
+    checker = StopChecker(stops)
+    before = "".join(exempt)
+    expected = naive(before + "".join(deltas), stops, len(before))
+    sent, found = "", None
+    for may_stop, delta in [*((False, text) for text in exempt), *((True, t) for t in deltas)]:
+        checked = checker.push(delta, may_stop)
         sent += checked.text
         assert expected.text.startswith(sent)
         if checked.stop is not None:

@@ -1,0 +1,159 @@
+"""Builds what changes the logits of a request, which only its worker reads.
+
+Errors name the invalid field. Neutral values are left out, so that a request that changes nothing
+has an empty message.
+"""
+
+import math
+from collections.abc import Sequence
+
+from gateway_svc.generation.field_checks import (
+    check_at_most,
+    check_length,
+    check_token_ids,
+    out_of_range,
+    outside_vocabulary,
+)
+from gateway_svc.text.served_model import Model, ModelLimits
+from quire.internal.v1 import logits_pb2
+from quire.service.errors import invalid
+from quire.v1 import inference_pb2
+
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_PROCESSOR_ARGS_BYTES = 2**14
+# The plans of the scheduler contain these parameters, those of many requests at once.
+MAX_BYTES = 2**18
+_MAX_PENALTY = 2.0
+_MAX_BIAS = 100.0
+
+
+def check(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
+    """Check all that needs no tokenizer."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
+            raise out_of_range(f"sampling_params.{name}", value, "-2 to 2")
+    penalty = params.repetition_penalty
+    if params.HasField("repetition_penalty") and not (math.isfinite(penalty) and penalty > 0):
+        raise out_of_range("sampling_params.repetition_penalty", penalty, "above 0, and finite")
+    if params.HasField("typical_p") and not 0 < params.typical_p <= 1:
+        raise out_of_range("sampling_params.typical_p", params.typical_p, "above 0 and at most 1")
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        raise out_of_range(
+            "sampling_params.min_tokens",
+            params.min_tokens,
+            f"at most max_tokens = {params.max_tokens}",
+        )
+    modes = inference_pb2.LogprobsMode.values()
+    if params.logprobs_mode not in modes:
+        raise out_of_range("sampling_params.logprobs_mode", params.logprobs_mode, f"one of {modes}")
+    _check_lists(params, vocab_size)
+
+
+def _check_lists(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
+    field = "sampling_params.logit_bias"
+    check_at_most(field, "TOO_MANY_BIASES", len(params.logit_bias), MAX_BIASES)
+    for token_id, bias in params.logit_bias.items():
+        if token_id >= vocab_size:
+            raise outside_vocabulary(f"{field}[{token_id}]", token_id, vocab_size)
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            raise out_of_range(f"{field}[{token_id}]", bias, "-100 to 100")
+    if params.HasField("allowed_token_ids"):
+        field = "sampling_params.allowed_token_ids.ids"
+        if not params.allowed_token_ids.ids:
+            raise invalid(field, "NO_ALLOWED_TOKEN_IDS", "has 0 entries; at least 1 is needed")
+        check_token_ids(field, params.allowed_token_ids.ids, vocab_size)
+    field = "sampling_params.bad_words"
+    check_at_most(field, "TOO_MANY_BAD_WORDS", len(params.bad_words), MAX_BAD_WORDS)
+    for at, word in enumerate(params.bad_words):
+        check_length(f"{field}[{at}]", "BAD_WORD_LENGTH", word, MAX_BAD_WORD_CHARACTERS)
+        if word.isspace():
+            raise invalid(
+                f"{field}[{at}]", "BAD_WORD_OF_SPACES", "has only white space, which is ignored"
+            )
+    num_bytes = params.processor_args.ByteSize()
+    field = "sampling_params.processor_args"
+    check_at_most(field, "PROCESSOR_ARGS_SIZE", num_bytes, MAX_PROCESSOR_ARGS_BYTES, "bytes")
+
+
+async def build(
+    params: inference_pb2.SamplingParams, model: Model, limits: ModelLimits
+) -> logits_pb2.LogitsParams:
+    """The message of checked parameters. RequestError if it is too large."""
+    message = logits_pb2.LogitsParams(
+        # -0.0 is no default in a message.
+        presence_penalty=params.presence_penalty or 0.0,
+        frequency_penalty=params.frequency_penalty or 0.0,
+        min_tokens=params.min_tokens,
+        allowed_token_ids=params.allowed_token_ids.ids,
+        processed_logprobs=(
+            params.HasField("logprobs")
+            and params.logprobs_mode == inference_pb2.LOGPROBS_MODE_PROCESSED
+        ),
+        processor_args=params.processor_args if params.processor_args.fields else None,
+    )
+    if params.repetition_penalty != 1:
+        message.repetition_penalty = params.repetition_penalty
+    if params.typical_p != 1:
+        message.typical_p = params.typical_p
+    if params.min_tokens:
+        # End-of-sequence tokens too if they are ignored, as in vLLM.
+        stop_token_ids = {*limits.eos_token_ids, *params.stop_token_ids}
+        message.stop_token_ids.extend(sorted(stop_token_ids))
+    for token_id, bias in sorted(params.logit_bias.items()):
+        if bias:
+            message.bias_token_ids.append(token_id)
+            message.biases.append(bias)
+    for token_ids in await _bad_words(params.bad_words, model, limits.vocab_size):
+        message.bad_words_token_ids.extend(token_ids)
+        message.bad_words_lengths.append(len(token_ids))
+    _check_size(message)
+    return message
+
+
+async def _bad_words(
+    words: Sequence[str], model: Model, vocab_size: int
+) -> Sequence[Sequence[int]]:
+    """The token sequences of words, as vLLM has them: each word without its leading spaces, and
+    with one where that gives as many tokens and another first one."""
+    if not words:
+        return ()
+    stripped = [word.lstrip() for word in words]
+    encoded = await model.encode_each([*stripped, *(f" {word}" for word in stripped)])
+    sequences: list[Sequence[int]] = []
+    pairs = zip(encoded[: len(words)], encoded[len(words) :], strict=True)
+    for at, (bare, spaced) in enumerate(pairs):
+        field = f"sampling_params.bad_words[{at}]"
+        if not bare:
+            raise invalid(field, "BAD_WORD_WITHOUT_TOKENS", "has no tokens")
+        found = [bare]
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+        for token_ids in found:
+            if max(token_ids) >= vocab_size:
+                raise outside_vocabulary(field, max(token_ids), vocab_size)
+        sequences += found
+    return sequences
+
+
+def _check_size(message: logits_pb2.LogitsParams) -> None:
+    """RequestError at the largest field if the message is too large."""
+    if message.ByteSize() <= MAX_BYTES:
+        return
+    sizes = {
+        "allowed_token_ids.ids": logits_pb2.LogitsParams(
+            allowed_token_ids=message.allowed_token_ids
+        ).ByteSize(),
+        "bad_words": logits_pb2.LogitsParams(
+            bad_words_token_ids=message.bad_words_token_ids
+        ).ByteSize(),
+    }
+    largest = max(sizes, key=lambda name: sizes[name])
+    raise invalid(
+        f"sampling_params.{largest}",
+        "LOGITS_PARAMS_SIZE",
+        f"takes {sizes[largest]} bytes as token ids; all that changes the logits of a request may "
+        f"take {MAX_BYTES}",
+    )
