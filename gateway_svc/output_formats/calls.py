@@ -1,0 +1,180 @@
+"""Writes the pieces of calls and of the content between them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway_svc.output_formats import json_text
+from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, Piece
+from gateway_svc.output_formats.reader import Reader, Step
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a parser knows of a request's tools."""
+
+    # The schemas of their parameters by name, None for formats that do not need them.
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    # A grammar holds the output to the format: calls are certain from their first token.
+    are_guided: bool = False
+    # Calls after the first one are dropped.
+    is_single: bool = False
+
+
+class CallWriter:
+    """Collects the pieces of one output.
+
+    A call is held back until it is complete, unless the output is guided: so one that proves
+    not to be a call comes back as the text that it is.
+    """
+
+    def __init__(self, reader: Reader, emit: Callable[[Piece], object], tools: Tools) -> None:
+        self.tools = tools
+        self._reader = reader
+        self._emit = emit
+        self._num_calls = 0
+        # Of the call that is read.
+        self._held: list[Piece] = []
+        self._arguments: list[str] = []
+        self._has_begun = False
+        # White space at the begin and after calls, which is dropped before a call.
+        self._is_at_border = True
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    def content(self, text: str) -> None:
+        if text:
+            self._emit(Content(text))
+
+    def until_call(self, starts: Sequence[str], dropped: Sequence[str] = ()) -> Step[str | None]:
+        """Pass content on until one of `starts`, and consume it; None if the text ends without.
+        White space before the first call and around calls is dropped, as are the markers
+        `dropped` right after a call."""
+        if self._is_at_border:
+            found = yield from self._at_border(starts, dropped)
+            if found is not None:
+                return found
+        if not (yield from self._reader.until(starts, self.content)):
+            return None
+        self._reader.mark()
+        return (yield from self._reader.accept(*starts))
+
+    def _at_border(self, starts: Sequence[str], dropped: Sequence[str]) -> Step[str | None]:
+        space = yield from self._reader.skip_space()
+        if self.has_calls:
+            while (yield from self._reader.accept(*dropped)) is not None:
+                space = yield from self._reader.skip_space()
+        self._reader.mark()
+        found = yield from self._reader.accept(*starts)
+        if found is None:
+            self._is_at_border = False
+            has_more = bool((yield from self._reader.peek()))
+            if has_more or not self.has_calls:
+                self.content(space)
+        return found
+
+    def start(self, name: str) -> None:
+        """Begin a call, whose text begins at the reader's mark."""
+        self._arguments = []
+        self._has_begun = True
+        self._put(CallStart(self._num_calls, name))
+
+    def arguments(self, text: str) -> None:
+        self._arguments.append(text)
+        self._put(Arguments(self._num_calls, text))
+
+    def end(self) -> bool:
+        """The call is complete. False if its arguments are no object: it is abandoned then."""
+        if not self.tools.are_guided and not json_text.is_object("".join(self._arguments)):
+            return self.abandon()
+        self._put(CallEnd(self._num_calls))
+        for piece in self._held:
+            self._emit_call(piece)
+        self._held = []
+        self._has_begun = False
+        self._num_calls += 1
+        self._is_at_border = True
+        self._reader.mark()
+        return True
+
+    def abandon(self) -> bool:
+        """What was read since the reader's mark is no call, but content. A guided call that has
+        begun is left as it is: its rest is missing. Returns False."""
+        if not (self.tools.are_guided and self._has_begun):
+            self.content(self._reader.since_mark)
+        self._held = []
+        self._has_begun = False
+        self._is_at_border = False
+        self._reader.mark()
+        return False
+
+    def _put(self, piece: Piece) -> None:
+        if self.tools.are_guided:
+            self._emit_call(piece)
+        else:
+            self._held.append(piece)
+
+    def _emit_call(self, piece: Piece) -> None:
+        if not (self.tools.is_single and self._num_calls):
+            self._emit(piece)
+
+
+def call_object(reader: Reader, calls: CallWriter, is_bare: bool = False) -> Step[bool]:
+    """Read a call such as `{"name": "f", "arguments": {}}`, with `parameters` for `arguments` too,
+    in any order. False if it is none: it is abandoned then. A bare one has no marker that makes it
+    a call: it needs the name of a tool, and arguments."""
+    if (yield from _fields(reader, calls, is_bare)):
+        return calls.end()
+    return calls.abandon()
+
+
+def _fields(reader: Reader, calls: CallWriter, is_bare: bool) -> Step[bool]:
+    name: str | None = None
+    arguments: list[str] = []
+    separator = yield from reader.accept("{")
+    if separator is None:
+        return False
+    while separator != "}":
+        key = yield from _key(reader)
+        if key == "name" and name is None:
+            name = yield from json_text.string(reader)
+            if name is None or (is_bare and name not in calls.tools.schemas):
+                return False
+            calls.start(name)
+            calls.arguments("".join(arguments))
+        elif key in ("arguments", "parameters") and not arguments:
+            emit = arguments.append if name is None else _both(arguments.append, calls.arguments)
+            if not (yield from json_text.value(reader, emit)):
+                return False
+        elif key not in ("type", "id") or (yield from json_text.string(reader)) is None:
+            return False
+        yield from reader.skip_space()
+        separator = yield from reader.accept(",", "}")
+        if separator is None:
+            return False
+    if name is None or (is_bare and not arguments):
+        return False
+    if not arguments:
+        calls.arguments("{}")
+    return True
+
+
+def _key(reader: Reader) -> Step[str | None]:
+    """The next key of an object, with its colon."""
+    yield from reader.skip_space()
+    key = yield from json_text.string(reader)
+    yield from reader.skip_space()
+    if (yield from reader.accept(":")) is None:
+        return None
+    yield from reader.skip_space()
+    return key
+
+
+def _both(*functions: Callable[[str], object]) -> Callable[[str], None]:
+    def call(text: str) -> None:
+        for function in functions:
+            function(text)
+
+    return call
