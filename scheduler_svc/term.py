@@ -1,17 +1,20 @@
 """One leadership term: recovers live requests, runs the engine, hands requests over."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import structlog
 
 from scheduler_svc.core.sequence import Group, NullSubscriber
+from scheduler_svc.core.tenants import TenantsState, export_tenants, restore_tenants
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.discovery import Discovery
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import from_record, last_pools, ranges_of, to_record
 from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.engine.tenant_writer import TenantWriter, read_tenants
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
 from scheduler_svc.leadership.lease import Lease
@@ -26,8 +29,6 @@ log = structlog.get_logger()
 HELLO_DELAY_S = 0.1
 # Maximum wait for the lanes of recovered workers; a live worker needs less.
 LANES_WITHIN_S = 0.5
-# How often output is counted for rates of tokens.
-COUNT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class RecoveredState:
     groups: list[Group] = field(default_factory=list)
     # The last known step of each pool, by incarnation.
     steps: Mapping[int, int] = field(default_factory=dict)
+    tenants: TenantsState = field(default_factory=TenantsState)
 
 
 async def recover(store: Store) -> RecoveredState:
@@ -50,7 +52,8 @@ async def recover(store: Store) -> RecoveredState:
         sequence.last_incarnation = last_incarnations.get(sequence.sequence_id)
     if groups:
         log.info("requests recovered", requests=len(groups))
-    return RecoveredState(groups, dict.fromkeys(pools, 0))
+    tenants = await read_tenants(store, time.monotonic())
+    return RecoveredState(groups, dict.fromkeys(pools, 0), tenants)
 
 
 async def rewrite(store: Store, state: RecoveredState) -> RecoveredState:
@@ -60,7 +63,8 @@ async def rewrite(store: Store, state: RecoveredState) -> RecoveredState:
         for sequence in group.sequences:
             sequence.num_recorded = sequence.num_journaled
     pools = await store.pools()
-    return RecoveredState(state.groups, {pool: state.steps.get(pool, 0) for pool in pools})
+    steps = {pool: state.steps.get(pool, 0) for pool in pools}
+    return RecoveredState(state.groups, steps, state.tenants)
 
 
 class Term:
@@ -90,6 +94,9 @@ class Term:
         self._recovered = [s for group in recovered.groups for s in group.sequences]
         for group in recovered.groups:
             self.engine.restore(group)
+        # After the requests, which are not new ones: they lift no counter.
+        restore_tenants(recovered.tenants, self.engine.shares, self.engine.quotas)
+        self._tenant_writer = TenantWriter(self.engine, store)
         self.handler = FrameHandler(
             self.engine, store, self._record_writer, lease, settings.orphan_grace_s
         )
@@ -131,7 +138,7 @@ class Term:
                     self.engine.dispatcher.run(),
                     self._record_writer.run(),
                     self._announce_changes(),
-                    self._count_output(),
+                    self._tenant_writer.run(),
                 )
             ]
             await group.create_task(self._discovery.run())
@@ -143,9 +150,10 @@ class Term:
         self._discovery.halt()
 
     async def flush(self) -> None:
-        """Bring the records of all live requests up to date."""
+        """Bring the records of all live requests, and what is stored of the tenants, up to date."""
         groups = list(self.engine.live.values())
         await self._record_writer.compact([s for group in groups for s in group.sequences])
+        await self._tenant_writer.write()
 
     def export_state(self) -> RecoveredState:
         """Hand the live requests to this scheduler's next term; this one must not run any more."""
@@ -158,7 +166,10 @@ class Term:
             for sequence in group.sequences:
                 sequence.rewind()
                 sequence.is_finished = False
-        return RecoveredState(groups, self._discovery.steps)
+        queued = [group.sequences[0] for group in groups]
+        charged_again = [first for first in queued if not first.has_precedence]
+        tenants = export_tenants(self.engine.shares, self.engine.quotas, charged_again)
+        return RecoveredState(groups, self._discovery.steps, tenants)
 
     async def _announce_changes(self) -> None:
         """Announce readiness and the model to the gateways, at most once per `HELLO_DELAY_S`."""
@@ -168,13 +179,6 @@ class Term:
             await asyncio.sleep(HELLO_DELAY_S)
             changed.clear()
             self.handler.announce()
-
-    async def _count_output(self) -> None:
-        """Count output in time for the rates of principals that have one."""
-        while True:
-            await asyncio.sleep(COUNT_INTERVAL_S)
-            if self.engine.quotas.limits_tokens():
-                self.engine.count_output()
 
 
 def _lane_options(settings: SchedulerSettings) -> LaneOptions:

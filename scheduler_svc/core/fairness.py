@@ -5,7 +5,7 @@ principal was served, divided by its weight. New sequences of the principal with
 are dispatched first. A counter that was idle is lifted, so that idle time earns no credit.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +27,19 @@ class Share:
     # Output tokens whose cost is not in the counter yet.
     num_new_tokens: int = 0
 
+    @property
+    def charged(self) -> float:
+        """The counter with all output."""
+        return self.counter + OUTPUT_TOKEN_COST * self.num_new_tokens / self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class ShareState:
+    """A share as the next leader finds it."""
+
+    weight: float
+    counter: float
+
 
 class FairShares:
     """The shares of all principals of this term.
@@ -38,11 +51,18 @@ class FairShares:
 
     def __init__(self) -> None:
         self._shares: dict[str, Share] = {}
+        # The principal whose new sequence was dispatched last.
+        self.last_served: str | None = None
 
     @property
     def has_several(self) -> bool:
         """Whether there is more than one principal, so that the counters matter."""
         return len(self._shares) > 1
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether there is a principal of an API key; calls without a key have an empty one."""
+        return any(self._shares)
 
     def of(self, principal: str) -> Share:
         """The share of a principal; a new one if it is not known."""
@@ -92,10 +112,33 @@ class FairShares:
     def apply_output(self) -> None:
         """Charge the output that was counted."""
         for share in self._shares.values():
-            share.counter += OUTPUT_TOKEN_COST * share.num_new_tokens / share.weight
+            share.counter = share.charged
             share.num_new_tokens = 0
 
     def lift(self, principal: str, least: float) -> None:
         """Raise the counter of a principal that was idle to at least this."""
         share = self.of(principal)
         share.counter = max(share.counter, least)
+
+    def export(self, charged_again: Iterable[Sequence]) -> dict[str, ShareState]:
+        """The shares of all principals, without the prompts of `charged_again`, which the next
+        leader queues and charges again."""
+        refunds: dict[str, float] = defaultdict(float)
+        for sequence in charged_again:
+            if not sequence.choice:
+                refunds[sequence.group.key.principal] += sequence.group.prompt_charge
+        return {
+            principal: ShareState(share.weight, share.charged - refunds[principal])
+            for principal, share in self._shares.items()
+        }
+
+    def restore(self, states: Mapping[str, ShareState], last_served: str | None) -> None:
+        """Continue with the shares that another leader had. A principal that it did not know is
+        treated as one that was idle."""
+        for principal, state in states.items():
+            share = self.of(principal)
+            share.weight, share.counter = state.weight, state.counter
+        if last_served is not None:
+            self.last_served = last_served
+            for principal in self._shares.keys() - states.keys():
+                self.lift(principal, states[last_served].counter)

@@ -30,8 +30,7 @@ class WaitingQueue:
         # By principal, in order; no list is empty.
         self._new: dict[str, list[Sequence]] = {}
         self._num_tokens_of: Counter[str] = Counter()
-        # The principal of the last new sequence dispatched, and how often it has changed.
-        self._last_principal: str | None = None
+        # How often the principal served last has changed.
         self._num_changes = 0
 
     def __len__(self) -> int:
@@ -113,7 +112,7 @@ class WaitingQueue:
             for principal, sequences in self._new.items()
             if sequences[0].order[0] == priority
         ]
-        last = self._last_principal
+        last = self._shares.last_served
         return min(waiting, default=0.0 if last is None else self._shares.of(last).counter)
 
     def remove(self, sequence: Sequence) -> bool:
@@ -136,8 +135,8 @@ class WaitingQueue:
         if sequence.has_precedence:
             return
         principal = sequence.group.key.principal
-        if principal != self._last_principal:
-            self._last_principal = principal
+        if principal != self._shares.last_served:
+            self._shares.last_served = principal
             self._num_changes += 1
         sequence.dispatch_number = self._num_changes
         self._shares.charge_prompt(sequence)

@@ -51,6 +51,32 @@ class TokenBucket:
         # A client that waits for as long as it was asked to is not refused for a rounding error.
         return missing * _MINUTE_S / self.per_minute if missing > _ROUNDING else 0.0
 
+    @property
+    def state(self) -> "RateState":
+        """The bucket, independent of when it was last refilled."""
+        missing = self.per_minute - self.level
+        return RateState(self.per_minute, self.updated_s + missing * _MINUTE_S / self.per_minute)
+
+
+@dataclass(frozen=True, slots=True)
+class RateState:
+    """A bucket by the time at which it is full if nothing is used until then."""
+
+    per_minute: int
+    full_at_s: float
+
+    def bucket(self, now_s: float) -> TokenBucket:
+        missing = (self.full_at_s - now_s) * self.per_minute / _MINUTE_S
+        return TokenBucket(self.per_minute, self.per_minute - max(0.0, missing), now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class UsedRates:
+    """What a principal has used of its rates; None if nothing, or without a limit."""
+
+    requests: RateState | None = None
+    tokens: RateState | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -71,13 +97,18 @@ class _Usage:
     num_resumable: int = 0
     num_reserved_tokens: int = 0
 
+    def used(self, bucket: TokenBucket | None, now_s: float) -> RateState | None:
+        if bucket is None or (bucket.state.full_at_s <= now_s and not self.num_live):
+            return None
+        return bucket.state
+
 
 class Quotas:
     """What principals use of their limits. Requests that were accepted before, by this leader or
-    an earlier one, are counted as live and never refused. Rates start anew with a term."""
+    an earlier one, are counted as live and never refused."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._usage: dict[str, _Usage] = {}
 
     def set_limits(self, principal: str, limits: PrincipalLimits) -> None:
@@ -95,7 +126,7 @@ class Quotas:
         """The error of a request beyond a limit of its principal, which has `num_waiting_tokens` in
         the queue; None if it is within all of them."""
         usage = self._of(new.principal)
-        limits, now_s = usage.limits, self._clock()
+        limits, now_s = usage.limits, self.clock()
         if usage.requests and (wait_s := usage.requests.wait_s(1, now_s)):
             return _exceeded("requests_per_minute", limits.requests_per_minute, wait_s)
         if usage.tokens and (wait_s := usage.tokens.wait_s(new.num_prompt_tokens, now_s)):
@@ -144,6 +175,36 @@ class Quotas:
         for principal, count in num_tokens.items():
             self._take(self._of(principal), 0, count)
 
+    def num_live(self, principal: str) -> int:
+        """Live requests of a principal, as its limit counts them."""
+        usage = self._usage.get(principal)
+        return usage.num_live if usage else 0
+
+    def export(self) -> dict[str, UsedRates]:
+        """What principals have used of their rates. Full buckets are left out, unless output of
+        live requests will be taken from them."""
+        now_s = self.clock()
+        used = {
+            principal: UsedRates(usage.used(usage.requests, now_s), usage.used(usage.tokens, now_s))
+            for principal, usage in self._usage.items()
+        }
+        return {principal: rates for principal, rates in used.items() if rates != UsedRates()}
+
+    def restore(self, used: Mapping[str, UsedRates]) -> None:
+        """Continue with the rates that another leader has counted, on this object's clock. Limits
+        come with the next request."""
+        now_s = self.clock()
+        for principal, rates in used.items():
+            usage = self._of(principal)
+            limits = {}
+            if rates.requests is not None:
+                limits["requests_per_minute"] = rates.requests.per_minute
+                usage.requests = rates.requests.bucket(now_s)
+            if rates.tokens is not None:
+                limits["tokens_per_minute"] = rates.tokens.per_minute
+                usage.tokens = rates.tokens.bucket(now_s)
+            usage.limits = PrincipalLimits(**limits)
+
     def _count_live(self, group: Group, change: int) -> None:
         usage = self._of(group.key.principal)
         usage.num_live += change
@@ -152,16 +213,19 @@ class Quotas:
 
     def _take(self, usage: _Usage, num_requests: int, num_tokens: int) -> None:
         if usage.requests is not None:
-            usage.requests.take(num_requests, self._clock())
+            usage.requests.take(num_requests, self.clock())
         if usage.tokens is not None:
-            usage.tokens.take(num_tokens, self._clock())
+            usage.tokens.take(num_tokens, self.clock())
 
     def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
         """A bucket of a new rate; full if there was none before."""
         if per_minute is None:
             return None
-        level = per_minute if bucket is None else min(bucket.level, per_minute)
-        return TokenBucket(per_minute, level, self._clock())
+        now_s = self.clock()
+        if bucket is None:
+            return TokenBucket(per_minute, per_minute, now_s)
+        bucket.take(0, now_s)
+        return TokenBucket(per_minute, min(bucket.level, per_minute), now_s)
 
     def _of(self, principal: str) -> _Usage:
         usage = self._usage.get(principal)

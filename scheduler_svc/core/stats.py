@@ -3,6 +3,7 @@
 Metrics, `quire status` and the benchmarks read differences of them.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -36,15 +37,43 @@ class LaneStats:
 
 
 @dataclass(slots=True)
+class TenantStats:
+    """Totals of one principal since the start of the leadership term."""
+
+    num_accepted: int = 0
+    # Refused requests by the error's reason.
+    refused: Counter[str] = field(default_factory=Counter)
+    # Of accepted requests, and sampled for them, tokens sampled again not counted.
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Totals since the start of the leadership term."""
 
     num_accepted: int = 0
     num_refused: int = 0
+    # By principal.
+    tenants: dict[str, TenantStats] = field(default_factory=dict)
     # Sequences requeued because their lane was lost.
     num_recovered: int = 0
     # Ended choices by reason: "stop_token", "length", "stop_string", or a gRPC code in lower case.
     ended: dict[str, int] = field(default_factory=dict)
+
+    def of(self, principal: str) -> TenantStats:
+        """The totals of a principal."""
+        return self.tenants.setdefault(principal, TenantStats())
+
+    def accept(self, principal: str, num_prompt_tokens: int) -> None:
+        self.num_accepted += 1
+        tenant = self.of(principal)
+        tenant.num_accepted += 1
+        tenant.num_prompt_tokens += num_prompt_tokens
+
+    def refuse(self, principal: str, reason: str) -> None:
+        self.num_refused += 1
+        self.of(principal).refused[reason] += 1
 
     def end(self, reason: str) -> None:
         self.ended[reason] = self.ended.get(reason, 0) + 1

@@ -15,6 +15,7 @@ from scheduler_svc.core.queue import Arrivals, WaitingQueue
 from scheduler_svc.core.quotas import PrincipalLimits, Quotas, Reservation
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
+from scheduler_svc.core.tenants import TenantsState, export_tenants
 from scheduler_svc.core.view import BlockFit
 from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
 from scheduler_svc.engine.record_writer import RecordWriter
@@ -123,16 +124,34 @@ class Engine:
     def count_output(self) -> None:
         """Count what running sequences have sampled for the rates of their principals."""
         for lane in self.lanes.values():
-            self.quotas.count_output(self.shares.count_output(lane.table.all_admitted()))
+            self._count_output(lane.table.all_admitted())
+
+    def _count_output(self, sequences: Iterable[Sequence]) -> None:
+        counts = self.shares.count_output(sequences)
+        self.quotas.count_output(counts)
+        for principal, count in counts.items():
+            self.stats.of(principal).num_output_tokens += count
 
     def charge_output(self) -> None:
         """Count output, and charge it to the shares of its principals."""
         self.count_output()
         self.shares.apply_output()
 
+    def export_tenants(self) -> TenantsState:
+        """What the next leader has to know of the tenants."""
+        self.count_output()
+        on_lanes = [
+            sequence
+            for lane in self.lanes.values()
+            for sequence in (*lane.assigned, *lane.table.all_admitted())
+        ]
+        # Without journaled tokens they are new requests of the next leader.
+        charged_again = [other for other in on_lanes if not other.num_journaled]
+        return export_tenants(self.shares, self.quotas, charged_again)
+
     def submit(self, group: Group) -> None:
         """Queue a new request."""
-        self.stats.num_accepted += 1
+        self.stats.accept(group.key.principal, group.num_prompt_tokens)
         self.restore(group)
 
     def restore(self, group: Group) -> None:
@@ -168,7 +187,7 @@ class Engine:
         group.num_live -= 1
         sequence.is_finished = True
         self.shares.refund_prompt(sequence)
-        self.quotas.count_output(self.shares.count_output((sequence,)))
+        self._count_output((sequence,))
         if group.error is None:
             assert sequence.end is not None
             self.stats.end(sequence.end.reason.value)

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
+from google.rpc import error_details_pb2
+
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, invalid
 from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
@@ -90,7 +92,7 @@ class Submissions:
     def _refuse(
         self, submission: _Submission, error: RequestError, connection: GatewayConnection
     ) -> None:
-        self._engine.stats.num_refused += 1
+        self._engine.stats.refuse(submission.principal, _reason_of(error))
         connection.reject(submission.attachment, error)
 
     async def _refuse_surplus(
@@ -163,6 +165,11 @@ class _NewRequest:
     record: RequestRecord
     # None if it was accepted before.
     reservation: Reservation | None
+
+
+def _reason_of(error: RequestError) -> str:
+    infos = [one for one in error.details if isinstance(one, error_details_pb2.ErrorInfo)]
+    return infos[0].reason if infos else error.code.name
 
 
 def _reservation_of(submission: _Submission) -> Reservation:

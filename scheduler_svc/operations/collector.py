@@ -17,6 +17,7 @@ from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.operations.step_histograms import Histogram, StepHistograms, WorkerHistograms
+from scheduler_svc.operations.tenant_metrics import of_tenants
 
 _NS_PER_S: Final = 1e9
 # Longer than any single callback of the event loop.
@@ -147,7 +148,13 @@ class EngineCollector(Collector):
         if engine is None:
             return [leads]
         lanes = list(engine.lanes.values())
-        return [leads, *_of_engine(engine), *_of_lanes(lanes), *self._of_steps(lanes)]
+        return [
+            leads,
+            *_of_engine(engine),
+            *of_tenants(engine),
+            *_of_lanes(lanes),
+            *self._of_steps(lanes),
+        ]
 
     def _of_steps(self, lanes: list[Lane]) -> Iterator[Metric]:
         steps = self._steps.of(lane.worker.incarnation for lane in lanes)

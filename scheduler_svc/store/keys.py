@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 LEADERSHIP: Final = "quire:{leadership}:epoch"
 ENDED: Final = "quire:{requests}:ended"
+TENANTS: Final = "quire:{tenants}:state"
 POOLS: Final = "quire:{pools}:incarnations"
 # The SCAN pattern of all request records.
 REQUEST_PATTERN: Final = "quire:{request:*}:record"

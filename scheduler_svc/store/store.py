@@ -10,6 +10,7 @@ from scheduler_svc.store.keys import (
     LEADERSHIP,
     POOLS,
     REQUEST_PATTERN,
+    TENANTS,
     PoolKeys,
     output_key,
     request_keys,
@@ -38,6 +39,7 @@ _TIMEOUT_S = 5.0
 # Renewals have their own connection: behind a slow call they would be late.
 _LEASE_TIMEOUT_S = 1.0
 _SCANNED_PER_CALL = 2000
+_TENANTS_TTL_S = 7 * 86_400
 # Bounds of one call, so that it does not delay other calls for long.
 _REQUESTS_PER_CALL = 250
 _BYTES_PER_CALL = 1 << 20
@@ -111,6 +113,22 @@ class Store:
         return frozenset(
             int(member) for member in await self._connection.execute("SMEMBERS", POOLS)
         )
+
+    async def write_tenants(self, state: bytes) -> None:
+        """Replace what is stored of the tenants; delete it if empty. It is kept for a week."""
+        leader = self.leadership
+        args = (leader.epoch, leader.holder, _TENANTS_TTL_S, state)
+        await self._connection.run(scripts.WRITE_TENANTS, (LEADERSHIP, TENANTS), args)
+
+    async def tenants(self) -> tuple[bytes, float]:
+        """Read what is stored of the tenants, empty if nothing is, and its age in seconds by
+        Redis' clock. Needs no leadership."""
+        (seconds, micros), (state, written_ms) = await self._connection.snapshot(
+            ("TIME",), ("HMGET", TENANTS, "state", "written_ms")
+        )
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        # The clock may have been set back.
+        return state or b"", max(0, now_ms - int(written_ms or now_ms)) / 1000
 
     async def record(
         self, records: Sequence[RequestRecord], are_resubmissions: Sequence[bool]

@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.fairness import FairShares
+from scheduler_svc.core.quotas import Quotas
 from scheduler_svc.core.stats import EngineStats, LaneStats
 from scheduler_svc.store.errors import StoreUnavailable
 
@@ -62,6 +64,10 @@ class ScriptedQueue(list[int]):
     def num_tokens(self) -> int:
         return sum(self)
 
+    def num_tokens_of(self, principal: str) -> int:
+        """All are of the tenant t."""
+        return self.num_tokens if principal == "t" else 0
+
 
 @dataclass
 class ScriptedEngine:
@@ -69,6 +75,13 @@ class ScriptedEngine:
     refused_workers: dict[str, str] = field(default_factory=dict)
     waiting: ScriptedQueue = field(default_factory=ScriptedQueue)
     stats: EngineStats = field(default_factory=EngineStats)
+    shares: FairShares = field(default_factory=FairShares)
+    quotas: Quotas = field(default_factory=Quotas)
+    # How often output was counted.
+    num_counts: int = 0
+
+    def count_output(self) -> None:
+        self.num_counts += 1
 
     def add(self, incarnation: int, *kinds: int) -> ScriptedLane:
         """Add a lane whose pool has these blocks after the null block."""

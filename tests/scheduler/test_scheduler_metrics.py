@@ -13,6 +13,7 @@ from waiting import until
 
 from quire.service.lifecycle import Signals
 from quire.service.metrics import MetricsServer, start_metrics
+from scheduler_svc.core.quotas import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.step_histograms import StepHistograms
@@ -126,6 +127,36 @@ async def test_the_engine_and_its_lanes_are_reported(
     )
 
 
+async def test_tenants_are_reported_and_requests_without_keys_have_no_series(
+    server: MetricsServer, collector: EngineCollector
+) -> None:
+    engine = collector.engine = ScriptedEngine()
+    engine.stats.accept("", 7)
+    engine.shares.of("")
+    assert not [name for name, *_ in await scrape(server.address) if name.startswith("tenant")]
+    assert engine.num_counts == 0
+    engine.shares.of("t")
+    for num_tokens in (10, 20):
+        engine.stats.accept("t", num_tokens)
+        engine.quotas.reserve(Reservation("t", num_tokens, is_resumable=False))
+    engine.stats.of("t").num_output_tokens = 40
+    for reason in ("LIVE_REQUESTS", "QUEUE_FULL", "LIVE_REQUESTS"):
+        engine.stats.refuse("t", reason)
+    engine.waiting.append(20)
+    seen = {key: value for key, value in (await scrape(server.address)).items() if "t" in key[1:]}
+    assert seen == {
+        ("tenant_requests_accepted_total", "t"): 2,
+        ("tenant_requests_refused_total", "t", "live_requests"): 2,
+        ("tenant_requests_refused_total", "t", "queue_full"): 1,
+        ("tenant_prompt_tokens_total", "t"): 30,
+        ("tenant_generation_tokens_total", "t"): 40,
+        ("tenant_live_requests", "t"): 2,
+        ("tenant_queued_tokens", "t"): 20,
+    }
+    assert engine.stats.num_accepted == engine.stats.num_refused == 3
+    assert engine.num_counts == 1
+
+
 async def test_each_step_is_counted_by_its_times(
     server: MetricsServer, collector: EngineCollector, steps: StepHistograms
 ) -> None:
@@ -168,9 +199,9 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
     settings = {"metrics_listen": "127.0.0.1:0"}
     async with running_stack(redis_url, sockets, {"a": worker}, **settings) as stack:
         gateway = await stack.gateway()
-        for seed in (1, 2):
+        for seed, principal in ((1, ""), (2, "t")):
             # The same prompt twice: 11 tokens, of which 8 are cached.
-            await gateway.submit(list(range(11)), max_tokens=5, seed=seed)
+            await gateway.submit(list(range(11)), max_tokens=5, seed=seed, principal=principal)
             await gateway.wait_ended()
         [lane] = stack.engine.lanes.values()
         await until(lambda: lane.is_empty and not lane.num_in_flight, "the return of every plan")
@@ -184,6 +215,10 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
         seen.items()
         >= {
             ("requests_accepted_total",): 2,
+            ("tenant_requests_accepted_total", "t"): 1,
+            ("tenant_prompt_tokens_total", "t"): 11,
+            ("tenant_generation_tokens_total", "t"): 5,
+            ("tenant_live_requests", "t"): 0,
             ("sequences_ended_total", "length"): 2,
             ("num_requests_running", A): 0,
             ("num_requests_waiting",): 0,

@@ -299,7 +299,7 @@ async def test_output_is_taken_from_the_rate_of_tokens(redis_url, sockets):
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "drained"])
 async def test_a_new_leader_counts_recovered_requests(redis_url, sockets, is_killed):
     worker = CheckingWorker(1)
-    limits = {"live_requests": 2, "resumable_requests": 1, "requests_per_minute": 2}
+    limits = {"live_requests": 2, "resumable_requests": 1, "requests_per_minute": 4}
     tenant = TenantPolicy(weight=1, **limits)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         gateway = await stack.gateway()
