@@ -252,7 +252,7 @@ async def test_live_requests_are_limited_over_all_gateways(redis_url, sockets):
         await until(lambda: first.accepted and second.accepted, "both requests")
         third = await submit(other, "t", request_id="3", tenant=tenant)
         assert await refusal(third) == (RESOURCE_EXHAUSTED, "LIVE_REQUESTS")
-        assert retry_s(third) is None
+        assert retry_s(third) == 1
         # Neither an attachment nor a resubmission is a new request.
         attached = other.received[await other.attach(first)]
         again = gateway.received[await gateway.submit_again(second)]
