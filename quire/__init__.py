@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from quire.client.sampling_params import SamplingParams
+    from quire.client.structured_output import StructuredOutput
     from quire.launcher.errors import LaunchError
     from quire.launcher.stack import LocalStack
     from quire.llm import LLM
@@ -59,6 +60,7 @@ __all__ = [
     "RequestOutput",
     "ResourceExhaustedError",
     "SamplingParams",
+    "StructuredOutput",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",
@@ -77,6 +79,7 @@ _MODULES = {
         *("RequestDelta", "RequestOutput", "Usage"),
     ),
     "quire.client.sampling_params": ("SamplingParams",),
+    "quire.client.structured_output": ("StructuredOutput",),
     "quire.launcher.errors": ("LaunchError",),
     "quire.launcher.stack": ("LocalStack",),
     "quire.llm": ("LLM",),

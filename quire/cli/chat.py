@@ -28,6 +28,7 @@ from quire.client.retry_policy import RESUME_TIMEOUT_S
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import DEFAULT_TARGET
 
+_DEFAULTS: Final = SamplingParams()
 _PROMPT: Final = "> "
 _TOO_LONG: Final = "PROMPT_TOO_LONG"
 _HELP: Final = """\
@@ -59,19 +60,14 @@ class Conversation:
 
 
 @report_errors()
+@sampling.with_sampling_options
 def chat(
     context: typer.Context,
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     model: ModelName = None,
     system: sampling.System = None,
-    temperature: sampling.Temperature = None,
-    top_p: sampling.TopP = None,
-    min_p: sampling.MinP = None,
-    top_k: sampling.TopK = None,
-    max_tokens: sampling.MaxTokens = None,
-    seed: sampling.Seed = None,
-    stop: sampling.Stop = None,
+    params: SamplingParams = _DEFAULTS,
     priority: sampling.Priority = None,
     timeout: Timeout = None,
     resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
@@ -81,15 +77,6 @@ def chat(
     Without a terminal, the lines of standard input are the messages, and the program exits with 1
     if one of them failed.
     """
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=stop,
-    )
     options: RequestOptions = {"model": model, "priority": priority}
     is_terminal = sys.stdin.isatty()
     report = RetryReport()

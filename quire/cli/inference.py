@@ -1,7 +1,7 @@
 """Commands that use a running server: generate, tokenize, models."""
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated
 
@@ -28,11 +28,13 @@ from quire.client.retry_policy import RESUME_TIMEOUT_S
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import DEFAULT_TARGET
 
+_DEFAULTS = SamplingParams()
 # Of commands that ask once, and have nothing to continue.
 _QUESTION_TIMEOUT_S = 3.0
 
 
 @report_errors()
+@sampling.with_sampling_options
 def generate(
     context: typer.Context,
     prompt: Annotated[
@@ -41,13 +43,7 @@ def generate(
     target: Targets = DEFAULT_TARGET,
     api_key: ApiKey = None,
     model: ModelName = None,
-    temperature: sampling.Temperature = None,
-    top_p: sampling.TopP = None,
-    min_p: sampling.MinP = None,
-    top_k: sampling.TopK = None,
-    max_tokens: sampling.MaxTokens = None,
-    seed: sampling.Seed = None,
-    stop: sampling.Stop = None,
+    params: SamplingParams = _DEFAULTS,
     n: Annotated[int | None, integer_option("Texts to generate, 1 to 16.", "--n")] = None,
     priority: sampling.Priority = None,
     stream: Annotated[bool, typer.Option(help="Print the text while it is generated.")] = True,
@@ -57,16 +53,7 @@ def generate(
 ) -> None:
     """Print the continuation of a prompt; several one after another."""
     text = _standard_input() if prompt == "-" else prompt
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=stop,
-        n=n,
-    )
+    params = replace(params, n=n)
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     options: RequestOptions = {"model": model, "priority": priority}
     printer = OrderedPrinter(n or 1)

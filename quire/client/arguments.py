@@ -3,9 +3,10 @@
 Each check accepts None, which selects the server's default.
 """
 
+import json
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
@@ -48,6 +49,29 @@ def check_text(name: str, value: object) -> None:
     except UnicodeEncodeError as error:
         # An undecodable byte of a command line, or a lone surrogate.
         raise ValueError(f"{name}: no valid UTF-8 at character {error.start}") from None
+
+
+def check_texts(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise wrong_type(name, "a list of texts", value)
+    for index, text in enumerate(value):
+        if text is None:
+            raise wrong_type(f"{name}[{index}]", "a text", text)
+        check_text(f"{name}[{index}]", text)
+
+
+def check_json(name: str, value: object) -> None:
+    """TypeError or ValueError unless the value is an object that JSON can contain."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise wrong_type(name, "an object with texts as keys", value)
+    try:
+        json.dumps(dict(value), allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise type(error)(f"{name}: not representable as JSON: {error}") from None
 
 
 def check_token_ids(name: str, value: object) -> None:

@@ -1,19 +1,31 @@
 """Sampling parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
+
+from google.protobuf import struct_pb2
 
 from quire.client.arguments import (
     UINT32_MAX,
     UINT64_MAX,
     check_flag,
     check_integer,
+    check_json,
     check_number,
     check_text,
+    check_texts,
     check_token_ids,
     wrong_type,
 )
+from quire.client.structured_output import StructuredOutput
 from quire.v1 import inference_pb2
+
+_MODES = {
+    None: inference_pb2.LOGPROBS_MODE_UNSPECIFIED,
+    "raw": inference_pb2.LOGPROBS_MODE_RAW,
+    "processed": inference_pb2.LOGPROBS_MODE_PROCESSED,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +63,35 @@ class SamplingParams:
     # Returns the log-probabilities of each token of the prompt but the first, and of this many most
     # likely ones in its place, 0 to 20; the default returns none.
     prompt_logprobs: int | None = None
+    # Subtracted from the logits of tokens that the output has, -2 to 2; the default is 0.
+    presence_penalty: float | None = None
+    # The same for each of a token's occurrences in the output.
+    frequency_penalty: float | None = None
+    # Divides positive logits of tokens that prompt or output have, and multiplies negative ones;
+    # above 0, the default is 1.
+    repetition_penalty: float | None = None
+    # Stop tokens are impossible, and stop strings ignored, before so many tokens; the default is 0.
+    min_tokens: int | None = None
+    # Added to the logits of these tokens, -100 to 100.
+    logit_bias: Mapping[int, float] | None = None
+    # Only these tokens are possible.
+    allowed_token_ids: Sequence[int] | None = None
+    # Texts that the output must not have, compared token by token.
+    bad_words: Sequence[str] | None = None
+    # Considers the tokens whose information content is closest to the expected one, up to this
+    # probability mass, in (0, 1]; the default is 1.
+    typical_p: float | None = None
+    # Only so many tokens of the prompt, the last ones, are used; -1: as many as the context takes.
+    truncate_prompt_tokens: int | None = None
+    # False: the output has token ids and no text.
+    detokenize: bool | None = None
+    # Which distribution `logprobs` describe: the model's own, the default, or the one after
+    # penalties, biases and masks.
+    logprobs_mode: Literal["raw", "processed"] | None = None
+    # A format that the output follows.
+    structured_output: StructuredOutput | None = None
+    # Arguments of the server's own logits processors, by their names.
+    processor_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature)
@@ -67,6 +108,21 @@ class SamplingParams:
         check_integer("n", self.n, UINT32_MAX)
         check_integer("logprobs", self.logprobs, UINT32_MAX)
         check_integer("prompt_logprobs", self.prompt_logprobs, UINT32_MAX)
+        check_number("presence_penalty", self.presence_penalty)
+        check_number("frequency_penalty", self.frequency_penalty)
+        check_number("repetition_penalty", self.repetition_penalty)
+        check_integer("min_tokens", self.min_tokens, UINT32_MAX)
+        _check_bias(self.logit_bias)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids)
+        check_texts("bad_words", self.bad_words)
+        check_number("typical_p", self.typical_p)
+        check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, UINT32_MAX, -1)
+        check_flag("detokenize", self.detokenize)
+        if not isinstance(self.logprobs_mode, str | None) or self.logprobs_mode not in _MODES:
+            raise wrong_type("logprobs_mode", "'raw' or 'processed'", self.logprobs_mode)
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            raise wrong_type("structured_output", "a StructuredOutput", self.structured_output)
+        check_json("processor_args", self.processor_args)
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -85,7 +141,49 @@ class SamplingParams:
             n=self.n,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=(
+                None
+                if self.allowed_token_ids is None
+                else inference_pb2.TokenIds(ids=self.allowed_token_ids)
+            ),
+            bad_words=self.bad_words,
+            typical_p=self.typical_p,
+            # Any number that the context does not have room for stands for as many as it has.
+            truncate_prompt_tokens=(
+                UINT32_MAX if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+            ),
+            detokenize=self.detokenize,
+            logprobs_mode=_MODES[self.logprobs_mode],
+            structured_output=(
+                None if self.structured_output is None else self.structured_output.to_proto()
+            ),
+            processor_args=_struct(self.processor_args),
         )
+
+
+def _struct(values: Mapping[str, Any] | None) -> struct_pb2.Struct | None:
+    if not values:
+        return None
+    struct = struct_pb2.Struct()
+    struct.update(dict(values))
+    return struct
+
+
+def _check_bias(biases: object) -> None:
+    if biases is None:
+        return
+    if not isinstance(biases, Mapping):
+        raise wrong_type("logit_bias", "an object of numbers by token id", biases)
+    for token_id, bias in biases.items():
+        if token_id is None or bias is None:
+            raise wrong_type(f"logit_bias[{token_id}]", "a number by a token id", bias)
+        check_integer(f"logit_bias[{token_id!r}]", token_id, UINT32_MAX)
+        check_number(f"logit_bias[{token_id}]", bias)
 
 
 def _check_stop(stop: object) -> None:

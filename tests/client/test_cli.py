@@ -38,6 +38,70 @@ def test_generate_streams_the_text(quire, server):
     assert request.model == "m"
 
 
+def test_every_sampling_option_is_sent(quire, server):
+    result = quire(
+        *("generate", "a b", "--presence-penalty", "-1", "--frequency-penalty", "0.5"),
+        *("--repetition-penalty", "1.5", "--min-tokens", "2", "--typical-p", "0.5"),
+        *("--logit-bias", "7=-100", "--logit-bias", "9=2.5", "--allowed-token-id", "4"),
+        *("--allowed-token-id", "5", "--bad-word", "x", "--bad-word", "y"),
+        *("--truncate-prompt-tokens", "-1"),
+    )
+    assert (result.exit_code, result.stdout) == (0, "AB\n")
+    [request] = server.inference.requests
+    params = request.sampling_params
+    assert (params.presence_penalty, params.frequency_penalty) == (-1, 0.5)
+    assert (params.repetition_penalty, params.min_tokens, params.typical_p) == (1.5, 2, 0.5)
+    assert dict(params.logit_bias) == {7: -100, 9: 2.5}
+    assert list(params.allowed_token_ids.ids) == [4, 5]
+    assert list(params.bad_words) == ["x", "y"]
+    assert params.truncate_prompt_tokens == 2**32 - 1
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        (("--json-schema", '{"type": "null"}'), "json_schema", '{"type": "null"}'),
+        (("--regex", "a+"), "regex", "a+"),
+        (("--grammar", 'start: "a"'), "grammar", 'start: "a"'),
+        (("--structural-tag", "{}"), "structural_tag", "{}"),
+        (("--json-object",), "json_object", None),
+        (("--choice", "a", "--choice", "b"), "choice", None),
+    ],
+    ids=str,
+)
+def test_a_format_is_sent(quire, server, command, options, field, value):
+    prompt = ("a",) if command == "generate" else ()
+    assert quire(command, *prompt, *options, stdin="a\n").exit_code == 0
+    [request] = server.inference.requests
+    message = request.sampling_params.structured_output
+    assert message.WhichOneof("format") == field
+    if value is not None:
+        assert getattr(message, field) == value
+    if field == "choice":
+        assert list(message.choice.texts) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("option", "field"), [("--json-schema", "json_schema"), ("--grammar",) * 2]
+)
+def test_a_format_is_read_from_a_file(quire, server, tmp_path, option, field):
+    (tmp_path / "format").write_text("é {}")
+    assert quire("generate", "a", option, str(tmp_path / "format")).exit_code == 0
+    [request] = server.inference.requests
+    assert getattr(request.sampling_params.structured_output, field.strip("-")) == "é {}"
+
+
+def test_two_formats_and_a_wrong_bias_are_refused(quire):
+    result = quire("generate", "a", "--regex", "a", "--json-object")
+    assert result.exit_code == 1
+    assert "exactly one field must be set (got json_object, regex)" in result.stderr
+    for value, message in (("5", "'5' is not ID=VALUE"), ("x=1", "'x' is not an integer")):
+        result = quire("generate", "a", "--logit-bias", value)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
 def test_absent_options_are_not_sent(quire, server):
     assert quire("generate", "a").exit_code == 0
     [request] = server.inference.requests
