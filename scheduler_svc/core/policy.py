@@ -86,6 +86,7 @@ class _Step(Generic[SeqT]):
         self._num_siblings = view.num_reserved_rows
         self._num_siblings += sum(len(group.siblings) for group in view.forkable)
         self._num_lookahead_slots = 0
+        self._reserves_jumps = True  # a jump is not worth a preemption
         self._decodes: list[SeqT] = []
         self._prefills: list[SeqT] = []
         for row in view.running:
@@ -115,8 +116,7 @@ class _Step(Generic[SeqT]):
     # Decodes
 
     def decode_rounds(self) -> bool:
-        """Schedule several rounds of every decode, each up to its last token. False if the blocks
-        do not suffice or one round is enough."""
+        """Schedule several rounds of each decode. False if one is enough or blocks are missing."""
         most = self._view.num_rounds
         if most == 1:
             return False
@@ -137,23 +137,29 @@ class _Step(Generic[SeqT]):
 
     def decode(self) -> None:
         """Schedule every decode, preempting rows if blocks run out."""
-        block_size = self._limits.block_size
         if self._decodes:
             self._num_lookahead_slots = self._limits.num_lookahead_slots
-        num_slots = self._num_lookahead_slots
-        appends = [
-            (row, missing)
-            for row in self._decodes
-            if row.num_tokens + num_slots > len(row.block_ids) * block_size
-            and (missing := self._missing_blocks(row)) > 0
-        ]
-        num_needed = sum(missing for _, missing in appends)
+        appends, num_needed = self._appends()
         if num_needed > self._num_free_blocks:
-            appends = self._preempt(dict(appends), num_needed)
-            num_needed = sum(missing for _, missing in appends)
+            self._reserves_jumps = False
+            appends, num_needed = self._appends()
+            if num_needed > self._num_free_blocks:
+                appends = self._preempt(dict(appends), num_needed)
+                num_needed = sum(missing for _, missing in appends)
         self._num_free_blocks -= num_needed
         self._num_tokens -= len(self._decodes)
         self._run_decodes(appends)
+
+    def _appends(self) -> tuple[list[tuple[SeqT, int]], int]:
+        """The blocks that decodes miss, and their number."""
+        block_size, slots = self._limits.block_size, self._num_lookahead_slots
+        appends = [
+            (row, missing)
+            for row in self._decodes
+            if row.num_tokens + slots + row.num_lookahead_tokens > len(row.block_ids) * block_size
+            and (missing := self._missing_blocks(row)) > 0
+        ]
+        return appends, sum(missing for _, missing in appends)
 
     def _run_decodes(self, appends: list[tuple[SeqT, int]]) -> None:
         self.decision.appends = appends
@@ -167,6 +173,8 @@ class _Step(Generic[SeqT]):
     def _num_blocks_of(self, row: SeqT, num_more_tokens: int = 0) -> int:
         """Blocks that a row needs in all, look-ahead included."""
         num_slots = row.num_tokens + num_more_tokens + self._num_lookahead_slots
+        if self._reserves_jumps:
+            num_slots += row.num_lookahead_tokens
         num_slots = min(num_slots, self._limits.max_model_len)
         return blocks_for(num_slots, self._limits.block_size)
 

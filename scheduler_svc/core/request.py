@@ -38,6 +38,8 @@ class Params:
     min_p: float = 0.0
     # Only the worker reads it; empty: nothing changes the logits.
     logits_params: bytes = b""
+    # Tokens that a step may add to the one that it samples.
+    num_lookahead_tokens: int = 0
 
 
 @dataclass(slots=True)

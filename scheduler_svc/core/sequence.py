@@ -88,6 +88,7 @@ class Sequence:
     token_ids:  [0, num_prompt_tokens) prompt   [.., end) sampled, known
                 [.., num_tokens) sampled by plans in flight, not known yet
     cache:      [0, num_computed_tokens) written, or written by plans in flight
+                [0, num_certain_tokens) for certain, if it has look-ahead
     output:     [0, num_recorded) in its record   [.., num_journaled) in the journal
                 [.., end) not committed yet
     """
@@ -99,6 +100,9 @@ class Sequence:
     num_prompt_tokens: int
     # Includes the tokens that plans in flight will sample.
     num_tokens: int
+    # Tokens that a jump may add in each step. If it has any, `num_tokens` is a lower bound while
+    # plans are in flight, and the last computed token of a decoding sequence is an expectation.
+    num_lookahead_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     # Of the output, packed; empty unless requested.
     logprobs: bytearray = field(default_factory=bytearray)
@@ -114,6 +118,8 @@ class Sequence:
     # Device blocks; host blocks while the sequence is swapped out.
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    # Counted for sequences with look-ahead only.
+    num_certain_tokens: int = 0
     # Leading blocks acquired with their contents: cache hits, or shared by a fork.
     num_hit_blocks: int = 0
     num_published_blocks: int = 0
@@ -229,6 +235,11 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens + self.num_journaled :]
 
     @property
+    def num_written_tokens(self) -> int:
+        """Leading tokens that are computed for certain once the plans in flight have run."""
+        return self.num_certain_tokens if self.num_lookahead_tokens else self.num_computed_tokens
+
+    @property
     def published_blocks(self) -> list[int]:
         """Blocks whose hashes it published; of its last block table if it has none now."""
         if not self.block_ids:
@@ -239,16 +250,6 @@ class Sequence:
     def logprobs_bytes(self) -> int:
         """Packed size per output token."""
         return self.group.params.num_logprobs * ENTRY_BYTES
-
-    def add_prompt_logprobs(self, first: int, packed: bytes) -> None:
-        """Add those of the prompt's tokens from the index `first` on; what is known is kept.
-        ValueError if there is a gap, or the size is wrong."""
-        width = self.group.params.num_prompt_logprobs * ENTRY_BYTES
-        num_known = len(self.prompt_logprobs) - (first - 1) * width
-        most = (self.num_prompt_tokens - first) * width
-        if not (first > 0 and num_known >= 0 and len(packed) <= most):
-            raise ValueError(f"log-probabilities of prompt tokens from {first} on, {num_known}")
-        self.prompt_logprobs += packed[num_known:]
 
     def logprobs_of(self, first: int, end: int) -> bytes:
         """Packed log-probabilities of output tokens [first, end); empty unless requested."""
@@ -299,6 +300,18 @@ class Sequence:
             if is_long or self.token_ids[-1] in self.stop_token_ids:
                 self.end_at_last_token()
 
+    def correct(self, num_computed_tokens: int, num_pending: int) -> None:
+        """Replace the counts of a sequence with look-ahead by those of a result. In-flight steps
+        sample `num_pending` tokens of it, or more by jumps."""
+        if self.is_ended:
+            return
+        self.num_tokens = len(self.token_ids) + num_pending
+        # Without blocks it has been released, and starts anew.
+        if self.block_ids:
+            self.num_certain_tokens = num_computed_tokens
+            # The next step computes what jumps have added, as far as its blocks have room.
+            self.num_computed_tokens = self.num_tokens - 1
+
     def rewind(self) -> None:
         """Return to the journaled tokens after its lane is lost. Later tokens are sampled again,
         with the same result."""
@@ -329,6 +342,7 @@ class Sequence:
         self.last_published_blocks = self.published_blocks
         self.block_ids = []
         self.num_computed_tokens = 0
+        self.num_certain_tokens = 0
         self.num_hit_blocks = 0
         self.num_published_blocks = 0
         self.blocks_are_valid = True

@@ -16,6 +16,8 @@ class LaneStats:
     num_prefill_tokens: int = 0
     num_scheduled_tokens: int = 0
     num_sampled_tokens: int = 0
+    # The sampled tokens that jumps have added.
+    num_forced_tokens: int = 0
     # Tokens of admitted sequences, and how many of them the prefix cache held.
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0

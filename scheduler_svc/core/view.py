@@ -71,6 +71,8 @@ class SequenceView(Protocol):
     @property
     def num_computed_tokens(self) -> int: ...
     @property
+    def num_lookahead_tokens(self) -> int: ...  # that a jump may add in each step
+    @property
     def block_ids(self) -> Sequence[int]: ...
 
 

@@ -36,11 +36,17 @@ def group_of(record: RequestRecord) -> Group:
             prompt[:],
             num_prompt_tokens=len(prompt),
             num_tokens=len(prompt),
+            num_lookahead_tokens=_num_lookahead_tokens(group.params),
             stop_token_ids=stop_token_ids,
         )
         for choice in range(record.num_choices)
     ]
     return group
+
+
+def _num_lookahead_tokens(params: Params) -> int:
+    """A jump has no logits, and so no log-probabilities."""
+    return 0 if params.num_logprobs else params.num_lookahead_tokens
 
 
 def from_record(stored: StoredRequest, journaled: Mapping[int, Ranges]) -> Group:

@@ -115,7 +115,7 @@ class StepAdmission:
         group.siblings.remove(sibling)
         sibling.block_ids = blocks[:num_whole]
         self._extend(sibling, [block_id])
-        sibling.num_computed_tokens = position
+        sibling.num_computed_tokens = sibling.num_certain_tokens = position
         sibling.num_hit_blocks = sibling.num_published_blocks = num_whole
         sibling.num_cached_tokens = group.sequences[0].num_cached_tokens
         self._start(sibling, 1)
@@ -129,7 +129,7 @@ class StepAdmission:
         num_cached = entry.num_hits * block_size
         self._table.assigned.remove(sequence)
         self._extend(sequence, table)
-        sequence.num_computed_tokens = num_cached
+        sequence.num_computed_tokens = sequence.num_certain_tokens = num_cached
         sequence.num_hit_blocks = entry.num_hits
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached

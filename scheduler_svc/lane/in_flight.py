@@ -1,6 +1,7 @@
 """FIFO of plans sent to the worker and not yet completed."""
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
@@ -21,6 +22,8 @@ class ScheduledRows:
     # One entry per token to sample.
     sampling_rows: list[int]
     sampling: list[Sequence]
+    # Per row; empty if no row has any.
+    num_lookahead_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class CompletedStep:
     failures: list[tuple[Sequence, str]] = field(default_factory=list)
     # Of prompts: the index of the first token, and packed strings.
     prompt_logprobs: list[tuple[Sequence, int, bytes]] = field(default_factory=list)
+    # Of sequences with look-ahead: their computed tokens.
+    num_computed_tokens: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class InFlightSteps:
@@ -81,6 +86,11 @@ class InFlightSteps:
     def sequences(self) -> set[Sequence]:
         """Sequences that are in flight."""
         return {sequence for step in self._steps for sequence in step.scheduled.sequences}
+
+    @property
+    def num_pending(self) -> Counter[Sequence]:
+        """Tokens that the plans in flight sample of each sequence, jumps not counted."""
+        return Counter(sequence for step in self._steps for sequence in step.scheduled.sampling)
 
     def add(self, step: InFlightStep) -> None:
         self._steps.append(step)
@@ -108,23 +118,19 @@ def _completed(in_flight: InFlightStep, result: worker_pb2.StepResult) -> Comple
     if len(sampled_rows) != len(token_ids):
         raise LaneLost(f"step {step}: {len(sampled_rows)} rows, {len(token_ids)} tokens")
     prompt_logprobs = _prompt_logprobs(scheduled, result)
+    num_computed = _num_computed_tokens(scheduled, result)
     if sampled_rows == scheduled.sampling_rows and not result.failures:
         logprobs = _logprobs(scheduled.sampling, result)
         return CompletedStep(
-            in_flight, scheduled.sampling, token_ids, logprobs, prompt_logprobs=prompt_logprobs
+            in_flight, scheduled.sampling, token_ids, logprobs, [], prompt_logprobs, num_computed
         )
     running = dict(zip(scheduled.rows, scheduled.sequences, strict=True))
     failures = {failure.row: failure.reason for failure in result.failures}
     if not failures.keys() <= running.keys():
         raise LaneLost(f"the worker failed rows that step {step} did not run")
-    num_expected = Counter(scheduled.sampling_rows)
-    if any(sampled_rows.count(row) >= max(1, num_expected[row]) for row in failures):
-        raise LaneLost(f"the worker failed rows of step {step} that sampled all their tokens")
+    _check_counts(in_flight, sampled_rows, failures)
     # Tokens that a failed row sampled in earlier rounds are dropped.
     valid = [at for at, row in enumerate(sampled_rows) if row not in failures]
-    valid_rows = sorted(sampled_rows[at] for at in valid)
-    if valid_rows != sorted(row for row in scheduled.sampling_rows if row not in failures):
-        raise LaneLost(f"the worker's result of step {step} does not match its plan")
     sequences = [running[row] for row in sampled_rows]
     logprobs = _logprobs(sequences, result)
     return CompletedStep(
@@ -134,7 +140,44 @@ def _completed(in_flight: InFlightStep, result: worker_pb2.StepResult) -> Comple
         [logprobs[at] for at in valid] if logprobs else [],
         [(running[row], reason) for row, reason in failures.items()],
         prompt_logprobs,
+        num_computed,
     )
+
+
+def _check_counts(
+    in_flight: InFlightStep, sampled_rows: list[int], failures: Mapping[int, str]
+) -> None:
+    """LaneLost unless each sampling row has as many tokens as rounds, or failed earlier. A row with
+    look-ahead may have none, and that many more in each round."""
+    step, scheduled = in_flight.step, in_flight.scheduled
+    lookahead = dict(zip(scheduled.rows, scheduled.num_lookahead_tokens, strict=False))
+    num_expected, num_sampled = Counter(scheduled.sampling_rows), Counter(sampled_rows)
+    for row, count in num_sampled.items():
+        most = num_expected[row] * (1 + lookahead.get(row, 0))
+        if count > most or (row in failures and count == num_expected[row] == most):
+            raise LaneLost(f"step {step}: {count} tokens of row {row}, at most {most} expected")
+    for row, count in num_expected.items():
+        if num_sampled[row] < count and not (row in failures or lookahead.get(row)):
+            raise LaneLost(f"the worker's result of step {step} does not match its plan")
+
+
+def _num_computed_tokens(
+    scheduled: ScheduledRows, result: worker_pb2.StepResult
+) -> list[tuple[Sequence, int]]:
+    """Computed tokens of the sequences with look-ahead. LaneLost unless all are reported."""
+    counts = scheduled.num_lookahead_tokens
+    if not (counts or result.lookahead_rows):
+        return []
+    places = [at for at, count in enumerate(counts) if count]
+    failed = {failure.row for failure in result.failures}
+    wanted = [scheduled.rows[at] for at in places if scheduled.rows[at] not in failed]
+    if [row for row in result.lookahead_rows if row not in failed] != wanted or len(
+        result.lookahead_rows
+    ) != len(result.num_computed_tokens):
+        raise LaneLost(f"the worker's computed tokens of step {result.step} do not match its plan")
+    running = dict(zip(scheduled.rows, scheduled.sequences, strict=True))
+    reported = zip(result.lookahead_rows, result.num_computed_tokens, strict=True)
+    return [(running[row], count) for row, count in reported if row not in failed]
 
 
 def _logprobs(sequences: list[Sequence], result: worker_pb2.StepResult) -> list[bytes]:

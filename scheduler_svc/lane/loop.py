@@ -12,17 +12,18 @@ from scheduler_svc.core.view import Limits
 from scheduler_svc.lane.assignments import Assignments
 from scheduler_svc.lane.batch_window import BatchWindow
 from scheduler_svc.lane.delivery import deliver
-from scheduler_svc.lane.in_flight import CompletedStep, InFlightStep, InFlightSteps, ScheduledRows
+from scheduler_svc.lane.in_flight import InFlightStep, InFlightSteps, ScheduledRows
 from scheduler_svc.lane.journal_compaction import JournalCompaction
 from scheduler_svc.lane.multi_step import MultiStep
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
 from scheduler_svc.lane.plan import PlanContents, build_plan
 from scheduler_svc.lane.pool_client import PoolClient
 from scheduler_svc.lane.quarantine import Quarantine
+from scheduler_svc.lane.results import append_tokens, correct_counts
 from scheduler_svc.lane.sequence_table import SequenceTable
 from scheduler_svc.lane.step import Step
 from scheduler_svc.lane.step_builder import StepBuilder
-from scheduler_svc.lane.worker_stream import LaneLost, WorkerInfo, WorkerStream
+from scheduler_svc.lane.worker_stream import WorkerInfo, WorkerStream
 from scheduler_svc.store.types import Commit, PrefixMatch
 
 log = structlog.get_logger()
@@ -288,7 +289,8 @@ class LaneLoop:
             self._table.completed_step = in_flight.step
             self.batch_window.completed(in_flight.step)
             self.quarantine.completed(completed.sequences)
-            self._append_tokens(completed)
+            self._uncommitted.update(dict.fromkeys(append_tokens(completed)))
+            correct_counts(completed, self.in_flight)
             for sequence, reason in completed.failures:
                 self._fail(sequence, reason)
             busy_ns = times.preparing_ns + times.forward_ns + times.sampling_ns
@@ -299,46 +301,15 @@ class LaneLoop:
                 if in_flight.num_tokens == len(in_flight.scheduled.sampling):
                     self.batch_window.decoded(round_s)
             stats.num_sampled_tokens += len(completed.token_ids)
+            stats.num_forced_tokens += len(result.forced_indices)
             stats.worker_idle_ns += times.waiting_ns
             stats.worker_busy_ns += busy_ns
             stats.worker_starting_ns += times.starting_ns
             stats.scheduling_s += time.perf_counter() - started
             self._hooks.step_completed(in_flight.timing(self._worker.incarnation, started))
 
-    def _append_tokens(self, completed: CompletedStep) -> None:
-        uncommitted = self._uncommitted
-        for sequence, first, packed in completed.prompt_logprobs:
-            _add_prompt_logprobs(sequence, first, packed)
-        all_logprobs = iter(completed.logprobs)
-        for sequence, token_id in zip(completed.sequences, completed.token_ids, strict=True):
-            logprobs = next(all_logprobs, b"")
-            # Tokens sampled after an end are dropped.
-            if sequence.end is None and sequence.group.error is None:
-                token_ids = sequence.token_ids
-                if len(token_ids) == sequence.num_prompt_tokens:
-                    _require_prompt_logprobs(sequence)
-                token_ids.append(token_id)
-                if logprobs:
-                    sequence.logprobs += logprobs
-                uncommitted[sequence] = None
-                if len(token_ids) >= sequence.max_num_tokens or token_id in sequence.stop_token_ids:
-                    sequence.end_at_last_token()
-
     def _fail(self, sequence: Sequence, reason: str) -> None:
         if sequence.group.error is None:
             log.error("row failed", request=sequence.group.key.request_id, why=reason)
         sequence.group.fail(failed(StatusCode.INTERNAL, "ROW_FAILED", reason))
         self._failed.append(sequence)
-
-
-def _add_prompt_logprobs(sequence: Sequence, first: int, packed: bytes) -> None:
-    try:
-        sequence.add_prompt_logprobs(first, packed)
-    except ValueError as error:
-        raise LaneLost(f"the worker sent {error}") from None
-
-
-def _require_prompt_logprobs(sequence: Sequence) -> None:
-    """To be called before the first token, with which they are journaled."""
-    if sequence.num_wanted_prompt_logprobs:
-        raise LaneLost("the worker sent a token before all log-probabilities of its prompt")

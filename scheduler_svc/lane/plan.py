@@ -34,6 +34,8 @@ class PlanContents:
     num_scheduled_tokens: list[int] = field(default_factory=list)
     # Rounds of each row, one token per round; empty: one round each.
     num_rounds: list[int] = field(default_factory=list)
+    # Per row; empty: none has any.
+    num_lookahead_tokens: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +62,7 @@ class PlanContents:
         admissions.token_ids.extend(sequence.token_ids)
         admissions.num_tokens.append(len(sequence.token_ids))
         admissions.num_prompt_tokens.append(sequence.num_prompt_tokens)
-        admissions.num_computed_tokens.append(sequence.num_computed_tokens)
+        admissions.num_computed_tokens.append(sequence.num_written_tokens)
         admissions.block_ids.extend(sequence.block_ids)
         admissions.num_blocks.append(len(sequence.block_ids))
         admissions.temperatures.append(params.temperature)
@@ -84,6 +86,7 @@ def build_plan(epoch: int, step: int, contents: PlanContents) -> worker_pb2.Batc
             rows=contents.rows,
             num_scheduled_tokens=contents.num_scheduled_tokens,
             num_rounds=contents.num_rounds,
+            num_lookahead_tokens=contents.num_lookahead_tokens,
         ),
     )
     if contents.admissions.rows:

@@ -42,6 +42,11 @@ class StepRelease:
 
     def _release_row(self, sequence: Sequence) -> None:
         group, block_ids = sequence.group, sequence.block_ids
+        if sequence.num_lookahead_tokens and not sequence.is_ended:
+            # Its last token is expected, not certain: it may need a row again.
+            sequence.has_precedence = True
+            if sequence.is_first and group.siblings:
+                self.cancel_forks(group)
         if group.siblings and group.error is None and sequence.is_first:
             if sequence.blocks_are_valid:
                 # The prompt's blocks stay for the siblings; nothing writes to them any more.

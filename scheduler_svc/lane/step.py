@@ -7,6 +7,8 @@ built.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import takewhile
+from operator import attrgetter
+from typing import Final
 
 from scheduler_svc.core.policy import schedule
 from scheduler_svc.core.sequence import Group, Sequence
@@ -18,6 +20,8 @@ from scheduler_svc.lane.release import StepRelease
 from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
 from scheduler_svc.lane.step_builder import StepBuilder
 from scheduler_svc.store.types import Commit, CommitReply, ForkedSequence, PrefixMatch
+
+_LOOKAHEAD: Final = attrgetter("num_lookahead_tokens")
 
 
 class Step:
@@ -127,8 +131,13 @@ class Step:
         self._admission.apply(reply)
         # Sequences admitted in this step have their rows now.
         builder.plan.rows = _rows_of(builder.sequences)
+        builder.plan.num_lookahead_tokens = _num_lookahead_tokens(builder)
         return ScheduledRows(
-            builder.plan.rows, builder.sequences, _rows_of(builder.sampling), builder.sampling
+            builder.plan.rows,
+            builder.sequences,
+            _rows_of(builder.sampling),
+            builder.sampling,
+            builder.plan.num_lookahead_tokens,
         )
 
     def _is_ready(self, swapped: SwappedGroup) -> bool:
@@ -217,6 +226,17 @@ def _is_computed(group: Group) -> bool:
 def _forkable(group: Group) -> Forkable[Sequence]:
     source = group.sequences[0] if group.pinned_blocks is None else None
     return Forkable(list(group.siblings), source, group.pinned_blocks)
+
+
+def _num_lookahead_tokens(builder: StepBuilder) -> list[int]:
+    """Of each scheduled row: rows that do not sample have none. Empty if no row has any."""
+    if not any(map(_LOOKAHEAD, builder.sequences)):
+        return []
+    sampling = set(builder.sampling)
+    return [
+        sequence.num_lookahead_tokens if sequence in sampling else 0
+        for sequence in builder.sequences
+    ]
 
 
 def _rows_of(sequences: list[Sequence]) -> list[int]:

@@ -64,7 +64,7 @@ class StepBuilder:
         if not (self.enable_prefix_caching and sequence.blocks_are_valid):
             return
         first = sequence.num_published_blocks
-        num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        num_known = min(sequence.num_written_tokens, len(sequence.token_ids))
         num_full = min(num_known // self.block_size, len(sequence.block_ids))
         if num_full > first:
             block_ids, hashes = sequence.block_ids[first:num_full], sequence.hashes()
@@ -109,6 +109,7 @@ class StepBuilder:
         sequence.num_computed_tokens += num_tokens
         sequence.last_step = self.step_number
         self.sequences.append(sequence)
+        sequence.num_certain_tokens += num_tokens
         if sequence.num_computed_tokens == sequence.num_tokens:
             sequence.num_tokens += 1
             self.sampling.append(sequence)

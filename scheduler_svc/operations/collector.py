@@ -66,7 +66,12 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
         "Prompt tokens computed, including recomputed ones.",
         lambda stats: stats.num_prefill_tokens,
     ),
-    ("quire:generation_tokens", "Sampled tokens.", lambda stats: stats.num_sampled_tokens),
+    ("quire:generation_tokens", "Output tokens.", lambda stats: stats.num_sampled_tokens),
+    (
+        "quire:forced_tokens",
+        "Output tokens that jumps have added: their grammar left no choice.",
+        lambda stats: stats.num_forced_tokens,
+    ),
     (
         "quire:prefix_cache_queries",
         "Tokens of admitted sequences.",

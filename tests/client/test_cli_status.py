@@ -30,6 +30,7 @@ def reading(
         num_steps=num_steps,
         num_scheduled_tokens=num_tokens,
         num_sampled_tokens=num_tokens // 2,
+        num_forced_tokens=num_tokens // 40,
         num_queried_tokens=100,
         num_hit_tokens=75,
         num_preempted_by_recompute=4,
@@ -102,6 +103,7 @@ def test_two_statuses_give_rates(address, scheduler):
         "BUSY": "50%",
         "HITS": "75%",
         "PREEMPTED": "5",
+        "FORCED": "5%",
         "HELD": "40%",
         "ADDRESS": "unix:/run/worker.sock",
     }

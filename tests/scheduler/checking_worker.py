@@ -87,6 +87,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         num_host_blocks: int = 0,
         max_num_batched_tokens: int = 32,
         kv_cache_dtype: str = "float32",
+        longest_jump: int = 0,
     ) -> None:
         self.hello = worker_pb2.Hello(
             incarnation=incarnation,
@@ -111,6 +112,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 max_num_batched_tokens=max_num_batched_tokens,
             )
         )
+        self.runner.longest_jump = longest_jump
         self.gate, self.awake = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.awake.set()

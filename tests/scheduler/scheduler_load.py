@@ -146,6 +146,7 @@ class Load:
         num_logprobs: int,
         principal: str = "",
         num_prompt_logprobs: int = 0,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         length = min(length, self._max_model_len - 1)
         stop = () if stop_at is None else (token_at(seed, length + stop_at),)
@@ -161,6 +162,7 @@ class Load:
             priority=priority,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
+            num_lookahead_tokens=num_lookahead_tokens,
             principal=principal,
             tenant={"weight": len(principal)} if principal else None,
             deferred_delivery=self._all_unary or self._num_submitted % 2 == 0,

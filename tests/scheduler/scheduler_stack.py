@@ -170,6 +170,7 @@ class Gateway:
         n: int = 1,
         num_logprobs: int = 0,
         num_prompt_logprobs: int = 0,
+        num_lookahead_tokens: int = 0,
         **fields: object,
     ) -> int:
         """Submit a request; `fields` are other fields of the submission. Its attachment."""
@@ -185,6 +186,7 @@ class Gateway:
                 stop_token_ids=stop_token_ids,
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
+                num_lookahead_tokens=num_lookahead_tokens,
             ),
             **fields,
         )

@@ -34,6 +34,7 @@ class Row:
     block_ids: list[int] = field(default_factory=list)
     max_num_tokens: int = 2**31
     is_abandoned: bool = False
+    num_lookahead_tokens: int = 0
 
     def __repr__(self) -> str:
         return self.name

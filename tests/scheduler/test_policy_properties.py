@@ -30,6 +30,7 @@ class Row:
     block_ids: list[int] = field(default_factory=list)
     max_num_tokens: int = 2**31
     is_abandoned: bool = False
+    num_lookahead_tokens: int = 0
 
     @property
     def remaining(self) -> int:
@@ -97,6 +98,7 @@ def running_groups(draw: st.DrawFn, limits: Limits, pool: Pool) -> list[list[Row
             row = Row((priority, arrival, choice), num_tokens, computed, blocks)
             row.is_abandoned = is_abandoned
             row.max_num_tokens = num_tokens + draw(st.integers(1, 6))
+            row.num_lookahead_tokens = draw(st.sampled_from([0, 0, 1, 9]))
             group.append(row)
         groups.append(group)
         num_rows -= count

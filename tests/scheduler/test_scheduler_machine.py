@@ -40,6 +40,7 @@ REQUESTS = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "num_logprobs": st.sampled_from([0, 0, 1, 4]),
         "num_prompt_logprobs": st.sampled_from([0, 0, 1, 3]),
+        "num_lookahead_tokens": st.sampled_from([0, 0, 1, 4, 16]),
         "principal": st.sampled_from(["", "", "a", "bb"]),
     }
 )
@@ -54,6 +55,7 @@ def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int
         "max_model_len": max_model_len,
         "max_num_seqs": draw(st.sampled_from([8, 3, 16, 1])),
         "num_host_blocks": draw(st.sampled_from([64, 4, 0])),
+        "longest_jump": draw(st.sampled_from([0, 1, 3, 16])),
     }
 
 

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -16,9 +17,10 @@ from sim_tokens import token_at
 from worker_driver import Driver, LaneClient, Sampling, Sequence, admit, schedule, served
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
-from worker_svc.plan.plans import plan_from_proto
+from worker_svc.plan.plans import StepTimes, plan_from_proto, result_to_proto
+from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.settings import WorkerSettings
-from worker_svc.sim.recorded_tokens import RecordedStep
+from worker_svc.sim.recorded_tokens import RecordedStep, rounds_of
 from worker_svc.sim.runner import SimModel, SimRunner
 from worker_svc.sim.runner_loading import loaded_runner, sim_model
 from worker_svc.sim.sampling import logprobs_at, tokens_at
@@ -79,6 +81,32 @@ def test_recorded_steps_sample_and_fail_as_they_did() -> None:
     output = runner.run(plan_from_proto(plan))
     assert (output.sampled_rows, output.sampled_token_ids) == ([0], [555])
     assert list(output.failures) == [1]
+
+
+def test_a_recorded_jump_is_made_again() -> None:
+    """A jump of two tokens in the first round, and one in the second of two rounds."""
+    model = replace(SMALL, block_size=16, max_model_len=64)
+    message = worker_pb2.BatchPlan(epoch=1, step=1)
+    admit(message, Sequence(0, [1, 2], 2, block_ids=[1], sampling=Sampling(seed=6)))
+    schedule(message, 0, 2)
+    message.schedule.num_lookahead_tokens[:] = [4]
+    rounds = worker_pb2.BatchPlan(epoch=1, step=2)
+    schedule(rounds, 0, 1)
+    rounds.schedule.num_rounds[:] = [2]
+    rounds.schedule.num_lookahead_tokens[:] = [4]
+    plans = [plan_from_proto(message), plan_from_proto(rounds)]
+
+    def results(runner: SimRunner) -> list[worker_pb2.StepResult]:
+        outputs = [MultiStepRunner(runner).launch(plan).output() for plan in plans]
+        untimed = [replace(output, times=StepTimes()) for output in outputs]
+        return [result_to_proto(*pair) for pair in zip(plans, untimed, strict=True)]
+
+    jumping = SimRunner(model)
+    jumping.longest_jump = 3
+    first = results(jumping)
+    assert [len(result.forced_indices) for result in first] != [0, 0]
+    steps = {result.step: list(rounds_of(result)) for result in first}
+    assert results(SimRunner(model, steps)) == first
 
 
 def test_logprobs_are_a_function_of_seed_and_position() -> None:

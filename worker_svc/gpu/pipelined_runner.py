@@ -29,6 +29,7 @@ from worker_svc.gpu.device_inputs import (
 from worker_svc.gpu.staging import Staging
 from worker_svc.gpu.streams import Event, PendingCopies, Streams
 from worker_svc.plan.inputs import Ints, StepInputs
+from worker_svc.plan.jumps import lookahead_rows
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, StepOutput, StepTimes
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
@@ -101,6 +102,7 @@ class PipelinedRunner:
             sampled_rows,
             num_logprobs,
             targets,
+            {row: int(tables.num_computed_tokens[row]) for row in lookahead_rows(plan)},
             self._streams.fetch([*results, *of_prompt]),
         )
 
@@ -231,6 +233,7 @@ class _LaunchedStep:
     sampling: Ints  # rows
     num_logprobs: Ints  # per sampling row
     targets: PromptTargets | None
+    seq_lens: dict[int, int]  # of rows with look-ahead: their computed tokens
     results: PendingCopies
 
     def is_ready(self) -> bool:
@@ -254,6 +257,8 @@ class _LaunchedStep:
             kept = valid[self.num_logprobs > 0]
             entries = Logprobs.pack(num_logprobs, *(array[kept] for array in arrays[1:]))
         self.runner.last_finished_step = self.plan.step
+        # No row jumps: the lengths of the next step were needed before its tokens were known.
+        lookahead = [row for row in lookahead_rows(self.plan) if row not in failed]
         return StepOutput(
             sampled_rows=rows.tolist(),
             sampled_token_ids=token_ids[valid].tolist(),
@@ -261,4 +266,6 @@ class _LaunchedStep:
             logprobs=entries,
             failures=dict.fromkeys(failed, NO_TOKEN_REASON),
             prompt_logprobs=prompt,
+            lookahead_rows=lookahead,
+            num_computed_tokens=[self.seq_lens[row] for row in lookahead],
         )

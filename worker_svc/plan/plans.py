@@ -89,6 +89,7 @@ class Plan:
     rows: Ints  # scheduled
     num_scheduled_tokens: Ints  # one per scheduled row
     num_rounds: Ints = field(default_factory=lambda: _NOTHING)  # one per scheduled row, or none
+    num_lookahead_tokens: Ints = field(default_factory=lambda: _NOTHING)  # the same
     round: int = 0  # the index of this part in a plan of several rounds
     arrived_ns: int = field(default_factory=time.monotonic_ns, compare=False)
 
@@ -100,7 +101,8 @@ class Plan:
         """This plan, split into plans of one round each."""
         yield replace(self, num_rounds=_NOTHING)
         for done in range(1, int(self.num_rounds.max(initial=0))):
-            rows = self.rows[self.num_rounds > done]
+            running = self.num_rounds > done
+            rows, lookahead = self.rows[running], self.num_lookahead_tokens
             yield Plan(
                 epoch=self.epoch,
                 step=self.step,
@@ -112,6 +114,7 @@ class Plan:
                 copies=_NO_MOVES,
                 rows=rows,
                 num_scheduled_tokens=np.ones_like(rows),
+                num_lookahead_tokens=lookahead[running] if len(lookahead) else lookahead,
                 round=done,
                 arrived_ns=self.arrived_ns,
             )
@@ -141,6 +144,11 @@ class StepOutput:
     logprobs: Logprobs | None = None  # None where no sampled row requests any
     failures: dict[int, str] = field(default_factory=dict)  # reason by row
     prompt_logprobs: PromptLogprobs | None = None  # None where no row computed any
+    # Scheduled rows with look-ahead, and how many of their tokens are computed.
+    lookahead_rows: list[int] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    forced_indices: list[int] = field(default_factory=list)  # of jumps, among the sampled tokens
+    round_sizes: list[int] = field(default_factory=list)  # sampled tokens by round, if several
 
 
 class PlanError(ValueError):
@@ -162,12 +170,15 @@ def plan_from_proto(message: worker_pb2.BatchPlan) -> Plan:
         rows=_ints(scheduled.rows),
         num_scheduled_tokens=_ints(scheduled.num_scheduled_tokens),
         num_rounds=_ints(scheduled.num_rounds),
+        num_lookahead_tokens=_ints(scheduled.num_lookahead_tokens),
     )
     _require_parallel("schedule", plan.rows, plan.num_scheduled_tokens)
     if len(plan.num_rounds):
         _require_parallel("rounds", plan.rows, plan.num_rounds)
         if plan.num_rounds.min() < 1:
             raise PlanError("a scheduled row must run in one round at least")
+    if len(plan.num_lookahead_tokens):
+        _require_parallel("look-ahead", plan.rows, plan.num_lookahead_tokens)
     return plan
 
 
@@ -190,6 +201,7 @@ def plan_to_proto(plan: Plan) -> worker_pb2.BatchPlan:
     message.schedule.rows.extend(plan.rows)
     message.schedule.num_scheduled_tokens.extend(plan.num_scheduled_tokens)
     message.schedule.num_rounds.extend(plan.num_rounds)
+    message.schedule.num_lookahead_tokens.extend(plan.num_lookahead_tokens)
     return message
 
 
@@ -207,6 +219,10 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
         prompt_logprobs=(
             None if output.prompt_logprobs is None else output.prompt_logprobs.to_proto()
         ),
+        lookahead_rows=output.lookahead_rows,
+        num_computed_tokens=output.num_computed_tokens,
+        forced_indices=output.forced_indices,
+        round_sizes=output.round_sizes,
     )
 
 

@@ -84,6 +84,28 @@ class RowTables:
         running = ~np.isin(plan.rows, list(failures))
         return plan.rows[running], plan.num_scheduled_tokens[running], failures
 
+    def runnable(self, plan: Plan) -> tuple[Ints, Ints, dict[int, str]]:
+        """As `without_failed`, with the tokens that rows with look-ahead compute now: after jumps
+        that the scheduler did not know, as many as their blocks and the batch have room for. Rows
+        that have no room at all are left out."""
+        rows, counts, failures = self.without_failed(plan)
+        if not plan.num_lookahead_tokens.any():
+            return rows, counts, failures
+        lookahead = plan.num_lookahead_tokens
+        if failures:
+            lookahead = lookahead[~np.isin(plan.rows, list(failures))]
+        num_computed = self.num_computed_tokens[rows]
+        room = self.num_blocks[rows] * self._block_size - num_computed
+        room[self.num_tokens[rows] >= self.max_model_len] = 0
+        wanted = np.minimum(self.num_tokens[rows] - num_computed, counts + lookahead)
+        possible = np.where(lookahead > 0, np.minimum(wanted, room), counts)
+        # The budget has room for what is scheduled; jumps share the rest, in order.
+        most = self._max_num_batched_tokens - int(np.minimum(possible, counts).sum())
+        more = np.maximum(possible - counts, 0)
+        more = np.clip(most - (more.cumsum() - more), 0, more)
+        possible = np.minimum(possible, counts) + more
+        return rows[possible > 0], possible[possible > 0], failures
+
     def prepare(self, rows: Ints, num_scheduled_tokens: Ints) -> StepInputs:
         """The inputs of the scheduled rows, valid until the next call. PlanError for an invalid
         schedule."""
@@ -135,6 +157,13 @@ class RowTables:
         if self.num_tokens[row] >= self.max_model_len:
             raise PlanError(f"row {row}: no room for a token")
         self.write_sampled(np.array([row]), np.array([token_id]))
+
+    def set_num_computed(self, row: int, num_computed: int) -> None:
+        """PlanError if the row holds no sequence, or one with fewer tokens."""
+        self._require_held(row)
+        if num_computed > self.num_tokens[row]:
+            raise PlanError(f"row {row}: {num_computed} of {self.num_tokens[row]} tokens computed")
+        self.num_computed_tokens[row] = num_computed
 
     def fail(self, row: int, reason: str) -> None:
         """Mark a row as failed until it is released."""

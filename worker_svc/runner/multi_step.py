@@ -55,7 +55,26 @@ class _Rounds:
             failures=dict(_concatenate(output.failures.items() for output in outputs)),
             # Only the first round may compute prompt tokens.
             prompt_logprobs=outputs[0].prompt_logprobs,
+            **_last_counts(outputs),
+            forced_indices=_joined_indices(outputs),
+            round_sizes=[len(output.sampled_rows) for output in outputs],
         )
+
+
+def _last_counts(outputs: Iterable[StepOutput]) -> dict[str, list[int]]:
+    """Rows with look-ahead, and their computed tokens after the last round of each."""
+    counts: dict[int, int] = {}
+    for output in outputs:
+        counts.update(zip(output.lookahead_rows, output.num_computed_tokens, strict=True))
+    return {"lookahead_rows": list(counts), "num_computed_tokens": list(counts.values())}
+
+
+def _joined_indices(outputs: Iterable[StepOutput]) -> list[int]:
+    indices, num_before = [], 0
+    for output in outputs:
+        indices += [num_before + index for index in output.forced_indices]
+        num_before += len(output.sampled_rows)
+    return indices
 
 
 def _concatenate(lists: Iterable[Iterable[T]]) -> list[T]:

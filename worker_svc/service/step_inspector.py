@@ -46,7 +46,7 @@ class StepInspector:
     def _plan(self, plan: Plan) -> None:
         tables = self._started_tables
         tables.apply(plan)
-        rows, counts, _ = tables.without_failed(plan)
+        rows, counts, _ = tables.runnable(plan)
         inputs = tables.prepare(rows, counts)
         self._step = _explained(tables, rows, counts, inputs)
         tables.advance(rows, inputs.seq_lens)
@@ -58,6 +58,9 @@ class StepInspector:
     def _result(self, result: worker_pb2.StepResult) -> None:
         for row, token in zip(result.sampled_rows, result.sampled_token_ids, strict=True):
             self._started_tables.append_token(row, token)
+        counts = zip(result.lookahead_rows, result.num_computed_tokens, strict=True)
+        for row, num_computed in counts:
+            self._started_tables.set_num_computed(row, num_computed)
         for failure in result.failures:
             self._started_tables.fail(failure.row, failure.reason)
 

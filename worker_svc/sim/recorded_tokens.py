@@ -1,8 +1,9 @@
 """Reads the sampled tokens of a recording, to sample them again."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from google.protobuf import proto
@@ -19,6 +20,7 @@ class RecordedStep:
     """The result of one round of a plan."""
 
     token_ids: Mapping[int, int]  # by row; a missing row has failed
+    jumps: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by row
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -37,11 +39,12 @@ def read_tokens(path: Path) -> RecordedSteps:
             raise WrongSettingError(f"--sim-tokens: {path} is not a recording of a worker")
         while (entry := _next_entry(file)) is not None:
             if entry.HasField("result"):
-                found[entry.result.step] = list(_rounds(entry.result))
+                found[entry.result.step] = list(rounds_of(entry.result))
     return found
 
 
-def _rounds(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
+def rounds_of(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
+    """The rounds of the result of a plan."""
     tokens = list(zip(result.sampled_rows, result.sampled_token_ids, strict=True))
     logprobs = Logprobs.from_proto(result.logprobs) if result.HasField("logprobs") else None
     # Only the first round may compute prompt tokens.
@@ -50,21 +53,18 @@ def _rounds(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
         if result.HasField("prompt_logprobs")
         else None
     )
-    starts = _starts(result.sampled_rows)
-    for start, end in pairwise([*starts, len(tokens)]):
-        part = None if logprobs is None else logprobs.part(start, end)
-        yield RecordedStep(dict(tokens[start:end]), part, None if start else of_prompts)
-
-
-def _starts(sampled_rows: Iterable[int]) -> list[int]:
-    """The indices at which rounds begin: a row occurs once per round."""
-    starts, seen = [0], set[int]()
-    for index, row in enumerate(sampled_rows):
-        if row in seen:
-            starts.append(index)
-            seen.clear()
-        seen.add(row)
-    return starts
+    forced = set(result.forced_indices)
+    sizes = result.round_sizes or [len(tokens)]
+    for number, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        sampled, jumps = {}, defaultdict[int, list[int]](list)
+        for index in range(start, end):
+            row, token_id = tokens[index]
+            if index in forced:
+                jumps[row].append(token_id)
+            else:
+                sampled[row] = token_id
+        part = None if logprobs is None else logprobs.part(start, start + len(sampled))
+        yield RecordedStep(sampled, jumps, part, None if number else of_prompts)
 
 
 def _next_entry(file: object) -> worker_pb2.Recording | None:

@@ -3,11 +3,14 @@
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from worker_svc.plan.inputs import Ints, StepInputs
+from worker_svc.plan.jumps import jump
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, PlanError, StepOutput, StepTimes
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
@@ -86,8 +89,8 @@ class Poison:
 class SimRunner:
     """One simulated worker: tables, a KV checker, and a clock. One thread runs all steps.
 
-    For tests: steps wait while `gate` is cleared, and rows whose seed is in `failing_seeds` fail
-    when they sample.
+    For tests: steps wait while `gate` is cleared, rows whose seed is in `failing_seeds` fail when
+    they sample, and rows with look-ahead jump up to `longest_jump` tokens.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class SimRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.failing_seeds: set[int] = set()
+        self.longest_jump = 0
         self._tables = RowTables(
             max_num_seqs=model.max_num_seqs,
             max_model_len=model.max_model_len,
@@ -141,7 +145,7 @@ class SimRunner:
         started_ns = time.monotonic_ns()
         idle_since_ns = self._idle_since_ns
         self.kv_checker.apply(plan)
-        rows, counts, failures = self._tables.without_failed(plan)
+        rows, counts, failures = self._tables.runnable(plan)
         inputs = self._tables.prepare(rows, counts)
         prepared_ns = time.monotonic_ns()
         if self._poison is not None:
@@ -149,44 +153,66 @@ class SimRunner:
         self.kv_checker.write(plan, rows, inputs)
         self._tables.advance(rows, inputs.seq_lens)
         targets = self._tables.prompt_targets(rows, inputs)
-        sampled = self._sample(plan, rows, inputs, failures)
+        sampling, tokens, logprobs = self._sample(plan, rows, inputs, failures)
+        jumps = jump(plan, self._tables, sampling, partial(self._forced_tokens, plan))
         _sleep_until(started_ns + self.model.step_ns(inputs))
         ended_ns = time.monotonic_ns()
         self._idle_since_ns = ended_ns
         self.last_finished_step = plan.step
-        return StepOutput(
-            sampled_rows=sampled[0],
-            sampled_token_ids=sampled[1],
-            # Sampling is within the step's time and has none of its own.
-            times=StepTimes(
-                waiting_ns=started_ns - idle_since_ns,
-                preparing_ns=prepared_ns - started_ns,
-                forward_ns=ended_ns - prepared_ns,
-                sampling_ns=0,
-                starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
+        return jumps.add_to(
+            StepOutput(
+                sampled_rows=sampling.tolist(),
+                sampled_token_ids=tokens.tolist(),
+                # Sampling is within the step's time and has none of its own.
+                times=StepTimes(
+                    waiting_ns=started_ns - idle_since_ns,
+                    preparing_ns=prepared_ns - started_ns,
+                    forward_ns=ended_ns - prepared_ns,
+                    sampling_ns=0,
+                    starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
+                ),
+                logprobs=logprobs,
+                failures=failures,
+                prompt_logprobs=self._prompt_logprobs(plan, targets),
             ),
-            logprobs=sampled[2],
-            failures=failures,
-            prompt_logprobs=self._prompt_logprobs(plan, targets),
+            plan,
+            self._tables,
         )
 
     def _sample(
         self, plan: Plan, rows: Ints, inputs: StepInputs, failures: dict[int, str]
-    ) -> tuple[list[int], list[int], Logprobs | None]:
+    ) -> tuple[Ints, Ints, Logprobs | None]:
         """Sample, add failing rows to `failures`, and write the tokens into the table."""
         tables = self._tables
         recorded = self._recorded_round(plan)
         sampling = self._without_failing(rows[inputs.sampling_mask], recorded, failures)
         if recorded is None:
-            seeds, positions = tables.seeds[sampling], tables.num_tokens[sampling]
-            tokens = tokens_at(seeds, positions, self.model.vocab_size)
+            tokens = self._tokens(sampling)
             logprobs = self._logprobs(sampling, tokens)
         else:
             tokens = np.array([recorded.token_ids[row] for row in sampling.tolist()], np.int64)
             logprobs = recorded.logprobs
         self.kv_checker.extend(sampling, tokens)
         tables.write_sampled(sampling, tokens)
-        return sampling.tolist(), tokens.tolist(), logprobs
+        return sampling, tokens, logprobs
+
+    def _tokens(self, rows: Ints) -> Ints:
+        seeds, positions = self._tables.seeds[rows], self._tables.num_tokens[rows]
+        return tokens_at(seeds, positions, self.model.vocab_size)
+
+    def _forced_tokens(self, plan: Plan, row: int, most: int) -> Iterator[int]:
+        """Those of a row's jump, one after another: as recorded, or as many as the sampled token
+        says."""
+        recorded, rows = self._recorded_round(plan), np.array([row])
+        if recorded is not None:
+            count = len(recorded.jumps.get(row, ()))
+        else:
+            last = int(self._tables.token_table[row, self._tables.num_tokens[row] - 1])
+            count = min(most, last % (self.longest_jump + 1))
+        for at in range(count):
+            token = self._tokens(rows) if recorded is None else np.array([recorded.jumps[row][at]])
+            self.kv_checker.extend(rows, token)
+            yield int(token[0])
 
     def _recorded_round(self, plan: Plan) -> RecordedStep | None:
         """The recorded round; None if the step was not recorded."""

@@ -1,0 +1,67 @@
+"""Jumps: tokens that follow a sampled one without being sampled, because nothing else is possible.
+
+A row jumps only in plans that give it look-ahead. Its tokens are computed by the next passes, as
+many at a time as its blocks have room for.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from worker_svc.plan.inputs import Ints
+from worker_svc.plan.logprobs import Logprobs
+from worker_svc.plan.plans import Plan, StepOutput
+from worker_svc.plan.tables import RowTables
+
+# Returns the forced tokens of a row after its last one, at most so many.
+ForcedTokens = Callable[[int, int], Iterable[int]]
+
+
+@dataclass(frozen=True)
+class Jumps:
+    """Appended tokens in order, one entry each."""
+
+    rows: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    def add_to(self, output: StepOutput, plan: Plan, tables: RowTables) -> StepOutput:
+        """The output with these tokens, and with the computed tokens of rows with look-ahead."""
+        if not plan.num_lookahead_tokens.any():
+            return output
+        first = len(output.sampled_rows)
+        num_sampled = first + len(self.rows)
+        rows = [row for row in lookahead_rows(plan) if row not in output.failures]
+        logprobs = output.logprobs
+        return replace(
+            output,
+            sampled_rows=output.sampled_rows + self.rows,
+            sampled_token_ids=output.sampled_token_ids + self.token_ids,
+            # A row with log-probabilities has no look-ahead.
+            logprobs=Logprobs.join([first, len(self.rows)], [logprobs, None]),
+            forced_indices=list(range(first, num_sampled)),
+            lookahead_rows=rows,
+            num_computed_tokens=tables.num_computed_tokens[rows].tolist(),
+        )
+
+
+def lookahead_rows(plan: Plan) -> dict[int, int]:
+    """The look-ahead of each scheduled row that has any."""
+    pairs = zip(plan.rows.tolist(), plan.num_lookahead_tokens.tolist(), strict=False)
+    return {row: count for row, count in pairs if count}
+
+
+def jump(plan: Plan, tables: RowTables, sampled: Ints, forced_tokens: ForcedTokens) -> Jumps:
+    """Append the forced tokens of the rows that have just sampled."""
+    jumps = Jumps()
+    if not plan.num_lookahead_tokens.any():
+        return jumps
+    lookahead = lookahead_rows(plan)
+    for row in sampled.tolist():
+        room = tables.max_model_len - int(tables.num_tokens[row])
+        most = min(lookahead.get(row, 0), room)
+        for token_id in forced_tokens(row, most) if most > 0 else ():
+            tables.write_sampled(np.array([row]), np.array([token_id]))
+            jumps.rows.append(row)
+            jumps.token_ids.append(token_id)
+    return jumps
