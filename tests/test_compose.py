@@ -37,6 +37,11 @@ def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> N
     assert len(ports) == len(set(hosts)) == 4
 
 
+@pytest.mark.parametrize("name", ["gateway", "gateway-2"])
+def test_a_gateway_is_stopped_before_the_workers_that_serve_its_requests(name: str) -> None:
+    assert {"scheduler", "scheduler-standby", "worker"} <= SERVICES[name]["depends_on"].keys()
+
+
 def test_make_installs_the_torch_that_the_images_have() -> None:
     pinned = re.findall(r"^ARG PINNED_TORCH=(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     rule = "--eval=torch:;@echo '$(TORCH)'"

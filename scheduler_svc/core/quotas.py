@@ -118,10 +118,6 @@ class Quotas:
             usage.requests = self._bucket(usage.requests, limits.requests_per_minute)
             usage.tokens = self._bucket(usage.tokens, limits.tokens_per_minute)
 
-    def limits_tokens(self) -> bool:
-        """Whether a principal's output has to be counted in time, for its rate."""
-        return any(usage.tokens is not None for usage in self._usage.values())
-
     def error(self, new: Reservation, num_waiting_tokens: int) -> RequestError | None:
         """The error of a request beyond a limit of its principal, which has `num_waiting_tokens` in
         the queue; None if it is within all of them."""

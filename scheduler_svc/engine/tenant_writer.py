@@ -38,7 +38,7 @@ class TenantWriter:
                 await self.write()
 
     async def write(self) -> None:
-        """Write the state if it has changed."""
+        """Count output in time for the rates, and write the state if it has changed."""
         if not self._engine.shares.has_tenants:
             return
         state = self._engine.export_tenants()
