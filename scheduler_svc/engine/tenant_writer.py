@@ -90,6 +90,8 @@ def from_json(text: bytes, written_s: float) -> TenantsState:
     last_served = parsed["last_served"]
     if last_served is not None and last_served not in shares:
         raise KeyError(last_served)
+    if not all(share.weight > 0 for share in shares.values()):
+        raise ValueError("a weight is not positive")
     rates = {
         name: UsedRates(
             _rate_from_json(used["requests"], written_s), _rate_from_json(used["tokens"], written_s)
@@ -108,4 +110,6 @@ def _rate_to_json(state: RateState | None, now_s: float) -> dict[str, float] | N
 def _rate_from_json(parsed: Mapping[str, Any] | None, written_s: float) -> RateState | None:
     if parsed is None:
         return None
-    return RateState(int(parsed["per_minute"]), written_s + float(parsed["full_in_s"]))
+    if (per_minute := int(parsed["per_minute"])) < 1:
+        raise ValueError("a rate is not positive")
+    return RateState(per_minute, written_s + float(parsed["full_in_s"]))

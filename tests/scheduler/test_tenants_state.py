@@ -271,7 +271,18 @@ def test_json_is_relative_to_the_time_of_writing():
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"x", b"1", b"[]", b"{}", b'{"shares": {}, "last_served": "a", "rates": {}}', b"\xff"],
+    [
+        b"",
+        b"x",
+        b"1",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"shares": {}, "last_served": "a", "rates": {}}',
+        b'{"shares": {"a": {"weight": 0, "counter": 1}}, "last_served": null, "rates": {}}',
+        b'{"shares": {}, "last_served": null, "rates": {"a": {"requests": null, "tokens":'
+        b' {"per_minute": 0, "full_in_s": 1}}}}',
+    ],
 )
 def test_malformed_text_is_refused(text):
     with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
