@@ -98,9 +98,11 @@ class _Usage:
     num_reserved_tokens: int = 0
 
     def used(self, bucket: TokenBucket | None, now_s: float) -> RateState | None:
-        if bucket is None or (bucket.state.full_at_s <= now_s and not self.num_live):
+        """The state of a bucket that has to be handed on; None if it is as good as a new one."""
+        if bucket is None:
             return None
-        return bucket.state
+        state = bucket.state
+        return state if state.full_at_s > now_s or self.num_live else None
 
 
 class Quotas:

@@ -65,7 +65,10 @@ class EngineStats:
 
     def of(self, principal: str) -> TenantStats:
         """The totals of a principal."""
-        return self.tenants.setdefault(principal, TenantStats())
+        tenant = self.tenants.get(principal)
+        if tenant is None:
+            tenant = self.tenants[principal] = TenantStats()
+        return tenant
 
     def accept(self, principal: str, num_prompt_tokens: int) -> None:
         self.num_accepted += 1
