@@ -3,3 +3,5 @@
 Its process is `python -m gateway_svc`, which containers and `quire.launcher` start. No other
 package imports it.
 """
+
+import quire.service.grpc_verbosity  # noqa: F401

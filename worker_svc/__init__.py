@@ -3,3 +3,5 @@
 Contains rows, tables, tensors, models and sampling. Requests, queues and policies belong to the
 scheduler. Its process is `python -m worker_svc`, which containers and `quire.launcher` start.
 """
+
+import quire.service.grpc_verbosity  # noqa: F401

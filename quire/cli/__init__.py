@@ -3,6 +3,7 @@
 Called by the entry point `quire` and by `python -m quire`.
 """
 
+import quire.service.grpc_verbosity  # noqa: F401
 from quire.cli.app import app
 from quire.cli.batch import run_batch
 from quire.cli.bench.command import bench

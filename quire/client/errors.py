@@ -85,12 +85,19 @@ _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.CANCELLED: CancelledError,
 }
 
+# The server responds with the text `HTTP/1.1`, whose fourth byte is in the place of a frame's type.
+_HTTP_1 = "Expected SETTINGS frame as the first frame, got frame type 80"
+# Over TLS, a server that does not know HTTP/2.
+_NO_ALPN = "missing selected ALPN property"
 # What gRPC says of a connection that no retry can make.
 _FINAL_FAILURES: Mapping[str, str] = {
     "CERTIFICATE_VERIFY_FAILED": "no trusted certificate",
     "Hostname Verification Check failed": "no certificate for this name",
     "WRONG_VERSION_NUMBER": "no server with TLS",
+    _HTTP_1: "a server of HTTP/1, and none of gRPC,",
+    _NO_ALPN: "a server of HTTP/1, and none of gRPC,",
 }
+_HTTP_1_HINT = "; use the address for gRPC, by default port 50051, not that of the HTTP API"
 
 
 @contextmanager
@@ -111,9 +118,12 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
     message = call.details() or "no details"
     resumable = _is_resumable(call.code(), info)
     if call.code() is grpc.StatusCode.UNAVAILABLE and info is None:
-        reason = next((text for mark, text in _FINAL_FAILURES.items() if mark in message), None)
-        resumable = reason is None
-        message = f"{reason or 'no server responds'} at {target} ({message})"
+        mark = next((one for one in _FINAL_FAILURES if one in message), None)
+        resumable = mark is None
+        what = "no server responds" if mark is None else _FINAL_FAILURES[mark]
+        message = f"{what} at {target} ({message})"
+        if mark in (_HTTP_1, _NO_ALPN):
+            message += _HTTP_1_HINT
         if message.endswith("Socket closed)"):
             message += "; a server with TLS closes connections without it or without a certificate"
     return _CLASSES.get(call.code(), QuireError)(

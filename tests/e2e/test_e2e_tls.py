@@ -1,6 +1,7 @@
 """Mutual TLS between clients, a gateway, a scheduler and a worker; TLS to Redis."""
 
 import asyncio
+import math
 import ssl
 import subprocess
 import sys
@@ -167,6 +168,14 @@ def test_no_service_serves_a_client_without_a_certificate(services: Services) ->
     with (
         Client(services.gateway, tls=TLS(ca), resume_timeout_s=0) as client,
         pytest.raises(QuireError, match="no server responds"),
+    ):
+        client.generate([1], SHORT)
+
+
+def test_a_client_at_the_https_port_ends_with_a_hint(services: Services) -> None:
+    with (
+        Client(services.http, tls=services.tls, resume_timeout_s=math.inf) as client,
+        pytest.raises(QuireError, match="a server of HTTP/1"),
     ):
         client.generate([1], SHORT)
 

@@ -1,6 +1,7 @@
 """Requests over HTTP: their ids, events that are resumed, cancellation, disconnected clients."""
 
 import asyncio
+import math
 import socket
 
 import grpc
@@ -13,6 +14,9 @@ from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.http.event_id import EventId
 from gateway_svc.http.merge import Merge
 from gateway_svc.http.response_writer import ResponseWriter
+from quire.client.async_client import AsyncClient
+from quire.client.client import Client
+from quire.client.errors import UnavailableError
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
 
@@ -230,3 +234,27 @@ async def test_the_first_error_of_a_source_ends_all() -> None:
         async for _ in merge.items():
             pass
     assert sorted(closed) == [1, 2]
+
+
+async def test_a_grpc_client_at_the_http_port_ends_with_a_hint(http: Http) -> None:
+    """Without a limit on its retries."""
+    assert http.stack.gateway.http is not None
+    address = http.stack.gateway.http.address
+
+    def list_models() -> None:
+        with Client(address, resume_timeout_s=math.inf) as client:
+            client.list_models()
+
+    def stream() -> None:
+        with Client(address, resume_timeout_s=math.inf) as client:
+            list(client.stream_generate("x"))
+
+    async def generate() -> None:
+        async with AsyncClient(address, resume_timeout_s=math.inf) as client:
+            await client.generate("x")
+
+    for call in (asyncio.to_thread(list_models), asyncio.to_thread(stream), generate()):
+        with pytest.raises(UnavailableError, match="a server of HTTP/1") as caught:
+            await call
+        assert "use the address for gRPC" in caught.value.message
+        assert not caught.value.resumable

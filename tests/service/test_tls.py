@@ -1,7 +1,10 @@
 """TLS of servers and channels, with certificates of the product's own script."""
 
 import asyncio
+import os
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -183,3 +186,56 @@ def test_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path)
         TLS(certificates / "ca.pem", cert)
     with pytest.raises(TLSError, match=f"{missing} cannot be read"):
         TLS(missing)
+
+
+_FAILED_HANDSHAKE = """
+import importlib, socket, sys
+importlib.import_module(sys.argv[1])
+import asyncio
+from pathlib import Path
+from quire.service.channels import server_options
+from quire.service.health import Health
+from quire.service.lifecycle import start_server
+from quire.service.tls import ServerCertificates, ServerTLS
+import grpc
+
+async def main():
+    folder = Path(sys.argv[2])
+    tls = ServerTLS(folder / "gateway.pem", folder / "gateway-key.pem", None)
+    server = grpc.aio.server(options=server_options())
+    address = await start_server(
+        server, "127.0.0.1:0", (), Health(()), certificates=ServerCertificates(tls)
+    )
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"GET / HTTP/1.1\\r\\n\\r\\n")
+    while await reader.read(1024):
+        pass
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "verbosity", "is_quiet"),
+    [
+        ("gateway_svc", None, True),
+        ("scheduler_svc", None, True),
+        ("worker_svc", None, True),
+        ("quire.cli", None, True),
+        # The operator's own choice.
+        ("gateway_svc", "INFO", False),
+    ],
+)
+def test_a_failed_handshake_is_not_printed(
+    certificates: Path, package: str, verbosity: str | None, is_quiet: bool
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    if verbosity is not None:
+        environment["GRPC_VERBOSITY"] = verbosity
+    command = [sys.executable, "-c", _FAILED_HANDSHAKE, package, str(certificates)]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ("Handshake failed" not in ended.stderr) is is_quiet
+    assert not is_quiet or not ended.stderr
