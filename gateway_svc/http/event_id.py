@@ -1,36 +1,50 @@
 """Ids of server-sent events: positions in the output of a request, by which a client resumes."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from gateway_svc.generation.choice import ChoiceUpdate
-from quire.service.errors import invalid
+from quire.service.errors import RequestError, invalid
 
 # The id of the last event, after which nothing remains.
 DONE = "done"
-_PROMPT = r"(-|\d{1,9}e?(\.\d{1,9}e?)*)"
-_ID = re.compile(rf"{_PROMPT}(,{_PROMPT})*")
+# One or several choices in a row at the same index, or that have ended.
+_CHOICES = r"((\d{1,9}e?|e)(\*\d{1,3})?)"
+# One or several prompts in a row that are equal.
+_PROMPTS = rf"((-|{_CHOICES}(\.{_CHOICES})*)(x\d{{1,4}})?)"
+_ID = re.compile(rf"{_PROMPTS}(,{_PROMPTS})*")
 _UNOPENED = "-"
+# No request has more; repetitions in the text of an id could otherwise describe any number.
+_MAX_PROMPTS, _MAX_CHOICES = 1024, 16
 
 
 class EventId:
     """Which tokens of each choice the client has, and whether it has the choice's end.
 
-    As text: per choice the index of its next token, with `e` after the end; choices of a prompt
-    are separated by dots, prompts by commas, and `-` is a prompt of which the client has nothing.
-    For example `12e.7,-`.
+    As text: per choice the index of its next token, or `e` if the client has its end; choices of a
+    prompt are separated by dots, prompts by commas, and `-` is a prompt of which the client has
+    nothing. `*3` repeats a choice, `x3` a prompt. For example `e*7.12,-x3` is a prompt of which
+    seven choices have ended, and three that wait. So the length of an id depends on the choices
+    that run, not on those of the request.
     """
 
     def __init__(self, prompts: Sequence[Sequence[tuple[int, bool]]] = ()) -> None:
         """Per prompt and choice, the next token's index and whether the end was received."""
         self._prompts = [list(prompt) for prompt in prompts]
+        # By prompt: each event changes that of one.
+        self._texts = [_prompt_text(prompt) for prompt in self._prompts]
 
     @classmethod
     def parse(cls, text: str) -> "EventId":
         """RequestError if the text is not an id of an event."""
         if not _ID.fullmatch(text):
-            raise invalid("Last-Event-ID", "INVALID_EVENT_ID", "is not the id of an event")
-        return cls([_parse_prompt(prompt) for prompt in text.split(",")])
+            raise _invalid()
+        prompts: list[list[tuple[int, bool]]] = []
+        for part in text.split(","):
+            prompt, _, count = part.partition("x")
+            prompts += [_parse_prompt(prompt)] * _count(count, _MAX_PROMPTS - len(prompts))
+        return cls(prompts)
 
     def is_open(self, prompt: int) -> bool:
         """Whether the client has any event of the prompt."""
@@ -48,22 +62,50 @@ class EventId:
         """Add the choices of a prompt, where they are absent."""
         missing = prompt + 1 - len(self._prompts)
         self._prompts += [[] for _ in range(missing)]
+        self._texts += [_UNOPENED] * missing
         choices = self._prompts[prompt]
         choices += [(0, False)] * (num_choices - len(choices))
+        self._texts[prompt] = _prompt_text(choices)
 
     def advance(self, prompt: int, update: ChoiceUpdate) -> None:
         """Add what an update of an open prompt contains."""
         next_index = update.first_index + len(update.token_ids)
         self._prompts[prompt][update.index] = (next_index, update.end is not None)
+        self._texts[prompt] = _prompt_text(self._prompts[prompt])
 
     def __str__(self) -> str:
-        return ",".join(
-            ".".join(f"{index}{'e' * has_end}" for index, has_end in prompt) or _UNOPENED
-            for prompt in self._prompts
-        )
+        return ",".join(_repeated(text, "x", group) for text, group in groupby(self._texts))
+
+
+def _prompt_text(choices: Iterable[tuple[int, bool]]) -> str:
+    texts = ("e" if has_end else str(index) for index, has_end in choices)
+    return ".".join(_repeated(text, "*", group) for text, group in groupby(texts)) or _UNOPENED
+
+
+def _repeated(text: str, sign: str, group: Iterable[str]) -> str:
+    count = sum(1 for _ in group)
+    return text if count == 1 else f"{text}{sign}{count}"
 
 
 def _parse_prompt(text: str) -> list[tuple[int, bool]]:
     if text == _UNOPENED:
         return []
-    return [(int(part.removesuffix("e")), part.endswith("e")) for part in text.split(".")]
+    choices: list[tuple[int, bool]] = []
+    for part in text.split("."):
+        choice, _, count = part.partition("*")
+        # The index of an ended choice is not needed: no event of it remains.
+        parsed = (int(choice.removesuffix("e") or 0), choice.endswith("e"))
+        choices += [parsed] * _count(count, _MAX_CHOICES - len(choices))
+    return choices
+
+
+def _count(text: str, most: int) -> int:
+    """A number of repetitions, 1 if it is absent. RequestError if there are more than `most`."""
+    count = int(text or 1)
+    if not 1 <= count <= most:
+        raise _invalid()
+    return count
+
+
+def _invalid() -> RequestError:
+    return invalid("Last-Event-ID", "INVALID_EVENT_ID", "is not the id of an event")

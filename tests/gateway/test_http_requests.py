@@ -10,7 +10,7 @@ from gateway_fake_scheduler import Delta, deltas
 from http_client import Http
 from waiting import until
 
-from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.http.event_id import EventId
 from gateway_svc.http.merge import Merge
 from gateway_svc.http.response_writer import ResponseWriter
@@ -198,17 +198,42 @@ async def test_a_full_gateway_says_when_to_retry(
 def test_positions_are_read_as_written() -> None:
     event_id = EventId()
     event_id.open(1, 2)
-    assert str(event_id) == "-,0.0"
+    assert str(event_id) == "-,0*2"
     event_id.open(0, 2)
     event_id.advance(1, ChoiceUpdate(1, "", (1, 2), 3, None))
-    assert str(event_id) == "0.0,0.5"
-    again = EventId.parse("12e.7,-,3")
-    assert str(again) == "12e.7,-,3"
-    assert (again.next_indices(0), again.next_indices(1)) == ([12, 7], [])
+    assert str(event_id) == "0*2,0.5"
+    again = EventId.parse("e.7,-x2,3*3")
+    assert str(again) == "e.7,-x2,3*3"
+    assert (again.next_indices(0), again.next_indices(1)) == ([0, 7], [])
+    assert again.next_indices(3) == [3] * 3
+    # As ids were written before repetitions.
+    assert str(EventId.parse("12e.7,-,-")) == "e.7,-x2"
     assert (again.has_end(0, 0), again.has_end(0, 1), again.has_end(5, 0)) == (True, False, False)
-    for text in ("", "e", "1.", ",", "1e2", "9999999999", "-1", "1 "):
+    for text in ("", "1.", ",", "1e2", "9999999999", "-1", "1 ", "1x2*2"):
         with pytest.raises(RequestError):
             EventId.parse(text)
+    # No request has as many choices or prompts, or none.
+    for text in ("1*17", "1.2*16", "-x1025", "-,-x1024", "1*0", "-x0"):
+        with pytest.raises(RequestError):
+            EventId.parse(text)
+
+
+def test_the_length_of_an_event_id_depends_on_the_choices_that_run() -> None:
+    """4,096 choices, of which 64 run, at indices that differ; read again, each id is the same."""
+    event_id = EventId()
+    prompts, choices, running = 512, 8, 64
+    longest = 0
+    for at in range(prompts * choices):
+        prompt, choice = divmod(at, choices)
+        event_id.open(prompt, choices)
+        event_id.advance(prompt, ChoiceUpdate(choice, "", (1,), 99 + at % 61, None))
+        if (ended := at - running) >= 0:
+            end = ChoiceUpdate(ended % choices, "", (), 0, ChoiceEnd(0))
+            event_id.advance(ended // choices, end)
+        if at % 40 == 0:
+            longest = max(longest, len(str(event_id)))
+            assert str(EventId.parse(str(event_id))) == str(event_id)
+    assert longest < 64 * len("123,") + 32
 
 
 async def test_the_first_error_of_a_source_ends_all() -> None:
