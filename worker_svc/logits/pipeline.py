@@ -1,13 +1,14 @@
 """The logits processors in their order, and the rows that each of them changes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import structlog
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.logits.processor import LogitsError, LogitsProcessor
+from worker_svc.logits.processor import ForcingProcessor, LogitsError, LogitsProcessor
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.plans import Admission, Plan
 
@@ -26,6 +27,11 @@ class LogitsPipeline:
         # Whether a processor changes a row.
         self._changes = np.zeros((len(processors), max_num_seqs), bool)
         self._num_changed = 0  # rows
+        self._forcing = [
+            (index, processor)
+            for index, processor in enumerate(processors)
+            if isinstance(processor, ForcingProcessor)
+        ]
 
     def change_rows(self, plan: Plan) -> dict[int, str]:
         """Release and admit rows, as the tables do. The reasons of failing rows."""
@@ -81,6 +87,21 @@ class LogitsPipeline:
     def append_on_host(self, rows: Ints, token_ids: Tensor) -> None:
         """The same for the others: int64 on the host, of rows that did not fail."""
         self._append(True, rows, token_ids)
+
+    def forced_tokens(self, row: int, most: int) -> Iterator[int]:
+        """The tokens that must follow in a row, at most so many. Each is added to the row, as a
+        sampled one is, before the next one is sought."""
+        forcing = [processor for index, processor in self._forcing if self._changes[index, row]]
+        rows = np.array([row])
+        for _ in range(most):
+            found = (processor.forced_token(row) for processor in forcing)
+            token_id = next((one for one in found if one is not None), None)
+            if token_id is None:
+                return
+            token_ids = torch.tensor([token_id])
+            self.append_on_device(rows, token_ids)
+            self.append_on_host(rows, token_ids)
+            yield token_id
 
     def _append(self, on_host: bool, rows: Ints, token_ids: Tensor) -> None:
         if not self._num_changed:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
@@ -29,6 +29,16 @@ class ProcessorContext:
     implementation: Implementation | None  # of the kernels; None: the best one available
     # Copies an array to `device` without waiting for it. The array may be changed afterwards.
     upload: Callable[[NDArray[Any]], Tensor]
+
+
+@runtime_checkable
+class ForcingProcessor(Protocol):
+    """What a processor adds to `LogitsProcessor` if it may leave a row only one token."""
+
+    def forced_token(self, row: int) -> int | None:
+        """The only possible next token of a row, if that is known without logits. It must be the
+        token that sampling would give."""
+        ...
 
 
 class LogitsProcessor(Protocol):

@@ -1,7 +1,7 @@
 """Runs plans synchronously: tables, inputs, forward pass, sampling."""
 
 import time
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel
 from worker_svc.model.split_forward import FinalStates
 from worker_svc.plan.inputs import Ints, StepInputs
+from worker_svc.plan.jumps import jump
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import (
     NO_POSSIBLE_TOKEN_REASON,
@@ -29,6 +30,8 @@ from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, ReadyOutput, no_op
+
+_NO_ROWS: Final[Ints] = np.empty(0, np.int64)
 
 
 class Runner:
@@ -66,20 +69,21 @@ class Runner:
         started_ns = time.monotonic_ns()
         idle_since_ns = self._idle_since_ns
         self._apply(plan, before_blocking)
-        rows, counts, failures = self._tables.without_failed(plan)
+        rows, counts, failures = self._tables.runnable(plan)
         inputs = self._tables.prepare(rows, counts)
         prepared_ns = time.monotonic_ns()
         logits, prompt = self._forward(inputs, rows, before_blocking)
         if prompt is not None:
             self._fail(dict.fromkeys(prompt.failing_rows, NO_TOKEN_REASON), failures)
         forwarded_ns = time.monotonic_ns()
-        sampled_rows, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
+        sampling, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
+        jumps = jump(plan, self._tables, sampling, self._processors.forced_tokens)
         ended_ns = time.monotonic_ns()
         self._idle_since_ns = ended_ns
         self.last_finished_step = plan.step
-        return StepOutput(
-            sampled_rows=sampled_rows,
-            sampled_token_ids=token_ids,
+        output = StepOutput(
+            sampled_rows=sampling.tolist(),
+            sampled_token_ids=token_ids.tolist(),
             times=StepTimes(
                 waiting_ns=started_ns - idle_since_ns,
                 preparing_ns=prepared_ns - started_ns,
@@ -91,6 +95,7 @@ class Runner:
             failures=failures,
             prompt_logprobs=prompt,
         )
+        return jumps.add_to(output, plan, self._tables)
 
     def clear(self) -> None:
         """Release all rows; blocks keep their contents."""
@@ -150,11 +155,11 @@ class Runner:
 
     def _sample(
         self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, str]
-    ) -> tuple[list[int], list[int], Logprobs | None]:
+    ) -> tuple[Ints, Ints, Logprobs | None]:
         """Change the logits, sample, add failing rows to `failures`, and write the tokens into the
         table."""
         if logits is None or not logits.shape[0]:
-            return [], [], None
+            return _NO_ROWS, _NO_ROWS, None
         sampling = rows[inputs.sampling_mask]
         num_logprobs = self._tables.num_logprobs[sampling]
         # Processors change logits in place.
@@ -173,7 +178,7 @@ class Runner:
         sampling, token_ids = sampling[valid], token_ids[valid]
         self._processors.append_on_host(sampling, torch.from_numpy(token_ids))
         self._tables.write_sampled(sampling, token_ids)
-        return sampling.tolist(), token_ids.tolist(), logprobs
+        return sampling, token_ids, logprobs
 
     def _reasons(self, logits: Tensor, rows: Ints, valid: NDArray[np.bool_]) -> dict[int, str]:
         """Why the rows without a token have none."""
