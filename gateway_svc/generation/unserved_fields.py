@@ -22,12 +22,21 @@ SAMPLING_PARAMS = frozenset(
         "typical_p",
     }
 )
+# Values that change nothing.
+_NEUTRAL = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "typical_p": 1,
+}
 CONVERSATION = frozenset({"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"})
 MESSAGE = frozenset({"tool_calls", "tool_call_id", "reasoning", "name"})
 
 
 def refuse(field: str, message: Message, unserved: frozenset[str]) -> None:
     """RequestError at the first field of the message at `field` that is set and not served."""
-    for descriptor, _ in message.ListFields():
-        if descriptor.name in unserved:
-            raise invalid(f"{field}.{descriptor.name}", "UNSUPPORTED_FIELD", "is not served yet")
+    for descriptor, value in message.ListFields():
+        name = descriptor.name
+        if name in unserved and value != _NEUTRAL.get(name):
+            raise invalid(f"{field}.{name}", "UNSUPPORTED_FIELD", "is not served yet")

@@ -87,9 +87,11 @@ def is_resumable(error: RequestError) -> bool:
 
 
 def _param(field: str, renamed: dict[str, str]) -> str:
+    """The client's name of a field: that of the longest renamed path that it begins with."""
     name = _PREFIX.sub("", field).replace("token_ids.ids", "token_ids", 1)
-    head = re.split(r"[.\[]", name, maxsplit=1)[0]
-    return renamed.get(head, head) + name[len(head) :]
+    ends = [match.start() for match in re.finditer(r"[.\[]", name)] + [len(name)]
+    found = next((end for end in reversed(ends) if name[:end] in renamed), None)
+    return name if found is None else renamed[name[:found]] + name[found:]
 
 
 def _detail(error: RequestError, kind: D) -> D | None:

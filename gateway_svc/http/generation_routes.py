@@ -8,7 +8,8 @@ from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.chat import ChatRequest
 from gateway_svc.http.bodies.completion import CompletionRequest
-from gateway_svc.http.bodies.fields import GenerationMessage, SamplingFields, request_id_of
+from gateway_svc.http.bodies.fields import GenerationMessage, request_id_of
+from gateway_svc.http.bodies.sampling import SamplingFields
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.chat import ChatFormat
@@ -63,7 +64,12 @@ class GenerationRoutes:
             raise invalid(
                 "max_tokens", "MAX_TOKENS_OUT_OF_RANGE", "is 0; must be at least 1 without echo"
             )
-        renamed = {"text": "prompt", "token_ids": "prompt", "request_id": _REQUEST_ID}
+        renamed = {
+            "text": "prompt",
+            "token_ids": "prompt",
+            "request_id": _REQUEST_ID,
+            **body.format_names,
+        }
         if body.prompt_logprobs is None:
             renamed["prompt_logprobs"] = "logprobs"
         return self._respond(request_id, tenant, body, messages, states, renamed)
@@ -79,6 +85,7 @@ class GenerationRoutes:
             "conversation": "messages",
             "logprobs": "top_logprobs",
             "request_id": _REQUEST_ID,
+            **body.format_names,
         }
         if body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"

@@ -14,6 +14,7 @@ from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.response import ResponseRequest
+from gateway_svc.http.bodies.structured import TEXT_FORMAT_NAMES
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.event_id import EventId
 from gateway_svc.http.formats.response import ResponseFormat, ended_response, next_index_after
@@ -36,6 +37,7 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "request_id": "X-Request-Id",
+    **TEXT_FORMAT_NAMES,
 }
 
 

@@ -23,7 +23,7 @@ def with_field(message: ProtoMessage, name: str) -> ProtoMessage:
     elif field.message_type is not None:
         value.SetInParent()
     else:
-        setattr(message, name, "a" if isinstance(value, str) else 1)
+        setattr(message, name, "a" if isinstance(value, str) else True if value is False else 2)
     return message
 
 

@@ -2,23 +2,21 @@
 
 from typing import Annotated, Any, Literal
 
-from google.protobuf import struct_pb2
 from pydantic import Field
 
 from gateway_svc.http.bodies.fields import (
     Count,
     GenerationMessage,
     HttpRequest,
-    SamplingFields,
     message_type,
+    struct_of,
     unsupported,
 )
+from gateway_svc.http.bodies.sampling import SamplingFields
 from quire.service.errors import invalid
 from quire.v1 import conversation_pb2
 
 MAX_MESSAGES = 4096
-# Of template variables; protobuf refuses deeper messages.
-_MAX_DEPTH = 24
 
 
 class TextPart(HttpRequest):
@@ -119,34 +117,13 @@ def text_of(content: Content | None) -> str:
     return "\n".join(part.text for part in content)
 
 
-def _check_depth(variables: dict[str, Any]) -> None:
-    """RequestError for values that protobuf would refuse to parse."""
-    level: list[Any] = [variables]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for value in level
-            if isinstance(value, dict | list)
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-    if level:
-        raise invalid(
-            "chat_template_kwargs", "TOO_DEEP", f"is nested in more than {_MAX_DEPTH} levels"
-        )
-
-
 def conversation(
     messages: list[conversation_pb2.Message],
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
 ) -> conversation_pb2.Conversation:
-    struct = None
-    if variables:
-        _check_depth(variables)
-        struct = struct_pb2.Struct()
-        struct.update(variables)
     return conversation_pb2.Conversation(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
-        chat_template_kwargs=struct,
+        chat_template_kwargs=struct_of("chat_template_kwargs", variables),
     )

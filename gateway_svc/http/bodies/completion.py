@@ -6,12 +6,12 @@ from pydantic import BeforeValidator, Field
 
 from gateway_svc.http.bodies.fields import (
     GenerationMessage,
-    SamplingFields,
     TokenId,
     message_type,
     prompt_id,
     unsupported,
 )
+from gateway_svc.http.bodies.sampling import SamplingFields
 from quire.v1 import inference_pb2
 
 MAX_PROMPTS = 1024

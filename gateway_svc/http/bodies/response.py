@@ -12,6 +12,8 @@ from gateway_svc.http.bodies.fields import (
     message_type,
     unsupported,
 )
+from gateway_svc.http.bodies.logits_fields import LogitsFields
+from gateway_svc.http.bodies.structured import TextFormat
 from quire.v1 import conversation_pb2, inference_pb2
 
 
@@ -26,16 +28,12 @@ class InputMessage(HttpRequest):
     phase: unsupported() = None  # type: ignore[valid-type]
 
 
-class TextFormat(HttpRequest):
-    type: Literal["text"]
-
-
 class TextConfig(HttpRequest):
     format: TextFormat | None = None
     verbosity: unsupported("medium") = None  # type: ignore[valid-type]
 
 
-class ResponseRequest(HttpRequest):
+class ResponseRequest(LogitsFields):
     model: str | None = None
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -84,6 +82,10 @@ class ResponseRequest(HttpRequest):
     truncation: unsupported("disabled") = None  # type: ignore[valid-type]
 
     @property
+    def text_format(self) -> TextFormat | None:
+        return None if self.text is None else self.text.format
+
+    @property
     def wants_logprobs(self) -> bool:
         return bool(self.include) or bool(self.top_logprobs)
 
@@ -96,7 +98,9 @@ class ResponseRequest(HttpRequest):
             seed=None if self.seed is None else self.seed % 2**64,
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            structured_output=None if self.text_format is None else self.text_format.to_proto(),
         )
+        self.fill_logits_params(params)
         # Only the updates of a stream begin with the acceptance.
         return message_type(bool(self.stream or self.background))(
             request_id=request_id,
@@ -118,6 +122,11 @@ class ResponseRequest(HttpRequest):
             for item in self.input
         ]
 
+    def _format(self) -> dict[str, Any]:
+        if self.text_format is None:
+            return {"type": "text"}
+        return self.text_format.model_dump(by_alias=True, exclude_none=True)
+
     def response(self, model: str) -> dict[str, Any]:
         """The fields of the response object that the request determines."""
         return {
@@ -136,7 +145,7 @@ class ResponseRequest(HttpRequest):
             "service_tier": "default",
             "store": self.store is not False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format()},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": self.top_logprobs or 0,

@@ -1,0 +1,132 @@
+"""Fields of completions and chat completions alike."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from gateway_svc.http.bodies.fields import (
+    UINT32_MAX,
+    Count,
+    HttpRequest,
+    TokenId,
+    replaced_by,
+    unsupported,
+)
+from gateway_svc.http.bodies.logits_fields import LogitsFields
+from gateway_svc.http.bodies.structured import (
+    RESPONSE_FORMAT_NAMES,
+    STRUCTURED_OUTPUTS_NAMES,
+    OutputFormat,
+    StructuredOutputs,
+)
+from quire.service.errors import invalid
+from quire.v1 import inference_pb2, structured_output_pb2
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(HttpRequest):
+    include_usage: bool | None = None
+    # vLLM's: the usage so far in every chunk.
+    continuous_usage_stats: bool | None = None
+    # OpenAI's padding against traffic analysis.
+    include_obfuscation: unsupported(False) = None  # type: ignore[valid-type]
+
+
+class SamplingFields(LogitsFields):
+    """Fields of completions and chat completions alike."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Count | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    max_tokens: Count | None = None
+    stop: Annotated[list[str], BeforeValidator(_one_or_many)] | None = None
+    # An opaque identifier of the client's user; it changes nothing.
+    user: str | None = None
+
+    # As vLLM has them.
+    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
+    min_p: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    # False: choices have no text.
+    detokenize: bool | None = None
+    # Log-probabilities of the prompt's tokens, and of this many most likely ones in their places.
+    prompt_logprobs: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
+    # Quire's: seconds for which the request continues after its client has disconnected.
+    resume_window_s: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
+
+    # Formats of the output: OpenAI's field, and vLLM's.
+    response_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    guided_json: replaced_by("structured_outputs.json") = None  # type: ignore[valid-type]
+    guided_regex: replaced_by("structured_outputs.regex") = None  # type: ignore[valid-type]
+    guided_choice: replaced_by("structured_outputs.choice") = None  # type: ignore[valid-type]
+    guided_grammar: replaced_by("structured_outputs.grammar") = None  # type: ignore[valid-type]
+    guided_json_object: replaced_by("structured_outputs.json_object") = None  # type: ignore[valid-type]
+    guided_decoding_backend: unsupported() = None  # type: ignore[valid-type]
+    guided_whitespace_pattern: unsupported() = None  # type: ignore[valid-type]
+    structural_tag: replaced_by("structured_outputs.structural_tag") = None  # type: ignore[valid-type]
+    length_penalty: unsupported(1) = None  # type: ignore[valid-type]
+    use_beam_search: unsupported(False) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
+    return_tokens_as_token_ids: unsupported(False) = None  # type: ignore[valid-type]
+
+    @property
+    def include_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
+
+    def sampling_params(self) -> inference_pb2.SamplingParams:
+        """The parameters that are set, but log-probabilities of the output."""
+        top_k, seed = self.top_k, self.seed
+        params = inference_pb2.SamplingParams(
+            temperature=self.temperature,
+            # vLLM's value for all.
+            top_k=0 if top_k == -1 else top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=None if seed is None else seed % 2**64,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            n=self.n,
+            prompt_logprobs=self.prompt_logprobs,
+            detokenize=self.detokenize,
+            structured_output=self._structured_output(),
+        )
+        self.fill_logits_params(params)
+        return params
+
+    @property
+    def format_names(self) -> dict[str, str]:
+        """The client's names of the fields of a format, for errors."""
+        return RESPONSE_FORMAT_NAMES if self.response_format else STRUCTURED_OUTPUTS_NAMES
+
+    def _structured_output(self) -> structured_output_pb2.StructuredOutput | None:
+        requested = None if self.response_format is None else self.response_format.to_proto()
+        if self.structured_outputs is None:
+            return requested
+        if requested is not None:
+            raise invalid("structured_outputs", "TWO_FORMATS", "is set, and so is response_format")
+        return self.structured_outputs.to_proto()

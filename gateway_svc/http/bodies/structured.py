@@ -1,0 +1,147 @@
+"""Fields that ask for a format of the output, and the message that they become."""
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from gateway_svc.http.bodies.fields import HttpRequest, unsupported
+from quire.service.errors import invalid
+from quire.v1 import structured_output_pb2
+
+_MAX_NAME = 64
+SchemaName = Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
+# Names of the HTTP API for the fields of the message, for errors.
+_FIELD = "structured_output"
+RESPONSE_FORMAT_NAMES = {
+    _FIELD: "response_format",
+    f"{_FIELD}.json_schema": "response_format.json_schema.schema",
+    f"{_FIELD}.json_object": "response_format",
+    f"{_FIELD}.structural_tag": "response_format",
+}
+STRUCTURED_OUTPUTS_NAMES = {
+    _FIELD: "structured_outputs",
+    f"{_FIELD}.json_schema": "structured_outputs.json",
+}
+TEXT_FORMAT_NAMES = {
+    _FIELD: "text.format",
+    f"{_FIELD}.json_schema": "text.format.schema",
+    f"{_FIELD}.json_object": "text.format",
+}
+
+
+class JsonSchemaFormat(HttpRequest):
+    """A schema with its name and description, which change nothing. The output follows it, strict
+    or not."""
+
+    name: SchemaName
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class OutputFormat(HttpRequest):
+    """OpenAI's formats, and vLLM's `structural_tag`, whose fields are the others."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+    def to_proto(self) -> structured_output_pb2.StructuredOutput | None:
+        """None for text."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise invalid(
+                "response_format.json_schema", "INVALID_FIELD", "is for the type json_schema alone"
+            )
+        if self.type == "json_schema" and self.json_schema is not None:
+            return of_schema(self.json_schema.schema_)
+        tag = {
+            name: value
+            for name in ("structures", "triggers", "format")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.type == "structural_tag":
+            text = orjson.dumps({"type": self.type, **tag}).decode()
+            return structured_output_pb2.StructuredOutput(structural_tag=text)
+        for name in tag:
+            raise invalid(
+                f"response_format.{name}", "INVALID_FIELD", "is for the type structural_tag alone"
+            )
+        return of_schema(None) if self.type == "json_object" else None
+
+
+class StructuredOutputs(HttpRequest):
+    """vLLM's formats; exactly one is set."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_fallback: unsupported(False) = None  # type: ignore[valid-type]
+    disable_any_whitespace: unsupported(False) = None  # type: ignore[valid-type]
+    disable_additional_properties: unsupported(False) = None  # type: ignore[valid-type]
+    whitespace_pattern: unsupported() = None  # type: ignore[valid-type]
+
+    def to_proto(self) -> structured_output_pb2.StructuredOutput:
+        formats = {
+            "json_schema": None if self.json_ is None else _as_json(self.json_),
+            "regex": self.regex,
+            "choice": (
+                None if self.choice is None else structured_output_pb2.Texts(texts=self.choice)
+            ),
+            "grammar": self.grammar,
+            "json_object": structured_output_pb2.JsonObject() if self.json_object else None,
+            "structural_tag": (
+                None if self.structural_tag is None else _as_json(self.structural_tag)
+            ),
+        }
+        given: dict[str, Any] = {
+            name: value for name, value in formats.items() if value is not None
+        }
+        if len(given) != 1:
+            raise invalid(
+                "structured_outputs",
+                "NOT_ONE_FORMAT",
+                f"has {len(given)} formats; exactly 1 is needed",
+            )
+        return structured_output_pb2.StructuredOutput(**given)
+
+
+class TextFormat(HttpRequest):
+    """The formats of `/v1/responses`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: SchemaName | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    def to_proto(self) -> structured_output_pb2.StructuredOutput | None:
+        """None for text."""
+        if self.type != "json_schema":
+            for name in ("name", "description", "schema", "strict"):
+                if getattr(self, "schema_" if name == "schema" else name) is not None:
+                    raise invalid(
+                        f"text.format.{name}", "INVALID_FIELD", "is for the type json_schema alone"
+                    )
+            return of_schema(None) if self.type == "json_object" else None
+        if self.name is None:
+            raise invalid("text.format.name", "MISSING_FIELD", "is required")
+        return of_schema(self.schema_)
+
+
+def of_schema(schema: dict[str, Any] | None) -> structured_output_pb2.StructuredOutput:
+    """JSON that follows a schema; without, any object."""
+    if schema is None:
+        return structured_output_pb2.StructuredOutput(
+            json_object=structured_output_pb2.JsonObject()
+        )
+    return structured_output_pb2.StructuredOutput(json_schema=_as_json(schema))
+
+
+def _as_json(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
