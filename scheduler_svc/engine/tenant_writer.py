@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -43,7 +42,7 @@ class TenantWriter:
             return
         state = self._engine.export_tenants()
         if state != self._written:
-            await self._store.write_tenants(to_json(state, time.monotonic()))
+            await self._store.write_tenants(to_json(state, self._engine.quotas.clock()))
             self._written = state
 
 
