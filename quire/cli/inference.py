@@ -1,6 +1,7 @@
 """Commands that use a running server: generate, tokenize, models."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated
@@ -21,7 +22,7 @@ from quire.cli.app import (
 from quire.cli.connection import connect
 from quire.cli.json_output import AsJson, echo_json
 from quire.cli.table import aligned
-from quire.client.outputs import CompletionDelta, CompletionOutput
+from quire.client.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
 from quire.client.prompts import Prompt
 from quire.client.requests import RequestOptions
 from quire.client.retry_policy import RESUME_TIMEOUT_S
@@ -45,25 +46,36 @@ def generate(
     model: ModelName = None,
     params: SamplingParams = _DEFAULTS,
     n: Annotated[int | None, integer_option("Texts to generate, 1 to 16.", "--n")] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        integer_option("Also print the prompt's log-probabilities, with so many alternatives."),
+    ] = None,
     priority: sampling.Priority = None,
     stream: Annotated[bool, typer.Option(help="Print the text while it is generated.")] = True,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     timeout: Timeout = None,
     resume_timeout: ResumeTimeout = RESUME_TIMEOUT_S,
+    as_json: AsJson = False,
 ) -> None:
     """Print the continuation of a prompt; several one after another."""
     text = _standard_input() if prompt == "-" else prompt
-    params = replace(params, n=n)
+    params = replace(params, n=n, prompt_logprobs=prompt_logprobs)
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     options: RequestOptions = {"model": model, "priority": priority}
     printer = OrderedPrinter(n or 1)
     with connect(target, api_key, given_tls(context), resume_timeout) as client:
-        if stream:
+        if stream and not as_json:
             for message in client.stream_generate(content, params, timeout_s=timeout, **options):
+                _print_prompt(message.prompt_logprobs)
                 for delta in message.outputs:
                     printer.add(delta)
         else:
-            for output in client.generate(content, params, timeout_s=timeout, **options).outputs:
+            whole = client.generate(content, params, timeout_s=timeout, **options)
+            if as_json:
+                echo_json(asdict(whole))
+                return
+            _print_prompt(whole.prompt_logprobs)
+            for output in whole.outputs:
                 printer.add(output)
 
 
@@ -139,6 +151,22 @@ class OrderedPrinter:
         if part.finish_reason is not None:
             write("\n")
             self._index += 1
+
+
+def _print_prompt(logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+    """Print a table of the prompt's tokens after the first, which has no log-probability."""
+    if logprobs is None:
+        return
+    rows = [("PROMPT", "LOGPROB", "RANK", "MOST_LIKELY")]
+    for entries in logprobs:
+        if entries is None:
+            continue
+        token, *_ = entries.values()
+        top = sorted(entries.values(), key=lambda entry: entry.rank)
+        likely = [f"{one.decoded_token!r} {one.logprob:.3f}" for one in top if one is not token]
+        shown = (f"{token.logprob:.3f}", str(token.rank), ", ".join(likely))
+        rows.append((repr(token.decoded_token), *shown))
+    typer.echo("\n".join([*aligned(rows, left=(0, 3)), ""]))
 
 
 def _standard_input() -> str:

@@ -61,6 +61,7 @@ class ScriptedInference(InferenceServiceServicer):
             model="scripted",
             choices=choices,
             usage=_usage(),
+            prompt_logprobs=_prompt_logprobs(request),
         )
 
     def StreamGenerate(self, request, context) -> Iterator:  # noqa: N802
@@ -78,7 +79,10 @@ class ScriptedInference(InferenceServiceServicer):
                 )
                 for index in choices
             ]
-            yield inference_pb2.StreamGenerateResponse(request_id="r1", deltas=deltas)
+            of_prompt = [] if at else _prompt_logprobs(request)
+            yield inference_pb2.StreamGenerateResponse(
+                request_id="r1", deltas=deltas, prompt_logprobs=of_prompt
+            )
         for index in reversed(choices):
             end = inference_pb2.ChoiceDelta(
                 index=index, finish_reason=inference_pb2.FINISH_REASON_STOP, stop_string="END"
@@ -200,6 +204,16 @@ def _logprobs(request, token_ids: list[int]) -> list[inference_pb2.TokenLogprobs
         return []
     top = [_logprob(token_id) for token_id in range(params.logprobs)]
     return [inference_pb2.TokenLogprobs(sampled=_logprob(id_), top=top) for id_ in token_ids]
+
+
+def _prompt_logprobs(request) -> list[inference_pb2.TokenLogprobs]:
+    """Of a prompt of the tokens 0, 2 and 1."""
+    params = request.sampling_params
+    if not params.HasField("prompt_logprobs"):
+        return []
+    top = [_logprob(token_id) for token_id in range(params.prompt_logprobs)]
+    known = [inference_pb2.TokenLogprobs(sampled=_logprob(id_), top=top) for id_ in (2, 1)]
+    return [inference_pb2.TokenLogprobs(), *known]
 
 
 def _logprob(token_id: int) -> inference_pb2.TokenLogprob:

@@ -102,6 +102,21 @@ def test_two_formats_and_a_wrong_bias_are_refused(quire):
         assert message in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--stream", "--no-stream"])
+def test_log_probabilities_of_the_prompt_are_printed(quire, server, option):
+    result = quire("generate", "a b", "--prompt-logprobs", "2", option)
+    assert result.exit_code == 0
+    assert server.inference.requests[-1].sampling_params.prompt_logprobs == 2
+    assert result.stdout.splitlines()[:4] == [
+        "PROMPT  LOGPROB  RANK  MOST_LIKELY",
+        "'t2'     -1.000     3  't0' 0.000, 't1' -0.500",
+        "'t1'     -0.500     2  't0' 0.000",
+        "",
+    ]
+    assert result.stdout.splitlines()[4:] == ["AB" if option == "--stream" else "A B"]
+    assert "prompt_logprobs: " in quire("generate", "a", "--prompt-logprobs", "-1").stderr
+
+
 def test_absent_options_are_not_sent(quire, server):
     assert quire("generate", "a").exit_code == 0
     [request] = server.inference.requests

@@ -33,6 +33,19 @@ def test_models(server):
     }
 
 
+def test_generate(server):
+    command = ("generate", "a b", "--json", "--prompt-logprobs", "1", "--target", server.target)
+    result = quire(*command)
+    assert result.exit_code == 0
+    output = json.loads(result.stdout)
+    assert output["outputs"][0]["text"] == "A B"
+    assert (output["prompt"], output["usage"]["prompt_tokens"]) == ("a b", 3)
+    first, second, third = output["prompt_logprobs"]
+    assert first is None
+    assert list(second) == ["2", "0"]
+    assert third["1"] == {"logprob": -0.5, "rank": 2, "decoded_token": "t1"}
+
+
 def test_health(server):
     result = quire("health", "--json", "--target", server.target)
     expected = {"target": server.target, "service": "ready", "serving": True, "error": None}
