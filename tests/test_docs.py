@@ -30,18 +30,21 @@ each_document = pytest.mark.parametrize(
 )
 
 
-def test_the_settings_page_has_the_table_of_every_setting() -> None:
+@pytest.mark.parametrize(
+    ("script", "page", "num_rows"), [("settings_table", "settings", 20), ("api_table", "api", 60)]
+)
+def test_a_generated_table_is_that_of_the_code(script: str, page: str, num_rows: int) -> None:
     table = subprocess.run(
-        [sys.executable, "scripts/settings_table.py"],
+        [sys.executable, f"scripts/{script}.py"],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert table.count("\n| ") > 20
-    page = (ROOT / "docs" / "settings.md").read_text()
-    assert table in page, "run scripts/settings_table.py --write"
+    assert table.count("\n| ") > num_rows
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert table in text, f"run scripts/{script}.py --write"
 
 
 @each_document
