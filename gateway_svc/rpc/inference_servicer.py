@@ -31,7 +31,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 prepared = await self._generations.prepare(
                     request, context.time_remaining(), self._tenant_of(context)
                 )
-                builder = responses.ResponseBuilder(prepared.model)
+                has_ids = request.WhichOneof("prompt") == "token_ids"
+                builder = responses.ResponseBuilder(
+                    prepared.model, () if has_ids else prepared.submission.prompt_token_ids
+                )
                 async with self._generations.start(prepared) as running:
                     async for update in times.measure(running.updates()):
                         builder.add(update)

@@ -35,9 +35,12 @@ async def stream_response(
 class ResponseBuilder:
     """Builds the response of a unary call in place, update by update."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, prompt_token_ids: Iterable[int]) -> None:
+        """`prompt_token_ids` is empty if the client has them."""
         self._model = model
-        self._response = inference_pb2.GenerateResponse(model=model.name)
+        self._response = inference_pb2.GenerateResponse(
+            model=model.name, prompt_token_ids=prompt_token_ids
+        )
         # By choice.
         self._texts: list[list[str]] = []
 

@@ -79,8 +79,9 @@ class RequestOutput:
 
     request_id: str
     model: str
-    # One of the two is the caller's prompt; neither for a conversation.
+    # The caller's prompt, if it is a text.
     prompt: str | None
+    # The prompt's tokens; None if an older server does not return them.
     prompt_token_ids: list[int] | None
     # In order of their indices.
     outputs: list[CompletionOutput]

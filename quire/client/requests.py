@@ -77,11 +77,14 @@ def request_output(
     request: inference_pb2.GenerateRequest, response: inference_pb2.GenerateResponse
 ) -> RequestOutput:
     """Combine a response with its prompt."""
+    has_ids = request.HasField("token_ids")
+    token_ids = list(request.token_ids.ids if has_ids else response.prompt_token_ids)
     return RequestOutput(
         request_id=response.request_id,
         model=response.model,
         prompt=request.text if request.HasField("text") else None,
-        prompt_token_ids=list(request.token_ids.ids) if request.HasField("token_ids") else None,
+        # No prompt is empty: it is absent from an older server's response.
+        prompt_token_ids=token_ids or None,
         outputs=[CompletionOutput.from_proto(choice) for choice in response.choices],
         usage=Usage.from_proto(response.usage),
         prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),

@@ -62,6 +62,7 @@ class ScriptedInference(InferenceServiceServicer):
             choices=choices,
             usage=_usage(),
             prompt_logprobs=_prompt_logprobs(request),
+            prompt_token_ids=[] if request.HasField("token_ids") else [7, 8, 9],
         )
 
     def StreamGenerate(self, request, context) -> Iterator:  # noqa: N802

@@ -25,7 +25,7 @@ def test_generate_returns_the_whole_output(client, server):
     assert output.request_id == "mine"
     assert output.model == "scripted"
     assert output.prompt == "hello"
-    assert output.prompt_token_ids is None
+    assert output.prompt_token_ids == [7, 8, 9]
     assert output.outputs == [CompletionOutput(0, "HELLO", [1, 2], "stop", 2)]
     assert output.usage == Usage(3, 1, 2)
     [request] = server.inference.requests

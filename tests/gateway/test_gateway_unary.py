@@ -11,6 +11,7 @@ from gateway_svc.generation.choice import Choice
 from gateway_svc.scheduler.events import Accepted, Ended, NewTokens
 from gateway_svc.scheduler.request_stream import RequestStream
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.v1 import conversation_pb2
 from quire.v1 import inference_pb2 as pb
 
 TEXT = "brown fox jumps"
@@ -33,6 +34,21 @@ async def test_unary_calls_without_stop_strings_are_deferred(
     assert not (await stack.scheduler.serve_one(ids)).deferred_delivery
     assert (await unary).choices[0].text == TEXT
     assert "".join([d.text async for r in stream for d in r.deltas]) == TEXT
+
+
+async def test_the_response_has_the_tokens_of_a_prompt_that_was_tokenized_here(
+    stack: Stack,
+) -> None:
+    message = conversation_pb2.Message(role="user", content="x")
+    for prompt, is_returned in (
+        (pb.GenerateRequest(text="The brown fox"), True),
+        (pb.GenerateRequest(conversation=conversation_pb2.Conversation(messages=[message])), True),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6])), False),
+    ):
+        call = stack.inference.Generate(prompt)
+        submission = await stack.scheduler.serve_one(stack.encode(TEXT))
+        expected = list(submission.prompt_token_ids) if is_returned else []
+        assert list((await call).prompt_token_ids) == expected
 
 
 async def test_the_response_has_all_tokens_delivered_in_pieces(stack: Stack) -> None:
