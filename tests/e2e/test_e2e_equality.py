@@ -195,10 +195,13 @@ async def test_logprobs_are_those_of_transformers(family: Family, k: int) -> Non
 
 
 async def test_prompt_logprobs_are_those_of_transformers(family: Family) -> None:
-    """Of prompts in one chunk and several, new ones and such as the cache holds."""
-    prompts = mixed_prompts()[:12]
+    """Of 32 requests at once, with prompts in one chunk and several, of which half have been
+    computed before: with their log-probabilities they are computed again."""
+    prompts = mixed_prompts()[: NUM_REQUESTS // 2]
+    assert max(map(len, prompts)) > MAX_NUM_BATCHED_TOKENS
+    await family.generate(prompts[::2], [GREEDY] * (NUM_REQUESTS // 4))
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3, n=2)
-    outputs = await family.generate(prompts * 2, [params] * 2 * len(prompts))
+    outputs = await family.generate(prompts * 2, [params] * NUM_REQUESTS)
     for prompt, output in zip(prompts * 2, outputs, strict=True):
         assert output.prompt_logprobs is not None
         first, *found = output.prompt_logprobs

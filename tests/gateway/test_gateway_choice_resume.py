@@ -34,10 +34,12 @@ def choice(
     skip: bool,
     context: Sequence[int],
     stop_token_ids: Sequence[int] = (),
+    min_tokens: int = 0,
     next_index: int = 0,
 ) -> Choice:
     detokenizer = Detokenizer(vocabulary, skip, context)
-    return Choice(0, detokenizer, stops, frozenset(stop_token_ids), next_index)
+    stop_ids = frozenset(stop_token_ids)
+    return Choice(0, detokenizer, stops, stop_ids, next_index, min_tokens=min_tokens)
 
 
 def end(num_tokens: int) -> Ended:
@@ -71,11 +73,12 @@ def check_every_cut(
     skip: bool,
     context: Sequence[int],
     stop_token_ids: Sequence[int],
+    min_tokens: int = 0,
 ) -> None:
     """The updates of one stream up to any cut, and those of another gateway after it, give the
     whole text and all tokens.
     """
-    args = (vocabulary, stops, skip, context, stop_token_ids)
+    args = (vocabulary, stops, skip, context, stop_token_ids, min_tokens)
     whole = choice(*args)
     parts = updates(whole, ids, pieces[0])
     text = text_of(parts)
@@ -103,6 +106,7 @@ def check_every_cut(
     pieces=st.tuples(cuts, cuts),
     stops=stop_strings,
     skip=st.booleans(),
+    min_tokens=st.integers(0, 12),
 )
 @settings(max_examples=150, deadline=None)
 def test_a_text_is_resumed_at_every_cut(
@@ -112,11 +116,12 @@ def test_a_text_is_resumed_at_every_cut(
     pieces: tuple[list[int], list[int]],
     stops: list[str],
     skip: bool,
+    min_tokens: int,
 ) -> None:
     vocabulary = VOCABULARIES[name]
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
     context = vocabulary.tokenizer.encode(prompt, add_special_tokens=False).ids
-    check_every_cut(vocabulary, ids, pieces, stops, skip, context, ())
+    check_every_cut(vocabulary, ids, pieces, stops, skip, context, (), min_tokens)
 
 
 @every_vocabulary
@@ -159,6 +164,18 @@ def test_only_the_end_of_a_context_matters(name: str, ids: list[int]) -> None:
     for skip in (False, True):
         tail = Detokenizer.trim_context(vocabulary, skip, ids)
         assert Detokenizer.trim_context(vocabulary, skip, tail) == tail
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, ""), (1, ""), (2, "ab"), (3, "ab"), (4, "abab"), (5, "abab"), (6, "ababab")],
+)
+def test_a_stop_string_ends_after_the_first_tokens(min_tokens: int, text: str) -> None:
+    """As in vLLM: it may begin in the text of the first `min_tokens` tokens, and end later."""
+    vocabulary = VOCABULARIES["byte_level"]
+    ids = [vocabulary.tokenizer.token_to_id(character) for character in "ababab"]
+    parts = updates(choice(vocabulary, ["ab"], True, [], (), min_tokens), ids, range(7))
+    assert text_of(parts) == text
 
 
 def test_an_index_past_the_end_fails() -> None:
