@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES = 10
-_MAX_DEPTH = 8
+# As the parser itself has it.
+_MAX_DEPTH = 100
 # The bytes that do not end a varint.
 _CONTINUED = bytes(range(128, 256))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 from gateway_stack import Stack, info_of
+from google.protobuf import json_format, struct_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from http_client import Http
@@ -17,6 +18,7 @@ from gateway_svc.settings import GatewaySettings
 from quire.service.channels import channel_options
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
+from quire.v1.conversation_pb2 import Conversation, Message
 
 
 def length_field(number: int, content: bytes) -> bytes:
@@ -133,6 +135,18 @@ async def test_many_entries_are_refused_before_they_are_parsed(stack: Stack, nam
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(caught.value.details()).startswith(f"{field}: ")
     assert info_of(caught.value).reason == reason
+
+
+async def test_large_requests_may_have_nested_variables(stack: Stack) -> None:
+    """A level of an object is three of the message."""
+    variables = json_format.ParseDict({"a": {"b": [{"c": {"d": 1}}]}}, struct_pb2.Struct())
+    messages = [Message(role="user", content=" " * 2**17)]
+    request = pb.GenerateRequest(
+        conversation=Conversation(messages=messages, chat_template_kwargs=variables)
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(request)
+    assert info_of(caught.value).reason == "PROMPT_TOO_LONG"
 
 
 async def test_a_stopping_gateway_accepts_calls_and_refuses_them(
