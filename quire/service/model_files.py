@@ -4,7 +4,12 @@ from typing import Final
 
 _CONFIGS = ("config.json", "generation_config.json")
 # Of a worker.
-WEIGHTS_FILES: Final = ("*.safetensors", "*.safetensors.index.json", *_CONFIGS)
+WEIGHTS_FILES: Final = (
+    *("*.safetensors", "*.safetensors.index.json"),
+    # For structured output.
+    "tokenizer.json",
+    *_CONFIGS,
+)
 # Of a gateway: tokenizer and chat template in any format, no weights.
 TEXT_FILES: Final = (
     *("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken"),

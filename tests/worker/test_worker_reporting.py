@@ -9,8 +9,9 @@ import pytest
 from quire.internal.v1 import worker_pb2
 from worker_svc.plan.plans import Plan, StepOutput, StepTimes, plan_from_proto
 from worker_svc.runner.device_thread import DeviceThread
-from worker_svc.runner.step_runner import Callback, PendingOutput, ReadyOutput, no_op
+from worker_svc.runner.step_runner import Callback, LoadedRunner, PendingOutput, ReadyOutput, no_op
 from worker_svc.service.execute_stream import ExecuteStream
+from worker_svc.sim.runner import SimModel
 
 _TIMEOUT_S = 10
 
@@ -38,7 +39,7 @@ class ComputingRunner:
 @pytest.fixture
 async def given() -> AsyncIterator[tuple[ExecuteStream, ComputingRunner]]:
     thread, runner = DeviceThread(), ComputingRunner()
-    yield ExecuteStream(1, thread, runner), runner
+    yield ExecuteStream(1, thread, LoadedRunner(runner, SimModel().identity)), runner
     for event in runner.may_end:
         event.set()
     assert thread.stop(_TIMEOUT_S)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.dispatch import Implementation
+from worker_svc.grammar.compiler import GrammarCompiler
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 
@@ -29,6 +30,8 @@ class ProcessorContext:
     implementation: Implementation | None  # of the kernels; None: the best one available
     # Copies an array to `device` without waiting for it. The array may be changed afterwards.
     upload: Callable[[NDArray[Any]], Tensor]
+    # None if the model has no tokenizer that the grammar library reads.
+    grammars: GrammarCompiler | None = None
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name, with_cache_dtype
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock
+from worker_svc.grammar.compiler import load_grammars
 from worker_svc.model.attention import PagedAttention, choose_attention
 from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
 from worker_svc.model.elementwise_fusion import fuse
@@ -30,7 +31,7 @@ from worker_svc.model.weight_readers import has_finite_logits, probe_weights
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
-from worker_svc.runner.step_runner import Identity, LoadedRunner
+from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
 from worker_svc.service.process import keep_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
@@ -118,11 +119,25 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         num_blocks=pool.size.num_blocks,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
+    progress.begin("reading the vocabulary")
+    grammars = load_grammars(model.weights[0].parent, model.vocab_size)
     progress.begin("warming up")
     runner = start_runner(
-        model, pool, attention, tables, implementation, enforce_eager=settings.enforce_eager
+        model,
+        pool,
+        attention,
+        tables,
+        implementation,
+        enforce_eager=settings.enforce_eager,
+        grammars=grammars,
     )
-    identity = Identity(
+    identity = _identity(model, settings, pool)
+    on_arrival = no_op if grammars is None else grammars.prepare_for
+    return LoadedRunner(MultiStepRunner(runner), identity, on_arrival)
+
+
+def _identity(model: LoadedModel, settings: WorkerSettings, pool: KvPool) -> Identity:
+    return Identity(
         model_fingerprint=model.fingerprint,
         block_size=settings.block_size,
         num_blocks=pool.size.num_blocks,
@@ -132,7 +147,6 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         max_model_len=model.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
-    return LoadedRunner(MultiStepRunner(runner), identity)
 
 
 def _load_model(

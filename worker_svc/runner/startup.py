@@ -21,6 +21,7 @@ from worker_svc.gpu.graphs import Capturer, CudaCapturer, graph_sizes
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.gpu.staging import Staging, largest_step_bytes
 from worker_svc.gpu.streams import CudaStreams, Streams
+from worker_svc.grammar.compiler import GrammarCompiler
 from worker_svc.logits.built_in import make_pipeline
 from worker_svc.logits.processor import ProcessorContext
 from worker_svc.model.attention import PagedAttention
@@ -44,10 +45,13 @@ def start_runner(
     implementation: Implementation,
     *,
     enforce_eager: bool,
+    grammars: GrammarCompiler | None = None,
 ) -> StepRunner:
-    """A runner that is ready for the first plan. `enforce_eager`: without CUDA graphs."""
+    """A runner that is ready for the first plan. `enforce_eager`: without CUDA graphs. Without
+    `grammars`, rows that follow one fail."""
     if model.device.type != "cuda":
-        processors = make_pipeline(_context(model, tables, implementation, _copy_to_host))
+        context = _context(model, tables, implementation, _copy_to_host, grammars)
+        processors = make_pipeline(context)
         return Runner(model, pool, attention, tables, processors, implementation)
     capturer = None if enforce_eager else CudaCapturer()
     return start_pipelined(model, pool, attention, tables, implementation, CudaStreams(), capturer)
@@ -58,6 +62,7 @@ def _context(
     tables: RowTables,
     implementation: Implementation | None,
     upload: Callable[[NDArray[Any]], Tensor],
+    grammars: GrammarCompiler | None,
 ) -> ProcessorContext:
     return ProcessorContext(
         vocab_size=model.vocab_size,
@@ -66,6 +71,7 @@ def _context(
         device=model.device,
         implementation=implementation,
         upload=upload,
+        grammars=grammars,
     )
 
 

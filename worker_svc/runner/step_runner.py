@@ -50,8 +50,8 @@ class Failed:
         raise self.error
 
 
-def no_op() -> None:
-    """The default of `before_blocking`."""
+def no_op(*_: object) -> None:
+    """The default of callbacks."""
 
 
 class StepRunner(Protocol):
@@ -96,3 +96,5 @@ class LoadedRunner:
 
     runner: StepRunner
     identity: Identity
+    # Called on the event loop when a plan arrives, which may be long before it is launched.
+    on_arrival: Callable[[Plan], object] = no_op

@@ -13,7 +13,7 @@ from quire.internal.v1 import worker_pb2
 from quire.service.errors import RequestError, failed
 from worker_svc.plan.plans import Plan, StepOutput, result_to_proto
 from worker_svc.runner.device_thread import DeviceThread
-from worker_svc.runner.step_runner import Failed, PendingOutput, ReadyOutput, StepRunner
+from worker_svc.runner.step_runner import Failed, LoadedRunner, PendingOutput, ReadyOutput
 
 log = structlog.get_logger()
 
@@ -25,10 +25,11 @@ class ExecuteStream:
     That thread launches, completes and reports steps in the order of their plans.
     """
 
-    def __init__(self, epoch: int, thread: DeviceThread, runner: StepRunner) -> None:
+    def __init__(self, epoch: int, thread: DeviceThread, loaded: LoadedRunner) -> None:
         self._epoch = epoch
         self._thread = thread
-        self._runner = runner
+        self._runner = loaded.runner
+        self._on_arrival = loaded.on_arrival
         self._loop = asyncio.get_running_loop()
         self._last_step = 0
         self._has_work = False  # a plan with scheduled rows was received
@@ -52,6 +53,7 @@ class ExecuteStream:
         if self._ended:
             return
         self._last_step = plan.step
+        self._on_arrival(plan)
         if not self._has_work and len(plan.rows):
             self._has_work = True
             log.info("first work", step=plan.step)

@@ -142,7 +142,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await self._clear(self._stream)
             # A newer leader may have opened a stream while this one waited.
             self._advance_epoch(opening.epoch, opening.holder)
-            self._stream = ExecuteStream(opening.epoch, self._thread, loaded.runner)
+            self._stream = ExecuteStream(opening.epoch, self._thread, loaded)
             self._idle.clear()
             log.info("lane opened", epoch=opening.epoch, holder=opening.holder.hex())
             return self._stream

@@ -1,0 +1,1 @@
+"""Measures libraries of grammars, and the price of structured output."""

@@ -1,0 +1,67 @@
+"""Grammars of llguidance: the vocabulary that they read, and matchers with limits.
+
+Gateways compile a grammar to check it, workers to follow it; both must decide alike.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+# A token that no model has. A mask that has it says that the output may end.
+_END: Final = "<|quire: the format ends here|>"
+# The library's own limits, without texts of the parser's state in errors: they hold the output.
+_LIMITS: Final = LLParserLimits(verbose_errors=False)
+_QUIET: Final = 0
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled; the message is the library's reason."""
+
+
+class NoGrammarsError(Exception):
+    """A tokenizer that the library does not read; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class GrammarVocabulary:
+    """A model's vocabulary as grammars use it. Ids from the tokenizer's size on are impossible."""
+
+    tokenizer: LLTokenizer
+    # The bit of a mask that says that the output may end; not a token of the model.
+    end_id: int
+
+    @property
+    def size(self) -> int:
+        """The number of bits of a mask."""
+        return self.tokenizer.vocab_size
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int) -> "GrammarVocabulary":
+        """`vocab_size` is the model's, which may exceed the tokenizer's. Takes a second for 100,000
+        tokens. NoGrammarsError if the library does not read this tokenizer."""
+        extended = Tokenizer.from_str(tokenizer.to_str())
+        # Settings of a training run, saved with the vocabulary.
+        extended.no_truncation()
+        extended.no_padding()
+        extended.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
+        end_id = extended.token_to_id(_END)
+        assert end_id is not None
+        try:
+            size = max(vocab_size, end_id + 1)
+            return cls(LLTokenizer(extended.to_str(), n_vocab=size, eos_token=end_id), end_id)
+        except ValueError as error:
+            raise NoGrammarsError(first_line(error)) from error
+
+    def compile(self, definition: str) -> LLMatcher:
+        """A matcher at the start of a grammar; copies of it are cheap. Releases the interpreter.
+        GrammarError if the grammar is invalid or exceeds a limit."""
+        matcher = LLMatcher(self.tokenizer, definition, log_level=_QUIET, limits=_LIMITS)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return matcher
+
+
+def first_line(error: object) -> str:
+    return str(error).partition("\n")[0]

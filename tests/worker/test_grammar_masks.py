@@ -1,0 +1,233 @@
+"""Masks of grammars: which tokens may follow, and where the output may end."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from grammar_tokenizers import ADDED, SPECIAL, byte_fallback, byte_level
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from quire.service.grammars import GrammarError, GrammarVocabulary, NoGrammarsError
+from worker_svc.grammar.compiler import GrammarCompiler, load_grammars
+from worker_svc.grammar.masks import TokenMasks
+from worker_svc.grammar.row_grammar import RowGrammar
+from worker_svc.plan.inputs import Ints
+
+NO_STOPS: Ints = np.empty(0, np.int64)
+
+
+class Guide:
+    """Grammars over one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, padding: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size() + padding
+        self.vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, self.vocab_size)
+        self.compiler = GrammarCompiler(self.vocabulary)
+        self.masks = TokenMasks(self.vocabulary, self.vocab_size, 8, num_threads=2)
+
+    def row(
+        self, lark: str, stops: Ints = NO_STOPS, begins_after: tuple[int, ...] = ()
+    ) -> RowGrammar:
+        definition = LLMatcher.grammar_from_lark(lark)
+        matcher = self.compiler.matcher(definition)
+        return RowGrammar(matcher, begins_after, stops.tolist(), self.vocabulary.end_id)
+
+    def possible(self, row: RowGrammar, stops: Ints = NO_STOPS) -> set[int]:
+        bits = self.masks.compute([row], [stops])
+        unpacked = np.unpackbits(bits[0].view(np.uint8), bitorder="little")[: self.vocab_size]
+        return set(unpacked.nonzero()[0].tolist())
+
+    def texts(self, row: RowGrammar, stops: Ints = NO_STOPS) -> set[str]:
+        return {str(self.tokenizer.id_to_token(id_)) for id_ in self.possible(row, stops)}
+
+    def write(self, row: RowGrammar, text: str) -> None:
+        for token_id in self.tokenizer.encode(text, add_special_tokens=False).ids:
+            row.append(token_id)
+
+
+@pytest.fixture(scope="module")
+def guide() -> Guide:
+    return Guide(byte_level(), padding=7)
+
+
+def _id(guide: Guide, token: str) -> int:
+    token_id = guide.tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def _stops(guide: Guide) -> Ints:
+    return np.array([guide.tokenizer.token_to_id(text) for text in SPECIAL])
+
+
+def test_tokens_that_continue_the_grammar_are_possible(guide: Guide) -> None:
+    row = guide.row('start: "x" /[ab]+/ "y"')
+    assert guide.texts(row) == {"x"}
+    guide.write(row, "x")
+    assert guide.texts(row) == {"a", "b", "ab"}
+    guide.write(row, "ab")
+    assert guide.texts(row) == {"a", "b", "ab", "y"}
+
+
+def test_stop_tokens_are_possible_where_the_grammar_may_end_and_nowhere_else(guide: Guide) -> None:
+    stops = _stops(guide)
+    row = guide.row('start: "x" /[ab]{1,2}/', stops)
+    assert guide.texts(row, stops) == {"x"}
+    guide.write(row, "xa")
+    assert guide.texts(row, stops) == {"a", "b", *SPECIAL}
+    guide.write(row, "b")
+    assert guide.texts(row, stops) == set(SPECIAL)
+    row.append(int(stops[1]))
+    assert row.has_ended
+    # Steps that were in flight when the sequence ended.
+    assert guide.texts(row, stops) == set(SPECIAL)
+    row.append(int(stops[0]))
+    assert row.error is None
+
+
+def test_a_stop_token_with_a_text_is_possible_at_the_end_alone(guide: Guide) -> None:
+    stops = np.array([guide.tokenizer.token_to_id("b")])
+    row = guide.row("start: /[ab]+/", stops)
+    assert guide.texts(row, stops) == {"a", "ab"}
+    guide.write(row, "a")
+    assert guide.texts(row, stops) == {"a", "ab", "b"}
+
+
+def test_special_tokens_and_padded_ids_are_in_no_text(guide: Guide) -> None:
+    row = guide.row(r"start: /(.|\n)*/")
+    possible = guide.possible(row)
+    assert max(possible) < guide.tokenizer.get_vocab_size()
+    assert not possible & set(_stops(guide).tolist())
+    added = guide.tokenizer.token_to_id(ADDED)
+    assert added not in possible
+    assert guide.possible(guide.row(f"start: <[{added}]>")) == {added}
+    assert guide.possible(guide.row(f"start: <[{guide.vocab_size - 1}]>")) == set()
+
+
+def test_the_bit_of_the_end_does_not_reach_the_model(guide: Guide) -> None:
+    """Where the tokenizer has as many tokens as the model, it is behind the last of them."""
+    tokenizer = byte_level()
+    # 256 bytes, 6 pairs and 3 added tokens; up to a multiple of 32.
+    tokenizer.add_tokens([f"token {at}" for at in range(288 - tokenizer.get_vocab_size())])
+    exact = Guide(tokenizer)
+    assert exact.vocab_size == 288
+    assert exact.vocabulary.end_id == 288
+    stops = _stops(exact)
+    row = exact.row('start: "a"?', stops)
+    bits = exact.masks.compute([row], [stops])
+    assert bits.shape == (1, 9)
+    assert exact.texts(row, stops) == {"a", *SPECIAL}
+
+
+def test_output_is_free_up_to_a_sequence_of_tokens(guide: Guide) -> None:
+    begin = tuple(guide.tokenizer.encode("yx").ids)
+    row = guide.row('start: "a"', begins_after=begin)
+    assert len(guide.possible(row)) == guide.vocab_size
+    guide.write(row, "aayyy")
+    assert row.is_free
+    guide.write(row, "x")
+    assert guide.texts(row) == {"a"}
+
+
+def test_a_token_that_the_grammar_refuses_is_an_error(guide: Guide) -> None:
+    row = guide.row('start: "x"')
+    guide.write(row, "y")
+    assert row.error is not None
+    assert guide.possible(row) == set()
+
+
+def test_forced_tokens_are_the_only_possible_ones(guide: Guide) -> None:
+    row = guide.row('start: "{\\"true" ("e"|"s")')
+    written = []
+    while row.forced:
+        expected = list(row.forced)
+        assert guide.possible(row) == {expected[0]}
+        row.append(expected[0])
+        written.append(expected[0])
+        assert not row.forced or list(row.forced) == expected[1:]
+    assert guide.tokenizer.decode(written).startswith('{"tr')
+    assert guide.tokenizer.id_to_token(written[0]) == '{"'
+
+
+def test_state_is_a_function_of_the_tokens(guide: Guide) -> None:
+    """A sequence that is admitted again at any token has the same possible and forced tokens."""
+    stops = _stops(guide)
+    lark = 'start: "{\\"" /[a-z]{2,4}/ "\\":true," item* "}"\nitem: "true" | /[0-9]/ | <tool_call>'
+    generator = random.Random(0)
+    for _ in range(5):
+        row, output = guide.row(lark, stops), list[int]()
+        while not row.has_ended:
+            possible = guide.possible(row, stops)
+            again = guide.row(lark, stops)
+            for token_id in output:
+                again.append(token_id)
+            assert guide.possible(again, stops) == possible
+            assert again.forced == row.forced
+            output.append(generator.choice(sorted(possible)))
+            row.append(output[-1])
+
+
+def test_rows_have_the_masks_that_they_have_alone(guide: Guide) -> None:
+    stops = _stops(guide)
+    larks = ['start: "x"', "start: /[ab]*/", 'start: "{\\"" /a+/', r"start: /[^\x00-\x20]+/"]
+    alone = [guide.possible(guide.row(lark, stops), stops) for lark in larks]
+    free = guide.row('start: "x"', begins_after=(1,))
+    rows = [*(guide.row(lark, stops) for lark in larks), free]
+    bits = guide.masks.compute(rows, [stops] * len(rows))
+    together = [
+        set(np.unpackbits(line.view(np.uint8), bitorder="little")[: guide.vocab_size].nonzero()[0])
+        for line in bits
+    ]
+    assert together[:-1] == alone
+    assert len(together[-1]) == guide.vocab_size
+
+
+def test_tokenizers_with_byte_fallback() -> None:
+    guide = Guide(byte_fallback(), padding=3)
+    row = guide.row('start: " a" /é/')
+    assert guide.texts(row) == {"▁a"}
+    row.append(_id(guide, "▁a"))
+    assert guide.texts(row) == {"<0xC3>"}
+    row.append(_id(guide, "<0xC3>"))
+    assert guide.texts(row) == {"<0xA9>"}
+
+
+def test_a_tokenizer_without_bytes_is_refused() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(NoGrammarsError, match="decoder"):
+        GrammarVocabulary.from_tokenizer(tokenizer, 2)
+
+
+def test_the_compiler_keeps_the_grammars_used_last(guide: Guide) -> None:
+    compiler = GrammarCompiler(guide.vocabulary, max_grammars=2)
+    a, b, c = (LLMatcher.grammar_from_lark(f'start: "{text}"') for text in "abc")
+    first = compiler.prepare(a)
+    compiler.prepare(b)
+    assert compiler.prepare(a) is first
+    compiler.prepare(c)
+    assert len(compiler) == 2
+    assert compiler.prepare(a) is first
+
+
+def test_rows_of_one_grammar_do_not_disturb_each_other(guide: Guide) -> None:
+    first, second = guide.row('start: "ax"'), guide.row('start: "ax"')
+    guide.write(first, "a")
+    assert guide.texts(second) == {"a"}
+    assert guide.texts(first) == {"x"}
+
+
+def test_a_grammar_that_cannot_be_compiled(guide: Guide) -> None:
+    with pytest.raises(GrammarError):
+        guide.compiler.matcher(LLMatcher.grammar_from_lark("start: missing"))
+
+
+def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) -> None:
+    assert load_grammars(tmp_path, 10) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert load_grammars(tmp_path, 10) is None
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    assert load_grammars(tmp_path, 300) is not None

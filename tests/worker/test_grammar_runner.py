@@ -1,0 +1,125 @@
+"""Rows that follow grammars, on the worker's runners."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from grammar_tokenizers import SPECIAL, byte_level
+from llguidance import LLMatcher
+from transformers import AutoModelForCausalLM, LlamaConfig
+from worker_driver import worker_settings
+
+from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
+from quire.service.grammars import GrammarVocabulary
+from worker_svc.plan.logits_params import Grammar, LogitsParams
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
+
+TOKENIZER = byte_level()
+VOCABULARY = GrammarVocabulary.from_tokenizer(TOKENIZER, TOKENIZER.get_vocab_size())
+STOPS = np.array([TOKENIZER.token_to_id(text) for text in SPECIAL])
+LARKS = (
+    'start: "{\\"" /[a-z]{2,8}/ "\\":true}"',
+    "start: /[0-9]{1,12}/",
+    'start: "a" start "b" | "-"',
+    'start: "true" | "tr" /[abc]{3}/ | /true [x-z]+/',
+)
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedRunner:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=TOKENIZER.get_vocab_size() + 5,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+        initializer_range=0.3,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    return load_runner(worker_settings(folder, num_blocks=400))
+
+
+def _row(number: int, begins_after: str = "") -> GuidedRow:
+    definition = LLMatcher.grammar_from_lark(LARKS[number % len(LARKS)])
+    begins = tuple(TOKENIZER.encode(begins_after).ids)
+    params = LogitsParams(stop_token_ids=STOPS, grammar=Grammar(definition, begins))
+    prompt = TOKENIZER.encode(f"prompt {number}").ids
+    return GuidedRow(prompt, params, seed=number, max_tokens=MAX_TOKENS)
+
+
+def _outputs(loaded: LoadedRunner, rows: list[GuidedRow], num_rounds: int = 1) -> list[list[int]]:
+    RowDriver(loaded).run(rows, num_rounds)
+    assert [row.failure for row in rows] == [None] * len(rows)
+    return [row.output for row in rows]
+
+
+def _follows(row: GuidedRow) -> bool:
+    """Whether a finished output is in its grammar."""
+    assert row.params is not None
+    assert row.params.grammar is not None
+    matcher = VOCABULARY.compile(row.params.grammar.definition)
+    return matcher.consume_tokens(row.output[:-1]) and matcher.is_accepting()
+
+
+def test_32_rows_equal_those_alone_and_follow_their_grammars(loaded: LoadedRunner) -> None:
+    together = [_row(number) for number in range(32)]
+    outputs = _outputs(loaded, together)
+    assert sum(row.is_finished for row in together) > 16
+    assert all(_follows(row) for row in together if row.is_finished)
+    for number in range(0, 32, 5):
+        assert _outputs(loaded, [_row(number)]) == [outputs[number]]
+
+
+def test_several_rounds_give_the_same_tokens(loaded: LoadedRunner) -> None:
+    expected = _outputs(loaded, [_row(number) for number in range(8)])
+    assert _outputs(loaded, [_row(number) for number in range(8)], num_rounds=4) == expected
+
+
+def test_a_row_goes_on_elsewhere_at_any_token(loaded: LoadedRunner) -> None:
+    for number in range(len(LARKS)):
+        (expected,) = _outputs(loaded, [_row(number)])
+        for done in range(len(expected)):
+            again = dataclasses.replace(_row(number), output=expected[:done])
+            assert _outputs(loaded, [again]) == [expected]
+
+
+def test_output_is_free_before_the_grammar_begins(loaded: LoadedRunner) -> None:
+    """The prompt does not count: only the output can begin the grammar."""
+    row = _row(0, begins_after="prompt")
+    free = dataclasses.replace(_row(0), params=None)
+    assert _outputs(loaded, [row]) == _outputs(loaded, [free])
+
+
+def test_rows_without_grammars_are_not_changed(loaded: LoadedRunner) -> None:
+    free = [dataclasses.replace(_row(number), params=None) for number in range(2)]
+    expected = _outputs(loaded, free)
+    mixed = [dataclasses.replace(_row(0), params=None), _row(1)]
+    RowDriver(loaded).run(mixed)
+    assert mixed[0].output == expected[0]
+
+
+def test_an_invalid_grammar_fails_its_row_alone(loaded: LoadedRunner) -> None:
+    wrong = dataclasses.replace(
+        _row(0), params=LogitsParams(stop_token_ids=STOPS, grammar=Grammar("start: missing"))
+    )
+    rows = [wrong, _row(1)]
+    RowDriver(loaded).run(rows)
+    assert rows[0].failure is not None
+    assert "grammar" in rows[0].failure
+    assert rows[1].failure is None
+
+
+def test_a_grammar_without_a_stop_token_fails_at_its_end(loaded: LoadedRunner) -> None:
+    row = _row(0)
+    assert row.params is not None
+    row.params = dataclasses.replace(row.params, stop_token_ids=np.empty(0, np.int64))
+    RowDriver(loaded).run([row])
+    assert row.failure is None or row.failure.startswith("no token is possible")

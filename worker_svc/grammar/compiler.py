@@ -1,0 +1,74 @@
+"""Compiles grammars in threads, and keeps the ones used last."""
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import structlog
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+
+from quire.service.grammars import GrammarVocabulary, NoGrammarsError, first_line
+from worker_svc.plan.plans import Plan
+
+log = structlog.get_logger()
+
+# A compiled grammar takes 10 kB to some MB.
+_MAX_GRAMMARS: Final = 128
+_NUM_THREADS: Final = 2
+
+
+class GrammarCompiler:
+    """Compiled grammars by their definitions. All methods may be called on any thread."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, max_grammars: int = _MAX_GRAMMARS) -> None:
+        self.vocabulary = vocabulary
+        self._max_grammars = max_grammars
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._lock = threading.Lock()
+        # The ones used last at the end.
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def prepare(self, definition: str) -> Future[LLMatcher]:
+        """Start to compile a grammar, unless it is there."""
+        with self._lock:
+            compiled = self._compiled.pop(definition, None)
+            if compiled is None:
+                compiled = self._threads.submit(self.vocabulary.compile, definition)
+            self._compiled[definition] = compiled
+            while len(self._compiled) > self._max_grammars:
+                self._compiled.popitem(last=False)
+            return compiled
+
+    def prepare_for(self, plan: Plan) -> None:
+        """Start to compile the grammars of a plan that has arrived, which may still have to wait
+        for the steps before it."""
+        for admission in plan.admissions:
+            params = admission.logits_params
+            if params is not None and params.grammar is not None:
+                self.prepare(params.grammar.definition)
+
+    def matcher(self, definition: str) -> LLMatcher:
+        """A matcher at the start of a grammar; waits until it is compiled. GrammarError if it
+        cannot be."""
+        return self.prepare(definition).result().deep_copy()
+
+
+def load_grammars(folder: Path, vocab_size: int) -> GrammarCompiler | None:
+    """The compiler for a model's tokenizer; None, with a line in the log, if it has none that the
+    grammar library reads. Rows with grammars fail then; gateways refuse such requests."""
+    path = folder / "tokenizer.json"
+    try:
+        if not path.is_file():
+            raise NoGrammarsError(f"{path}: no such file")
+        tokenizer = Tokenizer.from_file(str(path))
+        return GrammarCompiler(GrammarVocabulary.from_tokenizer(tokenizer, vocab_size))
+    except Exception as error:
+        # The tokenizer library raises bare exceptions.
+        log.info("no structured output", reason=first_line(error))
+        return None
