@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from gateway_svc.admission.wire_format import FieldCounter
+from gateway_svc.admission.wire_format import FieldCounter, largest_field
 from quire.service.errors import RequestError, failed, invalid
 
 if TYPE_CHECKING:
@@ -50,15 +50,14 @@ class RequestSize:
         """Check a serialized request of a message type. RequestError names the field."""
         if len(data) <= _UNCOUNTED_BYTES:
             return
-        counter = FieldCounter(_MAX_FIELDS, self.max_numbers)
-        exceeded = counter.count(data, descriptor)
         if len(data) > self.max_bytes:
             raise _invalid(
-                counter.largest or "",
+                largest_field(data, descriptor, _MAX_FIELDS),
                 "REQUEST_TOO_LARGE",
                 f"makes a request of {len(data)} bytes; the model's context needs at most "
                 f"{self.max_bytes}",
             )
+        exceeded = FieldCounter(_MAX_FIELDS, self.max_numbers).count(data, descriptor)
         if exceeded is not None:
             raise _invalid(exceeded.path, exceeded.reason, exceeded.description)
 

@@ -33,16 +33,35 @@ class _MalformedError(Exception):
     """The bytes are no message."""
 
 
+def largest_field(data: bytes, descriptor: "Descriptor", max_fields: int) -> str:
+    """The name of a message's longest field, of the first `max_fields`; empty if it has none of
+    its type's, or is malformed. Does not look into submessages, of which there may be millions."""
+    name, largest, at = "", 0, 0
+    try:
+        for _ in range(max_fields):
+            if at >= len(data):
+                break
+            tag, at = _varint(data, at)
+            if tag & 7 != _LENGTH:
+                at = _skip(data, at, tag & 7)
+                continue
+            size, at = _varint(data, at)
+            at += size
+            field = descriptor.fields_by_number.get(tag >> 3)
+            if field is not None and size > largest:
+                name, largest = field.name, size
+    except (_MalformedError, IndexError):
+        return ""
+    return name
+
+
 class FieldCounter:
     """Counts fields, also those of submessages, and the numbers of packed fields."""
 
     def __init__(self, max_fields: int, max_numbers: int) -> None:
-        # The longest field of the message, as a path; None if it has none of its type's.
-        self.largest: str | None = None
         self._max_fields = max_fields
         self._max_numbers = max_numbers
         self._num_fields = 0
-        self._largest_bytes = 0
 
     def count(self, data: bytes, descriptor: "Descriptor") -> Exceeded | None:
         """Return the limit that a message exceeds. Malformed bytes exceed one, too: what cannot be
@@ -85,8 +104,6 @@ class FieldCounter:
     def _count_value(
         self, data: bytes, at: int, size: int, field: "FieldDescriptor", path: str, depth: int
     ) -> Exceeded | None:
-        if size > self._largest_bytes and not depth:
-            self.largest, self._largest_bytes = path, size
         if field.message_type is not None:
             if depth >= _MAX_DEPTH:
                 raise _MalformedError

@@ -13,9 +13,12 @@ from grpc_status import rpc_status
 from http_client import Http
 from waiting import until
 
+from gateway_svc.admission import wire_format
+from gateway_svc.admission.request_size import RequestSize
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.service.channels import channel_options
+from quire.service.errors import RequestError
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
 from quire.v1.conversation_pb2 import Conversation, Message
@@ -147,6 +150,28 @@ async def test_large_requests_may_have_nested_variables(stack: Stack) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.inference.Generate(request)
     assert info_of(caught.value).reason == "PROMPT_TOO_LONG"
+
+
+def test_a_request_that_is_too_large_is_refused_without_counting_its_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its neighbours wait meanwhile."""
+    varints = 0
+
+    def counted(data: bytes, at: int) -> tuple[int, int]:
+        nonlocal varints
+        varints += 1
+        return varint(data, at)
+
+    varint = wire_format._varint
+    monkeypatch.setattr(wire_format, "_varint", counted)
+    data = length_field(1, b"id") + length_field(5, b"\x0a\x00" * 10**5) + b"\x38\x01"
+    with pytest.raises(RequestError, match="conversation: makes a request of"):
+        RequestSize(10**5, 10).check(data, pb.GenerateRequest.DESCRIPTOR)
+    assert varints < 10
+    for malformed in (b"\xff" * 20_000, b"\x7b" * 20_000, b"\x1a\xff" + b"\xff" * 20_000):
+        with pytest.raises(RequestError, match="request: makes a request of"):
+            RequestSize(10**4, 10).check(malformed, pb.GenerateRequest.DESCRIPTOR)
 
 
 async def test_a_stopping_gateway_accepts_calls_and_refuses_them(
