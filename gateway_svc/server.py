@@ -16,6 +16,7 @@ from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.app import make_app
 from gateway_svc.http.server import HttpServer
 from gateway_svc.metrics.request_metrics import GatewayMetrics
+from gateway_svc.output_formats.formats import choose
 from gateway_svc.rpc.call_interceptor import CallInterceptor
 from gateway_svc.rpc.inference_servicer import InferenceServicer
 from gateway_svc.rpc.model_servicers import ModelServicer, TokenizerServicer
@@ -207,11 +208,24 @@ class Gateway:
             await self.health.failed(_TOKENIZER, str(error))
             return
         self.served.set(model)
-        log.info("model loaded", model=model.name, vocab_size=model.files.vocab_size)
+        log.info(
+            "model loaded",
+            model=model.name,
+            vocab_size=model.files.vocab_size,
+            tool_format=model.formats.tools,
+            reasoning_format=model.formats.reasoning,
+        )
         await self.health.passed(_TOKENIZER)
 
     def _read_model(self, model: str, revision: str | None) -> Model:
-        return Model.from_files(self.served.name, model_files.load(model, revision), self._threads)
+        files = model_files.load(model, revision)
+        template = files.chat_template
+        formats = choose(
+            None if template is None else template.source,
+            self._settings.tool_call_parser,
+            self._settings.reasoning_parser,
+        )
+        return Model.from_files(self.served.name, files, self._threads, formats)
 
     async def _publish_scheduler_state(self) -> None:
         while True:

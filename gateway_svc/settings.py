@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from gateway_svc.output_formats.formats import REASONING_SETTINGS, TOOL_SETTINGS
 from quire.service.addresses import Address, check_address
 from quire.service.metrics import MetricsAddress
 from quire.service.settings import ServiceSettings, link_tls
@@ -19,6 +20,19 @@ def _check_addresses(value: str) -> str:
     return ",".join(check_address(part.strip()) for part in value.split(","))
 
 
+def _one_of(*names: str) -> AfterValidator:
+    """ValueError for a value that is not one of the names."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
+
+
+ToolCallParser = Annotated[str, _one_of(*TOOL_SETTINGS)]
+ReasoningParser = Annotated[str, _one_of(*REASONING_SETTINGS)]
 Addresses = Annotated[str, AfterValidator(_check_addresses)]
 
 
@@ -67,6 +81,16 @@ class GatewaySettings(ServiceSettings):
         None,
         description="YAML file with the tenants and the hashes of their API keys; without it every "
         "call is accepted. It is read again when it changes.",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="Format in which the model calls tools: a name from docs/tools.md, none, or "
+        "auto, that of the chat template.",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="Format of the model's reasoning: a name from docs/tools.md, none, or auto, "
+        "that of the chat template.",
     )
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenize prompts and render chat templates."

@@ -4,6 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from gateway_svc.generation import output_parsing
+from gateway_svc.generation.choice_parser import (
+    ChoiceParser,
+    ParsedOutput,
+    ParsedPiece,
+    ToolCallDelta,
+)
+from gateway_svc.generation.output_parsing import CallIds
 from gateway_svc.scheduler.events import ChoiceEvent, Ended, TokenLogprobs
 from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.served_model import Model
@@ -19,6 +27,8 @@ class ChoiceEnd:
     num_cached_prompt_tokens: int
     stop_string: str | None = None
     stop_token_id: int | None = None
+    # The output has calls of tools.
+    has_calls: bool = False
 
     @property
     def is_stop(self) -> bool:
@@ -40,6 +50,10 @@ class ChoiceUpdate:
     logprobs: tuple[TokenLogprobs, ...] = ()
     # The characters of the choice before each token; empty unless requested.
     text_offsets: tuple[int, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    # In order, with the text; empty unless the output is parsed.
+    pieces: tuple[ParsedPiece, ...] = ()
 
 
 class Choice:
@@ -59,11 +73,13 @@ class Choice:
         include_stop: bool = False,
         first_text_offset: int | None = None,
         min_tokens: int = 0,
+        parser: ChoiceParser | None = None,
     ) -> None:
         """The client has the tokens before `next_index`, with their text. There is no text without
         a detokenizer. `include_stop` keeps the stop string in the text, and none ends in the text
         of the first `min_tokens` tokens. With `first_text_offset`, updates with log-probabilities
-        have the text offset of each token, which takes decoding one by one."""
+        have the text offset of each token, which takes decoding one by one. `parser` splits the
+        text; without one it is all content."""
         self.index = index
         self.num_tokens = 0
         # The stop string that was found; nothing is emitted after it.
@@ -74,6 +90,7 @@ class Choice:
         self.end: ChoiceEnd | None = None
         self._detokenizer = detokenizer
         self._stops = StopChecker(stops)
+        self._parser = parser
         self._has_stops = bool(stops)
         self._stop_token_ids = stop_token_ids
         self._next_index = next_index
@@ -107,15 +124,30 @@ class Choice:
         new = slice(first_index - num_before, self.num_tokens - num_before)
         if end is not None:
             texts.append(self._end(end))
+        parsed = ParsedOutput("".join(texts)) if self._parser is None else self._parser.take()
         return ChoiceUpdate(
             self.index,
-            "".join(texts),
+            parsed.text,
             tuple(token_ids[new]),
             first_index,
             self.end,
             tuple(logprobs[new]),
             tuple(offsets[new]),
+            parsed.reasoning,
+            parsed.tool_calls,
+            parsed.pieces,
         )
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return (
+            0 if self._parser is None else min(self._parser.num_reasoning_tokens, self.num_tokens)
+        )
+
+    @property
+    def received_pieces(self) -> Sequence[ParsedPiece]:
+        """What the client had before the first update, if the output is parsed."""
+        return () if self._parser is None else self._parser.received
 
     def _decode_new(self, token_ids: Sequence[int], offsets: list[int] | None) -> list[str]:
         """Return the texts to emit, up to a stop string. Appends each token's text offset to
@@ -127,7 +159,10 @@ class Choice:
             if offsets is not None:
                 offsets.append(self._num_characters)
             text = self._decode(segment)
-            if self.num_tokens > self._next_index:
+            is_new = self.num_tokens > self._next_index
+            if self._parser is not None:
+                self._parser.push(text, self.num_tokens, is_new)
+            if is_new:
                 texts.append(text)
             else:
                 self.received_text += text
@@ -135,9 +170,9 @@ class Choice:
 
     def _split_token_ids(self, token_ids: Sequence[int], is_each: bool) -> Iterator[Sequence[int]]:
         """Split tokens where the text up to there is needed: at `next_index`, and after every
-        token with stop strings or if `is_each`.
+        token with stop strings, with a parser, or if `is_each`.
         """
-        if self._has_stops or is_each:
+        if self._has_stops or is_each or self._parser is not None:
             yield from zip(token_ids)
             return
         num_received = max(0, self._next_index - self.num_tokens)
@@ -164,6 +199,7 @@ class Choice:
             text = self._check_stops(self._detokenizer.flush())
         if self.stop_string is None:
             text += self._stops.flush()
+        has_calls = self._parser is not None and self._parser.end(text, self.num_tokens)
         self.num_tokens = min(self.num_tokens, ended.num_tokens)
         if self.num_tokens < self._next_index:
             raise invalid(
@@ -176,6 +212,7 @@ class Choice:
             ended.num_cached_prompt_tokens,
             self.stop_string,
             ended.stop_token_id if by_token else None,
+            has_calls,
         )
         return text
 
@@ -186,10 +223,10 @@ class Choice:
 
 
 def create_choices(
-    state: gateway_pb2.ResumeState, model: Model, next_indices: Sequence[int] = ()
+    request_id: str, state: gateway_pb2.ResumeState, model: Model, next_indices: Sequence[int] = ()
 ) -> tuple[Choice, ...]:
-    """Create the choices, in order. The client has the tokens before `next_indices`, none where
-    absent. RequestError if there are more indices than choices.
+    """Create the choices of a request, in order. The client has the tokens before `next_indices`,
+    none where absent. RequestError if there are more indices than choices.
     """
     if len(next_indices) > state.num_choices:
         raise invalid(
@@ -201,16 +238,27 @@ def create_choices(
     stop_token_ids = frozenset(state.stop_token_ids)
     has_offsets = state.http.format == gateway_pb2.FORMAT_COMPLETION
     first_text_offset = len(state.http.echo) if has_offsets else None
+    is_parsed = state.HasField("parsing") and not state.omit_text
+    shown = output_parsing.marker_ids(state.parsing, model.vocabulary) if is_parsed else frozenset()
     return tuple(
         Choice(
             index,
-            None if state.omit_text else Detokenizer(model.vocabulary, skip, context),
+            None if state.omit_text else Detokenizer(model.vocabulary, skip, context, shown),
             state.stop,
             stop_token_ids,
             next_index,
             state.include_stop_str_in_output,
             first_text_offset,
             state.min_tokens,
+            _parser(request_id, index, state.parsing) if is_parsed else None,
         )
         for index, next_index in zip_longest(range(state.num_choices), next_indices, fillvalue=0)
+    )
+
+
+def _parser(request_id: str, choice: int, parsing: gateway_pb2.OutputParsing) -> ChoiceParser:
+    return ChoiceParser(
+        output_parsing.parser(parsing),
+        CallIds(request_id, choice, parsing.tool_format),
+        parsing.omit_reasoning,
     )

@@ -80,6 +80,10 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
     def num_cached_prompt_tokens(self) -> int:
         """Of the prompt that all choices share, as reported for choice 0."""
         end = self.choices[0].end
@@ -210,7 +214,10 @@ def resume(
         requests,
         stream,
         lambda state: create_choices(
-            state, served.get(state.model, field=None), request.next_token_indices
+            request.request_id,
+            state,
+            served.get(state.model, field=None),
+            request.next_token_indices,
         ),
         None,
     )

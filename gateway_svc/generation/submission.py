@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from gateway_svc.access.tenant import Tenant
-from gateway_svc.generation import logits_params, tenant_limits, validation
+from gateway_svc.generation import logits_params, output_parsing, tenant_limits, validation
 from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.field_checks import check_token_ids
 from gateway_svc.generation.prompt_field import prompt_field
@@ -83,7 +83,7 @@ async def prepare(
     deadline_ms = None if deadline_s is None else round((time.time() + deadline_s) * 1000)
     request_id = request.request_id or secrets.token_hex(16)
     params = request.sampling_params
-    all_token_ids = await _tokenize(request, model, limits)
+    all_token_ids, parsing = await _tokenize(request, model, limits)
     kept = num_kept_tokens(len(all_token_ids), params, limits.max_model_len)
     prompt_token_ids = all_token_ids[len(all_token_ids) - kept :]
     validation.check_prompt_length(
@@ -93,6 +93,8 @@ async def prepare(
     changes = await logits_params.build(params, model, limits)
     resolved.logits_params = changes.SerializeToString(deterministic=True)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
+    if parsing is not None:
+        state.parsing.CopyFrom(parsing)
     if http is not None:
         state.http.CopyFrom(http)
         if http.echo and len(prompt_token_ids) < len(all_token_ids):
@@ -118,23 +120,28 @@ async def prepare(
         tenant=tenant.policy() if tenant.principal else None,
     )
     return PreparedRequest(
-        model, submission, state, prompt_field(request), create_choices(state, model)
+        model, submission, state, prompt_field(request), create_choices(request_id, state, model)
     )
 
 
-async def _tokenize(request: GenerationRequest, model: Model, limits: ModelLimits) -> list[int]:
-    """Tokenize the prompt of a validated request."""
+async def _tokenize(
+    request: GenerationRequest, model: Model, limits: ModelLimits
+) -> tuple[list[int], gateway_pb2.OutputParsing | None]:
+    """Tokenize the prompt of a validated request, and choose how its output is split."""
+    parsing = None
     match request.WhichOneof("prompt"):
         case "token_ids":
-            return list(request.token_ids.ids)
+            return list(request.token_ids.ids), None
         case "text":
             token_ids = await model.encode(request.text, True)
         case _:
+            output_parsing.check_tools("conversation", request.conversation, model.formats)
             rendered = await model.render("conversation", request.conversation)
             validation.check_text("conversation", rendered, limits)
+            parsing = output_parsing.choose(request.conversation, model.formats, rendered)
             token_ids = await model.encode(rendered, False)
     check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
-    return token_ids
+    return token_ids, parsing
 
 
 def _create_resume_state(

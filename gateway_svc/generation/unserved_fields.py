@@ -30,8 +30,6 @@ _NEUTRAL = {
     "min_tokens": 0,
     "typical_p": 1,
 }
-CONVERSATION = frozenset({"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"})
-MESSAGE = frozenset({"tool_calls", "tool_call_id", "reasoning", "name"})
 
 
 def refuse(field: str, message: Message, unserved: frozenset[str]) -> None:

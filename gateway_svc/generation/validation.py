@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from gateway_svc.generation import logits_params, unserved_fields
+from gateway_svc.generation.conversation_checks import check_messages, check_tools
 from gateway_svc.generation.field_checks import (
     check_at_most,
     check_length,
@@ -35,8 +36,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_BYTES = 256
-MAX_MESSAGES = 4096
-MAX_ROLE_CHARACTERS = 64
 MAX_VARIABLES_BYTES = 2**14
 # Of one Detokenize call, unless the model's sequences are longer: a tenth of a second of work.
 MAX_DETOKENIZED_TOKENS = 2**17
@@ -90,20 +89,11 @@ def check_conversation(
         raise invalid(
             field, "NO_CHAT_TEMPLATE", "is a conversation; the model has no chat template"
         )
-    unserved_fields.refuse(field, conversation, unserved_fields.CONVERSATION)
-    if not conversation.messages:
-        raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
-    # Before any work per message: millions of empty messages fit into a request.
-    check_at_most(
-        f"{field}.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
-    )
-    for at, message in enumerate(conversation.messages):
-        one = f"{field}.messages[{at}]"
-        unserved_fields.refuse(one, message, unserved_fields.MESSAGE)
-        role = f"{one}.role"
-        check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
+    check_messages(field, conversation)
+    check_tools(field, conversation)
     _check_template_variables(f"{field}.chat_template_kwargs", conversation)
-    check_text(field, "".join(message.content for message in conversation.messages), limits)
+    texts = (message.content + message.reasoning for message in conversation.messages)
+    check_text(field, "".join(texts), limits)
 
 
 def check_text(field: str, text: str, limits: ModelLimits) -> None:

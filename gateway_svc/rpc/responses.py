@@ -43,14 +43,18 @@ class ResponseBuilder:
         )
         # By choice.
         self._texts: list[list[str]] = []
+        self._reasoning: list[list[str]] = []
 
     def add(self, update: Iterable[ChoiceUpdate]) -> None:
         for part in update:
             while part.index >= len(self._texts):
                 self._response.choices.add(index=len(self._texts))
                 self._texts.append([])
+                self._reasoning.append([])
             self._texts[part.index].append(part.text)
+            self._reasoning[part.index].append(part.reasoning)
             choice = self._response.choices[part.index]
+            _add_tool_calls(choice, part)
             choice.token_ids.extend(part.token_ids)
             _fill_all_logprobs(choice, part, self._model.token_texts)
             if part.end is not None:
@@ -62,6 +66,7 @@ class ResponseBuilder:
         response.request_id = running.request_id
         for choice, texts in zip(response.choices, self._texts, strict=True):
             choice.text = "".join(texts)
+            choice.reasoning = "".join(self._reasoning[choice.index])
         response.usage.CopyFrom(_usage(running))
         await _fill_prompt_logprobs(response, running, self._model.token_texts)
         return response
@@ -73,11 +78,25 @@ def _delta(update: ChoiceUpdate, texts: TokenTexts) -> inference_pb2.ChoiceDelta
         text=update.text,
         token_ids=update.token_ids,
         first_token_index=update.first_index,
+        reasoning=update.reasoning,
+        tool_calls=[
+            inference_pb2.ToolCallDelta(
+                index=call.index, id=call.id, name=call.name, arguments=call.arguments
+            )
+            for call in update.tool_calls
+        ],
     )
     _fill_all_logprobs(delta, update, texts)
     if update.end is not None:
         _set_finish(delta, update.end)
     return delta
+
+
+def _add_tool_calls(choice: inference_pb2.Choice, update: ChoiceUpdate) -> None:
+    for delta in update.tool_calls:
+        if delta.id is not None:
+            choice.tool_calls.add(id=delta.id, name=delta.name)
+        choice.tool_calls[delta.index].arguments += delta.arguments
 
 
 async def _fill_prompt_logprobs(
@@ -116,9 +135,12 @@ def _fill_entry(
 
 
 def _set_finish(message: _ChoiceMessage, end: ChoiceEnd) -> None:
-    message.finish_reason = (
-        inference_pb2.FINISH_REASON_STOP if end.is_stop else inference_pb2.FINISH_REASON_LENGTH
-    )
+    if not end.is_stop:
+        message.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+    elif end.has_calls:
+        message.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
+    else:
+        message.finish_reason = inference_pb2.FINISH_REASON_STOP
     if end.stop_string is not None:
         message.stop_string = end.stop_string
     elif end.stop_token_id is not None:
@@ -130,4 +152,5 @@ def _usage(running: Generation) -> inference_pb2.Usage:
         prompt_tokens=running.num_prompt_tokens,
         cached_prompt_tokens=running.num_cached_prompt_tokens,
         completion_tokens=running.num_tokens,
+        reasoning_tokens=running.num_reasoning_tokens,
     )

@@ -14,6 +14,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TemplateError = jinja2.TemplateError
 
+# A message as templates get it: its role and content, and fields that it may have.
+Message = Mapping[str, Any]
+
 # Variables of a template that requests cannot set.
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 # A text that no template contains.
@@ -24,20 +27,26 @@ class ChatTemplate:
     """A compiled template and the special tokens it may use. TemplateError if it is invalid."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
         self._has_system = self._renders_system()
         # A template that renders any role does not mean that the model knows this one.
         self._has_developer = "developer" in source
+        # Templates that compare a content with none expect it of calls without text.
+        self._compares_none = "is none" in source or "is not none" in source
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         add_generation_prompt: bool,
         variables: Mapping[str, object] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """Render messages. TemplateError if the template refuses them or fails.
+        """Render messages and tools, in the form in which transformers passes them. TemplateError
+        if the template refuses them or fails.
 
+        A template gets the arguments of earlier calls as objects, or as JSON if it fails on those.
         Messages of a developer are system messages for a template that does not name their role.
         System messages precede the first user message's text for a template that has none.
         """
@@ -48,7 +57,22 @@ class ChatTemplate:
             ]
         if not self._has_system:
             messages = _without_system(messages)
-        return self._render(messages, add_generation_prompt, variables)
+        if self._compares_none:
+            messages = [
+                {**one, "content": None} if one.get("tool_calls") and not one["content"] else one
+                for one in messages
+            ]
+        try:
+            return self._render(messages, add_generation_prompt, variables, tools)
+        except TemplateError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            as_json = [_with_json_arguments(message) for message in messages]
+            try:
+                return self._render(as_json, add_generation_prompt, variables, tools)
+            except TemplateError:
+                pass
+            raise
 
     def _renders_system(self) -> bool:
         """Whether the text of a first system message is part of the prompt."""
@@ -60,9 +84,10 @@ class ChatTemplate:
 
     def _render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         add_generation_prompt: bool,
         variables: Mapping[str, object],
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         try:
             return self._template.render(
@@ -71,7 +96,7 @@ class ChatTemplate:
                     **variables,
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                 }
             )
@@ -80,10 +105,22 @@ class ChatTemplate:
             raise TemplateError(str(error)) from error
 
 
-def _without_system(messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+def _with_json_arguments(message: Message) -> Message:
+    """The same message with the arguments of its calls as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
+        for call in message["tool_calls"]
+        for function in [call["function"]]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
     """Prepend the text of all system messages to the first user message."""
     system = [message["content"] for message in messages if message["role"] == "system"]
-    others: list[Mapping[str, str]] = [m for m in messages if m["role"] != "system"]
+    others: list[Message] = [m for m in messages if m["role"] != "system"]
     if not system:
         return others
     at = next((at for at, message in enumerate(others) if message["role"] == "user"), None)

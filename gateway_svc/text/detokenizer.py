@@ -69,9 +69,13 @@ class Detokenizer:
         vocabulary: Vocabulary,
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids` are visible even if they are special tokens."""
         self._vocabulary = vocabulary
         self._visible = vocabulary.plain_ids if skip_special_tokens else vocabulary.known_ids
+        if not shown_ids <= self._visible:
+            self._visible |= shown_ids
         # Of the window's text, characters [0, sent) have been emitted.
         self._window = self.trim_context(vocabulary, skip_special_tokens, context)
         self._sent = len(vocabulary.decode(self._window))

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import json_format
 
+from gateway_svc.output_formats.formats import ModelFormats, choose
+from gateway_svc.text import chat_messages
 from gateway_svc.text.chat_template import TemplateError
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.model_files import ModelFiles
@@ -49,13 +51,32 @@ class Model:
     # The most characters that one token stands for.
     longest_token: int
     threads: ThreadPoolExecutor
+    # In which the model writes calls of tools and reasoning.
+    formats: ModelFormats = field(default_factory=ModelFormats)
 
     @classmethod
-    def from_files(cls, name: str, files: ModelFiles, threads: ThreadPoolExecutor) -> "Model":
+    def from_files(
+        cls,
+        name: str,
+        files: ModelFiles,
+        threads: ThreadPoolExecutor,
+        formats: ModelFormats | None = None,
+    ) -> "Model":
+        """`formats` are those of the chat template by default."""
         longest = max(map(len, files.tokenizer.get_vocab(with_added_tokens=True)), default=1)
         vocabulary = Vocabulary.from_tokenizer(files.tokenizer)
         texts = TokenTexts(vocabulary)
-        return cls(name, files, vocabulary, texts, TokenBytes(vocabulary, texts), longest, threads)
+        template = files.chat_template
+        return cls(
+            name,
+            files,
+            vocabulary,
+            texts,
+            TokenBytes(vocabulary, texts),
+            longest,
+            threads,
+            formats or choose(None if template is None else template.source),
+        )
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
         """`max_model_len` is the scheduler's; while it is None, the model's own applies."""
@@ -110,10 +131,8 @@ class Model:
         variables = _template_variables(conversation)
 
         def work() -> str:
-            messages = [
-                {"role": part.role, "content": part.content} for part in conversation.messages
-            ]
-            return template.render(messages, add, variables)
+            messages = chat_messages.messages(conversation)
+            return template.render(messages, add, variables, chat_messages.tools(conversation))
 
         try:
             return await self._in_thread(work)

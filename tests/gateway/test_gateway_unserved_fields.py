@@ -7,7 +7,6 @@ from google.protobuf.message import Message as ProtoMessage
 
 from gateway_svc.generation import unserved_fields
 from quire.v1 import inference_pb2 as pb
-from quire.v1.conversation_pb2 import Conversation, Message
 
 
 def with_field(message: ProtoMessage, name: str) -> ProtoMessage:
@@ -31,19 +30,6 @@ def with_field(message: ProtoMessage, name: str) -> ProtoMessage:
 async def test_a_sampling_parameter_is_refused(stack: Stack, name: str) -> None:
     params = with_field(pb.SamplingParams(), name)
     await check_refused(stack, pb.GenerateRequest(text="a", sampling_params=params), name)
-
-
-@pytest.mark.parametrize("name", sorted(unserved_fields.CONVERSATION))
-async def test_a_field_of_a_conversation_is_refused(stack: Stack, name: str) -> None:
-    conversation = with_field(Conversation(messages=[Message(role="user", content="a")]), name)
-    await check_refused(stack, pb.GenerateRequest(conversation=conversation), name)
-
-
-@pytest.mark.parametrize("name", sorted(unserved_fields.MESSAGE))
-async def test_a_field_of_a_message_is_refused(stack: Stack, name: str) -> None:
-    message = with_field(Message(role="user", content="a"), name)
-    conversation = Conversation(messages=[message])
-    await check_refused(stack, pb.GenerateRequest(conversation=conversation), name)
 
 
 async def check_refused(stack: Stack, request: pb.GenerateRequest, name: str) -> None:

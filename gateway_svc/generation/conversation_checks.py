@@ -1,0 +1,110 @@
+"""Checks of a conversation's messages and tools. Pure; errors name the field."""
+
+import json
+import re
+from typing import NoReturn
+
+from gateway_svc.generation.field_checks import check_at_most
+from quire.service.errors import invalid
+from quire.v1 import conversation_pb2
+
+MAX_MESSAGES = 4096
+MAX_ROLE_CHARACTERS = 64
+MAX_TOOLS = 128
+MAX_CALLS = 128
+# Of all tools together.
+MAX_SCHEMA_BYTES = 2**17
+MAX_ID_CHARACTERS = 256
+# Of values within JSON: Python's parser would fail far beyond.
+_MAX_DEPTH = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_A_NAME = "1 to 64 letters, digits, `_`, `-` and `.` are allowed"
+
+
+def check_messages(field: str, conversation: conversation_pb2.Conversation) -> None:
+    if not conversation.messages:
+        raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
+    # Before any work per message: millions of empty messages fit into a request.
+    check_at_most(
+        f"{field}.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
+    )
+    for at, message in enumerate(conversation.messages):
+        _check_message(f"{field}.messages[{at}]", message)
+
+
+def _check_message(field: str, message: conversation_pb2.Message) -> None:
+    role = f"{field}.role"
+    check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(
+            f"{field}.tool_calls", "CALLS_OF_ROLE", f"are those of the role {message.role!r:.80}"
+        )
+    check_at_most(f"{field}.tool_calls", "TOO_MANY_CALLS", len(message.tool_calls), MAX_CALLS)
+    for at, call in enumerate(message.tool_calls):
+        one = f"{field}.tool_calls[{at}]"
+        _check_name(f"{one}.name", call.name)
+        check_at_most(f"{one}.id", "ID_LENGTH", len(call.id), MAX_ID_CHARACTERS, "characters")
+        _check_object(f"{one}.arguments", call.arguments or "{}")
+    if message.HasField("tool_call_id"):
+        at_most = (len(message.tool_call_id), MAX_ID_CHARACTERS, "characters")
+        check_at_most(f"{field}.tool_call_id", "ID_LENGTH", *at_most)
+    if message.HasField("name"):
+        check_at_most(f"{field}.name", "NAME_LENGTH", len(message.name), 64, "characters")
+
+
+def check_tools(field: str, conversation: conversation_pb2.Conversation) -> None:
+    names: set[str] = set()
+    num_bytes = 0
+    check_at_most(f"{field}.tools", "TOO_MANY_TOOLS", len(conversation.tools), MAX_TOOLS)
+    for at, tool in enumerate(conversation.tools):
+        one = f"{field}.tools[{at}]"
+        _check_name(f"{one}.name", tool.name)
+        if tool.name in names:
+            raise invalid(f"{one}.name", "DUPLICATE_TOOL", f"is {tool.name!r} for a second time")
+        names.add(tool.name)
+        num_bytes += len(tool.parameters.encode())
+        check_at_most(
+            f"{one}.parameters", "TOOLS_SIZE", num_bytes, MAX_SCHEMA_BYTES, "bytes up to here"
+        )
+        if tool.HasField("parameters"):
+            _check_object(f"{one}.parameters", tool.parameters)
+    _check_tool_choice(f"{field}.tool_choice", conversation.tool_choice, names)
+
+
+def _check_tool_choice(field: str, choice: conversation_pb2.ToolChoice, names: set[str]) -> None:
+    match choice.WhichOneof("choice"):
+        case "name" if choice.name not in names:
+            raise invalid(f"{field}.name", "UNKNOWN_TOOL", f"is {choice.name!r:.80}, not a tool")
+        case "mode":
+            if choice.mode not in conversation_pb2.ToolChoiceMode.values():
+                raise invalid(f"{field}.mode", "TOOL_CHOICE_MODE", f"is {choice.mode}, not a mode")
+            if choice.mode == conversation_pb2.TOOL_CHOICE_MODE_REQUIRED and not names:
+                raise invalid(f"{field}.mode", "NO_TOOLS", "is REQUIRED, and there are no tools")
+
+
+def _check_name(field: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise invalid(field, "TOOL_NAME", f"is {name!r:.80}; {_A_NAME}")
+
+
+def _check_object(field: str, text: str) -> None:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise invalid(field, "NOT_JSON", f"is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise invalid(field, "NO_OBJECT", "is not a JSON object")
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise invalid(field, "TOO_DEEP", f"is nested in more than {_MAX_DEPTH} levels")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a value")
