@@ -141,18 +141,19 @@ SECTIONS = (
         http={"messages": {"chat": ("messages",), "responses": ("input", "instructions")}},
         python={"messages": "messages"},
         cli={"messages": "prompt"},
-        unserved=unserved_fields.CONVERSATION,
     ),
     Section(
         "Messages of conversations",
         "Message",
         http={
-            name: {"chat": (f"messages.{name}",), "responses": (f"input.{name}",)}
-            for name in ("role", "content")
+            **{
+                name: {"chat": (f"messages.{name}",), "responses": (f"input.{name}",)}
+                for name in ("role", "content", "tool_calls", "tool_call_id", "name")
+            },
+            "reasoning": {"chat": ("messages.reasoning",), "responses": ()},
         },
         python=_named(["role", "content"]),
         cli={"content": "prompt"},
-        unserved=unserved_fields.MESSAGE,
     ),
 )
 

@@ -57,13 +57,20 @@ class ChoiceParser:
         self._parser = parser
         self._omits_reasoning = omits_reasoning
         self._new: list[ParsedPiece] = []
+        # The last tokens, if they are part of no piece: they may be a marker of reasoning.
+        self._num_pending = 0
 
     def push(self, text: str, num_tokens: int, is_new: bool) -> None:
         """Add the text that became certain with a token, the last of `num_tokens`."""
         was_reasoning = self._parser.is_reasoning
-        self._add(self._parser.push(text), num_tokens, is_new)
+        pieces = self._parser.push(text)
+        self._add(pieces, num_tokens, is_new)
+        self._num_pending += 1
         if was_reasoning or self._parser.is_reasoning:
-            self.num_reasoning_tokens += 1
+            self.num_reasoning_tokens += self._num_pending
+            self._num_pending = 0
+        elif pieces:
+            self._num_pending = 0
 
     def end(self, text: str, num_tokens: int) -> bool:
         """Add the rest of the text; whether it has calls."""

@@ -77,9 +77,9 @@ def _check_tool_choice(field: str, choice: conversation_pb2.ToolChoice, names: s
             raise invalid(f"{field}.name", "UNKNOWN_TOOL", f"is {choice.name!r:.80}, not a tool")
         case "mode":
             if choice.mode not in conversation_pb2.ToolChoiceMode.values():
-                raise invalid(f"{field}.mode", "TOOL_CHOICE_MODE", f"is {choice.mode}, not a mode")
+                raise invalid(field, "TOOL_CHOICE_MODE", f"is {choice.mode}, not a mode")
             if choice.mode == conversation_pb2.TOOL_CHOICE_MODE_REQUIRED and not names:
-                raise invalid(f"{field}.mode", "NO_TOOLS", "is REQUIRED, and there are no tools")
+                raise invalid(field, "NO_TOOLS", "requires a call, and there are no tools")
 
 
 def _check_name(field: str, name: str) -> None:

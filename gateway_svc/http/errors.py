@@ -56,7 +56,8 @@ class HttpError:
 
 
 def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpError:
-    """Convert an error. `renamed` has the client's names of fields that have others in gRPC."""
+    """Convert an error. `renamed` has the client's names of fields that have others in gRPC; for
+    `field[]`, the name of the object within each of its entries that has the fields."""
     info = _detail(error, error_details_pb2.ErrorInfo())
     reason = info.reason if info is not None else ""
     status = 408 if reason == BODY_TIMEOUT else _STATUSES.get(error.code, 500)
@@ -89,6 +90,9 @@ def is_resumable(error: RequestError) -> bool:
 def _param(field: str, renamed: dict[str, str]) -> str:
     """The client's name of a field: that of the longest renamed path that it begins with."""
     name = _PREFIX.sub("", field).replace("token_ids.ids", "token_ids", 1)
+    head = re.split(r"[.\[]", name, maxsplit=1)[0]
+    if (inner := renamed.get(f"{head}[]")) is not None:
+        name = re.sub(r"^(\w+\[\d+\])\.", rf"\1.{inner}.", name)
     ends = [match.start() for match in re.finditer(r"[.\[]", name)] + [len(name)]
     found = next((end for end in reversed(ends) if name[:end] in renamed), None)
     return name if found is None else renamed[name[:found]] + name[found:]

@@ -84,6 +84,7 @@ class GenerationRoutes:
         renamed = {
             "conversation": "messages",
             "logprobs": "top_logprobs",
+            "tools[]": "function",
             "request_id": _REQUEST_ID,
             **body.format_names,
         }

@@ -179,6 +179,7 @@ class _Generations:
             sum(generation.num_prompt_tokens for generation in found),
             sum(generation.num_tokens for generation in found if not _omits_output(generation)),
             sum(generation.num_cached_prompt_tokens for generation in found),
+            sum(generation.num_reasoning_tokens for generation in found),
         )
 
 

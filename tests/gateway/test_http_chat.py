@@ -113,11 +113,9 @@ for _ in range(50):
             "messages[0].content[0].type",
             "invalid_field",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
+        ({"functions": [{"name": "x"}]}, "functions", "unsupported_field"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_field"),
         ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "logprobs_out_of_range"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_field"),
         (
             {"chat_template_kwargs": {"messages": []}},
             "chat_template_kwargs.messages",

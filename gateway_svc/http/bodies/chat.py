@@ -13,6 +13,14 @@ from gateway_svc.http.bodies.fields import (
     unsupported,
 )
 from gateway_svc.http.bodies.sampling import SamplingFields
+from gateway_svc.http.bodies.tools import (
+    ChatToolCalls,
+    ChatTools,
+    NamedTool,
+    ToolMode,
+    tool_choice,
+    with_reasoning_effort,
+)
 from quire.service.errors import invalid
 from quire.v1 import conversation_pb2
 
@@ -35,20 +43,28 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
 class ChatMessage(HttpRequest):
     role: Annotated[str, Field(min_length=1)]
     content: Content | None = None
-    # Links a tool's output to its call; templates of models without tools have no use for it.
+    # The call that a message of the role `tool` has the output of.
     tool_call_id: str | None = None
-    name: unsupported() = None  # type: ignore[valid-type]
-    tool_calls: unsupported([]) = None  # type: ignore[valid-type]
+    name: str | None = None
+    tool_calls: ChatToolCalls | None = None
+    reasoning: str | None = None
+    # vLLM's older name.
+    reasoning_content: str | None = None
     function_call: unsupported() = None  # type: ignore[valid-type]
     audio: unsupported() = None  # type: ignore[valid-type]
     refusal: unsupported() = None  # type: ignore[valid-type]
-    reasoning: unsupported() = None  # type: ignore[valid-type]
-    reasoning_content: unsupported() = None  # type: ignore[valid-type]
     # Of output that a client sends back.
     annotations: unsupported([]) = None  # type: ignore[valid-type]
 
     def to_proto(self) -> conversation_pb2.Message:
-        return conversation_pb2.Message(role=self.role, content=text_of(self.content))
+        return conversation_pb2.Message(
+            role=self.role,
+            content=text_of(self.content),
+            tool_calls=[call.to_proto() for call in self.tool_calls or ()],
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+            reasoning=self.reasoning_content if self.reasoning is None else self.reasoning,
+        )
 
 
 class ChatRequest(SamplingFields):
@@ -70,9 +86,14 @@ class ChatRequest(SamplingFields):
     documents: unsupported([]) = None  # type: ignore[valid-type]
     echo: unsupported(False) = None  # type: ignore[valid-type]
 
-    tools: unsupported([]) = None  # type: ignore[valid-type]
-    tool_choice: unsupported("none", "auto") = None  # type: ignore[valid-type]
-    parallel_tool_calls: unsupported(True, False) = None  # type: ignore[valid-type]
+    tools: ChatTools | None = None
+    tool_choice: ToolMode | NamedTool | None = None
+    # False: at most one call.
+    parallel_tool_calls: bool | None = None
+    # Sets variables of the chat template.
+    reasoning_effort: str | None = None
+    # False leaves the reasoning out of the output.
+    include_reasoning: bool | None = None
     functions: unsupported([]) = None  # type: ignore[valid-type]
     function_call: unsupported("none", "auto") = None  # type: ignore[valid-type]
     audio: unsupported() = None  # type: ignore[valid-type]
@@ -81,7 +102,6 @@ class ChatRequest(SamplingFields):
     prediction: unsupported() = None  # type: ignore[valid-type]
     prompt_cache_options: unsupported() = None  # type: ignore[valid-type]
     prompt_cache_retention: unsupported("in_memory") = None  # type: ignore[valid-type]
-    reasoning_effort: unsupported() = None  # type: ignore[valid-type]
     service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
     store: unsupported(False) = None  # type: ignore[valid-type]
     verbosity: unsupported("medium") = None  # type: ignore[valid-type]
@@ -101,13 +121,22 @@ class ChatRequest(SamplingFields):
             conversation=conversation(
                 [message.to_proto() for message in self.messages],
                 self.add_generation_prompt,
-                self.chat_template_kwargs,
+                with_reasoning_effort(self.chat_template_kwargs, self.reasoning_effort),
+                tools=[tool.function.to_proto() for tool in self.tools or ()],
+                tool_choice=self._tool_choice(),
+                parallel_tool_calls=self.parallel_tool_calls,
+                include_reasoning=self.include_reasoning,
             ),
             sampling_params=params,
             cache_salt=self.cache_salt,
             priority=self.priority,
             resume_window_s=self.resume_window_s,
         )
+
+    def _tool_choice(self) -> conversation_pb2.ToolChoice | None:
+        if isinstance(self.tool_choice, NamedTool):
+            return tool_choice(None, self.tool_choice.function.name)
+        return tool_choice(self.tool_choice, None)
 
 
 def text_of(content: Content | None) -> str:
@@ -121,9 +150,11 @@ def conversation(
     messages: list[conversation_pb2.Message],
     add_generation_prompt: bool | None = None,
     variables: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> conversation_pb2.Conversation:
     return conversation_pb2.Conversation(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
         chat_template_kwargs=struct_of("chat_template_kwargs", variables),
+        **fields,
     )

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, ChatMessage, conversation
 from gateway_svc.http.bodies.fields import HttpRequest, TokenId, unsupported
+from gateway_svc.http.bodies.tools import ChatTools
 from quire.service.errors import invalid
 from quire.v1 import tokenizer_pb2
 
@@ -24,7 +25,7 @@ class TokenizeRequest(HttpRequest):
     return_token_strs: bool | None = None
     continue_final_message: unsupported(False) = None  # type: ignore[valid-type]
     chat_template: unsupported() = None  # type: ignore[valid-type]
-    tools: unsupported([]) = None  # type: ignore[valid-type]
+    tools: ChatTools | None = None
 
     def message(self) -> tokenizer_pb2.TokenizeRequest:
         """RequestError unless exactly one of the two inputs is set."""
@@ -40,6 +41,7 @@ class TokenizeRequest(HttpRequest):
                     [one.to_proto() for one in self.messages],
                     self.add_generation_prompt,
                     self.chat_template_kwargs,
+                    tools=[tool.function.to_proto() for tool in self.tools or ()],
                 )
             )
         elif self.prompt is not None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.generation.choice_parser import ToolCallDelta
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
 from gateway_svc.http.formats.logprobs import chat_logprobs, prompt_logprobs
 from gateway_svc.text.served_model import Model
@@ -27,12 +28,13 @@ class ChatFormat:
 
     def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
         has_ids = self._state.return_token_ids and update.token_ids
-        if not (update.text or update.logprobs or update.end or has_ids):
+        delta = _delta(update)
+        if not (delta or update.logprobs or update.end or has_ids):
             # Text that is held back comes with a later update.
             return
         logprobs = chat_logprobs(update, self._model)
         choice = {
-            **_choice(index, {"content": update.text} if update.text else {}),
+            **_choice(index, delta),
             "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
             "finish_reason": finish_reason(update.end),
         }
@@ -50,7 +52,7 @@ class ChatFormat:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "message": _message(output),
                 "logprobs": self._joined_logprobs(output),
                 "finish_reason": finish_reason(output.end),
                 "stop_reason": stop_reason(output.end),
@@ -83,6 +85,43 @@ class ChatFormat:
         if self._state.include_usage or self._state.continuous_usage:
             data["usage"] = None if usage is None else usage.to_json()
         return ServerEvent(data)
+
+
+def _delta(update: ChoiceUpdate) -> dict[str, Any]:
+    delta: dict[str, Any] = _reasoning(update.reasoning)
+    if update.text:
+        delta["content"] = update.text
+    if update.tool_calls:
+        delta["tool_calls"] = [_call_delta(call) for call in update.tool_calls]
+    return delta
+
+
+def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    if delta.id is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+
+
+def _message(output: Output) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    message.update(_reasoning(output.reasoning))
+    if output.tool_calls:
+        message["content"] = output.text or None
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(call.arguments)},
+            }
+            for call in output.tool_calls
+        ]
+    return message
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under vLLM's name and its older one."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

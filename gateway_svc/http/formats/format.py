@@ -15,6 +15,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -22,6 +23,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -34,10 +36,22 @@ class ServerEvent:
 
 
 @dataclass
+class ToolCall:
+    """A call of a tool, collected from its deltas."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Output:
     """The output of one choice, collected from its updates."""
 
     texts: list[str] = field(default_factory=list)
+    reasoning_texts: list[str] = field(default_factory=list)
+    # By index.
+    tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     updates: list[ChoiceUpdate] = field(default_factory=list)
     end: ChoiceEnd | None = None
@@ -46,6 +60,11 @@ class Output:
 
     def add(self, update: ChoiceUpdate) -> None:
         self.texts.append(update.text)
+        self.reasoning_texts.append(update.reasoning)
+        for delta in update.tool_calls:
+            if delta.id is not None:
+                self.tool_calls.append(ToolCall(delta.id, delta.name or ""))
+            self.tool_calls[delta.index].arguments.append(delta.arguments)
         self.token_ids += update.token_ids
         if update.logprobs:
             self.updates.append(update)
@@ -54,6 +73,10 @@ class Output:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_texts)
 
 
 class Format(Protocol):
@@ -75,7 +98,9 @@ class Format(Protocol):
 def finish_reason(end: ChoiceEnd | None) -> str | None:
     if end is None:
         return None
-    return "stop" if end.is_stop else "length"
+    if not end.is_stop:
+        return "length"
+    return "tool_calls" if end.has_calls else "stop"
 
 
 def stop_reason(end: ChoiceEnd | None) -> str | int | None:

@@ -1,0 +1,160 @@
+"""Tools and reasoning in chat completions, with the official client."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+import tools_model
+from http_client import Http
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+from tools_model import ARGUMENTS, OUTPUT, TOOLS
+
+from quire.internal.v1 import scheduler_pb2
+
+PATH = "/v1/chat/completions"
+USER: dict[str, Any] = {"role": "user", "content": "a"}
+STOP = scheduler_pb2.END_REASON_STOP_TOKEN
+
+
+@pytest.fixture
+def tools(http: Http, monkeypatch: pytest.MonkeyPatch) -> Http:
+    tools_model.use(http.stack, monkeypatch)
+    return http
+
+
+async def write(http: Http, text: str) -> str:
+    """Write the output of the next request; return its prompt."""
+    scheduler, model = http.stack.scheduler, http.stack.gateway.served.get(None)
+    ids = [*http.stack.encode(text), model.files.eos_token_ids[0]]
+    sent = await http.submission()
+    scheduler.accept(sent)
+    for at, id_ in enumerate(ids):
+        scheduler.write(sent, at, [id_])
+    scheduler.end(sent, len(ids), STOP, stop_token_id=ids[-1])
+    return model.vocabulary.decode(list(sent.prompt_token_ids))
+
+
+def client_of(http: Http) -> openai.AsyncOpenAI:
+    assert http.stack.gateway.http is not None
+    url = f"http://{http.stack.gateway.http.address}/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+async def test_the_official_client_gets_calls(tools: Http) -> None:
+    async with client_of(tools) as client:
+        creating = asyncio.create_task(
+            client.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)  # type: ignore[call-overload]
+        )
+        await write(tools, OUTPUT)
+        completion = await creating
+    [choice] = completion.choices
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.content, choice.message.reasoning) == ("So: ", "Why?")
+    assert choice.message.reasoning_content == "Why?"
+    first, second = choice.message.tool_calls
+    assert (first.function.name, first.function.arguments) == ("weather", ARGUMENTS)
+    assert (second.function.name, second.function.arguments) == ("now", "{}")
+    assert completion.usage.completion_tokens_details.reasoning_tokens > 0
+
+    # The client sends everything back.
+    again = [
+        USER,
+        choice.message.model_dump(),
+        {"role": "tool", "tool_call_id": first.id, "content": "warm"},
+    ]
+    sending = tools.start(PATH, {"messages": again, "tools": TOOLS})
+    prompt = await write(tools, "ok")
+    assert "<think>Why?</think>So: " in prompt
+    assert f"<|tool|>warm={first.id}" in prompt
+    assert (await sending).json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_the_official_client_assembles_streamed_calls(tools: Http) -> None:
+    async with client_of(tools) as client:
+
+        async def read() -> Any:
+            async with client.chat.completions.stream(
+                model="tiny",
+                messages=[USER],
+                tools=TOOLS,  # type: ignore[arg-type]
+            ) as stream:
+                names = [event.name async for event in stream if "arguments.done" in event.type]
+                return names, await stream.get_final_completion()
+
+        reading = asyncio.create_task(read())
+        await write(tools, OUTPUT)
+        names, completion = await reading
+    assert names == ["weather", "now"]
+    [choice] = completion.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "So: "
+    for call in choice.message.tool_calls:
+        assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [
+        {"city": "Bern"},
+        {},
+    ]
+
+
+async def test_deltas_of_reasoning_precede_those_of_content(tools: Http) -> None:
+    async with tools.stream(PATH, {"messages": [USER], "stream": True}) as events:
+        await write(tools, "<think>Why?</think>So.")
+        *received, _ = await events.rest()
+    deltas = [c["delta"] for event in received for c in event.json()["choices"]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Why?"
+    assert "".join(delta.get("content", "") for delta in deltas) == "So."
+    kinds = [kind for delta in deltas for kind in ("reasoning", "content") if delta.get(kind)]
+    assert kinds == sorted(kinds, reverse=True)
+
+
+async def test_effort_of_reasoning_reaches_the_template(tools: Http) -> None:
+    for change, end in [
+        ({"reasoning_effort": "none"}, "<think></think>"),
+        ({"reasoning_effort": "low"}, "<|assistant|>low"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<think></think>"),
+    ]:
+        sending = tools.start(PATH, {"messages": [USER], **change})
+        prompt = await write(tools, "So.")
+        assert prompt.endswith(end)
+        assert (await sending).json()["choices"][0]["message"]["content"] == "So."
+
+
+async def test_the_prompt_of_tools_is_tokenized(tools: Http) -> None:
+    body = {"messages": [USER], "tools": TOOLS}
+    response = await tools.client.post("/tokenize", json=body)
+    decode = tools.stack.gateway.served.get(None).vocabulary.decode
+    assert '<|tool|>{"type": "function"' in decode(response.json()["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_field"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "tool_name",
+        ),
+        ({"tool_choice": "any"}, "tool_choice", "invalid_field"),
+        ({"tool_choice": "required"}, "tool_choice", "no_tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS},
+            "tool_choice.name",
+            "unknown_tool",
+        ),
+        ({"function_call": {"name": "x"}}, "function_call", "unsupported_field"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
+            "messages[0].tool_calls[0].function",
+            "missing_field",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+async def test_an_invalid_field_of_tools_is_named(
+    tools: Http, change: dict[str, Any], param: str, code: str
+) -> None:
+    status, error = await tools.error(PATH, {"messages": [USER], **change})
+    assert (status, error["param"], error["code"]) == (400, param, code)
