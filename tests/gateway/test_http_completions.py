@@ -31,6 +31,7 @@ async def test_a_completion(http: Http) -> None:
         "completion_tokens": len(tokens),
         "total_tokens": num_prompt_tokens + len(tokens),
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
