@@ -27,6 +27,7 @@ MAX_PROCESSOR_ARGS_BYTES = 2**14
 MAX_BYTES = 2**18
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
+_FORMAT = "sampling_params.structured_output"
 
 
 def check(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
@@ -49,6 +50,12 @@ def check(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     modes = inference_pb2.LogprobsMode.values()
     if params.logprobs_mode not in modes:
         raise out_of_range("sampling_params.logprobs_mode", params.logprobs_mode, f"one of {modes}")
+    if params.HasField("structured_output") and params.ignore_eos:
+        raise invalid(
+            "sampling_params.ignore_eos",
+            "IGNORE_EOS_WITH_FORMAT",
+            "is set with structured_output, which ends where its format ends",
+        )
     _check_lists(params, vocab_size)
 
 
@@ -79,9 +86,14 @@ def _check_lists(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
 
 
 async def build(
-    params: inference_pb2.SamplingParams, model: Model, limits: ModelLimits
+    params: inference_pb2.SamplingParams,
+    model: Model,
+    limits: ModelLimits,
+    format_begins_after: Sequence[int] = (),
 ) -> logits_pb2.LogitsParams:
-    """The message of checked parameters. RequestError if it is too large."""
+    """The message of checked parameters. The output follows its format behind the first occurrence
+    of `format_begins_after`. RequestError if the message is too large, or its format is refused.
+    """
     message = logits_pb2.LogitsParams(
         # -0.0 is no default in a message.
         presence_penalty=params.presence_penalty or 0.0,
@@ -98,10 +110,20 @@ async def build(
         message.repetition_penalty = params.repetition_penalty
     if params.typical_p != 1:
         message.typical_p = params.typical_p
-    if params.min_tokens:
+    if params.HasField("structured_output"):
+        output = params.structured_output
+        message.grammar.definition = await model.structured.compile(_FORMAT, output)
+        message.grammar.begins_after_token_ids.extend(format_begins_after)
+    if params.min_tokens or message.HasField("grammar"):
         # End-of-sequence tokens too if they are ignored, as in vLLM.
         stop_token_ids = {*limits.eos_token_ids, *params.stop_token_ids}
         message.stop_token_ids.extend(sorted(stop_token_ids))
+    if message.HasField("grammar") and not message.stop_token_ids:
+        raise invalid(
+            _FORMAT,
+            "NO_STOP_TOKEN",
+            "needs a stop token; the model has no end-of-sequence token",
+        )
     for token_id, bias in sorted(params.logit_bias.items()):
         if bias:
             message.bias_token_ids.append(token_id)

@@ -6,6 +6,7 @@ import json
 
 from gateway_svc.output_formats.calls import Tools
 from gateway_svc.output_formats.formats import (
+    HARMONY,
     JSON,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -18,6 +19,8 @@ from quire.internal.v1 import gateway_pb2
 from quire.service.errors import invalid
 from quire.v1 import conversation_pb2
 
+# Begins the message after the reasoning.
+_HARMONY_FINAL = "<|channel|>final<|message|>"
 _ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -105,6 +108,14 @@ def marker_ids(parsing: gateway_pb2.OutputParsing, vocabulary: Vocabulary) -> fr
     formats = ModelFormats(parsing.tool_format or None, parsing.reasoning_format or None)
     found = (vocabulary.tokenizer.token_to_id(marker) for marker in formats.markers)
     return frozenset(id_ for id_ in found if id_ is not None)
+
+
+def reasoning_end(parsing: gateway_pb2.OutputParsing) -> str | None:
+    """The text that ends the reasoning; None if the output begins without any."""
+    if parsing.reasoning_format == HARMONY:
+        return _HARMONY_FINAL
+    markers = REASONING_FORMATS.get(parsing.reasoning_format)
+    return None if markers is None else markers.end
 
 
 class CallIds:

@@ -90,7 +90,8 @@ async def prepare(
         prompt_field(request), len(prompt_token_ids), limits.max_model_len
     )
     resolved = validation.resolve(params, request_id, len(prompt_token_ids), limits)
-    changes = await logits_params.build(params, model, limits)
+    begins_after = await _format_begins_after(parsing, model)
+    changes = await logits_params.build(params, model, limits, begins_after)
     resolved.logits_params = changes.SerializeToString(deterministic=True)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if parsing is not None:
@@ -142,6 +143,14 @@ async def _tokenize(
             token_ids = await model.encode(rendered, False)
     check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
     return token_ids, parsing
+
+
+async def _format_begins_after(
+    parsing: gateway_pb2.OutputParsing | None, model: Model
+) -> Sequence[int]:
+    """The tokens that end the reasoning, if the output begins with it."""
+    end = None if parsing is None else output_parsing.reasoning_end(parsing)
+    return () if end is None else await model.encode(end, False)
 
 
 def _create_resume_state(

@@ -17,7 +17,6 @@ SAMPLING_PARAMS = frozenset(
         "allowed_token_ids",
         "bad_words",
         "logprobs_mode",
-        "structured_output",
         "processor_args",
         "typical_p",
     }

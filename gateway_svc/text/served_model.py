@@ -10,6 +10,7 @@ import grpc
 from google.protobuf import json_format
 
 from gateway_svc.output_formats.formats import ModelFormats, choose
+from gateway_svc.structured.compiler import StructuredOutputCompiler
 from gateway_svc.text import chat_messages
 from gateway_svc.text.chat_template import TemplateError
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
@@ -51,6 +52,7 @@ class Model:
     # The most characters that one token stands for.
     longest_token: int
     threads: ThreadPoolExecutor
+    structured: StructuredOutputCompiler
     # In which the model writes calls of tools and reasoning.
     formats: ModelFormats = field(default_factory=ModelFormats)
 
@@ -75,6 +77,7 @@ class Model:
             TokenBytes(vocabulary, texts),
             longest,
             threads,
+            StructuredOutputCompiler(files.tokenizer, files.vocab_size),
             formats or choose(None if template is None else template.source),
         )
 

@@ -65,3 +65,11 @@ class GrammarVocabulary:
 
 def first_line(error: object) -> str:
     return str(error).partition("\n")[0]
+
+
+def summary(error: object) -> str:
+    """The first line, and the one with the error of a regular expression; the others show the
+    grammar, with the places of errors."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    errors = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *errors][:2])

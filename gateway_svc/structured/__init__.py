@@ -1,0 +1,1 @@
+"""Formats that the output of a request follows, as grammars."""

@@ -1,0 +1,146 @@
+"""Converts formats into grammars, and compiles these in threads to find what is refused."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+
+from gateway_svc.structured.json_schemas import SchemaError, explain, read_schema, to_definition
+from gateway_svc.structured.lark import SyntaxRefusedError, choice_to_lark, regex_to_lark, to_lark
+from gateway_svc.structured.structural_tags import TagError, structural_tag_to_lark
+from quire.service.errors import invalid
+from quire.service.grammars import GrammarError, GrammarVocabulary, NoGrammarsError, summary
+from quire.v1 import structured_output_pb2
+
+MAX_FORMAT_BYTES: Final = 2**17
+# Of the processor, for compiling. The worker needs as long, beside its steps.
+MAX_COMPILE_S: Final = 0.25
+_MAX_DEFINITIONS: Final = 512
+_MAX_KEPT_BYTES: Final = 2**23
+_NUM_THREADS: Final = 2
+
+
+class StructuredOutputCompiler:
+    """The formats of one model. Keeps the grammars used last, so that they are checked once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Takes a second for 100,000 tokens."""
+        self._vocabulary: GrammarVocabulary | None = None
+        self._reason = ""
+        try:
+            self._vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, vocab_size)
+        except NoGrammarsError as error:
+            self._reason = str(error)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "formats")
+        # By format, the ones used last at the end.
+        self._definitions: OrderedDict[bytes, str] = OrderedDict()
+        self._num_kept_bytes = 0
+
+    async def compile(self, field: str, output: structured_output_pb2.StructuredOutput) -> str:
+        """The grammar's definition for workers. RequestError at a field within `field` if the
+        format is refused."""
+        if self._vocabulary is None:
+            reason = f"is not served: the model's tokenizer is not readable ({self._reason})"
+            raise invalid(field, "NO_STRUCTURED_OUTPUT", reason)
+        name = output.WhichOneof("format")
+        if name is None:
+            raise invalid(field, "NO_FORMAT", "has no format")
+        num_bytes = output.ByteSize()
+        if num_bytes > MAX_FORMAT_BYTES:
+            raise invalid(
+                f"{field}.{name}",
+                "FORMAT_SIZE",
+                f"has {num_bytes} bytes; at most {MAX_FORMAT_BYTES} are allowed",
+            )
+        key = output.SerializeToString(deterministic=True)
+        definition = self._definitions.get(key)
+        if definition is None:
+            definition = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._compile, self._vocabulary, f"{field}.{name}", output
+            )
+        self._keep(key, definition)
+        return definition
+
+    def _keep(self, key: bytes, definition: str) -> None:
+        """Count the format as the last one used."""
+        if self._definitions.pop(key, None) is None:
+            self._num_kept_bytes += len(key) + len(definition)
+        self._definitions[key] = definition
+        while (
+            len(self._definitions) > _MAX_DEFINITIONS or self._num_kept_bytes > _MAX_KEPT_BYTES
+        ) and len(self._definitions) > 1:
+            oldest, removed = self._definitions.popitem(last=False)
+            self._num_kept_bytes -= len(oldest) + len(removed)
+
+    def _compile(
+        self,
+        vocabulary: GrammarVocabulary,
+        field: str,
+        output: structured_output_pb2.StructuredOutput,
+    ) -> str:
+        """In a thread."""
+        if output.HasField("json_schema"):
+            return _compile_schema(vocabulary, field, output.json_schema)
+        try:
+            definition = _definition(vocabulary, output)
+            _check(vocabulary, field, definition)
+        except (SchemaError, SyntaxRefusedError, TagError) as error:
+            raise invalid(field, "INVALID_FORMAT", str(error)) from error
+        except GrammarError as error:
+            raise invalid(field, "INVALID_FORMAT", f"is refused: {summary(error)}") from error
+        return definition
+
+
+def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> str:
+    try:
+        schema = read_schema(text)
+        definition = to_definition(schema)
+    except (SchemaError, ValueError, RecursionError) as error:
+        raise invalid(field, "INVALID_SCHEMA", str(error)) from error
+    try:
+        _check(vocabulary, field, definition)
+    except GrammarError as error:
+        raise invalid(field, "UNSUPPORTED_SCHEMA", explain(str(error), schema)) from error
+    return definition
+
+
+def _definition(
+    vocabulary: GrammarVocabulary, output: structured_output_pb2.StructuredOutput
+) -> str:
+    match output.WhichOneof("format"):
+        case "json_object":
+            return to_definition({"type": "object"})
+        case "regex":
+            lark = regex_to_lark(output.regex)
+        case "choice":
+            if not output.choice.texts:
+                raise SyntaxRefusedError("has no texts")
+            lark = choice_to_lark(list(output.choice.texts))
+        case "grammar":
+            lark = to_lark(output.grammar)
+        case _:
+            lark = structural_tag_to_lark(output.structural_tag, vocabulary.tokenizer)
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> None:
+    """GrammarError if the grammar cannot be compiled, RequestError if it takes too long or has no
+    text."""
+    started_s = time.thread_time()
+    matcher = vocabulary.compile(definition)
+    possible = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
+    spent_s = time.thread_time() - started_s
+    if spent_s > MAX_COMPILE_S:
+        raise invalid(
+            field,
+            "FORMAT_TOO_COMPLEX",
+            f"takes {spent_s:.2f} s to compile; at most {MAX_COMPILE_S} s are allowed",
+        )
+    if not any(possible):
+        raise invalid(field, "FORMAT_WITHOUT_TEXT", "matches no text")

@@ -1,0 +1,37 @@
+"""Grammars in the syntax of Lark, which the library reads."""
+
+import json
+import re
+from typing import Final
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+_EBNF_RULE: Final = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
+
+
+class SyntaxRefusedError(ValueError):
+    """A grammar in EBNF that cannot be read; the message has the reason."""
+
+
+def to_lark(grammar: str) -> str:
+    """A grammar in Lark's syntax, unchanged, or in EBNF (GBNF), converted."""
+    if not _EBNF_RULE.search(grammar):
+        return grammar
+    try:
+        return str(gbnf_to_lark(grammar))
+    except RecursionError as error:
+        raise SyntaxRefusedError("is nested too deeply") from error
+    except Exception as error:
+        # The converter's errors are of no common class.
+        raise SyntaxRefusedError(f"is refused as EBNF: {error}") from error
+
+
+def regex_to_lark(pattern: str) -> str:
+    """A grammar of one rule, `start`, that is this regular expression."""
+    grammar = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+    return str(grammar["lark_grammar"])
+
+
+def choice_to_lark(texts: list[str]) -> str:
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
