@@ -173,6 +173,11 @@ class WorkerSettings(ServiceSettings):
         allow_inf_nan=False,
         description="sim: nanoseconds more for each token attended to.",
     )
+    sim_longest_jump: int = Field(
+        0,
+        ge=0,
+        description="sim: tokens that a row with look-ahead may gain in addition to a sampled one.",
+    )
     sim_poison_token_id: int | None = Field(
         None, ge=0, description="sim: a prompt with this token kills the worker; for tests."
     )

@@ -119,7 +119,9 @@ class EventStream:
 def _body(request: Request) -> dict[str, Any]:
     """The request for `/v1/completions`. Fields that are None are the server's defaults there and
     in gRPC."""
-    params = {name: value for name, value in asdict(request.params).items() if value is not None}
+    params = _set_fields(asdict(request.params))
+    if output := params.pop("structured_output", None):
+        params["structured_outputs"] = _set_fields(output)
     # gRPC's default is the rest of the context, OpenAI's 16 tokens: all requests have their own.
     return {
         **params,
@@ -128,6 +130,10 @@ def _body(request: Request) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
+
+
+def _set_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _usage(usage: dict[str, Any]) -> Usage:

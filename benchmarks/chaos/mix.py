@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.client.sampling_params import SamplingParams
+from quire.client.structured_output import StructuredOutput
 
 # Shared beginnings, so that requests hit each other's blocks in the prefix cache.
 _OPENINGS = (
@@ -71,6 +72,49 @@ def _logprobs(rng: random.Random) -> dict[str, Any]:
     return {**_sampled(rng), "logprobs": 3}
 
 
+def _processed(rng: random.Random) -> dict[str, Any]:
+    """Everything that changes logits."""
+    return {
+        **_sampled(rng),
+        "top_k": 200,
+        "min_p": 0.01,
+        "typical_p": 0.95,
+        "presence_penalty": rng.choice((-0.5, 0.3)),
+        "frequency_penalty": rng.choice((0.1, 0.4)),
+        "repetition_penalty": rng.choice((0.9, 1.2)),
+        "min_tokens": 20,
+        "logit_bias": {token_id: rng.uniform(-3, 3) for token_id in rng.sample(range(300), 8)},
+        "bad_words": rng.sample(("the", " of a", "file", "is not"), 2),
+    }
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "kind": {"enum": ["function", "method", "class"]},
+        "arguments": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 20},
+            "maxItems": 6,
+        },
+        "line": {"type": "integer", "minimum": 1, "maximum": 9999},
+    },
+    "required": ["name", "kind", "arguments", "line"],
+    "additionalProperties": False,
+}
+_FORMATS = (
+    StructuredOutput(json=_SCHEMA),
+    StructuredOutput(regex=r"[A-Z][a-z]{2,30}(, [a-z ]{3,40}){2,6}\."),
+    StructuredOutput(choice=["Return the name.", "Return the number of lines.", "Raise an error."]),
+)
+
+
+def _guided(rng: random.Random) -> dict[str, Any]:
+    # The end of the format ends the output, so that the end of the text must not be ignored.
+    return {**_sampled(rng), "structured_output": rng.choice(_FORMATS), "ignore_eos": False}
+
+
 KINDS = (
     Kind("greedy", 3, _MEDIUM, _greedy),
     Kind("sampled", 5, _MEDIUM, _sampled),
@@ -82,6 +126,10 @@ KINDS = (
     Kind("stopping choices", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4}),
     Kind("logprobs", 3, _MEDIUM, _logprobs),
     Kind("logprobs stopping", 1, _LONG, lambda rng: {**_stopping(rng), "n": 4, "logprobs": 3}),
+    Kind("processed", 3, _MEDIUM, _processed),
+    Kind("guided", 4, _LONG, _guided),
+    Kind("guided choices", 2, _LONG, lambda rng: {**_guided(rng), "n": 4}),
+    Kind("guided and processed", 2, _LONG, lambda rng: {**_processed(rng), **_guided(rng)}),
     Kind("cancelled", 2, _LONG, _sampled, cancels=True),
     Kind("cancelled choices", 1, _MEDIUM, _choices, cancels=True),
 )

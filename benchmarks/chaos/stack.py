@@ -32,6 +32,7 @@ SETTINGS = {
         **_COMMON,
         "QUIRE_WORKER_ENGINE": "sim",
         "QUIRE_WORKER_SIM_STEP_MS": "30",
+        "QUIRE_WORKER_SIM_LONGEST_JUMP": "5",
     },
     "demo": {
         **_COMMON,

@@ -110,9 +110,9 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 num_host_blocks=num_host_blocks,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                longest_jump=longest_jump,
             )
         )
-        self.runner.longest_jump = longest_jump
         self.gate, self.awake = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.awake.set()

@@ -85,7 +85,7 @@ def test_recorded_steps_sample_and_fail_as_they_did() -> None:
 
 def test_a_recorded_jump_is_made_again() -> None:
     """A jump of two tokens in the first round, and one in the second of two rounds."""
-    model = replace(SMALL, block_size=16, max_model_len=64)
+    model = replace(SMALL, block_size=16, max_model_len=64, longest_jump=3)
     message = worker_pb2.BatchPlan(epoch=1, step=1)
     admit(message, Sequence(0, [1, 2], 2, block_ids=[1], sampling=Sampling(seed=6)))
     schedule(message, 0, 2)
@@ -101,9 +101,7 @@ def test_a_recorded_jump_is_made_again() -> None:
         untimed = [replace(output, times=StepTimes()) for output in outputs]
         return [result_to_proto(*pair) for pair in zip(plans, untimed, strict=True)]
 
-    jumping = SimRunner(model)
-    jumping.longest_jump = 3
-    first = results(jumping)
+    first = results(SimRunner(model))
     assert [len(result.forced_indices) for result in first] != [0, 0]
     steps = {result.step: list(rounds_of(result)) for result in first}
     assert results(SimRunner(model, steps)) == first

@@ -41,6 +41,7 @@ class SimModel:
     step_ms: float = 0.0  # of every forward pass
     token_us: float = 0.0  # more for each scheduled token
     context_ns: float = 0.0  # more for each token attended to
+    longest_jump: int = 0  # of rows with look-ahead: after token t they jump by t % (this + 1)
 
     @property
     def identity(self) -> Identity:
@@ -89,8 +90,8 @@ class Poison:
 class SimRunner:
     """One simulated worker: tables, a KV checker, and a clock. One thread runs all steps.
 
-    For tests: steps wait while `gate` is cleared, rows whose seed is in `failing_seeds` fail when
-    they sample, and rows with look-ahead jump up to `longest_jump` tokens.
+    For tests: steps wait while `gate` is cleared, and rows whose seed is in `failing_seeds` fail
+    when they sample.
     """
 
     def __init__(
@@ -106,7 +107,6 @@ class SimRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.failing_seeds: set[int] = set()
-        self.longest_jump = 0
         self._tables = RowTables(
             max_num_seqs=model.max_num_seqs,
             max_model_len=model.max_model_len,
@@ -208,7 +208,7 @@ class SimRunner:
             count = len(recorded.jumps.get(row, ()))
         else:
             last = int(self._tables.token_table[row, self._tables.num_tokens[row] - 1])
-            count = min(most, last % (self.longest_jump + 1))
+            count = min(most, last % (self.model.longest_jump + 1))
         for at in range(count):
             token = self._tokens(rows) if recorded is None else np.array([recorded.jumps[row][at]])
             self.kv_checker.extend(rows, token)

@@ -50,6 +50,7 @@ def sim_model(settings: WorkerSettings, config: dict[str, Any]) -> SimModel:
         step_ms=settings.sim_step_ms,
         token_us=settings.sim_token_us,
         context_ns=settings.sim_context_ns,
+        longest_jump=settings.sim_longest_jump,
     )
 
 
