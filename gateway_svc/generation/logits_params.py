@@ -25,6 +25,8 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_PROCESSOR_ARGS_BYTES = 2**14
 # The plans of the scheduler contain these parameters, those of many requests at once.
 MAX_BYTES = 2**18
+# As long as the longest names of fields; more would take blocks that are seldom used.
+MAX_LOOKAHEAD_TOKENS = 16
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
 _FORMAT = "sampling_params.structured_output"
@@ -83,6 +85,14 @@ def _check_lists(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     num_bytes = params.processor_args.ByteSize()
     field = "sampling_params.processor_args"
     check_at_most(field, "PROCESSOR_ARGS_SIZE", num_bytes, MAX_PROCESSOR_ARGS_BYTES, "bytes")
+
+
+def num_lookahead_tokens(params: logits_pb2.LogitsParams) -> int:
+    """Tokens that a worker may append without sampling them, where the grammar leaves no choice:
+    none if something else may exclude what the grammar forces."""
+    others = params.allowed_token_ids or params.bad_words_token_ids
+    is_forcing = params.HasField("grammar") and not (others or params.HasField("processor_args"))
+    return MAX_LOOKAHEAD_TOKENS if is_forcing else 0
 
 
 async def build(

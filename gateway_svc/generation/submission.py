@@ -93,6 +93,7 @@ async def prepare(
     begins_after = await _format_begins_after(parsing, model)
     changes = await logits_params.build(params, model, limits, begins_after)
     resolved.logits_params = changes.SerializeToString(deterministic=True)
+    resolved.num_lookahead_tokens = logits_params.num_lookahead_tokens(changes)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if parsing is not None:
         state.parsing.CopyFrom(parsing)

@@ -196,3 +196,22 @@ def named_field(error: RequestError) -> str:
         if detail.Unpack(request):
             return str(request.field_violations[0].field)
     raise AssertionError("names no field")
+
+
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        ({}, 0),
+        ({"min_tokens": 3, "bias_token_ids": [1], "biases": [2], "presence_penalty": 1}, 0),
+        ({"grammar": logits_pb2.Grammar(definition="g")}, 16),
+        ({"grammar": logits_pb2.Grammar(definition="g"), "presence_penalty": 1}, 16),
+        # These may exclude what the grammar forces.
+        ({"grammar": logits_pb2.Grammar(definition="g"), "allowed_token_ids": [1]}, 0),
+        ({"grammar": logits_pb2.Grammar(), "bad_words_token_ids": [1]}, 0),
+        ({"grammar": logits_pb2.Grammar(), "processor_args": struct(mine=1)}, 0),
+    ],
+    ids=str,
+)
+def test_only_grammars_give_look_ahead(params: dict, count: int) -> None:
+    message = logits_pb2.LogitsParams(**params)
+    assert logits_params.num_lookahead_tokens(message) == count
