@@ -30,6 +30,7 @@ _DEVICE = torch.device("meta")
 _KERNELS = {
     "attention": ("paged_attention_kernel", "merge_partitions_kernel"),
     "kv_write": ("_kv_write_kernel",),
+    "logits": ("_bitmask_kernel", "_penalties_kernel"),
     "logprobs": ("_tiles_kernel", "_row_kernel"),
     "sampling": (
         "peaks_kernel",

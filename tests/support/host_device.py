@@ -32,6 +32,9 @@ class HostStreams:
         device.copy_(host)
         return HostEvent()
 
+    def upload(self, array: NDArray[Any], device: torch.device) -> Tensor:
+        return torch.from_numpy(array.copy()).to(device)
+
     def fetch(self, tensors: Sequence[Tensor]) -> "HostCopies":
         return HostCopies([tensor.clone() for tensor in tensors])
 

@@ -45,6 +45,10 @@ class SamplingInputs:
     top_ps: Tensor
     min_ps: Tensor
     logprob_indices: Tensor  # int64, the sampling rows that request log-probabilities
+    # Those of them whose log-probabilities are of the changed logits: int64, into `logprob_indices`
+    # and into the sampling rows.
+    processed_indices: Tensor
+    processed_lines: Tensor
 
     @property
     def params(self) -> SamplingTensors:
@@ -97,6 +101,8 @@ def padding_arrays(padding_row: int, num_rows: int) -> Arrays:
 def sampling_arrays(rows: Ints, inputs: StepInputs, tables: RowTables) -> Arrays:
     """The arrays of `SamplingInputs`."""
     sampling = rows[inputs.sampling_mask]
+    asked = tables.num_logprobs[sampling].nonzero()[0]
+    processed = tables.processed_logprobs[sampling[asked]].nonzero()[0]
     return {
         "logits_indices": inputs.logits_indices,
         "sampling_rows": sampling,
@@ -106,7 +112,9 @@ def sampling_arrays(rows: Ints, inputs: StepInputs, tables: RowTables) -> Arrays
         "temperatures": tables.temperatures[sampling],
         "top_ps": tables.top_ps[sampling],
         "min_ps": tables.min_ps[sampling],
-        "logprob_indices": tables.num_logprobs[sampling].nonzero()[0],
+        "logprob_indices": asked,
+        "processed_indices": processed,
+        "processed_lines": asked[processed],
     }
 
 

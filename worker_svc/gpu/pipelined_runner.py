@@ -7,6 +7,7 @@ ids that are still being sampled are filled in on the device.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,16 +27,27 @@ from worker_svc.gpu.device_inputs import (
     prompt_arrays,
     sampling_arrays,
 )
+from worker_svc.gpu.host_tokens import HostTokens
 from worker_svc.gpu.staging import Staging
 from worker_svc.gpu.streams import Event, PendingCopies, Streams
+from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import lookahead_rows
 from worker_svc.plan.logprobs import Logprobs
-from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, StepOutput, StepTimes
+from worker_svc.plan.plans import (
+    NO_POSSIBLE_TOKEN_REASON,
+    NO_TOKEN_REASON,
+    Plan,
+    StepOutput,
+    StepTimes,
+)
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, no_op
+
+# In place of a token, as NO_TOKEN: the logits were changed so that no token is possible.
+_EXCLUDED: Final = -2
 
 
 class PipelinedRunner:
@@ -48,6 +60,7 @@ class PipelinedRunner:
         tables: RowTables,
         staging: Staging,
         streams: Streams,
+        processors: LogitsPipeline,
         implementation: Implementation | None = None,
     ) -> None:
         """`implementation` is that of the sampler; the default is the best one available."""
@@ -57,6 +70,8 @@ class PipelinedRunner:
         self._tables = tables
         self._staging = staging
         self._streams = streams
+        self._processors = processors
+        self.host_tokens = HostTokens(processors)
         self._implementation = implementation
         self._ended = streams.record_event()
         self.last_finished_step = 0  # read by other threads
@@ -68,17 +83,19 @@ class PipelinedRunner:
         before_blocking()
         launched_ns = time.monotonic_ns()
         before, began = self._ended, self._streams.record_event()
-        tables, rows = self._tables, plan.rows
+        tables = self._tables
         tables.apply(plan)
+        self._fail(self._processors.change_rows(plan))
         self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
-        inputs = tables.prepare(rows, plan.num_scheduled_tokens)
+        rows, num_scheduled_tokens, failures = tables.without_failed(plan)
+        inputs = tables.prepare(rows, num_scheduled_tokens)
         self._pool.wait_for_swap_outs(inputs.slot_mapping)
         targets = tables.prompt_targets(rows, inputs)
         size = self._forward.graph_size(inputs.num_requests, inputs.num_tokens)
         if targets is not None:
             # A graph gives the logits of last tokens only.
             size = None
-        forward_inputs, sampling, prompt = self._stage(plan, inputs, targets, size)
+        forward_inputs, sampling, prompt = self._stage(plan, rows, inputs, targets, size)
         prepared = self._streams.record_event()
         of_prompt: Sequence[Tensor] = ()
         if targets is None:
@@ -90,10 +107,17 @@ class PipelinedRunner:
         forwarded = self._streams.record_event()
         sampled_rows = rows[inputs.sampling_mask]
         num_logprobs = tables.num_logprobs[sampled_rows]
-        results = self._sample(logits, forward_inputs, sampling, num_logprobs)
+        results: Sequence[Tensor] = [sampling.sampling_rows]  # empty
+        if logits is not None and len(sampled_rows):
+            described, reasons = self._change(logits, sampling, sampled_rows)
+            failures |= reasons
+            results = self._sample(
+                logits, described, forward_inputs, sampling, sampled_rows, num_logprobs
+            )
         self._ended = self._streams.record_event()
         tables.advance(rows, inputs.seq_lens)
         tables.append_placeholder(sampled_rows)
+        copies = self._streams.fetch([*results, *of_prompt])
         return _LaunchedStep(
             self,
             plan,
@@ -103,19 +127,32 @@ class PipelinedRunner:
             num_logprobs,
             targets,
             {row: int(tables.num_computed_tokens[row]) for row in lookahead_rows(plan)},
-            self._streams.fetch([*results, *of_prompt]),
+            copies,
+            failures,
+            self.host_tokens.add(sampled_rows, copies),
         )
 
     def clear(self) -> None:
         """Release all rows after the last launched step; blocks keep their contents."""
         self._streams.synchronize()
+        self.host_tokens.clear()
         self._tables.clear()
+        self._processors.clear()
+
+    def _fail(self, reasons: dict[int, str]) -> dict[int, str]:
+        for row, reason in reasons.items():
+            self._tables.fail(row, reason)
+        return reasons
 
     def _stage(
-        self, plan: Plan, inputs: StepInputs, targets: PromptTargets | None, size: int | None
+        self,
+        plan: Plan,
+        rows: Ints,
+        inputs: StepInputs,
+        targets: PromptTargets | None,
+        size: int | None,
     ) -> tuple[ForwardInputs, SamplingInputs, dict[str, Tensor]]:
         """Copy the inputs to the device, and update its block table."""
-        rows = plan.rows
         num_padding = 0 if size is None else size - len(rows)
         groups = (
             forward_arrays(rows, inputs, self._forward.padding_row, num_padding),
@@ -170,29 +207,54 @@ class PipelinedRunner:
         logits = final.logits(sampling.logits_indices)
         return logits, [entries.token_ids, entries.logprobs, entries.ranks]
 
+    def _change(
+        self, logits: Tensor, sampling: SamplingInputs, rows: Ints
+    ) -> tuple[Tensor | None, dict[int, str]]:
+        """Change the logits of the rows that sample, in place. Returns the lines that
+        log-probabilities describe, before or after the change, and the reasons of failing rows.
+
+        Waits for the tokens of earlier steps if a processor needs them on the host. The device has
+        the forward pass of this step to do meanwhile.
+        """
+        if self._processors.needs_token_ids(rows):
+            self.host_tokens.read()
+        described = None
+        if len(sampling.logprob_indices):
+            described = logits.index_select(0, sampling.logprob_indices)
+        reasons = self._fail(self._processors.apply(logits, rows))
+        if described is not None and len(sampling.processed_lines):
+            changed = logits.index_select(0, sampling.processed_lines)
+            described.index_copy_(0, sampling.processed_indices, changed)
+        self._processors.apply_typical_p(logits, rows)
+        return described, reasons
+
     def _sample(
         self,
-        logits: Tensor | None,
+        logits: Tensor,
+        described: Tensor | None,
         forward_inputs: ForwardInputs,
         sampling: SamplingInputs,
+        rows: Ints,
         num_logprobs: Ints,
     ) -> Sequence[Tensor]:
         """The token of each row that samples, and the results of `token_logprobs` for those that
         request them.
 
-        The token is NO_TOKEN if the row failed in this step, or in an earlier one whose result had
-        not arrived when this one was prepared.
+        The token is NO_TOKEN or EXCLUDED if the row failed in this step, or in an earlier one whose
+        result had not arrived when this one was prepared.
         """
-        if logits is None or not len(num_logprobs):
-            return [sampling.sampling_rows]  # empty
         tokens = sample(logits, sampling.params, implementation=self._implementation)
-        had_failed = forward_inputs.input_ids.index_select(0, sampling.logits_indices) < 0
-        tokens = tokens.masked_fill(had_failed, NO_TOKEN)
+        if len(self._processors.changed(rows)):
+            excluded = (tokens == NO_TOKEN) & (logits == float("-inf")).all(-1)
+            tokens = tokens.masked_fill(excluded, _EXCLUDED)
+        last = forward_inputs.input_ids.index_select(0, sampling.logits_indices)
+        tokens = torch.where(last < 0, last, tokens)
         self._forward.write_last_tokens(sampling.sampling_rows, tokens)
-        if not len(sampling.logprob_indices):
+        self._processors.append_on_device(rows, tokens)
+        if described is None:
             return [tokens]
         entries = token_logprobs(
-            logits.index_select(0, sampling.logprob_indices),
+            described,
             tokens.index_select(0, sampling.logprob_indices).clamp_min(0),
             min(int(num_logprobs.max()) - 1, logits.shape[1]),
             implementation=self._implementation,
@@ -235,6 +297,8 @@ class _LaunchedStep:
     targets: PromptTargets | None
     seq_lens: dict[int, int]  # of rows with look-ahead: their computed tokens
     results: PendingCopies
+    failures: dict[int, str]  # that were known when it was launched
+    number: int  # in HostTokens
 
     def is_ready(self) -> bool:
         return self.results.is_ready()
@@ -245,26 +309,31 @@ class _LaunchedStep:
         if self.targets is not None:
             *arrays, token_ids, logprobs, ranks = arrays
             prompt = PromptLogprobs.pack(self.targets, token_ids, logprobs, ranks)
+        self.runner.host_tokens.read(self.number)
         token_ids = arrays[0]
-        valid = token_ids != NO_TOKEN
-        failed = prompt.failing_rows if prompt is not None else []
-        if failed:
-            valid &= ~np.isin(self.sampling, failed)
+        valid = token_ids >= 0
+        failures = dict(self.failures)
+        if prompt is not None:
+            failures |= dict.fromkeys(prompt.failing_rows, NO_TOKEN_REASON)
+        for row, code in zip(self.sampling[~valid].tolist(), token_ids[~valid], strict=True):
+            reason = NO_POSSIBLE_TOKEN_REASON if code == _EXCLUDED else NO_TOKEN_REASON
+            failures.setdefault(row, reason)
+        if failures:
+            valid &= ~np.isin(self.sampling, list(failures))
         rows, num_logprobs = self.sampling[valid], self.num_logprobs[valid]
-        failed = [*failed, *self.sampling[~valid].tolist()]
         entries = None
         if num_logprobs.any():
             kept = valid[self.num_logprobs > 0]
             entries = Logprobs.pack(num_logprobs, *(array[kept] for array in arrays[1:]))
         self.runner.last_finished_step = self.plan.step
         # No row jumps: the lengths of the next step were needed before its tokens were known.
-        lookahead = [row for row in lookahead_rows(self.plan) if row not in failed]
+        lookahead = [row for row in lookahead_rows(self.plan) if row not in failures]
         return StepOutput(
             sampled_rows=rows.tolist(),
             sampled_token_ids=token_ids[valid].tolist(),
             times=self.events.times(max(0, self.launched_ns - self.plan.arrived_ns)),
             logprobs=entries,
-            failures=dict.fromkeys(failed, NO_TOKEN_REASON),
+            failures=failures,
             prompt_logprobs=prompt,
             lookahead_rows=lookahead,
             num_computed_tokens=[self.seq_lens[row] for row in lookahead],

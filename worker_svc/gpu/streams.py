@@ -43,6 +43,10 @@ class Streams(Protocol):
         """Queue a copy after all work so far. `host` may be written again after the event."""
         ...
 
+    def upload(self, array: NDArray[Any], device: torch.device) -> Tensor:
+        """The array on the device, copied after all work so far. It may be changed afterwards."""
+        ...
+
     def fetch(self, tensors: Sequence[Tensor]) -> PendingCopies:
         """Copy tensors to the host after all work queued so far. Work that is queued later does
         not wait for the copies."""
@@ -69,6 +73,10 @@ class CudaStreams:
         # A blocking event, because a plan of many rounds has more copies than there are buffers
         # and waits for them here.
         return _CudaEvent(blocking=True)
+
+    def upload(self, array: NDArray[Any], device: torch.device) -> Tensor:
+        # The allocator of pinned memory keeps it until the copy is done.
+        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
     def fetch(self, tensors: Sequence[Tensor]) -> PendingCopies:
         return _CudaCopies(tensors, self._side)

@@ -1,13 +1,32 @@
-"""The built-in logits processors, in the order in which they change logits."""
+"""The logits processors of a worker, in the order in which they change logits."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from worker_svc.grammar.processor import GrammarProcessor
+from worker_svc.logits.bad_words import BadWords
 from worker_svc.logits.logit_bias import LogitBias
+from worker_svc.logits.masks import AllowedTokens, MinTokens
+from worker_svc.logits.penalties import Penalties
 from worker_svc.logits.pipeline import LogitsPipeline
-from worker_svc.logits.processor import ProcessorContext
+from worker_svc.logits.processor import LogitsProcessor, ProcessorContext
+from worker_svc.logits.typical_p import TypicalP
 
-_BUILT_IN = (GrammarProcessor, LogitBias)
+ProcessorFactory = Callable[[ProcessorContext], LogitsProcessor]
+# Masks first: what they exclude stays impossible, whatever is added or multiplied behind them.
+_BUILT_IN: Final[tuple[ProcessorFactory, ...]] = (
+    AllowedTokens,
+    GrammarProcessor,
+    BadWords,
+    MinTokens,
+    LogitBias,
+    Penalties,
+)
 
 
-def make_pipeline(context: ProcessorContext) -> LogitsPipeline:
-    """The pipeline of a worker."""
-    return LogitsPipeline([make(context) for make in _BUILT_IN], context.max_num_seqs)
+def make_pipeline(
+    context: ProcessorContext, own: Sequence[ProcessorFactory] = ()
+) -> LogitsPipeline:
+    """The built-in processors, then a worker's own ones."""
+    processors = [make(context) for make in (*_BUILT_IN, *own)]
+    return LogitsPipeline(processors, TypicalP(context), context.max_num_seqs)

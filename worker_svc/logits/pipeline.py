@@ -1,6 +1,7 @@
 """The logits processors in their order, and the rows that each of them changes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import structlog
@@ -9,10 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.logits.processor import ForcingProcessor, LogitsError, LogitsProcessor
+from worker_svc.logits.typical_p import TypicalP
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.plans import Admission, Plan
 
 log = structlog.get_logger()
+
+_NONE: Final[Ints] = np.empty(0, np.int64)
 
 
 class LogitsPipeline:
@@ -21,12 +25,16 @@ class LogitsPipeline:
     An error of a processor fails its rows and no others.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], max_num_seqs: int) -> None:
+    def __init__(
+        self, processors: Sequence[LogitsProcessor], typical_p: TypicalP, max_num_seqs: int
+    ) -> None:
         self._processors = tuple(processors)
+        self._typical_p = typical_p
         self._on_host = np.array([each.needs_token_ids for each in processors], bool)
         # Whether a processor changes a row.
         self._changes = np.zeros((len(processors), max_num_seqs), bool)
-        self._num_changed = 0  # rows
+        self._has_work = False  # whether any row is changed
+        self._num_releases = np.zeros(max_num_seqs, np.int64)  # of each row
         self._forcing = [
             (index, processor)
             for index, processor in enumerate(processors)
@@ -39,32 +47,30 @@ class LogitsPipeline:
             self._release(row)
         failures = {}
         for admission in plan.admissions:
-            if admission.logits_params is not None:
-                try:
-                    self._admit(admission)
-                except LogitsError as error:
-                    failures[admission.row] = str(error)
+            reason = self._admit(admission)
+            if reason is not None:
+                failures[admission.row] = reason
         return failures
 
     def clear(self) -> None:
         """Release all rows."""
-        for row in _columns(self._changes).tolist():
+        for row in range(len(self._num_releases)):
             self._release(row)
 
     def changed(self, rows: Ints) -> Ints:
-        """The indices of the rows whose logits are changed."""
-        if not self._num_changed:
+        """The indices of the rows that have a processor."""
+        if not self._has_work:
             return _NONE
-        return _columns(self._changes[:, rows])
+        return np.flatnonzero(np.any(self._changes[:, rows], axis=0))
 
     def needs_token_ids(self, rows: Ints) -> bool:
         """Whether `apply` needs the tokens of these rows on the host."""
-        return bool(self._num_changed and self._changes[self._on_host][:, rows].any())
+        return bool(self._has_work and self._changes[self._on_host][:, rows].any())
 
     def apply(self, logits: Tensor, rows: Ints) -> dict[int, str]:
         """Change logits in place; line i is that of `rows[i]`. The reasons of failing rows."""
         failures: dict[int, str] = {}
-        if not self._num_changed:
+        if not self._has_work:
             return failures
         for processor, changes in zip(self._processors, self._changes[:, rows], strict=True):
             lines = changes.nonzero()[0]
@@ -73,11 +79,13 @@ class LogitsPipeline:
             try:
                 processor.apply(logits, lines, rows[lines])
             except Exception as error:
-                name = type(processor).__name__
-                log.exception("a logits processor failed", processor=name)
-                reason = f"the logits processor {name} failed: {error}"
+                reason = _reason(processor, error)
                 failures.update(dict.fromkeys(rows[lines].tolist(), reason))
         return failures
+
+    def apply_typical_p(self, logits: Tensor, rows: Ints) -> None:
+        """Make tokens impossible that typical_p excludes, after `apply`."""
+        self._typical_p.apply(logits, rows)
 
     def append_on_device(self, rows: Ints, token_ids: Tensor) -> None:
         """Add a sampled token to each row, for the processors that do not need it on the host.
@@ -90,8 +98,11 @@ class LogitsPipeline:
 
     def forced_tokens(self, row: int, most: int) -> Iterator[int]:
         """The tokens that must follow in a row, at most so many. Each is added to the row, as a
-        sampled one is, before the next one is sought."""
+        sampled one is, before the next one is sought. None in rows of several processors."""
         forcing = [processor for index, processor in self._forcing if self._changes[index, row]]
+        if self._changes[:, row].sum() > len(forcing):
+            # Another processor may exclude the token.
+            return
         rows = np.array([row])
         for _ in range(most):
             found = (processor.forced_token(row) for processor in forcing)
@@ -103,35 +114,49 @@ class LogitsPipeline:
             self.append_on_host(rows, token_ids)
             yield token_id
 
+    def num_releases(self, rows: Ints) -> Ints:
+        """How often each row has been released: a number of the sequence in it."""
+        return self._num_releases[rows]
+
     def _append(self, on_host: bool, rows: Ints, token_ids: Tensor) -> None:
-        if not self._num_changed:
+        if not self._has_work:
             return
         for processor, changes in zip(self._processors, self._changes[:, rows], strict=True):
             if processor.needs_token_ids == on_host and len(lines := changes.nonzero()[0]):
                 processor.append(token_ids, lines, rows[lines])
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: Admission) -> str | None:
+        """The reason why the row fails, if it does."""
         row, params = admission.row, admission.logits_params
-        assert params is not None
-        arguments = (row, params, admission.token_ids, admission.num_prompt_tokens)
+        if params is None:
+            return None
+        self._typical_p.admit(row, admission.temperature, params.typical_p)
+        reason = None
         for index, processor in enumerate(self._processors):
-            if processor.admit(*arguments):
-                if not self._changes[:, row].any():
-                    self._num_changed += 1
-                self._changes[index, row] = True
+            try:
+                self._changes[index, row] = processor.admit(
+                    row, params, admission.token_ids, admission.num_prompt_tokens
+                )
+            except LogitsError as error:
+                reason = str(error)
+            except Exception as error:
+                reason = _reason(processor, error)
+        self._has_work = bool(self._changes.any())
+        return reason
 
     def _release(self, row: int) -> None:
-        changes = self._changes[:, row]
+        self._num_releases[row] += 1
+        self._typical_p.release(row)
+        changes: NDArray[np.bool_] = self._changes[:, row]
         if changes.any():
-            self._num_changed -= 1
-        for index in changes.nonzero()[0].tolist():
-            self._processors[index].release(row)
-        changes[:] = False
+            for index in changes.nonzero()[0].tolist():
+                self._processors[index].release(row)
+            changes[:] = False
+            self._has_work = bool(self._changes.any())
 
 
-_NONE: Ints = np.empty(0, np.int64)
-
-
-def _columns(changes: NDArray[np.bool_]) -> Ints:
-    """The columns that have a True."""
-    return np.flatnonzero(np.any(changes, axis=0))
+def _reason(processor: LogitsProcessor, error: Exception) -> str:
+    """Log an unexpected error of a processor."""
+    name = type(processor).__name__
+    log.exception("a logits processor failed", processor=name)
+    return f"the logits processor {name} failed: {error}"

@@ -75,8 +75,8 @@ class LogitsProcessor(Protocol):
         """A token was sampled in each row: `token_ids[lines[i]]`, int64, in row `rows[i]`.
 
         With `needs_token_ids`, tokens are on the host, and rows that failed are left out. Else they
-        are on the device, and negative in rows that failed, whose logits do not matter any more;
-        lines and rows are those of the last `apply`."""
+        are on the device, and negative in rows that failed, whose logits do not matter any
+        more."""
         ...
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:

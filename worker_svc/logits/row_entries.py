@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker_svc.logits.batch_cache import BatchCache
 from worker_svc.logits.processor import ProcessorContext
 from worker_svc.plan.inputs import Ints
 
@@ -24,36 +25,29 @@ class BatchEntries:
 
 
 class RowEntries:
-    """Any number of tokens per row, each with a value or without.
-
-    Successive steps mostly run the same rows, so the tensors of the last batch are kept.
-    """
+    """Any number of different tokens per row, each with a value or all without."""
 
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
         self._entries: dict[int, tuple[Ints, Floats]] = {}  # by row
-        self._key: tuple[bytes, bytes] | None = None  # of `_batch`: its lines and rows
-        self._batch: BatchEntries | None = None
+        self._batch = BatchCache(self._gather)
 
     def set(self, row: int, token_ids: Ints, values: Floats = _NO_VALUES) -> bool:
         """Leaves out tokens that the logits do not have. Whether any are left."""
-        kept = (token_ids >= 0) & (token_ids < self._context.vocab_size)
+        kept = token_ids < self._context.vocab_size
         if not kept.any():
             return False
         self._entries[row] = token_ids[kept], values[kept] if len(values) else values
-        self._key = None
+        self._batch.clear()
         return True
 
     def remove(self, row: int) -> None:
         del self._entries[row]
-        self._key = None
+        self._batch.clear()
 
     def of(self, lines: Ints, rows: Ints) -> BatchEntries:
         """The entries of `rows[i]` for line `lines[i]`."""
-        key = lines.tobytes(), rows.tobytes()
-        if self._batch is None or key != self._key:
-            self._key, self._batch = key, self._gather(lines, rows)
-        return self._batch
+        return self._batch.of(lines, rows)
 
     def _gather(self, lines: Ints, rows: Ints) -> BatchEntries:
         found = [self._entries[row] for row in rows.tolist()]

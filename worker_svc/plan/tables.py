@@ -47,6 +47,7 @@ class RowTables:
         self.num_logprobs = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.processed_logprobs = np.zeros(max_num_seqs, bool)
         self.failures: dict[int, str] = {}  # reason by failed row
         self._buffers = InputBuffers(max_num_seqs, max_num_batched_tokens)
 
@@ -199,6 +200,8 @@ class RowTables:
         self.num_logprobs[row] = admission.num_logprobs
         self.num_prompt_tokens[row] = admission.num_prompt_tokens
         self.num_prompt_logprobs[row] = admission.num_prompt_logprobs
+        params = admission.logits_params
+        self.processed_logprobs[row] = params is not None and params.processed_logprobs
         self._append(BlockAppend(row, admission.block_ids))
 
     def _append(self, append: BlockAppend) -> None:

@@ -162,9 +162,7 @@ class Runner:
             return _NO_ROWS, _NO_ROWS, None
         sampling = rows[inputs.sampling_mask]
         num_logprobs = self._tables.num_logprobs[sampling]
-        # Processors change logits in place.
-        described = logits[self._tensor(num_logprobs.nonzero()[0])] if num_logprobs.any() else None
-        self._fail(self._processors.apply(logits, sampling), failures)
+        described = self._change(logits, sampling, num_logprobs.nonzero()[0], failures)
         tokens = sample(logits, self._params(sampling), implementation=self._implementation)
         token_ids = tokens.cpu().numpy()
         valid = token_ids != NO_TOKEN
@@ -179,6 +177,21 @@ class Runner:
         self._processors.append_on_host(sampling, torch.from_numpy(token_ids))
         self._tables.write_sampled(sampling, token_ids)
         return sampling, token_ids, logprobs
+
+    def _change(
+        self, logits: Tensor, rows: Ints, asked: Ints, failures: dict[int, str]
+    ) -> Tensor | None:
+        """Change logits in place. Returns the lines that log-probabilities describe, of the rows
+        at the indices `asked`, before or after the change; None if there are none."""
+        described = logits[self._tensor(asked)] if len(asked) else None
+        self._fail(self._processors.apply(logits, rows), failures)
+        if described is not None:
+            processed = self._tables.processed_logprobs[rows[asked]]
+            if processed.any():
+                changed = logits[self._tensor(asked[processed])]
+                described[self._tensor(processed.nonzero()[0])] = changed
+        self._processors.apply_typical_p(logits, rows)
+        return described
 
     def _reasons(self, logits: Tensor, rows: Ints, valid: NDArray[np.bool_]) -> dict[int, str]:
         """Why the rows without a token have none."""

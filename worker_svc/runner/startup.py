@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.dispatch import Implementation
+from kernels.logits import apply_bitmask, apply_penalties, bitmask_width
 from kernels.sampling import SamplingTensors, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.gpu.device_forward import DeviceForward
@@ -22,7 +23,7 @@ from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.gpu.staging import Staging, largest_step_bytes
 from worker_svc.gpu.streams import CudaStreams, Streams
 from worker_svc.grammar.compiler import GrammarCompiler
-from worker_svc.logits.built_in import make_pipeline
+from worker_svc.logits.built_in import ProcessorFactory, make_pipeline
 from worker_svc.logits.processor import ProcessorContext
 from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel
@@ -46,22 +47,32 @@ def start_runner(
     *,
     enforce_eager: bool,
     grammars: GrammarCompiler | None = None,
+    own_processors: Sequence[ProcessorFactory] = (),
 ) -> StepRunner:
     """A runner that is ready for the first plan. `enforce_eager`: without CUDA graphs. Without
     `grammars`, rows that follow one fail."""
     if model.device.type != "cuda":
-        context = _context(model, tables, implementation, _copy_to_host, grammars)
-        processors = make_pipeline(context)
+        context = _context(model, tables, implementation, _copy, grammars)
+        processors = make_pipeline(context, own_processors)
         return Runner(model, pool, attention, tables, processors, implementation)
-    capturer = None if enforce_eager else CudaCapturer()
-    return start_pipelined(model, pool, attention, tables, implementation, CudaStreams(), capturer)
+    return start_pipelined(
+        model,
+        pool,
+        attention,
+        tables,
+        implementation,
+        CudaStreams(),
+        None if enforce_eager else CudaCapturer(),
+        grammars,
+        own_processors,
+    )
 
 
 def _context(
     model: LoadedModel,
     tables: RowTables,
     implementation: Implementation | None,
-    upload: Callable[[NDArray[Any]], Tensor],
+    upload: Callable[[NDArray[Any], torch.device], Tensor],
     grammars: GrammarCompiler | None,
 ) -> ProcessorContext:
     return ProcessorContext(
@@ -70,13 +81,13 @@ def _context(
         max_model_len=tables.max_model_len,
         device=model.device,
         implementation=implementation,
-        upload=upload,
+        upload=lambda array: upload(array, model.device),
         grammars=grammars,
     )
 
 
-def _copy_to_host(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array.copy())
+def _copy(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.tensor(array, device=device)
 
 
 @torch.inference_mode()
@@ -88,6 +99,8 @@ def start_pipelined(
     implementation: Implementation | None,
     streams: Streams,
     capturer: Capturer | None,
+    grammars: GrammarCompiler | None = None,
+    own_processors: Sequence[ProcessorFactory] = (),
 ) -> PipelinedRunner:
     """Warmed up; without a capturer there are no graphs."""
     device_forward = DeviceForward(
@@ -105,7 +118,11 @@ def start_pipelined(
         # memory for the largest batch beside the graphs shows now.
         _warm_up(device_forward, staging, streams, tables, implementation)
     streams.synchronize()
-    return PipelinedRunner(device_forward, pool, tables, staging, streams, implementation)
+    context = _context(model, tables, implementation, streams.upload, grammars)
+    processors = make_pipeline(context, own_processors)
+    return PipelinedRunner(
+        device_forward, pool, tables, staging, streams, processors, implementation
+    )
 
 
 def _warm_up(
@@ -123,7 +140,9 @@ def _warm_up(
             inputs, inputs.query_start_loc[1:] - 1, max(query_lens), max(seq_lens)
         )
     # The null block may hold anything, so its logits may be NaN.
-    streams.fetch(_sample(torch.randn_like(logits), implementation))
+    logits = torch.randn_like(logits)
+    _change(logits, implementation)
+    streams.fetch(_sample(logits, implementation))
 
 
 def dummy_batch(query_lens: list[int], seq_lens: list[int], padding_row: int) -> Arrays:
@@ -167,3 +186,16 @@ def _sample(logits: Tensor, implementation: Implementation | None) -> Sequence[T
     num_top = min(MAX_NUM_LOGPROBS - 1, logits.shape[1])
     entries = token_logprobs(logits, tokens, num_top, implementation=implementation)
     return [tokens, entries.token_ids, entries.logprobs, entries.ranks]
+
+
+def _change(logits: Tensor, implementation: Implementation | None) -> None:
+    """Run the operations of logits processors, without a change."""
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    lines = torch.arange(num_rows, device=device)
+    width = bitmask_width(vocab_size)
+    bitmask = torch.full((num_rows, width), -1, dtype=torch.int32, device=device)
+    apply_bitmask(logits, bitmask, lines, implementation=implementation)
+    counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
+    penalties = torch.ones(1, 3, device=device)
+    slots = torch.zeros_like(lines)
+    apply_penalties(logits, counts, lines, slots, penalties, implementation=implementation)

@@ -1,4 +1,4 @@
-// `torch.ops.quire.apply_bitmask` and `torch.ops.quire.apply_penalties`.
+// `torch.ops.quire.apply_bitmask`, `apply_penalties` and `apply_typical_p`.
 #include "logits/logits.h"
 
 #include <torch/library.h>
@@ -83,6 +83,32 @@ void apply_penalties(const Tensor& logits, const Tensor& counts, const Tensor& l
   });
 }
 
+const float* floats(const Tensor& tensor, int64_t count, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.is_cpu() &&
+                  tensor.numel() == count,
+              name, " must be ", count, " dense float32 numbers");
+  return tensor.const_data_ptr<float>();
+}
+
+void apply_typical_p(const Tensor& logits, const Tensor& lines, const Tensor& temperatures,
+                     const Tensor& typical_ps, int64_t isa) {
+  check_logits(logits);
+  const int64_t count = lines.numel(), vocab_size = logits.size(1);
+  const int64_t* places = int64s(lines, count, "lines");
+  check_ids(places, count, logits.size(0), "lines");
+  const float* of_temperature = floats(temperatures, count, "temperatures");
+  const float* of_typical = floats(typical_ps, count, "typical_ps");
+  float* data = logits.mutable_data_ptr<float>();
+  const int64_t stride = logits.stride(0);
+  const Functions& functions = functions_of(static_cast<Isa>(isa));
+  run(range_stage(count, 1, [=, &functions](int64_t begin, int64_t end) {
+    std::vector<TypicalToken> scratch;
+    for (int64_t i = begin; i < end; ++i)
+      functions.keep_typical(data + places[i] * stride, vocab_size, of_temperature[i],
+                             of_typical[i], scratch);
+  }));
+}
+
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("apply_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor lines, int isa) -> ()",
               &apply_bitmask);
@@ -90,6 +116,10 @@ TORCH_LIBRARY_FRAGMENT(quire, library) {
       "apply_penalties(Tensor(a!) logits, Tensor counts, Tensor lines, Tensor slots, "
       "Tensor penalties, int isa) -> ()",
       &apply_penalties);
+  library.def(
+      "apply_typical_p(Tensor(a!) logits, Tensor lines, Tensor temperatures, Tensor typical_ps, "
+      "int isa) -> ()",
+      &apply_typical_p);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Masks and penalties, compiled once per instruction set.
+// Masks, penalties and typical_p, compiled once per instruction set.
 //
 // Products and sums are rounded separately, as torch rounds them, so that a logit has the same bits
 // everywhere.

@@ -1,4 +1,4 @@
-// Masks and penalties of one row. Included once per instruction set, by isa/foreach_isa.h.
+// Masks, penalties and typical_p of one row. Included once per instruction set, by isa/foreach_isa.h.
 
 constexpr int kBits = 32;  // of a word
 constexpr float kImpossible = -std::numeric_limits<float>::infinity();
@@ -57,4 +57,69 @@ void penalize(float* logits, const int32_t* counts, int64_t size, const Penaltie
   for (int64_t i = first; i < size; ++i) penalize_one(i);
 }
 
-constexpr Functions kFunctions{mask, penalize};
+// The largest logit; NaN if the row has no distribution: NaN, +inf, or nothing above -inf.
+inline float finite_peak(const float* logits, int64_t size) {
+  float peak = kImpossible;
+  bool wrong = false;
+  for (int64_t i = 0; i < size; ++i) {
+    wrong |= !(logits[i] < -kImpossible);
+    peak = std::max(peak, logits[i]);
+  }
+  return wrong || peak == kImpossible ? std::numeric_limits<float>::quiet_NaN() : peak;
+}
+
+// The distance within which the masses add up to `target`, the nearest tokens first. There is at
+// least one token. Reorders them.
+inline double distance_of_mass(TypicalToken* tokens, int64_t size, double target) {
+  const auto nearer = [](const TypicalToken& a, const TypicalToken& b) {
+    return a.distance < b.distance;
+  };
+  double before = 0;
+  // [0, begin) kept and counted in `before`  [begin] kept  [end, size) dropped
+  int64_t begin = 0, end = size;
+  while (end - begin > kBits) {
+    const int64_t middle = begin + (end - begin) / 2;
+    std::nth_element(tokens + begin, tokens + middle, tokens + end, nearer);
+    double nearest = 0;
+    for (int64_t i = begin; i < middle; ++i) nearest += tokens[i].mass;
+    if (before + nearest < target) {
+      before += nearest;
+      begin = middle;
+    } else {
+      end = middle;
+    }
+  }
+  std::sort(tokens + begin, tokens + end, nearer);
+  for (; begin + 1 < end; ++begin) {
+    before += tokens[begin].mass;
+    if (!(before < target)) break;
+  }
+  return tokens[begin].distance;
+}
+
+// A token's information content differs from the entropy by as much as its scaled logit from the
+// expected one.
+void keep_typical(float* logits, int64_t size, float temperature, float typical_p,
+                  std::vector<TypicalToken>& scratch) {
+  const float peak = finite_peak(logits, size);
+  if (!(peak < -kImpossible)) return;
+  scratch.clear();
+  double total = 0, weighted = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const float scaled = (logits[i] - peak) / temperature;
+    if (!(scaled > kImpossible)) continue;
+    const float mass = std::exp(scaled);
+    total += mass;
+    weighted += static_cast<double>(scaled) * mass;
+    scratch.push_back({scaled, mass});
+  }
+  const double expected = weighted / total;
+  for (TypicalToken& token : scratch) token.distance = std::abs(token.distance - expected);
+  const double farthest = distance_of_mass(scratch.data(), scratch.size(), typical_p * total);
+  for (int64_t i = 0; i < size; ++i) {
+    const double scaled = (logits[i] - peak) / temperature;
+    if (std::abs(scaled - expected) > farthest) logits[i] = kImpossible;
+  }
+}
+
+constexpr Functions kFunctions{mask, penalize, keep_typical};
