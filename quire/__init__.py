@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.client.async_client import AsyncClient
     from quire.client.client import Client
+    from quire.client.conversations import ToolCall
     from quire.client.errors import (
         AlreadyExistsError,
         CancelledError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         Model,
         RequestDelta,
         RequestOutput,
+        ToolCallDelta,
         Usage,
     )
     from quire.client.sampling_params import SamplingParams
@@ -61,6 +63,8 @@ __all__ = [
     "ResourceExhaustedError",
     "SamplingParams",
     "StructuredOutput",
+    "ToolCall",
+    "ToolCallDelta",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",
@@ -69,6 +73,7 @@ __all__ = [
 _MODULES = {
     "quire.client.async_client": ("AsyncClient",),
     "quire.client.client": ("Client",),
+    "quire.client.conversations": ("ToolCall",),
     "quire.client.errors": (
         *("QuireError", "AlreadyExistsError", "CancelledError", "DeadlineExceededError"),
         *("InvalidArgumentError", "NotFoundError", "ResourceExhaustedError"),
@@ -76,7 +81,7 @@ _MODULES = {
     ),
     "quire.client.outputs": (
         *("CompletionDelta", "CompletionOutput", "Logprob", "Model"),
-        *("RequestDelta", "RequestOutput", "Usage"),
+        *("RequestDelta", "RequestOutput", "ToolCallDelta", "Usage"),
     ),
     "quire.client.sampling_params": ("SamplingParams",),
     "quire.client.structured_output": ("StructuredOutput",),

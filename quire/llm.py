@@ -5,19 +5,14 @@ import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, cast, overload
 
 from quire.client.arguments import wrong_type
 from quire.client.client import Client
+from quire.client.conversations import Conversation, ConversationOptions
 from quire.client.outputs import RequestDelta, RequestOutput
 from quire.client.progress_bar import PromptProgress, UseTqdm
-from quire.client.prompts import (
-    Conversation,
-    Prompt,
-    each_conversation,
-    each_prompt,
-    is_conversation,
-)
+from quire.client.prompts import Prompt, each_conversation, each_prompt, is_conversation
 from quire.client.requests import RequestOptions
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
@@ -137,8 +132,8 @@ class LLM:
         `return_exceptions` each failure takes the place of its output. ValueError unless there are
         as many sampling parameters as prompts.
         """
+        options = self._options(priority, sampling)
         params = _with_fields(sampling_params, sampling)
-        options: RequestOptions = {"model": self._model, "priority": priority}
         return self._generate(
             each_prompt(prompts), params, options, timeout_s, use_tqdm, return_exceptions
         )
@@ -181,9 +176,10 @@ class LLM:
         **sampling: Any,
     ) -> list[RequestOutput] | list[RequestOutput | Exception]:
         """Continue one or several conversations: lists of {"role": ..., "content": ...}. Arguments
-        are those of `generate`."""
+        are those of `generate`; options of conversations, such as `tools`, `tool_choice` and
+        `chat_template_kwargs`, are arguments, too."""
+        options = self._options(priority, sampling)
         params = _with_fields(sampling_params, sampling)
-        options: RequestOptions = {"model": self._model, "priority": priority}
         return self._generate(
             each_conversation(messages), params, options, timeout_s, use_tqdm, return_exceptions
         )
@@ -199,10 +195,9 @@ class LLM:
     ) -> Generator[RequestDelta, None, None]:
         """Stream the output of one prompt, which may be a conversation. Closing the generator
         cancels the request."""
+        options = self._options(priority, sampling)
         params = _with_fields(sampling_params, sampling)
-        return self.client.stream_generate(
-            prompt, params, timeout_s=timeout_s, model=self._model, priority=priority
-        )
+        return self.client.stream_generate(prompt, params, timeout_s=timeout_s, **options)
 
     def stream_chat(
         self,
@@ -223,6 +218,13 @@ class LLM:
     def close(self) -> None:
         """Cancel all calls in progress and stop the private stack."""
         self._finalizer()
+
+    def _options(self, priority: int | None, given: dict[str, Any]) -> RequestOptions:
+        """The options of a request. Takes those of conversations out of what is given."""
+        names = [name for name in given if name in ConversationOptions.__annotations__]
+        of_conversation = {name: given.pop(name) for name in names}
+        options = {"model": self._model, "priority": priority, **of_conversation}
+        return cast("RequestOptions", options)
 
     def _generate(
         self,

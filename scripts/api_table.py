@@ -20,6 +20,7 @@ from gateway_svc.http.bodies.chat import ChatRequest
 from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.response import ResponseRequest
 from quire.cli.app import app
+from quire.client.conversations import MESSAGE_KEYS, ConversationOptions
 from quire.client.requests import RequestOptions
 from quire.client.sampling_params import SamplingParams
 from quire.client.structured_output import StructuredOutput
@@ -34,6 +35,7 @@ _COMMANDS = ("generate", "chat")
 _NONE = "no"
 # Numbers of the fields of FileDescriptorProto and DescriptorProto.
 _MESSAGES, _FIELDS = 4, 2
+_OF_TOOLS = ("name", "description", "parameters", "strict")
 # By body; a tuple names several fields.
 _Names = Mapping[str, tuple[str, ...]]
 
@@ -139,7 +141,7 @@ SECTIONS = (
         "Conversations",
         "Conversation",
         http={"messages": {"chat": ("messages",), "responses": ("input", "instructions")}},
-        python={"messages": "messages"},
+        python={**_named(list(ConversationOptions.__annotations__)), "messages": "messages"},
         cli={"messages": "prompt"},
     ),
     Section(
@@ -152,8 +154,18 @@ SECTIONS = (
             },
             "reasoning": {"chat": ("messages.reasoning",), "responses": ()},
         },
-        python=_named(["role", "content"]),
+        python=_named(MESSAGE_KEYS),
         cli={"content": "prompt"},
+    ),
+    Section(
+        "Tools",
+        "Tool",
+        http={
+            name: {"chat": (f"tools.function.{name}",), "responses": (f"tools.{name}",)}
+            for name in _OF_TOOLS
+        },
+        python={name: f"function.{name}" for name in _OF_TOOLS},
+        cli=dict.fromkeys(_OF_TOOLS, ""),
     ),
 )
 

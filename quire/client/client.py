@@ -9,10 +9,11 @@ import grpc
 
 from quire.client.arguments import deadline
 from quire.client.concurrent_calls import ConcurrentCalls, StubMethodFor
+from quire.client.conversations import Conversation
 from quire.client.errors import QuireError, translate_errors
 from quire.client.outputs import Model, RequestDelta, RequestOutput
 from quire.client.prompt_batch import OnEnd, PromptBatch
-from quire.client.prompts import Conversation, Prompt
+from quire.client.prompts import Prompt
 from quire.client.requests import (
     RequestOptions,
     cancel_request,

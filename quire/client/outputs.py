@@ -4,13 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from quire.client.conversations import ToolCall
 from quire.v1 import inference_pb2, model_pb2
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -24,10 +26,17 @@ class Usage:
     cached_prompt_tokens: int
     # The sum over all completions.
     completion_tokens: int
+    # Completion tokens that are reasoning.
+    reasoning_tokens: int = 0
 
     @classmethod
     def from_proto(cls, usage: inference_pb2.Usage) -> "Usage":
-        return cls(usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens)
+        return cls(
+            usage.prompt_tokens,
+            usage.cached_prompt_tokens,
+            usage.completion_tokens,
+            usage.reasoning_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,10 @@ class CompletionOutput:
     stop_reason: str | int | None
     # One per entry of token_ids; empty unless `SamplingParams.logprobs` is set.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # The reasoning before the text, if the model's output separates it.
+    reasoning: str = ""
+    # Calls in the output; they are not part of the text.
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
     def from_proto(cls, choice: inference_pb2.Choice) -> "CompletionOutput":
@@ -70,6 +83,8 @@ class CompletionOutput:
             finish_reason=_FINISH_REASONS.get(choice.finish_reason),
             stop_reason=_stop_reason(choice),
             logprobs=_logprobs(choice.logprobs),
+            reasoning=choice.reasoning,
+            tool_calls=[ToolCall.from_proto(call) for call in choice.tool_calls],
         )
 
 
@@ -97,6 +112,28 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class ToolCallDelta:
+    """New output of one tool call."""
+
+    # Calls of a completion are numbered from 0.
+    index: int
+    # Set in the first delta of the call, as is the name.
+    id: str | None
+    name: str | None
+    # The next part of the arguments.
+    arguments: str
+
+    @classmethod
+    def from_proto(cls, delta: inference_pb2.ToolCallDelta) -> "ToolCallDelta":
+        return cls(
+            delta.index,
+            delta.id if delta.HasField("id") else None,
+            delta.name if delta.HasField("name") else None,
+            delta.arguments,
+        )
+
+
+@dataclass(frozen=True)
 class CompletionDelta:
     """The part of a completion in one message of a stream."""
 
@@ -109,6 +146,9 @@ class CompletionDelta:
     stop_reason: str | int | None
     # One per entry of token_ids; empty unless `SamplingParams.logprobs` is set.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # New reasoning, which precedes the text.
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
     @classmethod
     def from_proto(cls, delta: inference_pb2.ChoiceDelta) -> "CompletionDelta":
@@ -120,6 +160,8 @@ class CompletionDelta:
             finish_reason=_FINISH_REASONS.get(delta.finish_reason),
             stop_reason=_stop_reason(delta),
             logprobs=_logprobs(delta.logprobs),
+            reasoning=delta.reasoning,
+            tool_calls=[ToolCallDelta.from_proto(call) for call in delta.tool_calls],
         )
 
 

@@ -7,11 +7,8 @@ from typing import TypeAlias
 from typing_extensions import TypedDict, TypeIs
 
 from quire.client.arguments import check_text, check_token_ids, wrong_type
-from quire.v1 import conversation_pb2, inference_pb2
-
-# {"role": "user", "content": "Hello"}
-Message = Mapping[str, str]
-Conversation = Sequence[Message]
+from quire.client.conversations import Conversation, conversation_proto
+from quire.v1 import inference_pb2
 
 
 class TextPrompt(TypedDict):
@@ -29,7 +26,6 @@ class TokensPrompt(TypedDict):
 # A conversation is rendered with the model's chat template.
 Prompt: TypeAlias = str | Sequence[int] | Conversation | TextPrompt | TokensPrompt
 
-_MESSAGE_KEYS = {"role", "content"}
 _PROMPT_KEYS = ({"prompt"}, {"prompt_token_ids"})
 _A_PROMPT = "a text, token ids or a conversation"
 _A_CONVERSATION = "a conversation, a list of {'role': text, 'content': text}"
@@ -79,21 +75,6 @@ def fill_prompt(
         check_token_ids("prompt", content)
         # An empty list is sent as well, and refused by the server.
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=content))
-
-
-def conversation_proto(conversation: Conversation) -> conversation_pb2.Conversation:
-    """ValueError for a message that is not {"role": str, "content": str}."""
-    return conversation_pb2.Conversation(messages=[_message(m) for m in conversation])
-
-
-def _message(message: Message) -> conversation_pb2.Message:
-    if set(message) != _MESSAGE_KEYS or not all(isinstance(v, str) for v in message.values()):
-        raise ValueError(
-            f"messages: expected {{'role': text, 'content': text}}, got {message!r:.100}"
-        )
-    for key, value in message.items():
-        check_text(f"messages: {key}", value)
-    return conversation_pb2.Message(role=message["role"], content=message["content"])
 
 
 def _is_one_prompt(prompts: object) -> TypeIs[Prompt]:

@@ -5,7 +5,7 @@ Functions raise TypeError or ValueError for arguments that a message cannot cont
 
 import re
 from collections.abc import Sequence
-from typing import TypedDict, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 from quire.client.arguments import (
@@ -18,6 +18,12 @@ from quire.client.arguments import (
     check_token_ids,
     wrong_type,
 )
+from quire.client.conversations import (
+    Conversation,
+    ConversationOptions,
+    conversation_proto,
+    fill_options,
+)
 from quire.client.outputs import (
     CompletionOutput,
     RequestOutput,
@@ -25,9 +31,7 @@ from quire.client.outputs import (
     prompt_logprobs_from,
 )
 from quire.client.prompts import (
-    Conversation,
     Prompt,
-    conversation_proto,
     fill_prompt,
     is_conversation,
 )
@@ -38,7 +42,7 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _Request = TypeVar("_Request", inference_pb2.GenerateRequest, inference_pb2.StreamGenerateRequest)
 
 
-class RequestOptions(TypedDict, total=False):
+class RequestOptions(ConversationOptions, total=False):
     """Options of a request other than prompt and sampling parameters."""
 
     # Random if absent.
@@ -61,12 +65,17 @@ def fill_request(
     options: RequestOptions,
 ) -> _Request:
     """Fill an empty request."""
-    _fill_options(request, options)
+    of_conversation = _fill_options(request, options)
     if sampling_params is not None:
         if not isinstance(sampling_params, SamplingParams):
             raise wrong_type("sampling_params", "SamplingParams", sampling_params)
         request.sampling_params.CopyFrom(sampling_params.to_proto())
     fill_prompt(request, prompt)
+    for name in of_conversation:
+        if not request.HasField("conversation"):
+            raise ValueError(f"{name}: is an option of conversations (got another prompt)")
+    if of_conversation:
+        fill_options(request.conversation, of_conversation)
     if not request.HasField("request_id"):
         # A retry needs an id, so that the server recognises the request.
         request.request_id = uuid4().hex
@@ -140,10 +149,16 @@ def _check_request_id(request_id: object) -> None:
         )
 
 
-def _fill_options(request: _Request, options: RequestOptions) -> None:
+def _fill_options(request: _Request, options: RequestOptions) -> ConversationOptions:
+    """Fill in all but the options of conversations, and return those that are set."""
+    of_conversation: dict[str, Any] = {}
     for name, value in options.items():
         if name not in RequestOptions.__annotations__:
             raise TypeError(f"{name}: no such option of a request (got {value!r:.100})")
+        if name in ConversationOptions.__annotations__:
+            if value is not None:
+                of_conversation[name] = value
+            continue
         if name == "priority":
             check_integer(name, value, INT32_MAX, INT32_MIN)
         elif name == "resume_window_s":
@@ -154,3 +169,4 @@ def _fill_options(request: _Request, options: RequestOptions) -> None:
             check_text(name, value)
         if value is not None:
             setattr(request, name, value)
+    return cast("ConversationOptions", of_conversation)
