@@ -20,6 +20,7 @@ _TITLES = {
     "chaos": "Fault tolerance",
     "gateway": "Gateway",
     "scheduler": "Scheduler",
+    "grammars": "Structured output",
 }
 # Text of a section without results; other empty sections are omitted.
 _UNMEASURED = {

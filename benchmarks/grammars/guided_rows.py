@@ -1,10 +1,12 @@
 """Runs rows on a worker's runner, each with its own parameters, one token per step."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.plans import Admission, BlockMoves, Plan
 from worker_svc.runner.step_runner import LoadedRunner
@@ -41,41 +43,53 @@ class GuidedRow:
 
 
 class RowDriver:
-    """The scheduler's part, for sequences that all fit at once."""
+    """The scheduler's part, with room for some rows at once."""
 
     def __init__(self, loaded: LoadedRunner) -> None:
         self._loaded = loaded
         self.num_steps = 0
 
-    def run(self, rows: Sequence[GuidedRow], num_rounds: int = 1) -> None:
-        """Until all have ended; then their rows are released. At most `max_num_seqs` rows."""
-        self.start(rows)
-        while any(not row.has_ended for row in rows):
-            self.step(rows, num_rounds)
-        self.finish(rows)
+    def run(self, rows: Sequence[GuidedRow], num_rounds: int = 1, at_once: int = 32) -> None:
+        """Until all have ended. A row that ends makes room for the next one."""
+        waiting = deque(rows)
+        running: dict[int, GuidedRow] = {}
+        while waiting or running:
+            ended = [index for index, row in running.items() if row.has_ended]
+            for index in ended:
+                del running[index]
+            if ended:
+                self.release(ended)
+            free = [index for index in range(at_once) if index not in running]
+            for index in free[: len(waiting)]:
+                running[index] = row = waiting.popleft()
+                self.start(index, row)
+            if any(not row.has_ended for row in running.values()):
+                self.step(running, num_rounds)
 
-    def start(self, rows: Sequence[GuidedRow]) -> None:
-        """Admit the rows, and compute their prompts one by one."""
-        for index, row in enumerate(rows):
-            token_ids = np.array([*row.prompt, *row.output])
-            admission = self._admission(index, row, token_ids)
-            plan = self._plan([index], [len(token_ids)], admissions=(admission,))
-            self._launch(plan, rows)
+    def start(
+        self, index: int, row: GuidedRow, beside: Mapping[int, GuidedRow] | None = None
+    ) -> None:
+        """Admit a row, and compute its prompt, which gives its first token. The rows `beside` it
+        sample one, too."""
+        others = beside or {}
+        token_ids = np.array([*row.prompt, *row.output])
+        admission = self._admission(index, row, token_ids)
+        counts = [len(token_ids), *[1] * len(others)]
+        plan = self._plan([index, *others], counts, admissions=(admission,))
+        self._launch(plan, {index: row, **others})
 
-    def step(self, rows: Sequence[GuidedRow], num_rounds: int = 1) -> None:
+    def step(self, running: Mapping[int, GuidedRow], num_rounds: int = 1) -> None:
         """Sample a token in each row that has not ended."""
-        live = [index for index, row in enumerate(rows) if not row.has_ended]
-        rounds = [
-            min(num_rounds, rows[index].max_tokens - len(rows[index].output)) for index in live
-        ]
+        live = {index: row for index, row in running.items() if not row.has_ended}
+        rounds = [min(num_rounds, row.max_tokens - len(row.output)) for row in live.values()]
         several = np.array(rounds) if num_rounds > 1 else _NOTHING
-        self._launch(self._plan(live, [1] * len(live), num_rounds=several), rows)
+        self._launch(self._plan([*live], [1] * len(live), num_rounds=several), live)
 
-    def finish(self, rows: Sequence[GuidedRow]) -> None:
-        released = np.arange(len(rows))
-        self._loaded.runner.launch(self._plan([], [], released_rows=released)).output()
+    def release(self, indices: list[int]) -> None:
+        plan = self._plan([], [], released_rows=np.array(indices))
+        self._loaded.runner.launch(plan).output()
 
-    def _launch(self, plan: Plan, rows: Sequence[GuidedRow]) -> None:
+    def _launch(self, plan: Plan, rows: Mapping[int, GuidedRow]) -> None:
         self._loaded.on_arrival(plan)
         output = self._loaded.runner.launch(plan).output()
         self.num_steps += 1
@@ -86,7 +100,7 @@ class RowDriver:
         for index, reason in output.failures.items():
             rows[index].failure = reason
 
-    def _admission(self, index: int, row: GuidedRow, token_ids: "np.ndarray") -> Admission:
+    def _admission(self, index: int, row: GuidedRow, token_ids: Ints) -> Admission:
         block_size = self._loaded.identity.block_size
         num_blocks = -(-(len(row.prompt) + row.max_tokens + 1) // block_size)
         first = 1 + index * num_blocks
@@ -111,8 +125,8 @@ class RowDriver:
         rows: list[int],
         counts: list[int],
         admissions: tuple[Admission, ...] = (),
-        released_rows: "np.ndarray" = _NOTHING,
-        num_rounds: "np.ndarray" = _NOTHING,
+        released_rows: Ints = _NOTHING,
+        num_rounds: Ints = _NOTHING,
     ) -> Plan:
         return Plan(
             epoch=1,

@@ -4,9 +4,10 @@ import json
 import re
 from typing import Final
 
-from llguidance import LLMatcher
+import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+_ASCII_CLASSES: Final = "dw"
 _EBNF_RULE: Final = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 
 
@@ -28,9 +29,9 @@ def to_lark(grammar: str) -> str:
 
 
 def regex_to_lark(pattern: str) -> str:
-    """A grammar of one rule, `start`, that is this regular expression."""
-    grammar = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
-    return str(grammar["lark_grammar"])
+    """A grammar of one rule, `start`, that is this regular expression. As in JavaScript, the
+    classes of digits and word characters have those of ASCII."""
+    return f"start: /{llguidance.regex_to_lark(pattern, _ASCII_CLASSES)}/"
 
 
 def choice_to_lark(texts: list[str]) -> str:

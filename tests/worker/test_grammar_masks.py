@@ -36,13 +36,13 @@ class Guide:
         matcher = self.compiler.matcher(definition)
         return RowGrammar(matcher, begins_after, stops.tolist(), self.vocabulary.end_id)
 
-    def possible(self, row: RowGrammar, stops: Ints = NO_STOPS) -> set[int]:
-        bits = self.masks.compute([row], [stops])
+    def possible(self, row: RowGrammar) -> set[int]:
+        bits = self.masks.compute([row])
         unpacked = np.unpackbits(bits[0].view(np.uint8), bitorder="little")[: self.vocab_size]
         return set(unpacked.nonzero()[0].tolist())
 
-    def texts(self, row: RowGrammar, stops: Ints = NO_STOPS) -> set[str]:
-        return {str(self.tokenizer.id_to_token(id_)) for id_ in self.possible(row, stops)}
+    def texts(self, row: RowGrammar) -> set[str]:
+        return {str(self.tokenizer.id_to_token(id_)) for id_ in self.possible(row)}
 
     def write(self, row: RowGrammar, text: str) -> None:
         for token_id in self.tokenizer.encode(text, add_special_tokens=False).ids:
@@ -76,15 +76,15 @@ def test_tokens_that_continue_the_grammar_are_possible(guide: Guide) -> None:
 def test_stop_tokens_are_possible_where_the_grammar_may_end_and_nowhere_else(guide: Guide) -> None:
     stops = _stops(guide)
     row = guide.row('start: "x" /[ab]{1,2}/', stops)
-    assert guide.texts(row, stops) == {"x"}
+    assert guide.texts(row) == {"x"}
     guide.write(row, "xa")
-    assert guide.texts(row, stops) == {"a", "b", *SPECIAL}
+    assert guide.texts(row) == {"a", "b", *SPECIAL}
     guide.write(row, "b")
-    assert guide.texts(row, stops) == set(SPECIAL)
+    assert guide.texts(row) == set(SPECIAL)
     row.append(int(stops[1]))
     assert row.has_ended
     # Steps that were in flight when the sequence ended.
-    assert guide.texts(row, stops) == set(SPECIAL)
+    assert guide.texts(row) == set(SPECIAL)
     row.append(int(stops[0]))
     assert row.error is None
 
@@ -92,9 +92,9 @@ def test_stop_tokens_are_possible_where_the_grammar_may_end_and_nowhere_else(gui
 def test_a_stop_token_with_a_text_is_possible_at_the_end_alone(guide: Guide) -> None:
     stops = np.array([guide.tokenizer.token_to_id("b")])
     row = guide.row("start: /[ab]+/", stops)
-    assert guide.texts(row, stops) == {"a", "ab"}
+    assert guide.texts(row) == {"a", "ab"}
     guide.write(row, "a")
-    assert guide.texts(row, stops) == {"a", "ab", "b"}
+    assert guide.texts(row) == {"a", "ab", "b"}
 
 
 def test_special_tokens_and_padded_ids_are_in_no_text(guide: Guide) -> None:
@@ -118,9 +118,9 @@ def test_the_bit_of_the_end_does_not_reach_the_model(guide: Guide) -> None:
     assert exact.vocabulary.end_id == 288
     stops = _stops(exact)
     row = exact.row('start: "a"?', stops)
-    bits = exact.masks.compute([row], [stops])
+    bits = exact.masks.compute([row])
     assert bits.shape == (1, 9)
-    assert exact.texts(row, stops) == {"a", *SPECIAL}
+    assert exact.texts(row) == {"a", *SPECIAL}
 
 
 def test_output_is_free_up_to_a_sequence_of_tokens(guide: Guide) -> None:
@@ -161,11 +161,11 @@ def test_state_is_a_function_of_the_tokens(guide: Guide) -> None:
     for _ in range(5):
         row, output = guide.row(lark, stops), list[int]()
         while not row.has_ended:
-            possible = guide.possible(row, stops)
+            possible = guide.possible(row)
             again = guide.row(lark, stops)
             for token_id in output:
                 again.append(token_id)
-            assert guide.possible(again, stops) == possible
+            assert guide.possible(again) == possible
             assert again.forced == row.forced
             output.append(generator.choice(sorted(possible)))
             row.append(output[-1])
@@ -174,10 +174,10 @@ def test_state_is_a_function_of_the_tokens(guide: Guide) -> None:
 def test_rows_have_the_masks_that_they_have_alone(guide: Guide) -> None:
     stops = _stops(guide)
     larks = ['start: "x"', "start: /[ab]*/", 'start: "{\\"" /a+/', r"start: /[^\x00-\x20]+/"]
-    alone = [guide.possible(guide.row(lark, stops), stops) for lark in larks]
+    alone = [guide.possible(guide.row(lark, stops)) for lark in larks]
     free = guide.row('start: "x"', begins_after=(1,))
     rows = [*(guide.row(lark, stops) for lark in larks), free]
-    bits = guide.masks.compute(rows, [stops] * len(rows))
+    bits = guide.masks.compute(rows)
     together = [
         set(np.unpackbits(line.view(np.uint8), bitorder="little")[: guide.vocab_size].nonzero()[0])
         for line in bits

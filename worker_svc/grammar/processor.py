@@ -29,7 +29,6 @@ class GrammarProcessor:
         self._context = context
         self._compiler = compiler = context.grammars
         self._rows: dict[int, RowGrammar] = {}
-        self._stop_token_ids: dict[int, Ints] = {}
         if compiler is not None:
             cores = len(os.sched_getaffinity(0))
             self._masks = TokenMasks(
@@ -61,11 +60,10 @@ class GrammarProcessor:
         if followed.error is not None:
             raise LogitsError(f"the output does not follow the grammar: {followed.error}")
         self._rows[row] = followed
-        self._stop_token_ids[row] = params.stop_token_ids
         return True
 
     def release(self, row: int) -> None:
-        del self._rows[row], self._stop_token_ids[row]
+        del self._rows[row]
 
     def append(self, token_ids: Tensor, lines: Ints, rows: Ints) -> None:
         sampled = token_ids.numpy()[lines].tolist()
@@ -77,10 +75,7 @@ class GrammarProcessor:
                 log.error("a token does not follow its grammar", reason=followed.error)
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
-        indices = rows.tolist()
-        masks = self._masks.compute(
-            [self._rows[row] for row in indices], [self._stop_token_ids[row] for row in indices]
-        )
+        masks = self._masks.compute([self._rows[row] for row in rows.tolist()])
         upload = self._context.upload
         apply_bitmask(
             logits, upload(masks), upload(lines), implementation=self._context.implementation

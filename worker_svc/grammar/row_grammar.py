@@ -32,7 +32,7 @@ class RowGrammar:
         self.forced: deque[int] = deque()
         self._begins_after = begins_after
         self._last = deque[int](maxlen=len(begins_after))
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self.stop_token_ids = frozenset(stop_token_ids)
         self._num_tokens = num_tokens
         if not self.is_free:
             self._find_forced()
@@ -48,7 +48,7 @@ class RowGrammar:
             return
         if self.is_free:
             self._append_free(token_id)
-        elif token_id in self._stop_token_ids:
+        elif token_id in self.stop_token_ids:
             self.has_ended = True
         elif self.matcher.consume_token(token_id):
             if self.forced and self.forced.popleft() != token_id:
@@ -73,4 +73,4 @@ class RowGrammar:
 
     def _is_possible(self, token_id: int) -> bool:
         """Whether the token may be part of the format: a stop token ends it."""
-        return token_id < self._num_tokens and token_id not in self._stop_token_ids
+        return token_id < self._num_tokens and token_id not in self.stop_token_ids

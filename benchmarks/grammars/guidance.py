@@ -1,0 +1,191 @@
+"""The price of structured output on the worker: guided rows, and a new schema beside other rows."""
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks.engines.make_model import make_model
+from benchmarks.engines.models import SMALL
+from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
+from benchmarks.grammars.schemas import mixed_schemas
+from benchmarks.report import Column, Part, Target
+from gateway_svc.structured.json_schemas import to_definition
+from worker_svc.plan.logits_params import Grammar, LogitsParams
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
+from worker_svc.settings import WorkerSettings
+
+_NUM_ROWS = 32
+_NUM_TOKENS = 96
+_PROMPT = "The records of the last year, as JSON: "
+_MAX_LOSS = 0.05
+_MAX_DELAY_MS = 10.0
+# An id that no document has, so that guided rows reach their lengths.
+_STOP = np.array([0])
+
+
+class Guidance:
+    """The 30m model on the runner of this machine."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        make_model(SMALL, folder)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        settings = [
+            *("--model", str(folder), "--dtype", "float32", "--device", "cpu"),
+            *("--max-model-len", "1024", "--max-num-seqs", "40"),
+            *("--kv-cache-memory", str(SMALL.kv_cache_bytes)),
+        ]
+        self._loaded: LoadedRunner = load_runner(WorkerSettings.load(settings))
+        self._driver = RowDriver(self._loaded)
+
+    def throughput(self, rounds: int) -> Part:
+        """Guided rows against free ones of the same lengths, alternately."""
+        schemas = [_long(schema) for schema in mixed_schemas(_NUM_ROWS * 2) if _is_bounded(schema)]
+        definitions = [to_definition(schema) for schema in schemas[:_NUM_ROWS]]
+        self._tokens_per_s([None] * _NUM_ROWS)
+        self._tokens_per_s(definitions)
+        free, guided = [], []
+        for _ in range(rounds):
+            free.append(self._tokens_per_s([None] * _NUM_ROWS))
+            guided.append(self._tokens_per_s(definitions))
+        ratio = median(g / f for g, f in zip(guided, free, strict=True))
+        rows = [_speeds("free", free, None), _speeds("guided by schemas", guided, ratio)]
+        loss = 1 - ratio
+        return Part(
+            name="guidance",
+            title="Guided rows, 30 million parameters",
+            notes=[
+                f"{_NUM_ROWS} rows of {_NUM_TOKENS} tokens at temperature 1 on the worker's "
+                f"runner, without services; {rounds} rounds of each, alternately, without jumps. "
+                "Every guided row follows another schema: arrays too long to end.",
+            ],
+            columns=[
+                Column("rows", "rows"),
+                Column("speed", "tokens/s, median", ",.0f"),
+                Column("fastest", "fastest", ",.0f"),
+                Column("slowest", "slowest", ",.0f"),
+                Column("ratio", "of free rows", ".3f"),
+            ],
+            rows=rows,
+            targets=[Target("loss", f"at most {_MAX_LOSS:.0%}", f"{loss:.1%}", loss <= _MAX_LOSS)],
+        )
+
+    def delay(self, rounds: int) -> Part:
+        """The step in which a row with a new schema is admitted, beside 16 free rows."""
+        sizes = {"none": 0, "10 properties": 10, "100 properties": 100, "500 properties": 500}
+        times: dict[str, list[float]] = {name: [] for name in sizes}
+        for at in range(rounds):
+            for name, size in sizes.items():
+                schema = _new_schema(size, at) if size else None
+                times[name].append(self._admission_ms(schema))
+        base = median(times["none"])
+        rows: list[dict[str, Any]] = [
+            {
+                "schema": name,
+                "bytes": len(json.dumps(_new_schema(sizes[name], 0))) if sizes[name] else 0,
+                "step_ms": median(values),
+                "delay_ms": median(values) - base,
+            }
+            for name, values in times.items()
+        ]
+        delay = float(rows[2]["delay_ms"])
+        return Part(
+            name="delay",
+            title="A new schema beside other rows, 30 million parameters",
+            notes=[
+                "The step that admits a row with a schema that the worker has not seen, and "
+                "computes its prompt beside 16 rows that decode: the plan arrives when the step "
+                f"starts, so only this step hides the compilation. Medians of {rounds} rounds.",
+            ],
+            columns=[
+                Column("schema", "new schema"),
+                Column("bytes", "bytes", ",d"),
+                Column("step_ms", "step ms", ".1f"),
+                Column("delay_ms", "delay ms", ".1f"),
+            ],
+            rows=rows,
+            targets=[
+                Target(
+                    "delay by a schema of 100 properties",
+                    f"at most {_MAX_DELAY_MS:.0f} ms",
+                    f"{delay:.1f} ms",
+                    delay <= _MAX_DELAY_MS,
+                )
+            ],
+        )
+
+    def _row(self, definition: str | None, seed: int) -> GuidedRow:
+        params = None
+        if definition is not None:
+            params = LogitsParams(stop_token_ids=_STOP, grammar=Grammar(definition))
+        prompt = self._tokenizer.encode(_PROMPT).ids
+        return GuidedRow(prompt, params, seed, _NUM_TOKENS, stops=False)
+
+    def _tokens_per_s(self, definitions: Sequence[str | None]) -> float:
+        rows = {at: self._row(each, at) for at, each in enumerate(definitions)}
+        for index, row in rows.items():
+            self._driver.start(index, row)
+        num_before = sum(len(row.output) for row in rows.values())
+        started_s = time.perf_counter()
+        while not all(row.has_ended for row in rows.values()):
+            self._driver.step(rows)
+        seconds = time.perf_counter() - started_s
+        self._driver.release([*rows])
+        if failures := [row.failure for row in rows.values() if row.failure]:
+            raise RuntimeError(failures[0])
+        return (sum(len(row.output) for row in rows.values()) - num_before) / seconds
+
+    def _admission_ms(self, schema: dict[str, Any] | None) -> float:
+        rows = {at: self._row(None, at) for at in range(16)}
+        for index, row in rows.items():
+            self._driver.start(index, row)
+        for _ in range(4):
+            self._driver.step(rows)
+        new = self._row(None if schema is None else to_definition(schema), seed=99)
+        started_s = time.perf_counter()
+        self._driver.start(len(rows), new, beside=rows)
+        milliseconds = 1000 * (time.perf_counter() - started_s)
+        self._driver.release([*rows, len(rows)])
+        return milliseconds
+
+
+def _speeds(name: str, speeds: list[float], ratio: float | None) -> dict[str, Any]:
+    return {
+        "rows": name,
+        "speed": median(speeds),
+        "fastest": max(speeds),
+        "slowest": min(speeds),
+        "ratio": ratio,
+    }
+
+
+def _is_bounded(schema: dict[str, Any]) -> bool:
+    """Whether the library serves the schema within an array."""
+    text = json.dumps(schema)
+    names = ("$ref", "oneOf", "not", "uniqueItems", "contains", "dependent", "propertyNames")
+    return not any(f'"{name}' in text for name in (*names, 'if"'))
+
+
+def _long(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": 1000}
+
+
+def _new_schema(num_properties: int, number: int) -> dict[str, Any]:
+    leaves = mixed_schemas(10, seed=number)
+    properties = {f"field_{number}_{at}": leaves[at % len(leaves)] for at in range(num_properties)}
+    required = list(properties)[::2]
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
