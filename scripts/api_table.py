@@ -15,7 +15,6 @@ import typer
 from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
-from gateway_svc.generation import unserved_fields
 from gateway_svc.http.bodies.chat import ChatRequest
 from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.response import ResponseRequest
@@ -52,8 +51,6 @@ class Section:
     python: Mapping[str, str] = field(default_factory=dict)
     # By field, the parameter of the command.
     cli: Mapping[str, str] = field(default_factory=dict)
-    # Fields that are not served yet.
-    unserved: frozenset[str] = frozenset()
     # Fields without a row: messages that have a section of their own.
     omitted: frozenset[str] = frozenset()
 
@@ -109,7 +106,6 @@ SECTIONS = (
         },
         python=_named([one.name for one in fields(SamplingParams)]),
         cli={"structured_output": ""},
-        unserved=unserved_fields.SAMPLING_PARAMS,
     ),
     Section(
         "Structured output",
@@ -205,7 +201,7 @@ def _row(
     options: Mapping[str, str],
     used: Mapping[str, set[str]],
 ) -> str:
-    cells = [f"`{name}`" if name not in section.unserved else f"`{name}`, not served yet"]
+    cells = [f"`{name}`"]
     for body, schema in schemas.items():
         names = section.http[name].get(body, ()) if name in section.http else (name,)
         used[body].update(one.partition(".")[0] for one in names)

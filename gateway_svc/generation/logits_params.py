@@ -174,18 +174,18 @@ def _check_size(message: logits_pb2.LogitsParams) -> None:
     """RequestError at the largest field if the message is too large."""
     if message.ByteSize() <= MAX_BYTES:
         return
-    sizes = {
+    # The other fields cannot be this large.
+    parts = {
         "allowed_token_ids.ids": logits_pb2.LogitsParams(
             allowed_token_ids=message.allowed_token_ids
-        ).ByteSize(),
-        "bad_words": logits_pb2.LogitsParams(
-            bad_words_token_ids=message.bad_words_token_ids
-        ).ByteSize(),
+        ),
+        "bad_words": logits_pb2.LogitsParams(bad_words_token_ids=message.bad_words_token_ids),
+        "structured_output": logits_pb2.LogitsParams(grammar=message.grammar),
     }
+    sizes = {name: part.ByteSize() for name, part in parts.items()}
     largest = max(sizes, key=lambda name: sizes[name])
     raise invalid(
         f"sampling_params.{largest}",
         "LOGITS_PARAMS_SIZE",
-        f"takes {sizes[largest]} bytes as token ids; all that changes the logits of a request may "
-        f"take {MAX_BYTES}",
+        f"takes {sizes[largest]} bytes; all fields that change logits may take {MAX_BYTES}",
     )

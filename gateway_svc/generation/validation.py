@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from gateway_svc.generation import logits_params, unserved_fields
+from gateway_svc.generation import logits_params
 from gateway_svc.generation.conversation_checks import check_messages, check_tools
 from gateway_svc.generation.field_checks import (
     check_at_most,
@@ -48,7 +48,6 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
     salt_bytes = len(request.cache_salt.encode())
     check_at_most("cache_salt", "CACHE_SALT_LENGTH", salt_bytes, MAX_CACHE_SALT_BYTES, "bytes")
     params = request.sampling_params
-    unserved_fields.refuse("sampling_params", params, unserved_fields.SAMPLING_PARAMS)
     _check_sampling(params, limits.vocab_size)
     _check_prompt(request, limits)
 

@@ -34,13 +34,13 @@ _WILD = (0.0, 0.02, 0.3)
 _USUAL: dict[str, float] = {
     "n": 4, "max_tokens": 40, "logprobs": 20, "resume_window_s": 60, "ids": 500, "top_k": 50,
     "next_token_indices": 5, "stop_token_ids": 500, "token_ids": 500, "priority": 9, "seed": 2**32,
-    "temperature": 2.0, "top_p": 1.0, "min_p": 0.5,
+    "temperature": 2.0, "top_p": 1.0, "min_p": 0.5, "presence_penalty": 2.0,
+    "frequency_penalty": 2.0, "repetition_penalty": 2.0, "min_tokens": 2, "typical_p": 1.0,
+    "truncate_prompt_tokens": 40, "key": 400, "value": 9.0,
 }  # fmt: skip
 # Fields of these messages that few requests set, as most values of theirs are refused.
 _RARE = {
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "detokenize", "logprobs_mode",
-    "structured_output", "processor_args", "typical_p", "tools", "tool_choice",
+    "allowed_token_ids", "detokenize", "structured_output", "tools", "tool_choice",
     "parallel_tool_calls", "include_reasoning", "tool_calls", "tool_call_id", "reasoning", "name",
 }  # fmt: skip
 _WITH_RARE = ("quire.v1.SamplingParams", "quire.v1.Conversation", "quire.v1.Message")
@@ -156,7 +156,7 @@ class Generator:
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             return rng.random() < 0.5
         if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
-            return rng.choice((0, 1, 2, 99))
+            return rng.choice((0, 1, 2, 99) if self._is_wild() else (0, 1, 2))
         return self._integer(field)
 
     def _text(self, name: str) -> str:

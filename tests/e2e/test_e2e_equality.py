@@ -7,10 +7,13 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import redis
 import torch
+from logits_reference import ReferenceRow
 from pool_watch import PoolWatch
 from tiny_models import FAMILIES, VOCAB_SIZE, Reference, save_model
 from tiny_tokenizer import save_tokenizer
@@ -21,6 +24,7 @@ from quire.client.outputs import RequestOutput
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.stack import LocalStack
+from worker_svc.plan.logits_params import LogitsParams
 
 BLOCK_SIZE = 16
 # Fewer tokens than the longer prompts have: they can only be computed in chunks.
@@ -227,4 +231,96 @@ async def test_greedy_choices_equal_the_single_run(family: Family) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         reference = family.reference.generate(prompt, NUM_TOKENS)
         assert [choice.token_ids for choice in output.outputs] == [reference] * 2
+    await family.comes_to_rest()
+
+
+def changes_of(outputs: list[list[int]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Parameters of the client, with what the worker is to make of them: each alone, and all at
+    once. `outputs` are those without them, by request."""
+    stops = sorted({token for output in outputs for token in output[:4]})
+    biases = {token: 3.0 if token % 2 else -2.5 for token in range(0, VOCAB_SIZE, 3)}
+    allowed = [token for token in range(VOCAB_SIZE) if token % 4]
+    words = [output[2:4] for output in outputs] + [output[1:2] for output in outputs[::4]]
+    each: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+        ({"frequency_penalty": -0.75}, {"frequency_penalty": -0.75}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"logit_bias": biases}, {"bias_token_ids": [*biases], "biases": [*biases.values()]}),
+        ({"allowed_token_ids": allowed}, {"allowed_token_ids": allowed}),
+        (
+            {"bad_words": [" ".join(f"t{token}" for token in word) for word in words]},
+            {"bad_words": tuple(map(np.array, words))},
+        ),
+        (
+            {"min_tokens": 9, "stop_token_ids": stops},
+            {"min_tokens": 9, "stop_token_ids": stops},
+        ),
+    ]
+    return [*each, tuple({k: v for one in each for k, v in one[i].items()} for i in (0, 1))]  # type: ignore[list-item]
+
+
+async def test_changed_logits_are_those_of_the_definitions(family: Family) -> None:
+    """On transformers' logits, of 32 requests at once, whose prompts take several chunks."""
+    prompts = mixed_prompts()
+    free = [one.outputs[0].token_ids for one in await family.generate(prompts, [GREEDY] * 32)]
+    changes = changes_of(free)
+    params = [
+        replace(
+            GREEDY,
+            **changes[at % len(changes)][0],
+            logprobs=3,
+            logprobs_mode="processed" if at % 16 < 12 else "raw",
+        )
+        for at in range(NUM_REQUESTS)
+    ]
+    outputs = await family.generate(prompts, params)
+    num_changed = 0
+    for at, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        [choice] = output.outputs
+        arrays = {
+            k: np.array(v) if isinstance(v, list) else v
+            for k, v in changes[at % len(changes)][1].items()
+        }
+        row = ReferenceRow(LogitsParams(**arrays), prompt)
+        raw = family.reference.logits(prompt, choice.token_ids)
+        for token_id, entries, logits in zip(choice.token_ids, choice.logprobs, raw, strict=True):
+            changed = row.apply(logits)
+            assert changed[token_id] >= changed.max() - 10 * TOLERANCE
+            expected = (changed if params[at].logprobs_mode == "processed" else logits).log_softmax(
+                -1
+            )
+            for id_, entry in entries.items():
+                assert entry.logprob == pytest.approx(expected[id_].item(), abs=4 * TOLERANCE)
+            row.output.append(token_id)
+        num_changed += choice.token_ids != free[at]
+    # A stop token ends no output before its time, and then most of them.
+    lengths = [len(one.outputs[0].token_ids) for one in outputs[6 :: len(changes)]]
+    assert min(lengths) >= 10
+    assert num_changed > NUM_REQUESTS / 2
+    await family.comes_to_rest()
+
+
+async def test_seeded_output_with_changed_logits_is_the_same_alone(family: Family) -> None:
+    prompts = mixed_prompts()
+    together: dict[str, Any] = changes_of([[5, 6, 7, 8], [9, 10, 11, 12]])[-1][0]
+    params = [
+        SamplingParams(
+            **together,
+            temperature=0.8,
+            top_p=0.95,
+            typical_p=0.9,
+            seed=seed,
+            max_tokens=NUM_TOKENS,
+            logprobs=2,
+            logprobs_mode="processed",
+            n=2 if seed % 4 == 0 else 1,
+        )
+        for seed in range(NUM_REQUESTS)
+    ]
+    outputs = await family.generate(prompts, params)
+    for index in (3, 12, 17):
+        [alone] = await family.generate([prompts[index]], [params[index]])
+        assert [one.token_ids for one in alone.outputs] == [
+            one.token_ids for one in outputs[index].outputs
+        ]
     await family.comes_to_rest()

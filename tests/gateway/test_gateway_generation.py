@@ -9,7 +9,7 @@ from gateway_fake_scheduler import MAX_MODEL_LEN, Delta, deltas
 from gateway_stack import Stack
 from gateway_tokenizers import EOS
 
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import logits_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1.conversation_pb2 import Conversation, Message
 
@@ -219,6 +219,61 @@ async def test_salt_and_digest_are_sent(stack: Stack) -> None:
     first, again, other = await submit(), await submit(), await submit(cache_salt="s")
     assert first.digest == again.digest != other.digest
     assert (first.cache_salt, other.cache_salt) == (b"", b"s")
+
+
+async def test_changes_of_logits_are_sent_and_are_another_request(stack: Stack) -> None:
+    async def submit(**params: object) -> scheduler_pb2.Submission:
+        sampling = pb.SamplingParams(**params)
+        call = stack.inference.Generate(
+            pb.GenerateRequest(text="x", request_id="a", sampling_params=sampling)
+        )
+        submission = await stack.scheduler.serve_one([3])
+        await call
+        return submission
+
+    neutral = await submit(
+        presence_penalty=0, repetition_penalty=1, min_tokens=0, logit_bias={5: 0}
+    )
+    assert neutral.params.logits_params == b""
+    digests = {neutral.digest}
+    for params, changes in (
+        ({"presence_penalty": 1}, {"presence_penalty": 1}),
+        ({"logit_bias": {7: 2, 3: 1}}, {"bias_token_ids": [3, 7], "biases": [1, 2]}),
+        (
+            {"min_tokens": 2, "stop_token_ids": [9]},
+            {"min_tokens": 2, "stop_token_ids": sorted([9, *stack.encode(EOS)])},
+        ),
+        ({"allowed_token_ids": pb.TokenIds(ids=[3])}, {"allowed_token_ids": [3]}),
+    ):
+        sent = await submit(**params)
+        message = logits_pb2.LogitsParams.FromString(sent.params.logits_params)
+        assert message == logits_pb2.LogitsParams(**changes)
+        digests.add(sent.digest)
+    assert len(digests) == 5
+    # The order of a map's entries in a message is not fixed.
+    assert (await submit(logit_bias={3: 1, 7: 2})).digest in digests
+
+
+async def test_no_stop_string_ends_the_first_tokens_of_a_resumed_choice(stack: Stack) -> None:
+    ids = stack.encode("ab ab ab")
+    params = pb.SamplingParams(stop=["ab"], min_tokens=len(stack.encode("ab ")))
+    call = stack.inference.StreamGenerate(request(request_id="m", sampling_params=params))
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    stack.scheduler.write(submission, 0, ids[:1])
+    await anext(aiter(call))
+    call.cancel()
+    resumed = stack.inference.ResumeGenerate(
+        pb.ResumeGenerateRequest(request_id="m", next_token_indices=[1])
+    )
+    attachment = await stack.scheduler.attachments.get()
+    stack.scheduler.accept(attachment, submission.opaque)
+    stack.scheduler.write(attachment, 0, ids)
+    finish = await stack.scheduler.finishes.get()
+    assert stack.gateway.served.get(None).vocabulary.decode(ids[: finish.num_tokens]) == "ab ab"
+    stack.scheduler.end(attachment, finish.num_tokens, scheduler_pb2.END_REASON_STOP_STRING)
+    [*_, last] = [response async for response in resumed]
+    assert last.deltas[0].stop_string == "ab"
 
 
 async def test_the_priority_is_sent(stack: Stack) -> None:

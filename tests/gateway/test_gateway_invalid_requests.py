@@ -7,7 +7,7 @@ import pytest
 from gateway_fake_scheduler import MAX_MODEL_LEN
 from gateway_stack import Stack, field_of, info_of
 from gateway_violations import unknown_part
-from google.protobuf import any_pb2, descriptor_pb2
+from google.protobuf import any_pb2, descriptor_pb2, json_format, struct_pb2
 from grpc_status import rpc_status
 
 from gateway_svc.generation import validation
@@ -72,6 +72,37 @@ INVALID_REQUESTS = {
     "long stop": (sampling(stop=["a" * 257]), "sampling_params.stop[0]"),
     "many stops": (sampling(stop=["a"] * 17), "sampling_params.stop"),
     "many stop ids": (sampling(stop_token_ids=[1] * 257), "sampling_params.stop_token_ids"),
+    "presence_penalty 2.5": (sampling(presence_penalty=2.5), "sampling_params.presence_penalty"),
+    "frequency_penalty nan": (
+        sampling(frequency_penalty=math.nan),
+        "sampling_params.frequency_penalty",
+    ),
+    "repetition_penalty 0": (
+        sampling(repetition_penalty=0),
+        "sampling_params.repetition_penalty",
+    ),
+    "typical_p 0": (sampling(typical_p=0), "sampling_params.typical_p"),
+    "min_tokens above max_tokens": (
+        sampling(min_tokens=5, max_tokens=4),
+        "sampling_params.min_tokens",
+    ),
+    "bias 101": (sampling(logit_bias={7: 101}), "sampling_params.logit_bias[7]"),
+    "bias outside": (sampling(logit_bias={100_000: 1}), "sampling_params.logit_bias[100000]"),
+    "nothing allowed": (
+        sampling(allowed_token_ids=pb.TokenIds()),
+        "sampling_params.allowed_token_ids.ids",
+    ),
+    "allowed outside": (
+        sampling(allowed_token_ids=pb.TokenIds(ids=[5, 100_000])),
+        "sampling_params.allowed_token_ids.ids[1]",
+    ),
+    "empty bad word": (sampling(bad_words=["a", ""]), "sampling_params.bad_words[1]"),
+    "many bad words": (sampling(bad_words=["a"] * 129), "sampling_params.bad_words"),
+    "unknown logprobs_mode": (sampling(logprobs_mode=99), "sampling_params.logprobs_mode"),
+    "large processor_args": (
+        sampling(processor_args=json_format.ParseDict({"a": "x" * 2**14}, struct_pb2.Struct())),
+        "sampling_params.processor_args",
+    ),
     "top_p just above 1": (sampling(top_p=1.0000001), "sampling_params.top_p"),
     "stop id outside": (sampling(stop_token_ids=[100_000]), "sampling_params.stop_token_ids[0]"),
 }

@@ -13,6 +13,7 @@ from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.fields import HttpRequest
 from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.errors import to_http
+from quire.internal.v1 import logits_pb2
 from quire.service.errors import RequestError, invalid
 from quire.v1 import inference_pb2 as pb
 from quire.v1.structured_output_pb2 import StructuredOutput
@@ -327,6 +328,33 @@ def test_unknown_options_of_a_format_are_refused() -> None:
     for change in ({"response_format": {"type": "text", "x": 1}}, {"structured_outputs": {"x": 1}}):
         with pytest.raises(ValidationError):
             params_of("/v1/completions", change)
+
+
+async def test_changes_of_logits_reach_the_scheduler(http: Http) -> None:
+    changes = {
+        "presence_penalty": 0.5,
+        "logit_bias": {"7": -100, "5": 0},
+        "min_tokens": 3,
+        "stop_token_ids": [8],
+        "ignore_eos": True,
+        "allowed_token_ids": [9, 7],
+    }
+    sending = http.start("/v1/completions", {"prompt": "x", **changes})
+    sent = await http.submission()
+    eos = http.stack.gateway.served.get(None).files.eos_token_ids
+    assert logits_pb2.LogitsParams.FromString(sent.params.logits_params) == logits_pb2.LogitsParams(
+        presence_penalty=0.5,
+        bias_token_ids=[7],
+        biases=[-100],
+        min_tokens=3,
+        stop_token_ids=sorted([8, *eos]),
+        allowed_token_ids=[9, 7],
+    )
+    sending.cancel()
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "min_tokens": 0}
+    sending = http.start("/v1/completions", {"prompt": "x", "repetition_penalty": 1, **neutral})
+    assert (await http.submission()).params.logits_params == b""
+    sending.cancel()
 
 
 async def test_a_truncated_prompt_is_its_own_echo(http: Http) -> None:

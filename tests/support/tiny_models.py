@@ -151,9 +151,12 @@ class Reference:
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens
 
-    def logprobs(self, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+    def logits(self, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
         """Of every token of the vocabulary at the place of each that follows the prompt."""
         with torch.no_grad():
-            logits = self._model(torch.tensor([prompt + token_ids])).logits[0]
-        places: torch.Tensor = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        return places
+            logits: torch.Tensor = self._model(torch.tensor([prompt + token_ids])).logits[0]
+        return logits[len(prompt) - 1 : -1]
+
+    def logprobs(self, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+        """The same as log-probabilities."""
+        return self.logits(prompt, token_ids).log_softmax(-1)
