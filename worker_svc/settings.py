@@ -91,6 +91,11 @@ class WorkerSettings(ServiceSettings):
         description="Attention on a GPU; auto: FlashAttention where it is possible (blocks of a "
         "multiple of 256 tokens, 16 bits) and `--kernels` is auto; paged: the one of `--kernels`.",
     )
+    logits_processors: str | None = Field(
+        None,
+        description="Logits processors of installed packages, by the names of their entry points, "
+        "separated by commas; they change logits in this order.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0: as many as cores.")
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")

@@ -1,7 +1,7 @@
 """The host in place of a GPU: its streams and its graphs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worker_svc.gpu.graphs import Capturer, Replay
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.logits.built_in import ProcessorFactory
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
 from worker_svc.runner.startup import start_pipelined
@@ -89,7 +90,11 @@ class HostCapturer:
         return replay
 
 
-def pipelined(loaded: LoadedRunner, capturer: Capturer | None = None) -> PipelinedRunner:
+def pipelined(
+    loaded: LoadedRunner,
+    capturer: Capturer | None = None,
+    own: Mapping[str, ProcessorFactory] | None = None,
+) -> PipelinedRunner:
     """A pipelined runner in place of the loaded one."""
     assert isinstance(loaded.runner, MultiStepRunner)
     runner = loaded.runner.runner
@@ -102,4 +107,5 @@ def pipelined(loaded: LoadedRunner, capturer: Capturer | None = None) -> Pipelin
         runner._implementation,
         HostStreams(),
         capturer,
+        own_processors=own,
     )

@@ -1,6 +1,6 @@
 """The logits processors of a worker, called by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def context(
 def pipeline(
     vocab_size: int,
     implementation: Implementation | None = None,
-    own: Sequence[ProcessorFactory] = (),
+    own: Mapping[str, ProcessorFactory] | None = None,
     device: str = "cpu",
 ) -> LogitsPipeline:
     return make_pipeline(context(vocab_size, implementation, device), own)

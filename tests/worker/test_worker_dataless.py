@@ -12,6 +12,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
+from quire.internal.v1.logits_pb2 import LogitsParams
 from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.plan.plans import Plan, plan_from_proto
 from worker_svc.runner import prompt_slices
@@ -64,6 +65,42 @@ def test_a_launch_does_not_wait_for_the_device(
     assert crossings.found == ["copy_"] * len(launched)
     # No sequence is long enough to be cut, and no row has a logits processor.
     assert idle == {"merge_partitions_kernel", "_bitmask_kernel", "_penalties_kernel"}
+
+
+def test_logits_processors_do_not_wait_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that keep their places bring no numbers to the device after their first step."""
+    kernels = idle_kernels(monkeypatch)
+    runner = dataless(load(save_model(llama(), tmp_path)), HostCapturer())
+    before = {name: kernel.num_launches for name, kernel in kernels.items()}
+    params = LogitsParams(
+        presence_penalty=1.0,
+        min_tokens=4,
+        stop_token_ids=[1],
+        bias_token_ids=[2],
+        biases=[1.0],
+        allowed_token_ids=range(9),
+        bad_words_token_ids=[1, 2, 3],
+        bad_words_lengths=[1, 2],
+        processed_logprobs=True,
+        typical_p=0.5,
+    )
+    messages = [worker_pb2.BatchPlan(step=step) for step in range(1, 4)]
+    for row in range(3):
+        sampling = Sampling(num_logprobs=2 * row, temperature=0.5)
+        admit(messages[0], Sequence(row, [5, 6, 7], 2, 0, [1 + 3 * row, 2 + 3 * row], sampling))
+        messages[0].admissions.logits_params.append(params.SerializeToString() if row else b"")
+        for message in messages:
+            schedule(message, row, 3 if message is messages[0] else 1)
+    num_crossings = []
+    for message in messages:
+        with Crossings() as crossings:
+            assert len(runner.launch(plan_from_proto(message)).sampling) == 3
+        num_crossings.append(len(crossings.found))
+    assert num_crossings[0] > num_crossings[1] == num_crossings[2] == 1
+    for name in ("_bitmask_kernel", "_penalties_kernel"):
+        assert kernels[name].num_launches == before[name] + len(messages)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -1,5 +1,6 @@
 """Logits that are changed on their way from a model to the sampler, row by row."""
 
+import numpy as np
 import pytest
 from tiny_models import VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, Sequence, admit, schedule, worker_settings
@@ -74,6 +75,28 @@ def test_raw_log_probabilities_are_those_of_the_model(runner: StepRunner) -> Non
     top = [i for i in range(len(found.ranks)) if i % 20]
     assert found.token_ids[top].tolist() == expected.token_ids[top].tolist()
     assert found.logprobs[top].tolist() == expected.logprobs[top].tolist()
+
+
+def test_processed_log_probabilities_are_those_of_changed_logits(runner: StepRunner) -> None:
+    """Before temperature and typical_p, which exclude tokens, too."""
+    found = run(runner, prompts({}, num_logprobs=21)).logprobs
+    runner.clear()
+    assert found is not None
+    likely = found.token_ids[22:24].tolist()
+    bias = LogitsParams(
+        bias_token_ids=likely, biases=[-1000.0] * 2, processed_logprobs=True, typical_p=0.2
+    )
+    changed = run(runner, prompts({1: bias}, num_logprobs=21, temperature=3.0)).logprobs
+    assert changed is not None
+    for row in (0, 2):
+        top = slice(21 * row + 1, 21 * row + 21)
+        assert changed.token_ids[top].tolist() == found.token_ids[top].tolist()
+        assert changed.logprobs[top].tolist() == found.logprobs[top].tolist()
+    left = found.token_ids[24:42].tolist()
+    assert changed.token_ids[22:40].tolist() == left
+    # What the excluded tokens had is divided among the others.
+    gained = -np.log1p(-np.exp(found.logprobs[22:24]).sum())
+    np.testing.assert_allclose(changed.logprobs[22:40], found.logprobs[24:42] + gained, atol=1e-5)
 
 
 def test_a_row_without_a_possible_token_fails_with_this_reason(runner: StepRunner) -> None:

@@ -13,7 +13,7 @@ from sim_driver import SMALL
 from worker_driver import LaneClient, Sampling, Sequence, admit, append, schedule, served
 
 from quire.internal.v1 import worker_pb2
-from quire.internal.v1.logits_pb2 import LogitsParams
+from quire.internal.v1.logits_pb2 import Grammar, LogitsParams
 from worker_svc.plan.plans import (
     Plan,
     PlanError,
@@ -45,6 +45,29 @@ def first_plan() -> worker_pb2.BatchPlan:
     return plan
 
 
+def every_logits_param() -> LogitsParams:
+    params = LogitsParams(
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        repetition_penalty=1.5,
+        min_tokens=2,
+        stop_token_ids=[1, 2],
+        bias_token_ids=[3, 4],
+        biases=[0.5, -100],
+        allowed_token_ids=[5, 6, 7],
+        bad_words_token_ids=[1, 2, 3],
+        bad_words_lengths=[1, 2],
+        processed_logprobs=True,
+        typical_p=0.75,
+        grammar=Grammar(definition="start: /a+/", begins_after_token_ids=[8, 9]),
+    )
+    params.processor_args.update({"mine": {"strength": 2.0, "names": ["a", None]}})
+    assert {field.name for field, _ in params.ListFields()} == {
+        field.name for field in LogitsParams.DESCRIPTOR.fields
+    }
+    return params
+
+
 def test_a_plan_survives_the_way_there_and_back() -> None:
     message = worker_pb2.BatchPlan(
         epoch=3,
@@ -58,7 +81,8 @@ def test_a_plan_survives_the_way_there_and_back() -> None:
     )
     admit(message, Sequence(2, [5, 6, 7], 2, 1, [9, 8], sampling))
     admit(message, Sequence(1, [5], 1, 0, [7]))
-    message.admissions.logits_params.extend([b"", LogitsParams(min_tokens=2).SerializeToString()])
+    params = every_logits_param().SerializeToString(deterministic=True)
+    message.admissions.logits_params.extend([b"", params])
     append(message, 3, [11, 12])
     schedule(message, 2, 1)
     assert plan_to_proto(plan_from_proto(message)) == message

@@ -1,6 +1,6 @@
 """The logits processors of a worker, in the order in which they change logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from worker_svc.grammar.processor import GrammarProcessor
@@ -25,8 +25,9 @@ _BUILT_IN: Final[tuple[ProcessorFactory, ...]] = (
 
 
 def make_pipeline(
-    context: ProcessorContext, own: Sequence[ProcessorFactory] = ()
+    context: ProcessorContext, own: Mapping[str, ProcessorFactory] | None = None
 ) -> LogitsPipeline:
-    """The built-in processors, then a worker's own ones."""
-    processors = [make(context) for make in (*_BUILT_IN, *own)]
-    return LogitsPipeline(processors, TypicalP(context), context.max_num_seqs)
+    """The built-in processors, then a worker's own ones, by name."""
+    own = own or {}
+    processors = [make(context) for make in (*_BUILT_IN, *own.values())]
+    return LogitsPipeline(processors, TypicalP(context), context.max_num_seqs, frozenset(own))

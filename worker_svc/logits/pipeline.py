@@ -26,10 +26,16 @@ class LogitsPipeline:
     """
 
     def __init__(
-        self, processors: Sequence[LogitsProcessor], typical_p: TypicalP, max_num_seqs: int
+        self,
+        processors: Sequence[LogitsProcessor],
+        typical_p: TypicalP,
+        max_num_seqs: int,
+        own_names: frozenset[str] = frozenset(),
     ) -> None:
+        """`own_names` are those by which requests may have arguments for a processor."""
         self._processors = tuple(processors)
         self._typical_p = typical_p
+        self._own_names = own_names
         self._on_host = np.array([each.needs_token_ids for each in processors], bool)
         # Whether a processor changes a row.
         self._changes = np.zeros((len(processors), max_num_seqs), bool)
@@ -130,8 +136,11 @@ class LogitsPipeline:
         row, params = admission.row, admission.logits_params
         if params is None:
             return None
-        self._typical_p.admit(row, admission.temperature, params.typical_p)
         reason = None
+        if unknown := sorted(params.processor_args.keys() - self._own_names):
+            known = ", ".join(sorted(self._own_names)) or "none"
+            reason = f"processor_args: the worker has no logits processor {unknown[0]} ({known})"
+        self._typical_p.admit(row, admission.temperature, params.typical_p)
         for index, processor in enumerate(self._processors):
             try:
                 self._changes[index, row] = processor.admit(

@@ -19,6 +19,7 @@ from worker_svc.cache.kv_pool import KvPool, dtype_name, with_cache_dtype
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock
 from worker_svc.grammar.compiler import load_grammars
+from worker_svc.logits.entry_points import load_processors
 from worker_svc.model.attention import PagedAttention, choose_attention
 from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
 from worker_svc.model.elementwise_fusion import fuse
@@ -79,6 +80,7 @@ def convert_out_of_memory() -> Iterator[None]:
 
 
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
+    own_processors = load_processors(settings.logits_processors)
     progress = LoadProgress(settings.progress_file)
     model = _load_model(settings, device, progress)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
@@ -130,6 +132,7 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         implementation,
         enforce_eager=settings.enforce_eager,
         grammars=grammars,
+        own_processors=own_processors,
     )
     identity = _identity(model, settings, pool)
     on_arrival = no_op if grammars is None else grammars.prepare_for

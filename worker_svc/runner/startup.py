@@ -4,7 +4,7 @@ A GPU is warmed up first: kernels are compiled, libraries allocate their memory,
 captured. Warm-up writes no slot and reads only the null block.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -47,7 +47,7 @@ def start_runner(
     *,
     enforce_eager: bool,
     grammars: GrammarCompiler | None = None,
-    own_processors: Sequence[ProcessorFactory] = (),
+    own_processors: Mapping[str, ProcessorFactory] | None = None,
 ) -> StepRunner:
     """A runner that is ready for the first plan. `enforce_eager`: without CUDA graphs. Without
     `grammars`, rows that follow one fail."""
@@ -100,7 +100,7 @@ def start_pipelined(
     streams: Streams,
     capturer: Capturer | None,
     grammars: GrammarCompiler | None = None,
-    own_processors: Sequence[ProcessorFactory] = (),
+    own_processors: Mapping[str, ProcessorFactory] | None = None,
 ) -> PipelinedRunner:
     """Warmed up; without a capturer there are no graphs."""
     device_forward = DeviceForward(

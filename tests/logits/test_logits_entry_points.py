@@ -1,0 +1,133 @@
+"""Logits processors of other packages: found by name, given their arguments, called last."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from logits_cases import INF
+from logits_pipeline import admission, append, changes, pipeline
+
+from worker_svc.logits.entry_points import load_processors
+from worker_svc.logits.pipeline import LogitsPipeline
+from worker_svc.plan.logits_params import LogitsParams
+from worker_svc.settings import WrongSettingError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ENTRY_POINTS = """\
+[quire.logits_processors]
+no_tokens = quire_test_package:NoTokens
+broken = quire_test_package_that_is_not_there:Broken
+[other]
+foreign = quire_test_package:NoTokens
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with the example of the documentation."""
+    page = (_ROOT / "docs" / "logits.md").read_text()
+    (tmp_path / "quire_test_package.py").write_text(
+        re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0]
+    )
+    metadata = tmp_path / "quire_test_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: quire-test-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "quire_test_package", raising=False)
+
+
+def applied(processors: LogitsPipeline, *rows: int) -> list[list[int]]:
+    """The tokens of each row that are possible."""
+    logits = torch.zeros(len(rows), 5)
+    assert not processors.apply(logits, np.array(rows))
+    return [(line > -INF).nonzero().flatten().tolist() for line in logits]
+
+
+def test_the_example_of_the_documentation(package: None) -> None:
+    processors = pipeline(5, own=load_processors(" no_tokens "))
+    listed = LogitsParams(processor_args={"no_tokens": {"token_ids": [1.0, 4.0]}})
+    rows = [admission(0, listed, [0]), admission(1, LogitsParams(min_tokens=1), [0])]
+    assert not processors.change_rows(changes([*rows, admission(2, listed, [0], [3])]))
+    every = [0, 1, 2, 3, 4]
+    assert applied(processors, 0, 1, 2) == [every, every, [0, 2, 3]]
+    append(processors, [0, 1, 2], [1, 1, 1])
+    assert applied(processors, 0, 1, 2) == [[0, 2, 3], every, every]
+
+
+def test_it_comes_after_the_built_in_ones(package: None) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Seeing:
+        needs_token_ids = False
+
+        def __init__(self, context: object) -> None:
+            pass
+
+        def admit(self, *arguments: object) -> bool:
+            return True
+
+        def release(self, row: int) -> None:
+            pass
+
+        def append(self, *arguments: object) -> None:
+            pass
+
+        def apply(self, logits: torch.Tensor, lines: object, rows: object) -> None:
+            seen.append(logits.clone())
+
+    processors = pipeline(5, own={"seeing": Seeing})
+    params = LogitsParams(
+        allowed_token_ids=np.array([1, 2]),
+        bias_token_ids=np.array([2]),
+        biases=np.array([3], np.float32),
+        presence_penalty=1.5,
+    )
+    processors.change_rows(changes([admission(0, params, [0], [2, 2])]))
+    applied(processors, 0)
+    assert seen[0].tolist() == [[-INF, 0, 1.5, -INF, -INF]]
+
+
+def test_arguments_of_a_processor_that_is_not_loaded_fail_their_row(package: None) -> None:
+    processors = pipeline(5, own=load_processors("no_tokens"))
+    params = LogitsParams(processor_args={"others": 3, "no_tokens": {"token_ids": []}})
+    plan = changes([admission(3, params, [0]), admission(4, None, [0])])
+    assert processors.change_rows(plan) == {
+        3: "processor_args: the worker has no logits processor others (no_tokens)"
+    }
+
+
+def test_an_error_of_a_processor_fails_its_rows_and_no_others(package: None) -> None:
+    processors = pipeline(5, own=load_processors("no_tokens"))
+    wrong = LogitsParams(processor_args={"no_tokens": {}})
+    outside = LogitsParams(processor_args={"no_tokens": {"token_ids": [7]}})
+    rows = [admission(0, wrong, [0]), admission(1, outside, [0], [1]), admission(2, None, [0])]
+    failures = processors.change_rows(changes(rows))
+    assert failures == {0: "the logits processor NoTokens failed: 'token_ids'"}
+    failures = processors.apply(torch.zeros(2, 5), np.array([1, 2]))
+    assert list(failures) == [1]
+    assert "NoTokens failed" in failures[1]
+    processors.change_rows(changes(released=[0, 1, 2]))
+    assert not processors.changed(np.array([0, 1, 2])).any()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("missing", r"no logits processor missing; installed .*: broken, no_tokens$"),
+        ("no_tokens,foreign", "no logits processor foreign"),
+        ("broken", "broken .* cannot be imported"),
+        ("no_tokens, no_tokens", "no_tokens is named twice"),
+    ],
+)
+def test_a_name_that_cannot_be_loaded_is_refused(setting: str, message: str, package: None) -> None:
+    with pytest.raises(WrongSettingError, match=f"^--logits-processors: .*{message}"):
+        load_processors(setting)
+
+
+@pytest.mark.parametrize("setting", [None, "", " , "])
+def test_there_need_not_be_any(setting: str | None) -> None:
+    assert not load_processors(setting)
