@@ -14,6 +14,7 @@ from benchmarks.kernels.attention import decode, prefill
 from benchmarks.kernels.cache import cache_operations
 from benchmarks.kernels.inputs import inputs
 from benchmarks.kernels.limits import Limits, limits
+from benchmarks.kernels.logits import logits
 from benchmarks.kernels.products import products
 from benchmarks.kernels.sampling import sampling
 from benchmarks.machine import description
@@ -44,6 +45,7 @@ PARTS: Mapping[str, Benchmark] = {
     ),
     "products": Benchmark(products, ("kernels/test_kernels_linear.py",)),
     "sampling": Benchmark(sampling, ("kernels/test_kernels_sampling.py",)),
+    "logits": Benchmark(logits, ("kernels/test_kernels_logits.py",)),
     "inputs": Benchmark(inputs, ("worker/test_worker_inputs.py",)),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernels import limits, products, report, sampling
+from benchmarks.kernels import limits, logits, products, report, sampling
 from benchmarks.kernels.attention import decode, prefill
 from benchmarks.kernels.cache import cache_operations
 from benchmarks.kernels.inputs import inputs
@@ -27,6 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make all parts small, on one thread."""
     monkeypatch.setattr(limits, "_MATRIX_SIZE", 64)
     monkeypatch.setattr(sampling, "_VOCAB_SIZE", 512)
+    monkeypatch.setattr(logits, "_VOCAB_SIZE", 512)
     monkeypatch.setattr(products, "_ROWS", (1, 16))
     sizes = (products.Product(64, 32, gated=True), products.Product(64, 32, dtype=torch.bfloat16))
     monkeypatch.setattr(products, "_PRODUCTS", sizes)
@@ -197,6 +198,14 @@ def test_sampling_is_measured() -> None:
     part = sampling.sampling(Limits(WORKING_SET))
     assert_shown(part, ("ms", "mb", "gbs", "of_limit", "of_torch"))
     assert column(part, "mb") == [64 * 512 * 4 / 1e6] * len(part.rows)
+
+
+def test_changes_of_logits_are_measured() -> None:
+    part = logits.logits(Limits(WORKING_SET))
+    assert_shown(part, ("ms", "mb", "of_torch"))
+    of_logits, of_mask = 32 * 512 * 4 / 1e6, 32 * 512 / 8 / 1e6
+    rest = (of_mask, of_mask, of_logits, 0)
+    assert column(part, "mb") == pytest.approx([of_logits + more for more in rest])
 
 
 def test_inputs_report_the_size_of_their_arrays() -> None:

@@ -6,6 +6,7 @@ from logits_cases import INF, VOCAB_SIZES, mask_case, penalty_case, same
 
 from kernels.dispatch import Implementation, cpp_implementations
 from kernels.logits import apply_bitmask, apply_penalties, bitmask_width
+from kernels.typical_p import apply_typical_p
 
 _IMPLEMENTATIONS = (Implementation.REFERENCE, *cpp_implementations())
 
@@ -91,3 +92,31 @@ def test_an_impossible_token_stays_impossible(implementation: Implementation) ->
     table = counts, zero, zero, torch.tensor([[2.0, -2.0, -2.0]])
     apply_penalties(logits, *table, implementation=implementation)
     assert (logits == -INF).all()
+
+
+def typical(logits: torch.Tensor, temperatures: torch.Tensor, ps: torch.Tensor) -> torch.Tensor:
+    changed = logits.clone()
+    lines = torch.arange(len(logits))
+    apply_typical_p(changed, lines, temperatures, ps, implementation=Implementation.REFERENCE)
+    return changed
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize("vocab_size", [1, 2, 33, 5003])
+def test_typical_tokens_are_those_of_the_reference(
+    vocab_size: int, implementation: Implementation
+) -> None:
+    """Wherever rounding cannot change them, which is so in nearly all lines."""
+    torch.manual_seed(3)
+    logits = 3 * torch.randn(40, vocab_size)
+    logits[:, ::7] = -INF
+    logits[:, 0] = 1.0
+    temperatures, ps = torch.linspace(0.1, 3, 40), torch.linspace(0.01, 0.999, 40)
+    expected = typical(logits, temperatures, ps)
+    clear = torch.ones(40, dtype=torch.bool)
+    for shift in (-1e-5, 1e-5):
+        clear &= (typical(logits, temperatures, ps + shift) == expected).all(-1)
+    assert clear.sum() > 30
+    lines = torch.arange(40)
+    apply_typical_p(logits, lines, temperatures, ps, implementation=implementation)
+    assert torch.equal(logits[clear], expected[clear])

@@ -36,25 +36,34 @@ QUIRE_INLINE bool any_count(const int32_t* counts) {
   return any != 0;
 }
 
+QUIRE_INLINE void penalize_lanes(float* logits, const int32_t* counts,
+                                 const Penalties& penalties) {
+  const Ints found = load_as<Ints>(counts), in_output = found >> 1;
+  const Floats values = load(logits);
+  const Floats repeated =
+      values > 0 ? values / penalties.repetition : values * penalties.repetition;
+  const Floats kept = found != 0 ? repeated : values;
+  const Floats penalized =
+      (kept - penalties.frequency * to_floats(in_output)) - penalties.presence;
+  store(logits, in_output != 0 ? penalized : kept);
+}
+
 void penalize(float* logits, const int32_t* counts, int64_t size, const Penalties& penalties) {
-  const auto penalize_one = [&](int64_t i) {
-    const int32_t count = counts[i];
-    if (count == 0) return;
-    float logit = logits[i];
-    logit = logit > 0 ? logit / penalties.repetition : logit * penalties.repetition;
-    if (const int32_t in_output = count >> 1) {
-      logit -= penalties.frequency * static_cast<float>(in_output);
-      logit -= penalties.presence;
-    }
-    logits[i] = logit;
-  };
   // Few tokens of a vocabulary occur.
   int64_t first = 0;
   for (; first + kBits <= size; first += kBits) {
     if (!any_count(counts + first)) continue;
-    for (int64_t i = first; i < first + kBits; ++i) penalize_one(i);
+#pragma GCC unroll 8
+    for (int i = 0; i < kBits; i += kLanes)
+      penalize_lanes(logits + first + i, counts + first + i, penalties);
   }
-  for (int64_t i = first; i < size; ++i) penalize_one(i);
+  if (first == size) return;
+  float rest[kBits] = {};
+  int32_t rest_counts[kBits] = {};
+  std::copy(logits + first, logits + size, rest);
+  std::copy(counts + first, counts + size, rest_counts);
+  for (int i = 0; i < kBits; i += kLanes) penalize_lanes(rest + i, rest_counts + i, penalties);
+  std::copy(rest, rest + (size - first), logits + first);
 }
 
 // The largest logit; NaN if the row has no distribution: NaN, +inf, or nothing above -inf.
