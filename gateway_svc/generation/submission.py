@@ -97,6 +97,9 @@ async def prepare(
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if parsing is not None:
         state.parsing.CopyFrom(parsing)
+    elif http is not None and http.format == gateway_pb2.FORMAT_RESPONSE:
+        # Its events are those of pieces, even if all of these are content.
+        state.parsing.SetInParent()
     if http is not None:
         state.http.CopyFrom(http)
         if http.echo and len(prompt_token_ids) < len(all_token_ids):

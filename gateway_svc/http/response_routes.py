@@ -17,7 +17,7 @@ from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.bodies.structured import TEXT_FORMAT_NAMES
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.event_id import EventId
-from gateway_svc.http.formats.response import ResponseFormat, ended_response, next_index_after
+from gateway_svc.http.formats.response import ResponseFormat, ended_response
 from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations, PromptUpdate
 from gateway_svc.http.openapi import documented
@@ -102,13 +102,7 @@ class ResponseRoutes:
             if not stream:
                 await writer.json(200, await self._object(request_id, tenant))
                 return
-            try:
-                await self._write_events(request_id, tenant, starting_after, writer)
-            except RequestError as error:
-                # Only events behind the last token are missing.
-                if error_reason(error) != "TOKEN_INDEX_PAST_END" or writer.has_written:
-                    raise
-                await self._write_events(request_id, tenant, starting_after, writer, False)
+            await self._write_events(request_id, tenant, starting_after, writer)
 
         return GenerationResponse(request_id, run)
 
@@ -160,22 +154,15 @@ class ResponseRoutes:
         return collector.body()
 
     async def _write_events(
-        self,
-        request_id: str,
-        tenant: Tenant,
-        after: int,
-        writer: ResponseWriter,
-        skips_tokens: bool = True,
+        self, request_id: str, tenant: Tenant, after: int, writer: ResponseWriter
     ) -> None:
-        """Write the events after a sequence number; `skips_tokens` if it may be that of a delta."""
-        next_index = next_index_after(after) if skips_tokens else 0
-        event_id = EventId([[(next_index, False)]]) if next_index else EventId()
+        """Write the events after a sequence number."""
 
         def make_format(update: PromptUpdate) -> ResponseFormat:
             return self._format(update.generation, after)
 
-        updates = self._generations.resume(request_id, event_id, tenant)
-        await write_events(updates, make_format, event_id, writer)
+        updates = self._generations.resume(request_id, EventId(), tenant)
+        await write_events(updates, make_format, EventId(), writer)
 
     def _format_of(self, update: PromptUpdate) -> ResponseFormat:
         return self._format(update.generation)

@@ -7,8 +7,16 @@ from quire.v1 import conversation_pb2
 
 
 def messages(conversation: conversation_pb2.Conversation) -> list[dict[str, Any]]:
-    """The messages. Arguments of calls are JSON objects in the conversation, and values here."""
-    return [_message(message) for message in conversation.messages]
+    """The messages. Arguments of calls are JSON objects in the conversation, and values here. The
+    result of a call has the name of its tool."""
+    names: dict[str, str] = {}
+    result: list[dict[str, Any]] = []
+    for message in conversation.messages:
+        names.update((call.id, call.name) for call in message.tool_calls)
+        result.append(_message(message))
+        if message.tool_call_id in names:
+            result[-1].setdefault("name", names[message.tool_call_id])
+    return result
 
 
 def _message(message: conversation_pb2.Message) -> dict[str, Any]:

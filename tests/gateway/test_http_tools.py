@@ -158,3 +158,111 @@ async def test_an_invalid_field_of_tools_is_named(
 ) -> None:
     status, error = await tools.error(PATH, {"messages": [USER], **change})
     assert (status, error["param"], error["code"]) == (400, param, code)
+
+
+RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+async def test_a_response_has_items(tools: Http) -> None:
+    async with client_of(tools) as client:
+        creating = asyncio.create_task(
+            client.responses.create(input="a", tools=RESPONSE_TOOLS)  # type: ignore[call-overload]
+        )
+        await write(tools, OUTPUT)
+        response = await creating
+    reasoning, message, first, second = response.output
+    assert reasoning.content[0].text == "Why?"
+    assert message.content[0].text == "So: "
+    assert (first.name, first.arguments) == ("weather", ARGUMENTS)
+    assert (second.name, second.arguments) == ("now", "{}")
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    assert [tool.name for tool in response.tools] == ["weather", "now"]
+    # The client sends everything back.
+    again = [
+        {"role": "user", "content": "a"},
+        *(item.model_dump(exclude_none=True) for item in response.output),
+        {"type": "function_call_output", "call_id": first.call_id, "output": "warm"},
+    ]
+    sending = tools.start("/v1/responses", {"input": again, "tools": RESPONSE_TOOLS})
+    prompt = await write(tools, "ok")
+    assert "<think>Why?</think>So: " in prompt
+    assert f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}' in prompt
+    assert f"<|tool|>warm={first.call_id}" in prompt
+    assert (await sending).json()["output"][0]["content"][0]["text"] == "ok"
+
+
+async def test_the_official_client_assembles_a_streamed_response(tools: Http) -> None:
+    async with client_of(tools) as client:
+
+        async def read() -> Any:
+            async with client.responses.stream(
+                model="tiny",
+                input="a",
+                tools=RESPONSE_TOOLS,  # type: ignore[arg-type]
+            ) as stream:
+                events = [event async for event in stream]
+                return events, await stream.get_final_response()
+
+        reading = asyncio.create_task(read())
+        await write(tools, OUTPUT)
+        events, response = await reading
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item.type for item in response.output] == kinds
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.type for item in done] == kinds
+    assert [item.arguments for item in done[2:]] == [ARGUMENTS, "{}"]
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(set(numbers))
+
+
+def _text_of(events: list[Any], kind: str) -> str:
+    name = f"response.{kind}.delta"
+    return "".join(event.json()["delta"] for event in events if event.name == name)
+
+
+async def test_a_response_is_resumed_after_each_event(tools: Http) -> None:
+    body = {"input": "a", "tools": RESPONSE_TOOLS, "stream": True}
+    scheduler = tools.stack.scheduler
+    eos = tools.stack.gateway.served.get(None).files.eos_token_ids[0]
+    ids = [*tools.stack.encode(OUTPUT), eos]
+    async with tools.stream("/v1/responses", body, x_request_id="r") as events:
+        sent = await tools.submission()
+        scheduler.accept(sent)
+        for at, id_ in enumerate(ids):
+            scheduler.write(sent, at, [id_])
+        scheduler.end(sent, len(ids), STOP, stop_token_id=eos)
+        *whole, _ = await events.rest()
+    for at in range(0, len(whole), 5):
+        number = whole[at].json()["sequence_number"]
+        url = f"/v1/responses/resp_r?stream=true&starting_after={number}"
+        async with tools.stream(url) as events:
+            attachment = await scheduler.attachments.get()
+            scheduler.accept(attachment, sent.opaque)
+            # In other parts.
+            for first in range(0, len(ids), 9):
+                scheduler.write(attachment, first, ids[first : first + 9])
+            scheduler.end(attachment, len(ids), STOP, stop_token_id=eos)
+            *rest, _ = await events.rest()
+        both = [*whole[: at + 1], *rest]
+        for kind in ("reasoning_text", "output_text", "function_call_arguments"):
+            assert _text_of(both, kind) == _text_of(whole, kind)
+        assert rest[-1].json()["response"]["output"] == whole[-1].json()["response"]["output"]
+        done = "response.output_item.done"
+        assert sum(one.name == done for one in both) == sum(one.name == done for one in whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_field"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tool_name"),
+        ({"tool_choice": "required"}, "tool_choice", "no_tools"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_field"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+async def test_an_invalid_field_of_a_response_is_named(
+    tools: Http, change: dict[str, Any], param: str, code: str
+) -> None:
+    status, error = await tools.error("/v1/responses", {"input": "a", **change})
+    assert (status, error["param"], error["code"]) == (400, param, code)

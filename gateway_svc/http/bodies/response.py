@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, conversation, text_of
+from gateway_svc.http.bodies.chat import MAX_MESSAGES, conversation
 from gateway_svc.http.bodies.fields import (
     Count,
     GenerationMessage,
@@ -13,19 +13,21 @@ from gateway_svc.http.bodies.fields import (
     unsupported,
 )
 from gateway_svc.http.bodies.logits_fields import LogitsFields
+from gateway_svc.http.bodies.response_input import (
+    InputItem,
+    NamedResponseTool,
+    ReasoningConfig,
+    ResponseTool,
+    messages_of,
+)
 from gateway_svc.http.bodies.structured import TextFormat
+from gateway_svc.http.bodies.tools import (
+    MAX_TOOLS,
+    ToolMode,
+    tool_choice,
+    with_reasoning_effort,
+)
 from quire.v1 import conversation_pb2, inference_pb2
-
-
-class InputMessage(HttpRequest):
-    """A message of the input, or of an earlier response's output."""
-
-    role: Annotated[str, Field(min_length=1)]
-    content: Content
-    type: Literal["message"] | None = None
-    id: str | None = None
-    status: str | None = None
-    phase: unsupported() = None  # type: ignore[valid-type]
 
 
 class TextConfig(HttpRequest):
@@ -35,7 +37,7 @@ class TextConfig(HttpRequest):
 
 class ResponseRequest(LogitsFields):
     model: str | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     stream: bool | None = None
     # Runs without a client; the response is retrieved by its id.
@@ -48,6 +50,11 @@ class ResponseRequest(LogitsFields):
     top_logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolMode | NamedResponseTool | None = None
+    # False: at most one call.
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
     # Labels of the client's, which change nothing.
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -69,16 +76,12 @@ class ResponseRequest(LogitsFields):
     image: unsupported() = None  # type: ignore[valid-type]
     max_tool_calls: unsupported() = None  # type: ignore[valid-type]
     moderation: unsupported() = None  # type: ignore[valid-type]
-    parallel_tool_calls: unsupported(True, False) = None  # type: ignore[valid-type]
     previous_response_id: unsupported() = None  # type: ignore[valid-type]
     prompt: unsupported() = None  # type: ignore[valid-type]
     prompt_cache_options: unsupported() = None  # type: ignore[valid-type]
     prompt_cache_retention: unsupported("in_memory") = None  # type: ignore[valid-type]
-    reasoning: unsupported() = None  # type: ignore[valid-type]
     service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
     stream_options: unsupported({"include_obfuscation": False}) = None  # type: ignore[valid-type]
-    tool_choice: unsupported("none", "auto") = None  # type: ignore[valid-type]
-    tools: unsupported([]) = None  # type: ignore[valid-type]
     truncation: unsupported("disabled") = None  # type: ignore[valid-type]
 
     @property
@@ -105,10 +108,23 @@ class ResponseRequest(LogitsFields):
         return message_type(bool(self.stream or self.background))(
             request_id=request_id,
             model=self.model,
-            conversation=conversation(self._messages(), None, self.chat_template_kwargs),
+            conversation=self._conversation(),
             sampling_params=params,
             cache_salt=self.cache_salt,
             priority=self.priority,
+        )
+
+    def _conversation(self) -> conversation_pb2.Conversation:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        name = self.tool_choice.name if isinstance(self.tool_choice, NamedResponseTool) else None
+        mode = None if isinstance(self.tool_choice, NamedResponseTool) else self.tool_choice
+        return conversation(
+            self._messages(),
+            None,
+            with_reasoning_effort(self.chat_template_kwargs, effort),
+            tools=[tool.to_proto() for tool in self.tools or ()],
+            tool_choice=tool_choice(mode, name),
+            parallel_tool_calls=self.parallel_tool_calls,
         )
 
     def _messages(self) -> list[conversation_pb2.Message]:
@@ -117,15 +133,17 @@ class ResponseRequest(LogitsFields):
             messages.append(conversation_pb2.Message(role="system", content=self.instructions))
         if isinstance(self.input, str):
             return [*messages, conversation_pb2.Message(role="user", content=self.input)]
-        return messages + [
-            conversation_pb2.Message(role=item.role, content=text_of(item.content))
-            for item in self.input
-        ]
+        return messages + messages_of(self.input)
 
     def _format(self) -> dict[str, Any]:
         if self.text_format is None:
             return {"type": "text"}
         return self.text_format.model_dump(by_alias=True, exclude_none=True)
+
+    def _shown_tool_choice(self) -> str | dict[str, Any]:
+        if isinstance(self.tool_choice, NamedResponseTool):
+            return self.tool_choice.model_dump()
+        return self.tool_choice or "auto"
 
     def response(self, model: str) -> dict[str, Any]:
         """The fields of the response object that the request determines."""
@@ -137,17 +155,20 @@ class ResponseRequest(LogitsFields):
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": None,
             "metadata": self.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": self.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": None if self.reasoning is None else self.reasoning.effort,
+                "summary": None,
+            },
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": self.store is not False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": self._format()},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": self._shown_tool_choice(),
+            "tools": [tool.model_dump() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",

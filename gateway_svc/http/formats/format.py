@@ -66,7 +66,7 @@ class Output:
                 self.tool_calls.append(ToolCall(delta.id, delta.name or ""))
             self.tool_calls[delta.index].arguments.append(delta.arguments)
         self.token_ids += update.token_ids
-        if update.logprobs:
+        if update.logprobs or update.pieces:
             self.updates.append(update)
         self.end = update.end or self.end
 

@@ -1,0 +1,117 @@
+"""Items of the input of a response, and the messages that they become."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, text_of
+from gateway_svc.http.bodies.fields import HttpRequest, unsupported
+from gateway_svc.http.bodies.tools import FunctionTool
+from quire.v1 import conversation_pb2
+
+
+class InputMessage(HttpRequest):
+    """A message of the input, or of an earlier response's output."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: Content
+    type: Literal["message"] | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: unsupported() = None  # type: ignore[valid-type]
+
+
+class InputCall(HttpRequest):
+    """A call of an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    namespace: unsupported() = None  # type: ignore[valid-type]
+
+
+class InputCallOutput(HttpRequest):
+    """What the client's function has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(HttpRequest):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(HttpRequest):
+    """Reasoning of an earlier response."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: unsupported([]) = None  # type: ignore[valid-type]
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] | None = None
+    encrypted_content: unsupported() = None  # type: ignore[valid-type]
+    status: str | None = None
+
+
+InputItem = InputMessage | InputCall | InputCallOutput | InputReasoning
+
+
+class ResponseTool(HttpRequest):
+    """A function that the model may call."""
+
+    # Before the others, so that an error names it first.
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_proto(self) -> conversation_pb2.Tool:
+        return FunctionTool(**self.model_dump(exclude={"type"})).to_proto()
+
+
+class NamedResponseTool(HttpRequest):
+    type: Literal["function"]
+    name: str
+
+
+class ReasoningConfig(HttpRequest):
+    # Sets variables of the chat template.
+    effort: str | None = None
+    summary: unsupported("auto", "none") = None  # type: ignore[valid-type]
+    generate_summary: unsupported() = None  # type: ignore[valid-type]
+
+
+def messages_of(items: Sequence[InputItem]) -> list[conversation_pb2.Message]:
+    """Reasoning and calls become parts of the assistant's message that they belong to."""
+    messages: list[conversation_pb2.Message] = []
+    reasoning: str | None = None
+    for item in items:
+        match item:
+            case InputReasoning():
+                reasoning = "\n".join(part.text for part in item.content or ())
+            case InputMessage():
+                is_assistant = item.role == "assistant"
+                fields: dict[str, Any] = {"reasoning": reasoning} if is_assistant else {}
+                text = text_of(item.content)
+                messages.append(conversation_pb2.Message(role=item.role, content=text, **fields))
+                reasoning = None
+            case InputCall():
+                if not messages or messages[-1].role != "assistant" or reasoning is not None:
+                    messages.append(conversation_pb2.Message(role="assistant", reasoning=reasoning))
+                    reasoning = None
+                arguments = item.arguments or "{}"
+                messages[-1].tool_calls.add(id=item.call_id, name=item.name, arguments=arguments)
+            case InputCallOutput():
+                text = text_of(item.output)
+                messages.append(
+                    conversation_pb2.Message(role="tool", content=text, tool_call_id=item.call_id)
+                )
+    return messages

@@ -1,0 +1,231 @@
+"""Calls of tools as a structural tag, in vLLM's form: the format that guides an output.
+
+A grammar of it admits what the parser of the same format reads, with arguments that follow the
+schemas of their tools. Pure.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway_svc.output_formats import deepseek, harmony
+from gateway_svc.output_formats.formats import HARMONY, JSON
+
+# A format of a structural tag: its type, and fields of that type.
+Node = dict[str, Any]
+
+_ANY_OBJECT = {"type": "object"}
+_ANY_TEXT: Node = {"type": "any_text"}
+_NOTHING: Node = {"type": "const_string", "value": ""}
+
+
+class UnguidedError(ValueError):
+    """A tool whose calls cannot be guided in a format; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class GuidedTool:
+    """A tool that may be called, and the JSON Schema of its arguments."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a format writes calls."""
+
+    # In front of the arguments, with `{name}` for the tool's.
+    begin: str
+    end: str
+    separator: str = ""
+    # Around all calls.
+    opening: str = ""
+    closing: str = ""
+    # In free output, what begins with it is a call. Empty: calls can only begin the output.
+    trigger: str = ""
+    # Arguments are written one by one: what is in front of a key, between it and the value, and
+    # behind the value. Otherwise they are JSON.
+    argument: tuple[str, str, str] | None = None
+
+
+def structural_tag(
+    tool_format: str,
+    template: str,
+    tools: Sequence[GuidedTool],
+    is_forced: bool,
+    is_single: bool,
+    follows_reasoning: bool = False,
+) -> str:
+    """The format of an output with calls of these tools, as JSON: only calls if they are forced,
+    else text in which each call follows its schema. UnguidedError if a tool cannot be guided."""
+    form = _form(tool_format, template)
+    tags = [_tag(form, tool) for tool in tools]
+    node = _calls(form, tags, is_single) if is_forced else _free(form, tags, is_single)
+    if tool_format == HARMONY:
+        node = _harmony(tags, is_forced)
+    if follows_reasoning:
+        node = _sequence({"type": "regex", "pattern": "\\n{0,2}"}, node)
+    return json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
+
+
+def _form(tool_format: str, template: str) -> _Form:
+    """The form that a chat template has, where a format has several."""
+    match tool_format:
+        case "mistral" if "[ARGS]" in template:
+            return _Form("[TOOL_CALLS]{name}[ARGS]", "", trigger="[TOOL_CALLS]")
+        case "deepseek" if "```json" in template:
+            begin = f"{deepseek.CALL_BEGIN}function{deepseek.SEPARATOR}{{name}}\n```json\n"
+            return _Form(
+                begin,
+                f"\n```{deepseek.CALL_END}",
+                "\n",
+                deepseek.CALLS_BEGIN,
+                deepseek.CALLS_END,
+                deepseek.CALLS_BEGIN,
+            )
+    return _FORMS[tool_format]
+
+
+_FORMS = {
+    "hermes": _Form(
+        '<tool_call>\n{{"name": "{name}", "arguments": ',
+        "}\n</tool_call>",
+        "\n",
+        trigger="<tool_call>",
+    ),
+    "llama3": _Form('{{"name": "{name}", "parameters": ', "}", "; "),
+    "mistral": _Form(
+        '{{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", "[TOOL_CALLS]"
+    ),
+    "deepseek": _Form(
+        f"{deepseek.CALL_BEGIN}{{name}}{deepseek.SEPARATOR}",
+        deepseek.CALL_END,
+        "",
+        deepseek.CALLS_BEGIN,
+        deepseek.CALLS_END,
+        deepseek.CALLS_BEGIN,
+    ),
+    "glm": _Form(
+        "<tool_call>{name}\n",
+        "</tool_call>",
+        "\n",
+        trigger="<tool_call>",
+        argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "qwen3_coder": _Form(
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        "\n",
+        trigger="<tool_call>",
+        argument=("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    HARMONY: _Form(
+        f"{harmony.CHANNEL}commentary to=functions.{{name}} {harmony.CONSTRAIN}json"
+        f"{harmony.MESSAGE}",
+        "",
+    ),
+    JSON: _Form('{{"name": "{name}", "parameters": ', "}", ", ", "[", "]"),
+}
+
+
+def _tag(form: _Form, tool: GuidedTool) -> Node:
+    if form.argument is None:
+        schema = dict(tool.schema) or _ANY_OBJECT
+        content: Node = {"type": "json_schema", "json_schema": schema}
+    else:
+        content = _arguments(form.argument, tool)
+    return {
+        "type": "tag",
+        "begin": form.begin.format(name=tool.name),
+        "content": content,
+        "end": form.end,
+    }
+
+
+def _calls(form: _Form, tags: list[Node], is_single: bool) -> Node:
+    calls: Node = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": form.separator,
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
+    around = [_text(form.opening)] if form.opening else []
+    return _sequence(*around, calls, *([_text(form.closing)] if form.closing else []))
+
+
+def _free(form: _Form, tags: list[Node], is_single: bool) -> Node:
+    if not form.trigger:
+        # Text that does not begin like a call.
+        first = form.opening or form.begin.format(name="")[:1]
+        other = {"type": "regex", "pattern": f"([^\\{first}](.|\\n)*)?"}
+        return {"type": "or", "elements": [_calls(form, tags, is_single), other]}
+    if not form.opening:
+        return {
+            "type": "triggered_tags",
+            "triggers": [form.trigger],
+            "tags": tags,
+            "stop_after_first": is_single,
+        }
+    calls = _calls(form, tags, is_single)
+    block = {"type": "tag", "begin": form.opening, "content": calls["elements"][1], "end": ""}
+    block["end"] = form.closing
+    return {"type": "triggered_tags", "triggers": [form.trigger], "tags": [block]}
+
+
+def _harmony(tags: list[Node], is_forced: bool) -> Node:
+    """Messages: reasoning and a preamble if the model writes them, then a call or the response.
+    Markers are special tokens, which are no text."""
+    begin, end = f"{harmony.CHANNEL}{{}}{harmony.MESSAGE}", f"{harmony.END}{harmony.START}assistant"
+    before = [
+        _optional({"type": "tag", "begin": begin.format(channel), "content": _ANY_TEXT, "end": end})
+        for channel in ("analysis", "commentary")
+    ]
+    ends = [*tags]
+    if not is_forced:
+        ends.append(_sequence(_text(begin.format("final")), _ANY_TEXT))
+    return _sequence(*before, {"type": "or", "elements": ends})
+
+
+def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
+    """Arguments that are written one by one, in the order of the schema."""
+    properties = tool.schema.get("properties", {})
+    if not isinstance(properties, dict) or {"$ref", "oneOf", "anyOf", "allOf"} & set(tool.schema):
+        raise UnguidedError(
+            f"the schema of {tool.name} has other keywords than properties at its top, which this "
+            "model's format of calls cannot be guided by"
+        )
+    required = tool.schema.get("required", ())
+    elements = []
+    for key, schema in properties.items():
+        node = _argument(around, key, schema, tool.schema)
+        elements.append(node if key in required else _optional(node))
+    return _sequence(*elements) if elements else _NOTHING
+
+
+def _argument(around: tuple[str, str, str], key: str, schema: Any, root: Mapping[str, Any]) -> Node:
+    begin, end = f"{around[0]}{key}{around[1]}", around[2]
+    values = schema.get("enum") if isinstance(schema, dict) else None
+    if isinstance(values, list) and values and all(isinstance(one, str) for one in values):
+        content: Node = {"type": "or", "elements": [_text(value) for value in values]}
+    elif isinstance(schema, dict) and schema.get("type") == "string":
+        content = _ANY_TEXT
+    else:
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        schema = {**schema, **definitions} if isinstance(schema, dict) else schema
+        content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _text(value: str) -> Node:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Node) -> Node:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _optional(node: Node) -> Node:
+    return {"type": "or", "elements": [node, _NOTHING]}
