@@ -99,10 +99,10 @@ async def build(
     params: inference_pb2.SamplingParams,
     model: Model,
     limits: ModelLimits,
-    format_begins_after: Sequence[int] = (),
+    grammar: logits_pb2.Grammar | None = None,
 ) -> logits_pb2.LogitsParams:
-    """The message of checked parameters. The output follows its format behind the first occurrence
-    of `format_begins_after`. RequestError if the message is too large, or its format is refused.
+    """The message of checked parameters, and of the grammar that the output follows. RequestError
+    if the message is too large.
     """
     message = logits_pb2.LogitsParams(
         # -0.0 is no default in a message.
@@ -115,15 +115,12 @@ async def build(
             and params.logprobs_mode == inference_pb2.LOGPROBS_MODE_PROCESSED
         ),
         processor_args=params.processor_args if params.processor_args.fields else None,
+        grammar=grammar,
     )
     if params.repetition_penalty != 1:
         message.repetition_penalty = params.repetition_penalty
     if params.typical_p != 1:
         message.typical_p = params.typical_p
-    if params.HasField("structured_output"):
-        output = params.structured_output
-        message.grammar.definition = await model.structured.compile(_FORMAT, output)
-        message.grammar.begins_after_token_ids.extend(format_begins_after)
     if params.min_tokens or message.HasField("grammar"):
         # End-of-sequence tokens too if they are ignored, as in vLLM.
         stop_token_ids = {*limits.eos_token_ids, *params.stop_token_ids}

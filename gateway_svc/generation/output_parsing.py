@@ -28,8 +28,6 @@ def check_tools(
     field: str, conversation: conversation_pb2.Conversation, formats: ModelFormats
 ) -> None:
     """RequestError at the tools if their calls could not be read."""
-    if is_guided(conversation):
-        raise invalid(f"{field}.tool_choice", "UNSUPPORTED_FIELD", "is not served yet")
     is_auto = chat_messages.offers_tools(conversation) and not is_forced(conversation)
     if is_auto and formats.tools is None:
         raise invalid(

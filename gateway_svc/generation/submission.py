@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import grpc
 
 from gateway_svc.access.tenant import Tenant
-from gateway_svc.generation import logits_params, output_parsing, tenant_limits, validation
+from gateway_svc.generation import (
+    logits_params,
+    output_grammar,
+    output_parsing,
+    tenant_limits,
+    validation,
+)
 from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.field_checks import check_token_ids
 from gateway_svc.generation.prompt_field import prompt_field
@@ -90,8 +96,8 @@ async def prepare(
         prompt_field(request), len(prompt_token_ids), limits.max_model_len
     )
     resolved = validation.resolve(params, request_id, len(prompt_token_ids), limits)
-    begins_after = await _format_begins_after(parsing, model)
-    changes = await logits_params.build(params, model, limits, begins_after)
+    grammar = await output_grammar.build(request, model, parsing)
+    changes = await logits_params.build(params, model, limits, grammar)
     resolved.logits_params = changes.SerializeToString(deterministic=True)
     resolved.num_lookahead_tokens = logits_params.num_lookahead_tokens(changes)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
@@ -147,14 +153,6 @@ async def _tokenize(
             token_ids = await model.encode(rendered, False)
     check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
     return token_ids, parsing
-
-
-async def _format_begins_after(
-    parsing: gateway_pb2.OutputParsing | None, model: Model
-) -> Sequence[int]:
-    """The tokens that end the reasoning, if the output begins with it."""
-    end = None if parsing is None else output_parsing.reasoning_end(parsing)
-    return () if end is None else await model.encode(end, False)
 
 
 def _create_resume_state(

@@ -18,9 +18,10 @@ from gateway_svc.output_formats.pieces import Content, Piece, Reasoning, joined
 from gateway_svc.scheduler.events import Ended, NewTokens
 from gateway_svc.text.model_files import ModelFiles
 from gateway_svc.text.served_model import Model
-from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.internal.v1 import gateway_pb2, logits_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1.conversation_pb2 import Conversation, Message, Tool, ToolCall, ToolChoice
+from quire.v1.structured_output_pb2 import StructuredOutput
 
 STOP = scheduler_pb2.END_REASON_STOP_TOKEN
 TOOLS = [
@@ -179,6 +180,95 @@ async def test_an_invalid_field_is_named(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert info_of(caught.value).reason == reason
     assert field_of(caught.value) == f"conversation.{field}"
+
+
+REQUIRED = ToolChoice(mode="TOOL_CHOICE_MODE_REQUIRED")
+STRICT = [Tool(name="weather", parameters='{"type": "object"}', strict=True)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tool_choice": REQUIRED}, {"tool_choice": ToolChoice(name="now")}, {"tools": STRICT}],
+    ids=["required", "named", "strict"],
+)
+async def test_a_grammar_holds_calls_to_their_schemas(tools: Stack, change: dict[str, Any]) -> None:
+    request = pb.GenerateRequest(conversation=conversation(**change))
+    call = tools.inference.Generate(request)
+    sent = await tools.scheduler.submissions.get()
+    grammar = logits_pb2.LogitsParams.FromString(sent.params.logits_params).grammar
+    assert "tool_call" in grammar.definition
+    # Behind the reasoning.
+    assert list(grammar.begins_after_token_ids) == tools.encode("</think>")
+    assert state_of(sent).parsing.guided
+    call.cancel()
+
+
+def state_of(sent: scheduler_pb2.Submission) -> gateway_pb2.ResumeState:
+    return gateway_pb2.ResumeState.FromString(sent.opaque)
+
+
+async def test_free_calls_have_no_grammar(tools: Stack) -> None:
+    call = tools.inference.Generate(pb.GenerateRequest(conversation=conversation()))
+    sent = await tools.scheduler.submissions.get()
+    assert not logits_pb2.LogitsParams.FromString(sent.params.logits_params).HasField("grammar")
+    assert not state_of(sent).parsing.guided
+    call.cancel()
+
+
+async def test_a_call_can_be_forced_where_the_format_is_not_known(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack.gateway.scheduler, "max_model_len", 4096)
+    text = '[{"name": "now", "parameters": {"a": 1}}]'
+    response = await generated(stack, text, conversation(tool_choice=REQUIRED))
+    [call] = response.choices[0].tool_calls
+    assert (call.name, call.arguments) == ("now", '{"a": 1}')
+
+
+async def test_guided_arguments_are_sent_as_they_come(tools: Stack) -> None:
+    request = pb.StreamGenerateRequest(conversation=conversation(tool_choice=REQUIRED))
+    call = tools.inference.StreamGenerate(request)
+    write(tools, await tools.scheduler.submissions.get(), tools.encode(tools_model.OUTPUT))
+    deltas = [delta async for response in call for delta in response.deltas]
+    parts = [one.arguments for delta in deltas for one in delta.tool_calls if one.index == 0]
+    assert "".join(parts) == tools_model.ARGUMENTS
+    assert len([part for part in parts if part]) > 3
+
+
+REFUSED_SCHEMA = Tool(name="b", parameters='{"properties": {"a": {"unevaluatedItems": false}}}')
+
+
+@pytest.mark.parametrize(
+    ("change", "params", "field", "reason"),
+    [
+        (
+            {"tools": [Tool(name="a"), REFUSED_SCHEMA], "tool_choice": REQUIRED},
+            pb.SamplingParams(),
+            "conversation.tools[1].parameters",
+            "UNSUPPORTED_SCHEMA",
+        ),
+        (
+            {"tool_choice": REQUIRED},
+            pb.SamplingParams(ignore_eos=True),
+            "sampling_params.ignore_eos",
+            "IGNORE_EOS_WITH_FORMAT",
+        ),
+        (
+            {},
+            pb.SamplingParams(structured_output=StructuredOutput(regex="a")),
+            "sampling_params.structured_output",
+            "FORMAT_WITH_TOOLS",
+        ),
+    ],
+    ids=["schema", "ignore_eos", "format"],
+)
+async def test_what_cannot_be_guided_is_refused(
+    tools: Stack, change: dict[str, Any], params: pb.SamplingParams, field: str, reason: str
+) -> None:
+    request = pb.GenerateRequest(conversation=conversation(**change), sampling_params=params)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await tools.inference.Generate(request)
+    assert (field_of(caught.value), info_of(caught.value).reason) == (field, reason)
 
 
 async def test_tools_are_refused_where_calls_cannot_be_read(stack: Stack) -> None:

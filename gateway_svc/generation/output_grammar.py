@@ -1,0 +1,105 @@
+"""The grammar that an output follows: that of its format, or that of calls of its tools."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway_svc.generation import output_parsing
+from gateway_svc.generation.validation import GenerationRequest
+from gateway_svc.output_formats.formats import HARMONY, JSON
+from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
+from gateway_svc.structured.compiler import StructuredOutputCompiler
+from gateway_svc.text import chat_messages
+from gateway_svc.text.served_model import Model
+from quire.internal.v1 import gateway_pb2, logits_pb2
+from quire.service.errors import RequestError, invalid
+from quire.v1 import conversation_pb2
+from quire.v1.structured_output_pb2 import StructuredOutput
+
+_FORMAT = "sampling_params.structured_output"
+_TOOLS = "conversation.tools"
+# Schemas with one of these need no type of their own.
+_COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
+
+
+async def build(
+    request: GenerationRequest, model: Model, parsing: gateway_pb2.OutputParsing | None
+) -> logits_pb2.Grammar | None:
+    """None if the output is free. RequestError names the field that is refused."""
+    params, conversation = request.sampling_params, request.conversation
+    if params.HasField("structured_output"):
+        if chat_messages.offers_tools(conversation):
+            raise invalid(
+                _FORMAT,
+                "FORMAT_WITH_TOOLS",
+                "is set together with tools that the model may call; set tool_choice to none",
+            )
+        definition = await model.structured.compile(_FORMAT, params.structured_output)
+    elif output_parsing.is_guided(conversation) and parsing is not None:
+        if params.ignore_eos:
+            raise invalid(
+                "sampling_params.ignore_eos",
+                "IGNORE_EOS_WITH_FORMAT",
+                "is set with calls of tools that follow their schemas, which end the output",
+            )
+        definition = await _of_tools(conversation, model, parsing)
+        if parsing.tool_format == HARMONY:
+            # It has the reasoning, too.
+            return logits_pb2.Grammar(definition=definition)
+    else:
+        return None
+    end = None if parsing is None else output_parsing.reasoning_end(parsing)
+    begins_after: Sequence[int] = () if end is None else await model.encode(end, False)
+    return logits_pb2.Grammar(definition=definition, begins_after_token_ids=begins_after)
+
+
+async def _of_tools(
+    conversation: conversation_pb2.Conversation, model: Model, parsing: gateway_pb2.OutputParsing
+) -> str:
+    choice = conversation.tool_choice
+    is_named = choice.WhichOneof("choice") == "name"
+    is_forced = output_parsing.is_forced(conversation)
+    tools = [
+        GuidedTool(tool.name, _schema(tool) if is_forced or tool.strict else {})
+        for tool in conversation.tools
+        if not is_named or tool.name == choice.name
+    ]
+    template = model.files.chat_template
+    try:
+        tag = structural_tag(
+            parsing.tool_format or JSON,
+            "" if template is None else template.source,
+            tools,
+            is_forced,
+            is_single=is_named or parsing.single_call,
+            follows_reasoning=bool(parsing.reasoning_format),
+        )
+        return await model.structured.compile(_TOOLS, StructuredOutput(structural_tag=tag))
+    except UnguidedError as error:
+        raise invalid(_TOOLS, "UNGUIDED_TOOL", f"cannot be guided: {error}") from error
+    except RequestError as error:
+        await _refuse_schema(conversation, model.structured)
+        raise invalid(_TOOLS, "UNGUIDED_TOOL", _reason(error)) from error
+
+
+def _schema(tool: conversation_pb2.Tool) -> dict[str, Any]:
+    """A schema that only objects follow."""
+    schema = chat_messages.schema(tool)
+    return schema if _COMBINING & set(schema) else {**schema, "type": "object"}
+
+
+async def _refuse_schema(
+    conversation: conversation_pb2.Conversation, compiler: StructuredOutputCompiler
+) -> None:
+    """RequestError at the first schema that is refused on its own."""
+    for at, tool in enumerate(conversation.tools):
+        if tool.parameters:
+            field = f"{_TOOLS}[{at}].parameters"
+            try:
+                await compiler.compile(field, StructuredOutput(json_schema=tool.parameters))
+            except RequestError as error:
+                raise invalid(field, "UNSUPPORTED_SCHEMA", _reason(error)) from error
+
+
+def _reason(error: RequestError) -> str:
+    """An error's message without its field."""
+    return error.message.partition(": ")[2] or error.message

@@ -1,0 +1,175 @@
+"""Grammars of calls: what they admit is what the parser of the format reads."""
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import gateway_tokenizers
+import pytest
+from llguidance import LLMatcher
+from output_texts import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from tokenizers import AddedToken, Tokenizer
+
+from gateway_svc.output_formats.calls import Tools
+from gateway_svc.output_formats.formats import TOOL_FORMATS
+from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
+from gateway_svc.output_formats.parser import OutputParser, ParserOptions
+from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content
+from gateway_svc.structured.structural_tags import structural_tag_to_lark
+from quire.service.grammars import GrammarVocabulary
+
+CITIES = ["Bern", 'Zürich "HB" {<']
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": CITIES},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "warm": {"type": "boolean"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [GuidedTool("weather", WEATHER), GuidedTool("now", NOTHING)]
+SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
+# The formats, and chat templates that have another form of one.
+EACH = [*((name, "") for name in TOOL_FORMATS), ("mistral", "[ARGS]"), ("deepseek", "```json")]
+each_form = pytest.mark.parametrize(("name", "template"), EACH)
+ARGUMENTS = '{"city": "Bern", "days": 2}'
+_CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+
+
+@cache
+def vocabulary(are_special: bool) -> GrammarVocabulary:
+    tokenizer = Tokenizer.from_str(gateway_tokenizers.byte_level().to_str())
+    markers = sorted({marker for form in TOOL_FORMATS.values() for marker in form.markers})
+    if are_special:
+        tokenizer.add_special_tokens(
+            [AddedToken(marker, special=True, normalized=False) for marker in markers]
+        )
+    return GrammarVocabulary.from_tokenizer(tokenizer, tokenizer.get_vocab_size())
+
+
+def matcher(are_special: bool, *args: Any, **kwargs: Any) -> LLMatcher:
+    found = vocabulary(are_special)
+    lark = structural_tag_to_lark(structural_tag(*args, **kwargs), found.tokenizer)
+    return found.compile(LLMatcher.grammar_from_lark(lark))
+
+
+def accepts(matcher: LLMatcher, are_special: bool, text: str) -> bool:
+    token_ids = vocabulary(are_special).tokenizer.tokenize_str(text, parse_special=True)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def generated(matcher: LLMatcher, are_special: bool, source: random.Random) -> str:
+    """A random text of a grammar."""
+    found = vocabulary(are_special)
+    token_ids: list[int] = []
+    while True:
+        mask = matcher.compute_bitmask()
+        bits = int.from_bytes(mask, "little")
+        possible = [at for at in range(found.size) if bits >> at & 1]
+        assert possible, matcher.get_error()
+        chosen = source.choice(possible)
+        if chosen == found.end_id:
+            return found.tokenizer.decode_bytes(token_ids).decode()
+        assert matcher.consume_token(chosen)
+        token_ids.append(chosen)
+
+
+@each_form
+@pytest.mark.parametrize("are_special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("is_single", [False, True], ids=["several", "single"])
+def test_random_calls_are_read_as_calls(
+    name: str, template: str, are_special: bool, is_single: bool
+) -> None:
+    source = random.Random(5)
+    for _ in range(3):
+        grammar = matcher(are_special, name, template, TOOLS, True, is_single)
+        if name == "harmony":
+            # Its reasoning is any text.
+            skip = "<|channel|>commentary to=functions."
+            ids = vocabulary(are_special).tokenizer.tokenize_str(skip, parse_special=True)
+            assert grammar.try_consume_tokens(ids) == len(ids)
+            text = skip + generated(grammar, are_special, source)
+        else:
+            text = generated(grammar, are_special, source)
+        parser = OutputParser(ParserOptions(name, None, False, Tools(SCHEMAS, True)))
+        pieces = [*parser.push(text), *parser.flush()]
+        assert not any(isinstance(piece, Content) for piece in pieces), text
+        starts = [piece for piece in pieces if isinstance(piece, CallStart)]
+        assert len(starts) == sum(isinstance(piece, CallEnd) for piece in pieces) > 0
+        assert len(starts) == 1 or not is_single
+        for start in starts:
+            of_call = [p for p in pieces if isinstance(p, Arguments) and p.index == start.index]
+            check(start.name, json.loads("".join(piece.text for piece in of_call)))
+
+
+def check(name: str, arguments: dict[str, Any]) -> None:
+    if name == "now":
+        assert arguments == {}
+        return
+    assert set(arguments) <= set(WEATHER["properties"])
+    assert arguments["city"] in CITIES
+    assert arguments.get("days", 0) in range(10)
+    assert isinstance(arguments.get("warm", True), bool)
+
+
+FREE = {
+    "hermes": f"So:\n<tool_call>\n{_CALL}\n</tool_call>",
+    "mistral": f"So: [TOOL_CALLS][{_CALL}]",
+    "deepseek": f"So: {CALLS_BEGIN}{CALL_BEGIN}weather{SEPARATOR}{ARGUMENTS}{CALL_END}{CALLS_END}",
+    "glm": "So:\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "qwen3_coder": "So:\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+    "llama3": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
+    "harmony": "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant"
+    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "are_special"),
+    # Harmony's markers are special tokens.
+    [(name, are) for name in FREE for are in (False, True) if are or name != "harmony"],
+)
+def test_strict_tools_leave_text_free(name: str, are_special: bool) -> None:
+    text = FREE[name]
+    plain = "<|channel|>final<|message|>So." if name == "harmony" else "So."
+    for one, is_valid in [
+        (text, True),
+        (plain, True),
+        (text.replace("Bern", "Rome"), False),
+        (text.replace("weather", "other"), False),
+    ]:
+        grammar = matcher(are_special, name, "", TOOLS, False, False)
+        assert accepts(grammar, are_special, one) == is_valid, one
+
+
+def test_line_feeds_may_follow_the_reasoning() -> None:
+    text = f"<tool_call>\n{_CALL}\n</tool_call>"
+    for space, is_valid in [("", True), ("\n\n", True), ("\n\n\n", False)]:
+        grammar = matcher(False, "hermes", "", TOOLS, True, True, follows_reasoning=True)
+        assert accepts(grammar, False, space + text) == is_valid
+
+
+def test_an_argument_that_is_no_string_is_json() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"any": {"$ref": "#/$defs/one"}, "text": {"type": "string"}},
+        "$defs": {"one": {"type": "array", "items": {"type": "integer"}}},
+    }
+    tools = [GuidedTool("f", schema)]
+    for value, is_valid in [("[1, 2]", True), ("[true]", False)]:
+        text = (
+            f"<tool_call>f\n<arg_key>any</arg_key>\n<arg_value>{value}</arg_value>\n"
+            "<arg_key>text</arg_key>\n<arg_value>a <b></arg_value>\n</tool_call>"
+        )
+        assert accepts(matcher(False, "glm", "", tools, True, True), False, text) == is_valid
+
+
+def test_a_schema_that_a_format_cannot_guide_is_refused() -> None:
+    with pytest.raises(UnguidedError, match="the schema of f has other keywords"):
+        structural_tag("glm", "", [GuidedTool("f", {"anyOf": [{}]})], True, True)
