@@ -214,12 +214,7 @@ async def test_a_sequence_number_beyond_any_response_is_refused(http: Http) -> N
         ({"input": "x " * 300}, "input", "context_length_exceeded"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "unsupported_field"),
         ({"conversation": "conv_x"}, "conversation", "unsupported_field"),
-<<<<<<< HEAD
-        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_field"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_field"),
-=======
-        ({"text": {"format": {"type": "json_object"}}}, "text.format", "unsupported_field"),
->>>>>>> 176cadf (Serve tools and reasoning in responses)
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_field"),
         ({"top_logprobs": 21}, "top_logprobs", "logprobs_out_of_range"),
     ],
