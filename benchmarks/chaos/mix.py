@@ -129,7 +129,13 @@ KINDS = (
     Kind("processed", 3, _MEDIUM, _processed),
     Kind("guided", 4, _LONG, _guided),
     Kind("guided choices", 2, _LONG, lambda rng: {**_guided(rng), "n": 4}),
-    Kind("guided and processed", 2, _LONG, lambda rng: {**_processed(rng), **_guided(rng)}),
+    # Bad words could exclude all that a format allows.
+    Kind(
+        "guided and processed",
+        2,
+        _LONG,
+        lambda rng: {**_processed(rng), **_guided(rng), "bad_words": None},
+    ),
     Kind("cancelled", 2, _LONG, _sampled, cancels=True),
     Kind("cancelled choices", 1, _MEDIUM, _choices, cancels=True),
 )
