@@ -1,19 +1,26 @@
 """Rows that follow grammars, on the worker's runners."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from grammar_tokenizers import SPECIAL, byte_level
+from host_device import HostCapturer, HostStreams
 from llguidance import LLMatcher
 from transformers import AutoModelForCausalLM, LlamaConfig
 from worker_driver import worker_settings
 
 from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from quire.service.grammars import GrammarVocabulary
+from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.grammar.compiler import load_grammars
 from worker_svc.plan.logits_params import Grammar, LogitsParams
+from worker_svc.runner.multi_step import MultiStepRunner
+from worker_svc.runner.runner import Runner
 from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.startup import start_pipelined
 from worker_svc.runner.step_runner import LoadedRunner
 
 TOKENIZER = byte_level()
@@ -29,8 +36,8 @@ MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedRunner:
-    folder = tmp_path_factory.mktemp("model")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=TOKENIZER.get_vocab_size() + 5,
@@ -42,8 +49,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedRunner:
         max_position_embeddings=96,
         initializer_range=0.3,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    TOKENIZER.save(str(folder / "tokenizer.json"))
+    AutoModelForCausalLM.from_config(config).save_pretrained(made)
+    TOKENIZER.save(str(made / "tokenizer.json"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedRunner:
     return load_runner(worker_settings(folder, num_blocks=400))
 
 
@@ -123,3 +135,34 @@ def test_a_grammar_without_a_stop_token_fails_at_its_end(loaded: LoadedRunner) -
     row.params = dataclasses.replace(row.params, stop_token_ids=np.empty(0, np.int64))
     RowDriver(loaded).run([row])
     assert row.failure is None or row.failure.startswith("no token is possible")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pipelined_steps_give_the_same_tokens(
+    loaded: LoadedRunner, folder: Path, ahead: bool
+) -> None:
+    """A step samples after the tokens of the previous one, which is read later."""
+    expected = _outputs(loaded, [_row(number) for number in range(8)])
+    queued = dataclasses.replace(loaded, runner=_pipelined(folder))
+    rows = [_row(number) for number in range(8)]
+    driver = RowDriver(queued)
+    (driver.run_ahead if ahead else driver.run)(rows)
+    assert [row.failure for row in rows] == [None] * 8
+    assert [row.output for row in rows] == expected
+
+
+def _pipelined(folder: Path) -> PipelinedRunner:
+    loaded = load_runner(worker_settings(folder, num_blocks=400))
+    assert isinstance(loaded.runner, MultiStepRunner)
+    runner = loaded.runner.runner
+    assert isinstance(runner, Runner)
+    return start_pipelined(
+        runner._model,
+        runner._pool,
+        runner._attention,
+        runner._tables,
+        runner._implementation,
+        HostStreams(),
+        HostCapturer(),
+        grammars=load_grammars(folder, TOKENIZER.get_vocab_size() + 5),
+    )
