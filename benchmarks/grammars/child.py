@@ -9,7 +9,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -147,13 +147,6 @@ def _follows(text: str, schema: Any) -> bool:
         return bool(validator_for(schema)(schema).is_valid(json.loads(text)))
     except ValueError:
         return False
-
-
-def suite_groups(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The groups of one dialect's folder that need no other documents."""
-    for path in sorted(folder.glob("*.json")):
-        if path.stem not in ("refRemote", "vocabulary", "dynamicRef"):
-            yield from json.loads(path.read_text())
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.grammars.child import suite_groups
 from benchmarks.grammars.schemas import mixed_schemas
 from benchmarks.grammars.vocabulary import train
 from benchmarks.report import Column, Part
@@ -45,7 +44,7 @@ def libraries(python: str, suite: Path | None) -> Part:
     if not _LARGE.exists():
         train(131_072, _LARGE)
     schemas = mixed_schemas(_NUM_SCHEMAS)
-    groups = [] if suite is None else list(suite_groups(suite))
+    groups = [] if suite is None else list(_suite_groups(suite))
     rows = []
     for tokenizer in (_DEMO, _LARGE):
         for library in _LIBRARIES:
@@ -111,3 +110,10 @@ def _notes(schemas: Sequence[Any], groups: Sequence[Any]) -> list[str]:
         "remote ones). *Taken wrongly*: invalid instances that the grammar accepts. *Refused "
         "wrongly*: valid ones that it does not, mostly because of the order of properties.",
     ]
+
+
+def _suite_groups(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """The groups of one dialect's folder that need no other documents."""
+    for path in sorted(folder.glob("*.json")):
+        if path.stem not in ("refRemote", "vocabulary", "dynamicRef"):
+            yield from json.loads(path.read_text())
