@@ -105,7 +105,8 @@ def _notes(schemas: Sequence[Any], groups: Sequence[Any]) -> list[str]:
         f"{len(schemas)} schemas of 33 kinds, six of which grammars hardly express "
         "(`benchmarks/grammars/schemas.py`). *Outputs invalid*: of documents of random tokens that "
         "the masks allow, one per schema that is served, those that `jsonschema` refuses. *32 "
-        "masks*: of rows with different schemas, after their first tokens.",
+        "masks*: of rows with different schemas, after their first tokens. Times are those of the "
+        "processor, of all threads together.",
         f"*Suite*: {len(groups)} groups of JSON-Schema-Test-Suite (2020-12, without optional and "
         "remote ones). *Taken wrongly*: invalid instances that the grammar accepts. *Refused "
         "wrongly*: valid ones that it does not, mostly because of the order of properties.",
