@@ -36,8 +36,8 @@ _MODULES = {
     "pydantic-settings": ("pydantic_settings", "pydantic", "pydantic_core"),
     "pytest-xdist": ("xdist",),
 }
-# Imported only to test whether they are installed.
-_OPTIONAL = {"flash_attn", "vllm"}
+# Imported only to test whether they are installed, or in an environment of their own.
+_OPTIONAL = {"flash_attn", "vllm", "xgrammar"}
 
 
 def imported(folder: str) -> dict[str, str]:
