@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from logits_jobs import NUM_JOBS, Schedule, changed_jobs, run_jobs
 from structlog.testing import capture_logs
 from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, llama, save_model
 from transformers import AutoModelForCausalLM
@@ -51,6 +52,19 @@ def load(model: Path, **changes: Any) -> LoadedRunner:
         **changes,
     }
     return load_runner(WorkerSettings(_cli_parse_args=[], **values))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_changed_logits_do_not_depend_on_the_schedule(llama_model: Path, eager: bool) -> None:
+    """With every built-in processor."""
+    loaded = load(
+        llama_model, max_num_seqs=NUM_JOBS, max_num_batched_tokens=1000, enforce_eager=eager
+    )
+    found = []
+    for how in (Schedule(), Schedule(depth=2), Schedule(chunk=3, depth=2), Schedule(num_rounds=4)):
+        found.append(run_jobs(loaded.runner, changed_jobs(), how))
+        loaded.runner.clear()
+    assert found == found[:1] * len(found)
 
 
 def work() -> Work:

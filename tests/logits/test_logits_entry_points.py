@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 from logits_cases import INF
+from logits_jobs import Job, Schedule, run_jobs
 from logits_pipeline import admission, append, changes, pipeline
+from tiny_models import VOCAB_SIZE, llama, save_model
+from worker_driver import Sampling, worker_settings
 
 from worker_svc.logits.entry_points import load_processors
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.plan.logits_params import LogitsParams
+from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WrongSettingError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +130,21 @@ def test_an_error_of_a_processor_fails_its_rows_and_no_others(package: None) -> 
 def test_a_name_that_cannot_be_loaded_is_refused(setting: str, message: str, package: None) -> None:
     with pytest.raises(WrongSettingError, match=f"^--logits-processors: .*{message}"):
         load_processors(setting)
+
+
+def test_a_worker_loads_them_by_its_setting(package: None, tmp_path: Path) -> None:
+    with pytest.raises(WrongSettingError, match="no logits processor missing"):
+        # Before anything of the model is read.
+        load_runner(worker_settings(tmp_path / "nothing", logits_processors="missing"))
+    folder = save_model(llama(), tmp_path / "model")
+    settings = worker_settings(folder, device="cpu", logits_processors="no_tokens")
+    runner = load_runner(settings).runner
+    every = np.arange(VOCAB_SIZE)
+    params = LogitsParams(processor_args={"no_tokens": {"token_ids": every[every != 7].tolist()}})
+    job = Job([1, 2, 3], params, Sampling(temperature=1.0, seed=3), 6)
+    [found] = run_jobs(runner, [job], Schedule())
+    assert found[1::2] == [7, 7, 7]
+    assert len({*found[::2]} - {7}) > 1
 
 
 @pytest.mark.parametrize("setting", [None, "", " , "])

@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
+import numpy as np
+from tiny_models import VOCAB_SIZE
 from worker_driver import BLOCK_SIZE, Sampling, admit, schedule
 from worker_driver import Sequence as DriverSequence
 
@@ -10,6 +14,8 @@ from quire.internal.v1 import worker_pb2
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.plans import StepOutput, plan_from_proto
 from worker_svc.runner.step_runner import PendingOutput, StepRunner
+
+NUM_JOBS, NUM_OUTPUT = 32, 11
 
 
 @dataclass(eq=False)
@@ -26,7 +32,7 @@ class Job:
     num_computed: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Schedule:
     """How jobs are run."""
 
@@ -34,6 +40,33 @@ class Schedule:
     depth: int = 1  # steps that are launched before the first one's output is read
     preempted_every: int = 0  # steps, after which all rows are released and admitted again
     num_rounds: int = 1  # of steps that only decode
+
+
+def changed_jobs() -> list[Job]:
+    """Each with its own parameters; every fourth has none."""
+    draw = Random(7)
+
+    def some(count: int) -> Any:
+        return np.array(draw.sample(range(VOCAB_SIZE), count), np.int64)
+
+    made = []
+    for index in range(NUM_JOBS):
+        prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 9))]
+        params = LogitsParams(
+            presence_penalty=draw.uniform(-1, 2),
+            frequency_penalty=draw.uniform(-1, 2),
+            repetition_penalty=draw.uniform(0.7, 1.5),
+            min_tokens=draw.randint(0, 12),
+            stop_token_ids=some(3),
+            bias_token_ids=some(20),
+            biases=np.array([draw.uniform(-5, 5) for _ in range(20)], np.float32),
+            allowed_token_ids=some(60),
+            bad_words=tuple(some(length) for length in (1, 1, 2, 2, 3)),
+            typical_p=draw.choice([0.6, 1.0]),
+        )
+        sampling = Sampling(temperature=draw.choice([0.0, 1.0, 1.5]), top_p=0.9, seed=index)
+        made.append(Job(prompt, params if index % 4 else None, sampling, NUM_OUTPUT))
+    return made
 
 
 def run_jobs(runner: StepRunner, jobs: Sequence[Job], how: Schedule) -> list[list[int]]:

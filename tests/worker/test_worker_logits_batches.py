@@ -3,16 +3,15 @@ preemption, in rounds, and in steps behind one another on a device."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from host_device import HostCapturer, HostCopies, pipelined
-from logits_jobs import Job, Schedule, run_jobs
-from tiny_models import VOCAB_SIZE, llama, save_model
+from logits_jobs import NUM_JOBS, NUM_OUTPUT, Job, Schedule, changed_jobs, run_jobs
+from tiny_models import llama, save_model
 from torch import Tensor
-from worker_driver import Sampling, worker_settings
+from worker_driver import worker_settings
 
 from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.logits.processor import ProcessorContext
@@ -21,36 +20,6 @@ from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner, StepRunner
-
-_NUM_ROWS = 32
-_NUM_OUTPUT = 11
-
-
-def jobs() -> list[Job]:
-    """Each with its own parameters; every fourth has none."""
-    draw = Random(7)
-
-    def some(count: int) -> Any:
-        return np.array(draw.sample(range(VOCAB_SIZE), count), np.int64)
-
-    made = []
-    for index in range(_NUM_ROWS):
-        prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 9))]
-        params = LogitsParams(
-            presence_penalty=draw.uniform(-1, 2),
-            frequency_penalty=draw.uniform(-1, 2),
-            repetition_penalty=draw.uniform(0.7, 1.5),
-            min_tokens=draw.randint(0, 12),
-            stop_token_ids=some(3),
-            bias_token_ids=some(20),
-            biases=np.array([draw.uniform(-5, 5) for _ in range(20)], np.float32),
-            allowed_token_ids=some(60),
-            bad_words=tuple(some(length) for length in (1, 1, 2, 2, 3)),
-            typical_p=draw.choice([0.6, 1.0]),
-        )
-        sampling = Sampling(temperature=draw.choice([0.0, 1.0, 1.5]), top_p=0.9, seed=index)
-        made.append(Job(prompt, params if index % 4 else None, sampling, _NUM_OUTPUT))
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +31,15 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedRunner:
 @pytest.fixture(scope="module")
 def expected(loaded: LoadedRunner) -> list[list[int]]:
     """All in one batch."""
-    found = run_jobs(loaded.runner, jobs(), Schedule())
+    found = run_jobs(loaded.runner, changed_jobs(), Schedule())
     loaded.runner.clear()
-    assert all(len(tokens) == _NUM_OUTPUT for tokens in found)
-    free = run_jobs(loaded.runner, [replace(job, params=None) for job in jobs()], Schedule())
+    assert all(len(tokens) == NUM_OUTPUT for tokens in found)
+    free = run_jobs(
+        loaded.runner, [replace(job, params=None) for job in changed_jobs()], Schedule()
+    )
     loaded.runner.clear()
-    same = [index for index in range(_NUM_ROWS) if free[index] == found[index]]
-    assert same == list(range(0, _NUM_ROWS, 4))
+    same = [index for index in range(NUM_JOBS) if free[index] == found[index]]
+    assert same == list(range(0, NUM_JOBS, 4))
     return found
 
 
@@ -108,7 +79,7 @@ def test_tokens_do_not_depend_on_the_schedule(
     expected: list[list[int]],
 ) -> None:
     runner = make(loaded)
-    found = run_jobs(runner, jobs(), how)
+    found = run_jobs(runner, changed_jobs(), how)
     runner.clear()
     assert found == expected
 
@@ -119,7 +90,7 @@ def test_tokens_do_not_depend_on_the_batch(
 ) -> None:
     runner = make(loaded)
     for index in (0, 1, 5, 14, 31):
-        assert run_jobs(runner, [jobs()[index]], Schedule(depth=2)) == [expected[index]]
+        assert run_jobs(runner, [changed_jobs()[index]], Schedule(depth=2)) == [expected[index]]
         runner.clear()
 
 
@@ -162,7 +133,7 @@ def jobs_with_new_tokens() -> list[Job]:
         frequency_penalty=1.0,
         processor_args={"new_tokens": True},
     )
-    changed = jobs()
+    changed = changed_jobs()
     for job in changed[::3]:
         job.params = bias
     return changed
@@ -184,7 +155,7 @@ def test_a_processor_has_all_tokens_on_the_host(
             assert tokens == before
         else:
             assert tokens[0] == 4
-            assert len(set(tokens)) == _NUM_OUTPUT
+            assert len(set(tokens)) == NUM_OUTPUT
 
 
 @pytest.mark.parametrize("has_rows", [True, False])
@@ -205,7 +176,7 @@ def test_a_launch_waits_for_tokens_behind_its_forward_pass_if_at_all(
 
     monkeypatch.setattr(DeviceForward, "launch", noted_launch)
     monkeypatch.setattr(HostCopies, "arrays", noted_arrays)
-    [job] = jobs_with_new_tokens()[:1] if has_rows else jobs()[1:2]
+    [job] = jobs_with_new_tokens()[:1] if has_rows else changed_jobs()[1:2]
     # Read behind the last launch, apart from what a processor needs.
     run_jobs(runner, [replace(job, num_output=3)], Schedule(depth=9))
     runner.clear()

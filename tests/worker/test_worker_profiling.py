@@ -156,8 +156,9 @@ def test_a_requested_cache_is_compared_with_free_memory(tmp_path: Path) -> None:
     with capture_logs() as logs:
         assert set_up(folder, num_blocks=100).size.num_blocks == 100
     [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
-    # Graphs of four rows and their logits; tables and buffers; a granule for each of six tensors.
-    tables = 5 * 24 * 4 + largest_step_bytes(4, 64, 24)
+    # Graphs of four rows and their logits; tables and buffers, with counts of tokens; a granule for
+    # each of six tensors.
+    tables = 5 * 24 * 4 + largest_step_bytes(4, 64, 24) + 6 * 4 * VOCAB_SIZE
     assert gpu["allocated_later"] == _ACTIVATIONS // 16 + 4 * VOCAB_SIZE * 4 + tables + 6 * 2**21
     left = _TOTAL - _WEIGHTS - _ACTIVATIONS - _OTHERS - _LIBRARIES - gpu["allocated_later"]
     assert set_up(folder, kv_cache_memory=left).size.num_blocks == left // block_bytes

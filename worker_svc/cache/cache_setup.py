@@ -27,6 +27,7 @@ from worker_svc.cache.profiling import ProfileBatch, ProfileRun, largest_batch, 
 from worker_svc.gpu.device_memory import MemoryMeter
 from worker_svc.gpu.graphs import graph_sizes
 from worker_svc.gpu.staging import largest_step_bytes
+from worker_svc.logits.penalties import largest_counts_bytes
 from worker_svc.model.loading import LoadedModel
 from worker_svc.service.process import host_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
@@ -119,12 +120,18 @@ def _vocab_size(model: LoadedModel) -> int:
 def _allocated_later(model: LoadedModel, settings: WorkerSettings, peak_activations: int) -> int:
     num_rows, num_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     width = -(-model.max_model_len // settings.block_size)
+    vocab_size = _vocab_size(model)
+    of_tables = (
+        (num_rows + 1) * width * 4
+        + largest_step_bytes(num_rows, num_tokens, width)
+        + largest_counts_bytes(num_rows, vocab_size)
+    )
     return bytes_allocated_later(
         peak_activations,
         num_tokens,
         0 if settings.enforce_eager else graph_sizes(num_rows)[-1],
-        _vocab_size(model),
-        (num_rows + 1) * width * 4 + largest_step_bytes(num_rows, num_tokens, width),
+        vocab_size,
+        of_tables,
         2 * len(model.layers),
     )
 

@@ -109,7 +109,7 @@ class BadWords:
         if missing:
             # No word of another row reaches as far back.
             self._ends = torch.nn.functional.pad(self._ends, (missing, 0), value=_NOTHING)
-        self._ends = grown(self._ends, slot + 1)
+        self._ends = grown(self._ends, slot + 1, self._context.max_num_seqs)
         end = np.full(width, _NOTHING)
         if len(output):
             end[-len(output) :] = output[-width:]

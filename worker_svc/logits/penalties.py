@@ -11,6 +11,12 @@ from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 
 
+def largest_counts_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """The most memory of counts: a table for all rows, beside the one of half the size that it
+    replaces."""
+    return max_num_seqs * vocab_size * 4 * 3 // 2
+
+
 class Penalties:
     """`repetition_penalty` over prompt and output, `frequency_penalty` and `presence_penalty` over
     the output, as vLLM defines them.
@@ -34,8 +40,9 @@ class Penalties:
         if penalties == (1, 0, 0):
             return False
         slot, upload = self._slots.take(row), self._context.upload
-        self._counts = grown(self._counts, slot + 1)
-        self._penalties = grown(self._penalties, slot + 1)
+        most = self._context.max_num_seqs
+        self._counts = grown(self._counts, slot + 1, most)
+        self._penalties = grown(self._penalties, slot + 1, most)
         self._penalties[slot].copy_(upload(np.array(penalties, np.float32)))
         counts = self._counts[slot].zero_()
         prompt, output = (

@@ -55,11 +55,11 @@ class Slots:
         return BatchSlots(upload(lines), upload(self._of_rows[rows]))
 
 
-def grown(table: Tensor, num_lines: int) -> Tensor:
-    """The table with at least so many lines, the new ones zeros: doubled, so that the cost of
-    copies stays small."""
+def grown(table: Tensor, num_lines: int, most: int) -> Tensor:
+    """The table with at least so many lines, the new ones zeros: doubled, up to `most` lines, so
+    that the cost of copies stays small."""
     if num_lines <= len(table):
         return table
-    larger = table.new_zeros(max(num_lines, 2 * len(table)), *table.shape[1:])
+    larger = table.new_zeros(min(max(num_lines, 2 * len(table)), most), *table.shape[1:])
     larger[: len(table)] = table
     return larger
