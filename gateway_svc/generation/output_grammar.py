@@ -26,7 +26,8 @@ async def build(
 ) -> logits_pb2.Grammar | None:
     """None if the output is free. RequestError names the field that is refused."""
     params, conversation = request.sampling_params, request.conversation
-    if params.HasField("structured_output"):
+    # The output of a forced call has no content, which a format is that of.
+    if params.HasField("structured_output") and not output_parsing.is_forced(conversation):
         if chat_messages.offers_tools(conversation):
             raise invalid(
                 _FORMAT,

@@ -132,7 +132,7 @@ _FORMS = {
 
 def _tag(form: _Form, tool: GuidedTool) -> Node:
     if form.argument is None:
-        schema = dict(tool.schema) or _ANY_OBJECT
+        schema = _closed(tool.schema) or _ANY_OBJECT
         content: Node = {"type": "json_schema", "json_schema": schema}
     else:
         content = _arguments(form.argument, tool)
@@ -142,6 +142,47 @@ def _tag(form: _Form, tool: GuidedTool) -> Node:
         "content": content,
         "end": form.end,
     }
+
+
+def _closed(schema: Mapping[str, Any]) -> Any:
+    """The schema without properties that it does not name, unless it says what these are: a model
+    that is held to a schema would add some. All values follow the given schema; one in which
+    several schemas apply to an object is left as it is."""
+    return _without_others(schema) if _is_plain(schema) else schema
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if not isinstance(value, Mapping):
+        return True
+    if _COMBINING & set(value) or ("$ref" in value and "properties" in value):
+        return False
+    if "anyOf" in value and "properties" in value:
+        return False
+    return all(map(_is_plain, value.values()))
+
+
+def _without_others(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_others(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            result[keyword] = {name: _without_others(part) for name, part in value.items()}
+        else:
+            result[keyword] = _without_others(value) if keyword in _SCHEMAS else value
+    if "properties" in schema and not _OTHERS & set(schema):
+        result["additionalProperties"] = False
+    return result
+
+
+_COMBINING = frozenset({"allOf", "oneOf", "not", "if", "dependentSchemas"})
+_SCHEMAS_BY_NAME = frozenset({"properties", "$defs", "definitions"})
+_SCHEMAS = frozenset({"items", "prefixItems", "anyOf"})
+_OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 
 
 def _calls(form: _Form, tags: list[Node], is_single: bool) -> Node:

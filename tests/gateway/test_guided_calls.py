@@ -148,6 +148,19 @@ def test_strict_tools_leave_text_free(name: str, are_special: bool) -> None:
         assert accepts(grammar, are_special, one) == is_valid, one
 
 
+def test_properties_that_a_schema_does_not_name_are_not_generated() -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"one": inner, "any": {"type": "object"}}}
+    for arguments, is_valid in [
+        ('{"one": {"a": 1}, "any": {"b": 2}}', True),
+        ('{"one": {"b": 1}}', False),
+        ('{"other": 1}', False),
+    ]:
+        grammar = matcher(False, "json", "", [GuidedTool("f", schema)], True, True)
+        text = f'[{{"name": "f", "parameters": {arguments}}}]'
+        assert accepts(grammar, False, text) == is_valid, arguments
+
+
 def test_line_feeds_may_follow_the_reasoning() -> None:
     text = f"<tool_call>\n{_CALL}\n</tool_call>"
     for space, is_valid in [("", True), ("\n\n", True), ("\n\n\n", False)]:

@@ -50,7 +50,7 @@ async def test_the_official_client_gets_calls(tools: Http) -> None:
         await write(tools, OUTPUT)
         completion = await creating
     [choice] = completion.choices
-    assert choice.finish_reason == "tool_calls"
+    assert (choice.finish_reason, choice.logprobs) == ("tool_calls", None)
     assert (choice.message.content, choice.message.reasoning) == ("So: ", "Why?")
     assert choice.message.reasoning_content == "Why?"
     first, second = choice.message.tool_calls

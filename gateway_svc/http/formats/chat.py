@@ -73,7 +73,7 @@ class ChatFormat:
         }
 
     def _joined_logprobs(self, output: Output) -> dict[str, Any] | None:
-        if not output.updates:
+        if not any(update.logprobs for update in output.updates):
             return None
         content = [
             entry for update in output.updates for entry in chat_logprobs(update, self._model) or ()
