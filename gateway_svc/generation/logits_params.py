@@ -27,6 +27,7 @@ MAX_PROCESSOR_ARGS_BYTES = 2**14
 MAX_BYTES = 2**18
 # As long as the longest names of fields; more would take blocks that are seldom used.
 MAX_LOOKAHEAD_TOKENS = 16
+_ALLOWED = "sampling_params.allowed_token_ids.ids"
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
 _FORMAT = "sampling_params.structured_output"
@@ -70,7 +71,7 @@ def _check_lists(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
         if not -_MAX_BIAS <= bias <= _MAX_BIAS:
             raise out_of_range(f"{field}[{token_id}]", bias, "-100 to 100")
     if params.HasField("allowed_token_ids"):
-        field = "sampling_params.allowed_token_ids.ids"
+        field = _ALLOWED
         if not params.allowed_token_ids.ids:
             raise invalid(field, "NO_ALLOWED_TOKEN_IDS", "has 0 entries; at least 1 is needed")
         check_token_ids(field, params.allowed_token_ids.ids, vocab_size)
@@ -125,6 +126,8 @@ async def build(
         # End-of-sequence tokens too if they are ignored, as in vLLM.
         stop_token_ids = {*limits.eos_token_ids, *params.stop_token_ids}
         message.stop_token_ids.extend(sorted(stop_token_ids))
+        if params.min_tokens and message.allowed_token_ids:
+            _check_possible(params.allowed_token_ids.ids, stop_token_ids)
     if message.HasField("grammar") and not message.stop_token_ids:
         raise invalid(
             _FORMAT,
@@ -138,8 +141,16 @@ async def build(
     for token_ids in await _bad_words(params.bad_words, model, limits.vocab_size):
         message.bad_words_token_ids.extend(token_ids)
         message.bad_words_lengths.append(len(token_ids))
-    _check_size(message)
+    _check_size(message, params)
     return message
+
+
+def _check_possible(allowed_token_ids: Sequence[int], stop_token_ids: set[int]) -> None:
+    """RequestError if no token is possible before `min_tokens`."""
+    if stop_token_ids.issuperset(allowed_token_ids):
+        raise invalid(
+            _ALLOWED, "ONLY_STOP_TOKENS", "are all stop tokens, which min_tokens makes impossible"
+        )
 
 
 async def _bad_words(
@@ -167,22 +178,23 @@ async def _bad_words(
     return sequences
 
 
-def _check_size(message: logits_pb2.LogitsParams) -> None:
+def _check_size(message: logits_pb2.LogitsParams, params: inference_pb2.SamplingParams) -> None:
     """RequestError at the largest field if the message is too large."""
     if message.ByteSize() <= MAX_BYTES:
         return
-    # The other fields cannot be this large.
+    # Calls of tools have a grammar, too. The other fields cannot be this large.
+    grammar = _FORMAT if params.HasField("structured_output") else "conversation.tools"
     parts = {
-        "allowed_token_ids.ids": logits_pb2.LogitsParams(
-            allowed_token_ids=message.allowed_token_ids
+        _ALLOWED: logits_pb2.LogitsParams(allowed_token_ids=message.allowed_token_ids),
+        "sampling_params.bad_words": logits_pb2.LogitsParams(
+            bad_words_token_ids=message.bad_words_token_ids
         ),
-        "bad_words": logits_pb2.LogitsParams(bad_words_token_ids=message.bad_words_token_ids),
-        "structured_output": logits_pb2.LogitsParams(grammar=message.grammar),
+        grammar: logits_pb2.LogitsParams(grammar=message.grammar),
     }
     sizes = {name: part.ByteSize() for name, part in parts.items()}
     largest = max(sizes, key=lambda name: sizes[name])
     raise invalid(
-        f"sampling_params.{largest}",
+        largest,
         "LOGITS_PARAMS_SIZE",
         f"takes {sizes[largest]} bytes; all fields that change logits may take {MAX_BYTES}",
     )

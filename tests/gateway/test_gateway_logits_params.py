@@ -16,6 +16,7 @@ from gateway_svc.text.served_model import Model, ModelLimits
 from quire.internal.v1 import logits_pb2
 from quire.service.errors import RequestError
 from quire.v1 import inference_pb2 as pb
+from quire.v1.structured_output_pb2 import StructuredOutput
 
 LIMITS = ModelLimits(
     vocab_size=400, max_model_len=64, longest_token=8, eos_token_ids=(1,), has_chat_template=False
@@ -188,6 +189,40 @@ async def test_the_largest_field_of_too_large_a_message_is_named(model: Model) -
         await logits_params.build(params, model, limits)
     assert named_field(caught.value) == "sampling_params.allowed_token_ids.ids"
     assert "262144" in caught.value.message
+
+
+async def test_only_stop_tokens_before_min_tokens_are_refused(model: Model) -> None:
+    params = pb.SamplingParams(
+        min_tokens=2, stop_token_ids=[9], allowed_token_ids=ids(9, 1), max_tokens=5
+    )
+    with pytest.raises(RequestError) as caught:
+        await logits_params.build(params, model, LIMITS)
+    assert named_field(caught.value) == "sampling_params.allowed_token_ids.ids"
+    params.allowed_token_ids.ids.append(3)
+    await logits_params.build(params, model, LIMITS)
+    params.ClearField("min_tokens")
+    del params.allowed_token_ids.ids[2:]
+    await logits_params.build(params, model, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (pb.SamplingParams(), "conversation.tools"),
+        (
+            pb.SamplingParams(structured_output=StructuredOutput(regex="a")),
+            "sampling_params.structured_output",
+        ),
+    ],
+    ids=["tools", "format"],
+)
+async def test_too_large_a_grammar_names_where_it_is_from(
+    model: Model, params: pb.SamplingParams, field: str
+) -> None:
+    grammar = logits_pb2.Grammar(definition="x" * 2**18)
+    with pytest.raises(RequestError) as caught:
+        await logits_params.build(params, model, LIMITS, grammar)
+    assert named_field(caught.value) == field
 
 
 def named_field(error: RequestError) -> str:
