@@ -9,12 +9,16 @@ from grammar_tokenizers import ADDED, SPECIAL, byte_fallback, byte_level
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from worker_driver import Sequence, admit
 
+from quire.internal.v1 import worker_pb2
 from quire.service.grammars import GrammarError, GrammarVocabulary, NoGrammarsError
 from worker_svc.grammar.compiler import GrammarCompiler, load_grammars
 from worker_svc.grammar.masks import TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
 from worker_svc.plan.inputs import Ints
+from worker_svc.plan.logits_params import Grammar, LogitsParams
+from worker_svc.plan.plans import plan_from_proto
 
 NO_STOPS: Ints = np.empty(0, np.int64)
 
@@ -231,3 +235,15 @@ def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) ->
     assert load_grammars(tmp_path, 10) is None
     byte_level().save(str(tmp_path / "tokenizer.json"))
     assert load_grammars(tmp_path, 300) is not None
+
+
+def test_grammars_are_compiled_when_their_plan_arrives(guide: Guide) -> None:
+    compiler = GrammarCompiler(guide.vocabulary)
+    message = worker_pb2.BatchPlan()
+    for row, lark in enumerate(('start: "a"', None, 'start: "a"')):
+        admit(message, Sequence(row, [1], 1))
+        definition = "" if lark is None else LLMatcher.grammar_from_lark(lark)
+        params = LogitsParams(grammar=Grammar(definition)) if lark else LogitsParams(min_tokens=1)
+        message.admissions.logits_params.append(params.to_bytes())
+    compiler.prepare_for(plan_from_proto(message))
+    assert len(compiler) == 1

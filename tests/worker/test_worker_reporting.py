@@ -64,6 +64,20 @@ async def test_a_result_is_reported_while_the_next_step_computes(
     assert second.result.step == 2
 
 
+async def test_a_plan_is_announced_when_it_arrives() -> None:
+    thread, runner = DeviceThread(), ComputingRunner()
+    arrived: list[int] = []
+    loaded = LoadedRunner(runner, SimModel().identity, lambda plan: arrived.append(plan.step))
+    stream = ExecuteStream(1, thread, loaded)
+    stream.submit(plan(1))
+    stream.submit(plan(2))
+    # The first one still runs.
+    assert arrived == [1, 2]
+    for event in runner.may_end:
+        event.set()
+    assert thread.stop(_TIMEOUT_S)
+
+
 async def test_a_result_is_reported_at_once_if_no_step_follows(
     given: tuple[ExecuteStream, ComputingRunner],
 ) -> None:

@@ -7,7 +7,7 @@ import structlog
 from torch import Tensor
 
 from kernels.logits import apply_bitmask
-from quire.service.grammars import GrammarError, first_line
+from quire.service.grammars import summary
 from worker_svc.grammar.masks import TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
 from worker_svc.logits.processor import LogitsError, ProcessorContext
@@ -47,8 +47,9 @@ class GrammarProcessor:
             raise LogitsError("the worker's model has no tokenizer for structured output")
         try:
             matcher = self._compiler.matcher(params.grammar.definition)
-        except GrammarError as error:
-            raise LogitsError(f"the grammar is refused: {first_line(error)}") from error
+        except Exception as error:
+            # Whatever the library raises fails this row alone.
+            raise LogitsError(f"the grammar is refused: {summary(error)}") from error
         followed = RowGrammar(
             matcher,
             params.grammar.begins_after_token_ids,
@@ -58,7 +59,7 @@ class GrammarProcessor:
         for token_id in token_ids[num_prompt_tokens:].tolist():
             followed.append(token_id)
         if followed.error is not None:
-            raise LogitsError(f"the output does not follow the grammar: {followed.error}")
+            raise LogitsError(f"the output does not follow the grammar: {summary(followed.error)}")
         self._rows[row] = followed
         return True
 
@@ -68,14 +69,15 @@ class GrammarProcessor:
     def append(self, token_ids: Tensor, lines: Ints, rows: Ints) -> None:
         sampled = token_ids.numpy()[lines].tolist()
         for row, token_id in zip(rows.tolist(), sampled, strict=True):
-            followed = self._rows[row]
-            had_error = followed.error is not None
-            followed.append(token_id)
-            if followed.error is not None and not had_error:
-                log.error("a token does not follow its grammar", reason=followed.error)
+            self._rows[row].append(token_id)
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
-        masks = self._masks.compute([self._rows[row] for row in rows.tolist()])
+        followed = [self._rows[row] for row in rows.tolist()]
+        masks = self._masks.compute(followed)
+        for row in followed:
+            if row.error is not None:
+                # No token is possible, so the row fails in this step.
+                log.error("a row cannot follow its grammar", reason=summary(row.error))
         upload = self._context.upload
         apply_bitmask(
             logits, upload(masks), upload(lines), implementation=self._context.implementation
