@@ -66,6 +66,47 @@ def test_a_completion_is_that_of_grpc(client: openai.OpenAI, expected: str) -> N
     )
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Bern", "Rome"]},
+                "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+def test_forced_calls_follow_their_schemas(client: openai.OpenAI) -> None:
+    """At temperature 1, in a loop of calls and results."""
+    forced: Any = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    messages: list[Any] = [{"role": "user", "content": "Is it warm?"}]
+    for seed in range(2):
+        shared = {"model": "demo", "messages": messages, "seed": seed, "max_tokens": 150, **forced}
+        [choice] = client.chat.completions.create(**shared).choices
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls or ()
+        with client.chat.completions.stream(**shared) as stream:
+            [streamed] = stream.get_final_completion().choices
+        assert streamed.message.tool_calls is not None
+        function = streamed.message.tool_calls[0].function
+        assert (function.name, function.arguments) == (
+            call.function.name,  # type: ignore[union-attr]
+            call.function.arguments,  # type: ignore[union-attr]
+        )
+        arguments = json.loads(function.arguments)
+        assert set(arguments) == {"city", "days"}
+        assert arguments["city"] in ("Bern", "Rome")
+        assert arguments["days"] in range(10)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+        messages += [choice.message, result]
+
+
 def test_several_prompts_and_choices(client: openai.OpenAI, expected: str) -> None:
     completion = client.completions.create(
         prompt=[PROMPT, "Raise"], n=2, logprobs=2, seed=3, **GREEDY
