@@ -41,6 +41,8 @@ _TOKENIZER = "tokenizer"
 _SCHEDULER = "scheduler"
 # Sequence length that requests are limited by before the model is loaded.
 _UNKNOWN_MODEL_LEN = 2**20
+# If the model takes longer to load, as one that is downloaded, the server starts before.
+_MODEL_WAIT_S = 5.0
 # A stopping gateway serves calls that were at its socket until none has begun for this time.
 _QUIET_S = 0.25
 _MAX_QUIET_PERIODS = 8
@@ -86,21 +88,26 @@ class Gateway:
         self._certificates = settings.server_certificates()
         # None if it is not configured.
         self.http = self._make_http(settings.http_listen)
-        self.server = grpc.aio.server(interceptors=[self.calls], options=server_options())
+        # Created at the start, as its limit of a message's size cannot change.
+        self._server: grpc.aio.Server | None = None
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
         self._tasks: list[asyncio.Task[None]] = []
-        self._add_servicers()
 
     async def start(self) -> str:
-        """Bind, start to load the model and to connect; return the bound address."""
+        """Load the model, or start to, bind, and start to connect; return the bound address."""
         settings = self._settings
+        reading = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._read_model, settings.model, settings.revision
+        )
+        await asyncio.wait({reading}, timeout=_MODEL_WAIT_S)
+        self._server = self._make_server(_max_message_bytes(reading))
         if settings.metrics_listen is not None:
             self.metrics_server = await start_metrics(
                 settings.metrics_listen, self._metrics.registry
             )
         address = await start_server(
-            self.server,
+            self._server,
             settings.listen,
             SERVICES,
             self.health,
@@ -109,7 +116,7 @@ class Gateway:
             settings.health_listen,
         )
         self._tasks = [
-            asyncio.create_task(self._load_model()),
+            asyncio.create_task(self._set_model(reading)),
             asyncio.create_task(self._publish_scheduler_state()),
         ]
         if self._keys_watch is not None:
@@ -163,7 +170,8 @@ class Gateway:
                 await self._wait_until_idle()
         if self.http is not None:
             await self.http.stop()
-        await self.server.stop(None)
+        if self._server is not None:
+            await self._server.stop(None)
         await self.health.close()
         await self.scheduler.close(timeout_s=1)
         for task in self._tasks:
@@ -173,16 +181,17 @@ class Gateway:
         if self.metrics_server is not None:
             await self.metrics_server.stop()
 
-    def _add_servicers(self) -> None:
+    def _make_server(self, max_message_bytes: int) -> grpc.aio.Server:
+        options = server_options(PUBLIC_MESSAGE_BYTES, max_message_bytes)
+        server = grpc.aio.server(interceptors=[self.calls], options=options)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(self.generations, self._metrics, self.calls.tenant_of), self.server
+            InferenceServicer(self.generations, self._metrics, self.calls.tenant_of), server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
-            TokenizerServicer(self.tokenization), self.server
+            TokenizerServicer(self.tokenization), server
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelServicer(self.tokenization), self.server
-        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.tokenization), server)
+        return server
 
     def _make_http(self, listen: str | None) -> HttpServer | None:
         if listen is None:
@@ -196,13 +205,9 @@ class Gateway:
         )
         return HttpServer(app, listen, self.live_limits, self.authentication, self._certificates)
 
-    async def _load_model(self) -> None:
-        settings = self._settings
-        loop = asyncio.get_running_loop()
+    async def _set_model(self, reading: "asyncio.Future[Model]") -> None:
         try:
-            model = await loop.run_in_executor(
-                self._threads, self._read_model, settings.model, settings.revision
-            )
+            model = await reading
         except ModelFilesError as error:
             log.error("the model cannot be served", reason=str(error))
             await self.health.failed(_TOKENIZER, str(error))
@@ -234,6 +239,16 @@ class Gateway:
                 await self.health.passed(_SCHEDULER)
             else:
                 await self.health.failed(_SCHEDULER, reason)
+
+
+def _max_message_bytes(reading: "asyncio.Future[Model]") -> int:
+    """The size from which gRPC refuses messages before they are copied: that of a model that is
+    loaded, with a margin."""
+    if not reading.done() or reading.exception() is not None:
+        return PUBLIC_MESSAGE_BYTES
+    limits = reading.result().limits(None)
+    size = RequestSize.of_context(limits.max_model_len, limits.longest_token, PUBLIC_MESSAGE_BYTES)
+    return size.max_message_bytes(PUBLIC_MESSAGE_BYTES)
 
 
 def _warn_of_open_addresses(*listens: str | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from benchmarks import results
 from benchmarks.gateway.fairness import fairness
 from benchmarks.gateway.idle import idle
+from benchmarks.gateway.oversized import oversized
 from benchmarks.gateway.protocols import protocols
 from benchmarks.machine import description
 from benchmarks.report import Part, markdown
@@ -21,6 +22,7 @@ def main() -> int:
         "protocols": lambda: protocols(options.rounds),
         "idle": lambda: idle(options.streams),
         "fairness": lambda: fairness(options.seconds),
+        "oversized": lambda: oversized(options.rounds),
     }
     if unknown := set(options.parts) - set(parts):
         sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -39,8 +41,10 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="protocols, idle, fairness; all")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of protocols")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="protocols, idle, fairness, oversized; all"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of protocols and oversized")
     parser.add_argument("--streams", type=int, default=2_000, help="streams of idle")
     parser.add_argument("--seconds", type=float, default=60.0, help="of two backlogged tenants")
     parser.add_argument("--quick", action="store_true", help="write no results")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Everything but the prompt's text and token ids: 4096 messages with their roles are one MiB. The
 # rest is a margin, so that a text that is somewhat too long reaches the check that names its field.
 _MARGIN_BYTES = 4 * 2**20
+# Of the largest message that is read, to the largest request: what is between them is refused with
+# the name of a field.
+_MESSAGE_FACTOR = 2
 _MAX_UTF8_BYTES = 4
 _MAX_VARINT_BYTES = 5
 # Fields and submessages together: 4096 messages of a conversation have three each.
@@ -45,6 +48,10 @@ class RequestSize:
             min(message_bytes, max_model_len * per_token + _MARGIN_BYTES),
             max(_MAX_NUMBERS, max_model_len + 1),
         )
+
+    def max_message_bytes(self, message_bytes: int) -> int:
+        """The size of a message above which gRPC's core refuses it, without a copy of it."""
+        return min(message_bytes, _MESSAGE_FACTOR * self.max_bytes)
 
     def check(self, data: bytes, descriptor: "Descriptor") -> None:
         """Check a serialized request of a message type. RequestError names the field."""

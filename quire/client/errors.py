@@ -1,5 +1,6 @@
 """The exceptions of the client library, made from gRPC statuses."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar, cast
@@ -99,6 +100,12 @@ _FINAL_FAILURES: Mapping[str, str] = {
 }
 _HTTP_1_HINT = "; use the address for gRPC, by default port 50051, not that of the HTTP API"
 
+# What gRPC's core says of a message that it refuses, on either side.
+_TOO_LARGE = re.compile(
+    r"(CLIENT|SERVER): (Sent|Received) message larger than max \((\d+) vs\. (\d+)\)"
+)
+_REQUEST_SIDES = {("CLIENT", "Sent"), ("SERVER", "Received")}
+
 
 @contextmanager
 def translate_errors(target: str) -> Iterator[None]:
@@ -126,6 +133,8 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
             message += _HTTP_1_HINT
         if message.endswith("Socket closed)"):
             message += "; a server with TLS closes connections without it or without a certificate"
+    if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and info is None:
+        message = _size_message(message)
     return _CLASSES.get(call.code(), QuireError)(
         call.code(),
         message,
@@ -135,6 +144,22 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
         resumable=resumable,
         leader=info.metadata.get("leader") if info else None,
     )
+
+
+def _size_message(message: str) -> str:
+    """What gRPC's core means by its text for a message that is too large; other texts as they
+    are."""
+    match = _TOO_LARGE.search(message)
+    if match is None:
+        return message
+    side, action, size, limit = match.groups()
+    if (side, action) in _REQUEST_SIDES:
+        what = f"the request has {size} bytes; a message may have at most {limit}"
+        hint = "the limit follows from the model's context; shorten the request"
+    else:
+        what = f"the response has {size} bytes; a message may have at most {limit}"
+        hint = "stream it, or request fewer log-probabilities or choices"
+    return f"{what}: {hint} ({message})"
 
 
 def _is_resumable(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo | None) -> bool:

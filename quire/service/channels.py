@@ -42,11 +42,13 @@ def scheduler_channel_options() -> _Options:
     ]
 
 
-def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
-    """Options of a server. It permits two pings a second, so that clients detect a failure early
-    and retry elsewhere."""
+def server_options(
+    max_message_bytes: int = PUBLIC_MESSAGE_BYTES, max_request_bytes: int | None = None
+) -> _Options:
+    """Options of a server; requests may have a limit of their own. It permits two pings a second,
+    so that clients detect a failure early and retry elsewhere."""
     return [
-        *_limits(max_message_bytes),
+        *_limits(max_message_bytes, max_request_bytes),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.http2.ping_timeout_ms", 5_000),
@@ -59,8 +61,8 @@ def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
     ]
 
 
-def _limits(max_message_bytes: int) -> _Options:
+def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> _Options:
     return [
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_received_bytes or max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
     ]
