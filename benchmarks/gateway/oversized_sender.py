@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import grpc
 
@@ -40,7 +41,7 @@ def _grpc_sender(address: str) -> Callable[[], str]:
     data = request_bytes()
     channel = grpc.insecure_channel(address, options=channel_options())
     grpc.channel_ready_future(channel).result(10)
-    generate = channel.unary_unary(_GENERATE)
+    generate: Any = channel.unary_unary(_GENERATE)
 
     def send() -> str:
         try:
