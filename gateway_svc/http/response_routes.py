@@ -16,8 +16,8 @@ from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.bodies.structured import TEXT_FORMAT_NAMES
 from gateway_svc.http.context import RequestContext
-from gateway_svc.http.event_id import EventId
-from gateway_svc.http.formats.response import ResponseFormat, ended_response
+from gateway_svc.http.event_id import DONE, EventId
+from gateway_svc.http.formats.response import ResponseFormat, ended_events, ended_response
 from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations, PromptUpdate
 from gateway_svc.http.openapi import documented
@@ -102,7 +102,15 @@ class ResponseRoutes:
             if not stream:
                 await writer.json(200, await self._object(request_id, tenant))
                 return
-            await self._write_events(request_id, tenant, starting_after, writer)
+            try:
+                await self._write_events(request_id, tenant, starting_after, writer)
+            except EndedError as error:
+                if writer.has_started:
+                    raise
+                body = _ended_object(request_id, error)
+                await writer.start()
+                await writer.events(ended_events(body, starting_after), DONE)
+                await writer.end(DONE)
 
         return GenerationResponse(request_id, run)
 

@@ -1,6 +1,7 @@
 """`/v1/responses` over HTTP."""
 
 import asyncio
+import json
 
 import grpc
 import pytest
@@ -174,6 +175,31 @@ async def test_a_response_that_ended_with_an_error_is_an_object(
     assert (body["id"], body["status"], body["background"]) == ("resp_r", status, True)
     failure = {"code": "server_error", "message": "no"}
     assert body["error"] == (None if status == "cancelled" else failure)
+
+
+@pytest.mark.parametrize("status", ["cancelled", "failed"])
+async def test_the_stream_of_a_response_that_ended_with_an_error_has_its_end(
+    http: Http, status: str
+) -> None:
+    scheduler = http.stack.scheduler
+    sending = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    await sending
+    code = grpc.StatusCode.CANCELLED if status == "cancelled" else grpc.StatusCode.INTERNAL
+    for after, names in ((-1, ["created", "in_progress", status]), (9, [status])):
+        getting = asyncio.create_task(
+            http.client.get(f"/v1/responses/resp_r?stream=true&starting_after={after}")
+        )
+        scheduler.fail(await scheduler.attachments.get(), code, opaque=sent.opaque)
+        lines = (await getting).text.splitlines()
+        expected = [f"event: response.{name}" for name in names]
+        assert [line for line in lines if line.startswith("event: ")] == expected
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert data[-1] == "[DONE]"
+        last = json.loads(data[-2])
+        assert last["sequence_number"] > after
+        assert (last["response"]["id"], last["response"]["status"]) == ("resp_r", status)
 
 
 async def test_a_failed_request_of_another_kind_is_no_response(http: Http) -> None:

@@ -119,6 +119,19 @@ def ended_response(
     return {**response, "status": "failed", "error": reported}
 
 
+def ended_events(body: dict[str, Any], after: int) -> list[ServerEvent]:
+    """The events of a response that has ended with an error and whose output is not kept: its start
+    and its end, as far as they are behind a sequence number."""
+    started = {**body, "status": "in_progress", "error": None}
+    names = ("response.created", "response.in_progress")
+    first = [(at, name, started) for at, name in enumerate(names) if at > after]
+    last = (max(1, after) + 1, f"response.{body['status']}", body)
+    return [
+        ServerEvent({"type": name, "sequence_number": number, "response": response}, name)
+        for number, name, response in (*first, last)
+    ]
+
+
 def _fixed_fields(request_id: str, state: gateway_pb2.HttpState) -> dict[str, Any]:
     return {
         "id": f"resp_{request_id}",
