@@ -111,6 +111,7 @@ def _targets(protocol: str, longest_ms: float, peak_mb: float) -> list[Target]:
 async def _measure_grpc(stack: LocalStack) -> tuple[_Waits, _Waits]:
     request = tokenizer_pb2.TokenizeRequest(text="Return")
     async with grpc.aio.insecure_channel(stack.address, options=channel_options()) as channel:
+        await channel.channel_ready()
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         return await _alone_and_beside(lambda: stub.Tokenize(request), "grpc", stack.address)
 
