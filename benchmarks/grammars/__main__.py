@@ -8,6 +8,8 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.grammars.guidance import Guidance
 from benchmarks.grammars.libraries import libraries
+from benchmarks.grammars.new_schemas import new_schemas
+from benchmarks.grammars.service import service
 from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
@@ -21,6 +23,8 @@ def main() -> int:
         "libraries": lambda: libraries(options.python, options.suite),
         "guidance": lambda: Guidance().throughput(options.rounds),
         "delay": lambda: Guidance().delay(options.rounds),
+        "service": lambda: service(options.vllm, options.rounds),
+        "new-schemas": lambda: new_schemas(options.vllm, options.rounds),
     }
     if unknown := set(options.parts) - set(parts):
         sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -37,14 +41,20 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grammars", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="libraries, guidance, delay; all")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="libraries, guidance, delay, service, new-schemas; all",
+    )
     parser.add_argument(
         "--python", default=sys.executable, help="an interpreter that has both libraries"
     )
     parser.add_argument(
         "--suite", type=Path, help="the folder of a dialect of JSON-Schema-Test-Suite"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of guidance and delay")
+    parser.add_argument("--rounds", type=int, default=5, help="of the parts with a model")
+    parser.add_argument("--vllm", type=Path, help="environment with vLLM; default: without vLLM")
     parser.add_argument("--quick", action="store_true", help="write no results")
     return parser.parse_args()
 

@@ -86,13 +86,13 @@ class Guidance:
         times: dict[str, list[float]] = {name: [] for name in sizes}
         for at in range(rounds):
             for name, size in sizes.items():
-                schema = _new_schema(size, at) if size else None
+                schema = new_schema(size, at) if size else None
                 times[name].append(self._admission_ms(schema))
         base = median(times["none"])
         rows: list[dict[str, Any]] = [
             {
                 "schema": name,
-                "bytes": len(json.dumps(_new_schema(sizes[name], 0))) if sizes[name] else 0,
+                "bytes": len(json.dumps(new_schema(sizes[name], 0))) if sizes[name] else 0,
                 "step_ms": median(values),
                 "delay_ms": median(values) - base,
             }
@@ -195,7 +195,7 @@ def _long(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": schema, "minItems": 1000}
 
 
-def _new_schema(num_properties: int, number: int) -> dict[str, Any]:
+def new_schema(num_properties: int, number: int) -> dict[str, Any]:
     leaves = mixed_schemas(10, seed=number)
     properties = {f"field_{number}_{at}": leaves[at % len(leaves)] for at in range(num_properties)}
     required = list(properties)[::2]

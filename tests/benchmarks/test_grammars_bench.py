@@ -5,6 +5,8 @@ import json
 import pytest
 
 from benchmarks.grammars import guidance
+from benchmarks.grammars.long_outputs import FREE, formats
+from benchmarks.grammars.new_schemas import Comparison
 from benchmarks.grammars.schemas import kinds, mixed_schemas
 
 
@@ -13,6 +15,27 @@ def test_schemas_are_drawn_from_their_seed() -> None:
     assert mixed_schemas(2 * num_kinds) == mixed_schemas(2 * num_kinds)
     assert mixed_schemas(num_kinds) != mixed_schemas(num_kinds, seed=1)
     assert all(json.loads(json.dumps(schema)) == schema for schema in mixed_schemas(num_kinds))
+
+
+def test_formats_of_requests_differ() -> None:
+    for kind, each in formats(4).items():
+        assert len({json.dumps(one) for one in each}) == (1 if kind == FREE else 4)
+
+
+def test_gaps_after_arrivals_are_compared() -> None:
+    steady = [0.1 * number for number in range(10)]
+    interrupted = [0.0, 0.1, 0.4, 0.5, 0.6, 0.7]
+    compared = Comparison()
+    compared.free.add(0.15, [steady, steady])
+    compared.guided.add(0.15, [steady, interrupted])
+    assert compared.guided.longest_s == pytest.approx([0.1, 0.3])
+    assert compared.free.num_tokens == [8]
+    assert compared.guided.num_tokens == [6]
+    assert compared.added_ms(0) == pytest.approx(0)
+    assert compared.added_ms(100) == pytest.approx(200)
+    assert compared.late_ms() == pytest.approx(100)
+    compared.free.add(0.15, [interrupted, interrupted])
+    assert compared.free.noise_ms(50) == pytest.approx(200)
 
 
 @pytest.mark.slow
