@@ -88,9 +88,9 @@ def test_a_conversation_is_a_row_of_documents() -> None:
 
 
 def test_an_unknown_role_is_refused() -> None:
-    with pytest.raises(jinja2.TemplateError, match="not tool"):
+    with pytest.raises(jinja2.TemplateError, match="not critic"):
         AutoTokenizer.from_pretrained(MODEL).apply_chat_template(
-            [{"role": "tool", "content": "4"}], tokenize=False
+            [{"role": "critic", "content": "4"}], tokenize=False
         )
 
 

@@ -51,7 +51,7 @@ def test_the_steps_of_loading_a_model(tmp_path: Path) -> None:
     steps = [line["step"] for line in logs if line["event"] == "loading"]
     assert steps[0].startswith("reading ")
     assert steps[0].endswith(" of weights")
-    assert steps[-2:] == ["allocating the cache", "warming up"]
+    assert steps[-3:] == ["allocating the cache", "reading the vocabulary", "warming up"]
     assert read_progress(file) == Progress("warming up")
 
 
