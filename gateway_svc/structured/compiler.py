@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from llguidance import LLMatcher
@@ -13,7 +12,13 @@ from gateway_svc.structured.json_schemas import SchemaError, explain, read_schem
 from gateway_svc.structured.lark import SyntaxRefusedError, choice_to_lark, regex_to_lark, to_lark
 from gateway_svc.structured.structural_tags import TagError, structural_tag_to_lark
 from quire.service.errors import invalid
-from quire.service.grammars import GrammarError, GrammarVocabulary, NoGrammarsError, summary
+from quire.service.grammars import (
+    GrammarError,
+    GrammarVocabulary,
+    NoGrammarsError,
+    compiler_threads,
+    summary,
+)
 from quire.v1 import structured_output_pb2
 
 MAX_FORMAT_BYTES: Final = 2**17
@@ -35,7 +40,7 @@ class StructuredOutputCompiler:
             self._vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, vocab_size)
         except NoGrammarsError as error:
             self._reason = str(error)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "formats")
+        self._threads = compiler_threads(_NUM_THREADS, "formats")
         # By format, the ones used last at the end.
         self._definitions: OrderedDict[bytes, str] = OrderedDict()
         self._num_kept_bytes = 0
@@ -133,6 +138,10 @@ def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> None:
     started_s = time.thread_time()
     matcher = vocabulary.compile(definition)
     possible = matcher.compute_bitmask()
+    # As workers begin: a grammar whose forced text is too large or endless fails there.
+    forced = matcher.compute_ff_tokens()
+    if forced:
+        matcher.consume_token(forced[0])
     if matcher.is_error():
         raise GrammarError(matcher.get_error())
     spent_s = time.thread_time() - started_s

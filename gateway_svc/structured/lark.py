@@ -35,4 +35,5 @@ def regex_to_lark(pattern: str) -> str:
 
 
 def choice_to_lark(texts: list[str]) -> str:
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    """One terminal, because a rule has at most 2,000 options."""
+    return "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, texts))

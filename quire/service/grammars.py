@@ -3,6 +3,8 @@
 Gateways compile a grammar to check it, workers to follow it; both must decide alike.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +16,9 @@ _END: Final = "<|quire: the format ends here|>"
 # The library's own limits, without texts of the parser's state in errors: they hold the output.
 _LIMITS: Final = LLParserLimits(verbose_errors=False)
 _QUIET: Final = 0
+# The library compiles recursively, and a rule within a rule takes 3 kB of the thread's stack: the
+# 13,000 rules of a format of 128 KiB would end the process with 8 MiB. Memory is used as needed.
+_STACK_BYTES: Final = 2**28
 
 
 class GrammarError(ValueError):
@@ -56,11 +61,26 @@ class GrammarVocabulary:
 
     def compile(self, definition: str) -> LLMatcher:
         """A matcher at the start of a grammar; copies of it are cheap. Releases the interpreter.
-        GrammarError if the grammar is invalid or exceeds a limit."""
+        Those of requests need a thread of `compiler_threads`. GrammarError if the grammar is
+        invalid or exceeds a limit."""
         matcher = LLMatcher(self.tokenizer, definition, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         return matcher
+
+
+def compiler_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Threads whose stacks are large enough for every format."""
+    threads = ThreadPoolExecutor(num_threads, name)
+    all_started = threading.Barrier(num_threads)
+    previous = threading.stack_size(_STACK_BYTES)
+    try:
+        started = [threads.submit(all_started.wait) for _ in range(num_threads)]
+    finally:
+        threading.stack_size(previous)
+    for one in started:
+        one.result()
+    return threads
 
 
 def first_line(error: object) -> str:

@@ -185,6 +185,35 @@ def test_large_and_deep_schemas_are_refused_or_served_in_time(
     _refused(compiler, several)
 
 
+def _chain(num_rules: int) -> str:
+    rules = [f"r{at}: r{at + 1}" for at in range(num_rules)]
+    return "\n".join(["start: r0", *rules, f'r{num_rules}: "a"'])
+
+
+def test_rules_and_references_may_be_as_deep_as_the_size_allows(
+    compiler: StructuredOutputCompiler,
+) -> None:
+    _definition(compiler, pb.StructuredOutput(grammar=_chain(5000)))
+    parts = {str(at): {"$ref": f"#/$defs/{at + 1}"} for at in range(3500)}
+    chain = {"$ref": "#/$defs/0", "$defs": {**parts, "3500": {"type": "null"}}}
+    _definition(compiler, _schema(**chain))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        pb.StructuredOutput(grammar='start: "a" start'),
+        pb.StructuredOutput(grammar='start: "a"{100000}'),
+        _schema(type="object", properties={"a": {"$ref": "#"}}, required=["a"]),
+        _schema(type="array", minItems=100_000, items={"type": "null"}),
+    ],
+)
+def test_formats_that_workers_could_not_begin_are_refused(
+    compiler: StructuredOutputCompiler, output: pb.StructuredOutput
+) -> None:
+    assert "is refused" in _refused(compiler, output).message
+
+
 def test_regular_expressions_match_as_a_whole(compiler: StructuredOutputCompiler) -> None:
     for pattern in (r"\d{3}/[a-c]+", r"^\d{3}/[a-c]+$"):
         definition = _definition(compiler, pb.StructuredOutput(regex=pattern))
@@ -194,11 +223,18 @@ def test_regular_expressions_match_as_a_whole(compiler: StructuredOutputCompiler
 
 
 def test_choices(compiler: StructuredOutputCompiler) -> None:
-    texts = ["yes", "no", 'say "hi"\n', "größe 😀", "yes, but"]
+    texts = ["yes", "no", 'say "hi"\n', "größe 😀", "yes, but", "\x7f"]
     definition = _definition(compiler, pb.StructuredOutput(choice=pb.Texts(texts=texts)))
     assert all(_accepts(definition, text) for text in texts)
     assert not _accepts(definition, "yesno")
+
     assert {_random_text(definition, seed) for seed in range(40)} <= set(texts)
+
+
+def test_thousands_of_choices(compiler: StructuredOutputCompiler) -> None:
+    texts = [f"choice {at}" for at in range(4000)]
+    definition = _definition(compiler, pb.StructuredOutput(choice=pb.Texts(texts=texts)))
+    assert _accepts(definition, texts[77])
 
 
 @pytest.mark.parametrize(

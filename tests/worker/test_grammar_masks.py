@@ -247,3 +247,10 @@ def test_grammars_are_compiled_when_their_plan_arrives(guide: Guide) -> None:
         message.admissions.logits_params.append(params.to_bytes())
     compiler.prepare_for(plan_from_proto(message))
     assert len(compiler) == 1
+
+
+def test_rules_may_be_as_deep_as_the_size_of_a_format_allows() -> None:
+    rules = [f"r{at}: r{at + 1}" for at in range(5000)]
+    guide = Guide(byte_level())
+    row = guide.row("\n".join(["start: r0", *rules, 'r5000: "ab" | "b"']))
+    assert guide.texts(row) == {"a", "ab", "b"}

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +10,12 @@ import structlog
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from quire.service.grammars import GrammarVocabulary, NoGrammarsError, first_line
+from quire.service.grammars import (
+    GrammarVocabulary,
+    NoGrammarsError,
+    compiler_threads,
+    first_line,
+)
 from worker_svc.plan.plans import Plan
 
 log = structlog.get_logger()
@@ -26,7 +31,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: GrammarVocabulary, max_grammars: int = _MAX_GRAMMARS) -> None:
         self.vocabulary = vocabulary
         self._max_grammars = max_grammars
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._threads = compiler_threads(_NUM_THREADS, "grammar")
         self._lock = threading.Lock()
         # The ones used last at the end.
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
