@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher
 
+from gateway_svc.structured.lark import MAX_QUANTIFIERS, num_quantifiers
 from quire.service.grammars import summary
 
 # As Python's json.dumps writes it, so that no output consists of white space, and all punctuation
@@ -78,6 +79,7 @@ def check_schema(schema: dict[str, Any]) -> None:
         parts = list(_parts(schema, "#"))
     except RecursionError as error:
         raise SchemaError("is nested too deeply") from error
+    _check_patterns(parts)
     # Parts of `allOf` are merged, and so are their numbers.
     merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in parts)
     _check_multiples(parts, merges)
@@ -122,6 +124,27 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from _parts(part, f"{path}/{keyword}/{name}")
         elif keyword not in _NO_SCHEMAS:
             yield from _parts(value, f"{path}/{keyword}")
+
+
+def _check_patterns(parts: list[tuple[str, dict[str, Any]]]) -> None:
+    found = [
+        (num_quantifiers(pattern), f"{keyword} at {path}")
+        for path, part in parts
+        for keyword in ("pattern", "patternProperties")
+        for pattern in _texts(part.get(keyword))
+    ]
+    if sum(number for number, _ in found) > MAX_QUANTIFIERS:
+        raise SchemaError(
+            f"the keyword {max(found)[1]} has too many quantifiers: the patterns of a schema may "
+            f"have {MAX_QUANTIFIERS}"
+        )
+
+
+def _texts(value: Any) -> list[str]:
+    """A pattern, or those of `patternProperties`."""
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, dict) else []
 
 
 def _check_multiples(parts: list[tuple[str, dict[str, Any]]], merges: bool) -> None:
