@@ -101,7 +101,8 @@ BAD_INPUT = {
         "INVALID_ARGUMENT",
         "sampling_params.n",
     ),
-    "20 MB of text": ("t1 " * 6_700_000, {}, {}, "INVALID_ARGUMENT", "text"),
+    "text far too long for the model": ("t1 " * 500_000, {}, {}, "INVALID_ARGUMENT", "text"),
+    "20 MB of text": ("t1 " * 6_700_000, {}, {}, "RESOURCE_EXHAUSTED", ""),
     "a token outside the vocabulary": (
         [1, 2, VOCAB_SIZE],
         {},

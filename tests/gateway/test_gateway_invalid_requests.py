@@ -255,17 +255,17 @@ async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
 
 @pytest.mark.parametrize(
     ("megabytes", "code", "field"),
-    [(20, "INVALID_ARGUMENT", "text"), (40, "RESOURCE_EXHAUSTED", None)],
+    [(1.5, "INVALID_ARGUMENT", "text"), (40, "RESOURCE_EXHAUSTED", None)],
 )
 async def test_megabytes_of_text_are_rejected(
-    stack: Stack, megabytes: int, code: str, field: str
+    stack: Stack, megabytes: float, code: str, field: str
 ) -> None:
     """Beyond the message limit gRPC itself rejects them, and cannot name the field."""
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(stack.address, options=options) as channel:
         generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(pb.GenerateRequest(text="a" * megabytes * 2**20))
+            await generate(pb.GenerateRequest(text="a" * int(megabytes * 2**20)))
     assert caught.value.code().name == code
     if field is not None:
         assert field_of(caught.value) == field

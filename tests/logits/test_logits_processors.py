@@ -287,3 +287,13 @@ def test_the_end_of_a_grammar_comes_before_min_tokens(has_grammar: bool) -> None
     processor.apply(logits, ints(2), rows[2:])
     kept = [(line > -INF).nonzero().flatten().tolist() for line in logits]
     assert kept == [[4, 66] if has_grammar else [], [7], []]
+
+
+def test_bad_words_with_the_same_last_token_exclude_it_even_if_its_logit_is_no_number() -> None:
+    params = LogitsParams(bad_words=(np.array([2, 1]), np.array([5, 1]), np.array([2, 3])))
+    processors = pipeline(_VOCAB_SIZE, Implementation.REFERENCE)
+    processors.change_rows(changes([admission(4, params, [9], [7, 2])], []))
+    logits = torch.zeros(1, _VOCAB_SIZE)
+    logits[0, 1] = torch.nan
+    assert not processors.apply(logits, ints(4))
+    assert logits[0, :4].tolist() == [0, -torch.inf, 0, -torch.inf]

@@ -28,8 +28,9 @@ class _BatchWords:
     columns: Tensor  # int64 [num_tokens], in the table of last tokens
     token_ids: Tensor  # int64 [num_tokens]
     words: Tensor  # int64 [num_tokens]
-    lines: Tensor  # int64 [num_words]
-    last_tokens: Tensor  # int64 [num_words]
+    places: Tensor  # int64 [num_words], of their last tokens, which words may share
+    lines: Tensor  # int64 [num_places]
+    last_tokens: Tensor  # int64 [num_places]
 
 
 class BadWords:
@@ -97,11 +98,12 @@ class BadWords:
 
     def _match(self, logits: Tensor, batch: _BatchWords) -> None:
         different = (self._ends[batch.slots, batch.columns] != batch.token_ids).int()
-        num_different = torch.zeros_like(batch.lines, dtype=torch.int32)
+        num_different = torch.zeros_like(batch.places, dtype=torch.int32)
         num_different.index_add_(0, batch.words, different)
-        # Added, because words may have the same last token.
-        change = torch.where(num_different == 0, IMPOSSIBLE, 0.0)
-        logits.index_put_((batch.lines, batch.last_tokens), change, accumulate=True)
+        num_found = torch.zeros_like(batch.lines, dtype=torch.int32)
+        num_found.index_add_(0, batch.places, (num_different == 0).int())
+        places = batch.lines, batch.last_tokens
+        logits.index_put_(places, torch.where(num_found > 0, IMPOSSIBLE, logits[places]))
 
     def _write_end(self, slot: int, words: list[Ints], output: Ints) -> None:
         width = max(self._ends.shape[1], *(len(word) - 1 for word in words))
@@ -122,11 +124,15 @@ class BadWords:
         lengths = [len(prefix) for prefix in prefixes]
         width, upload = self._ends.shape[1], self._context.upload
         slots = np.repeat(self._slots.of_rows(rows), per_line)
+        last_tokens = np.array([word[-1] for words in found for word in words])
+        pairs = np.stack([np.repeat(lines, per_line), last_tokens])
+        (place_lines, place_tokens), places = np.unique(pairs, axis=1, return_inverse=True)
         return _BatchWords(
             slots=upload(np.repeat(slots, lengths)),
             columns=upload(np.concatenate([np.arange(width - n, width) for n in lengths])),
             token_ids=upload(np.concatenate(prefixes)),
             words=upload(np.repeat(np.arange(len(prefixes)), lengths)),
-            lines=upload(np.repeat(lines, per_line)),
-            last_tokens=upload(np.array([word[-1] for words in found for word in words])),
+            places=upload(places.reshape(-1)),
+            lines=upload(place_lines),
+            last_tokens=upload(place_tokens),
         )
