@@ -36,6 +36,8 @@ SETTINGS = {
 }
 NUM_REQUESTS = 8
 
+pytestmark = pytest.mark.slow
+
 
 def params(seed: int, **changes: Any) -> SamplingParams:
     return SamplingParams(
@@ -83,7 +85,6 @@ async def test_forced_tokens_are_appended_and_change_nothing() -> None:
             assert choices[::3] == jumped
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker", "scheduler", "gateway"])
 async def test_documents_go_on_after_a_death(victim: str) -> None:
     with LocalStack(

@@ -102,7 +102,7 @@ def typical(logits: torch.Tensor, temperatures: torch.Tensor, ps: torch.Tensor) 
 
 
 @pytest.mark.parametrize("implementation", cpp_implementations())
-@pytest.mark.parametrize("vocab_size", [1, 2, 33, 5003])
+@pytest.mark.parametrize("vocab_size", [1, 2, 33, 517, pytest.param(5003, marks=pytest.mark.slow)])
 def test_typical_tokens_are_those_of_the_reference(
     vocab_size: int, implementation: Implementation
 ) -> None:
