@@ -8,6 +8,7 @@ from benchmarks.grammars import guidance
 from benchmarks.grammars.long_outputs import FREE, formats
 from benchmarks.grammars.new_schemas import Comparison
 from benchmarks.grammars.schemas import kinds, mixed_schemas
+from gateway_svc.structured.json_schemas import check_schema
 
 
 def test_schemas_are_drawn_from_their_seed() -> None:
@@ -20,6 +21,13 @@ def test_schemas_are_drawn_from_their_seed() -> None:
 def test_formats_of_requests_differ() -> None:
     for kind, each in formats(4).items():
         assert len({json.dumps(one) for one in each}) == (1 if kind == FREE else 4)
+
+
+def test_new_schemas_are_served() -> None:
+    schemas = [guidance.new_schema(50, number) for number in range(60)]
+    for schema in schemas:
+        check_schema(schema)
+    assert len({json.dumps(schema) for schema in schemas}) == 60
 
 
 def test_gaps_after_arrivals_are_compared() -> None:
