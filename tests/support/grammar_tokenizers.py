@@ -11,7 +11,7 @@ ADDED = "<tool_call>"
 def byte_level() -> Tokenizer:
     """All bytes, some pairs, an added token and two special ones."""
     single = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("{", '"'), ('"', ":"), ("a", "b"), ("t", "r"), ("tr", "u"), ("tru", "e")]
+    merges = [("{", '"'), ('"', ":"), ("a", "b"), ("t", "r"), ("o", "n"), ("on", "e")]
     tokens = [*single, *("".join(pair) for pair in merges)]
     model = BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=merges)
     tokenizer = Tokenizer(model)
