@@ -32,8 +32,6 @@ class ResponseWriter:
         """`has_ids`: whether events have an `id:`, which clients that parse `data:` alone do not
         expect."""
         self.has_started = False
-        # An event was written.
-        self.has_written = False
         self._send = send
         self._has_ids = has_ids
         # Others cannot be in a header; they are refused when they are checked.
@@ -51,7 +49,6 @@ class ResponseWriter:
         text is its id."""
         data = [_encoded(event) for event in events]
         if data:
-            self.has_written = True
             data[-1] = self._id(position) + data[-1]
             await self._write(b"".join(data))
 
