@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -149,8 +149,9 @@ def _comment(location: SourceCodeInfo.Location) -> str:
 
 def _message(message: DescriptorProto, path: tuple[int, ...], comments: Comments) -> list[str]:
     lines = [f"### {message.name}\n", comments.get(path, ""), ""]
+    maps = {entry.name: entry for entry in message.nested_type if entry.options.map_entry}
     rows = [
-        (str(field.number), f"`{field.name}`", _type(field), comments.get((*path, 2, i), ""))
+        (str(field.number), f"`{field.name}`", _type(field, maps), comments.get((*path, 2, i), ""))
         for i, field in enumerate(message.field)
     ]
     return lines + (_table(("", "field", "type", "meaning"), rows) if rows else ["No fields.\n"])
@@ -165,7 +166,11 @@ def _enum(enum: EnumDescriptorProto, path: tuple[int, ...], comments: Comments) 
     return head + _table(("", "value", "meaning"), rows)
 
 
-def _type(field: FieldDescriptorProto) -> str:
+def _type(field: FieldDescriptorProto, maps: Mapping[str, DescriptorProto]) -> str:
+    """Of a field of a message whose fields of type map have the entries `maps`, by name."""
+    if entry := maps.get(field.type_name.rpartition(".")[2]):
+        key, value = (_type(part, {}) for part in entry.field)
+        return f"map of {key} to {value}"
     if field.type_name:
         name = _link(field.type_name)
     else:

@@ -1,5 +1,6 @@
 """Documents agree with the code, and their links resolve."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -45,6 +46,14 @@ def test_a_generated_table_is_that_of_the_code(script: str, page: str, num_rows:
     assert table.count("\n| ") > num_rows
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert table in text, f"run scripts/{script}.py --write"
+
+
+def test_links_within_the_reference_of_the_protos_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    reference = importlib.import_module("build_docs").protos_reference()
+    links = set(re.findall(r"\]\(#(\w+)\)", reference))
+    assert "generaterequest" in links
+    assert links <= {name.lower() for name in re.findall(r"^### (\w+)$", reference, re.MULTILINE)}
 
 
 @each_document
