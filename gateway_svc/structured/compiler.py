@@ -3,13 +3,15 @@
 import asyncio
 import time
 from collections import OrderedDict
-from typing import Final
+from typing import Any, Final
 
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from gateway_svc.structured.json_schemas import SchemaError, explain, read_schema, to_definition
+from gateway_svc.structured.json_schemas import read_schema, to_definition
 from gateway_svc.structured.lark import SyntaxRefusedError, choice_to_lark, regex_to_lark, to_lark
+from gateway_svc.structured.schema_errors import explain
+from gateway_svc.structured.schema_parts import SchemaError
 from gateway_svc.structured.structural_tags import TagError, structural_tag_to_lark
 from quire.service.errors import invalid
 from quire.service.grammars import (
@@ -27,6 +29,7 @@ MAX_COMPILE_S: Final = 0.25
 _MAX_DEFINITIONS: Final = 512
 _MAX_KEPT_BYTES: Final = 2**23
 _NUM_THREADS: Final = 2
+_WITHOUT_TEXT: Final = "it matches no text"
 
 
 class StructuredOutputCompiler:
@@ -109,8 +112,18 @@ def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> str
     try:
         _check(vocabulary, field, definition)
     except GrammarError as error:
-        raise invalid(field, "UNSUPPORTED_SCHEMA", explain(str(error), schema)) from error
+        reason = explain(str(error), schema, lambda part: _refusal(vocabulary, part))
+        raise invalid(field, "UNSUPPORTED_SCHEMA", reason) from error
     return definition
+
+
+def _refusal(vocabulary: GrammarVocabulary, schema: dict[str, Any]) -> str | None:
+    """Why a schema is refused; None if it is served."""
+    try:
+        _begin(vocabulary, to_definition(schema))
+    except GrammarError as error:
+        return str(error)
+    return None
 
 
 def _definition(
@@ -133,17 +146,10 @@ def _definition(
 
 
 def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> None:
-    """GrammarError if the grammar cannot be compiled, RequestError if it takes too long or has no
-    text."""
+    """GrammarError if the grammar cannot be compiled or has no text, RequestError if it takes too
+    long."""
     started_s = time.thread_time()
-    matcher = vocabulary.compile(definition)
-    possible = matcher.compute_bitmask()
-    # As workers begin: a grammar whose forced text is too large or endless fails there.
-    forced = matcher.compute_ff_tokens()
-    if forced:
-        matcher.consume_token(forced[0])
-    if matcher.is_error():
-        raise GrammarError(matcher.get_error())
+    _begin(vocabulary, definition)
     spent_s = time.thread_time() - started_s
     if spent_s > MAX_COMPILE_S:
         raise invalid(
@@ -151,5 +157,17 @@ def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> None:
             "FORMAT_TOO_COMPLEX",
             f"takes {spent_s:.2f} s to compile; at most {MAX_COMPILE_S} s are allowed",
         )
+
+
+def _begin(vocabulary: GrammarVocabulary, definition: str) -> None:
+    """GrammarError if the grammar cannot be compiled, or workers could not begin with it."""
+    matcher = vocabulary.compile(definition)
+    possible = matcher.compute_bitmask()
+    # A grammar whose forced text is too large or endless fails here.
+    forced = matcher.compute_ff_tokens()
+    if forced:
+        matcher.consume_token(forced[0])
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
     if not any(possible):
-        raise invalid(field, "FORMAT_WITHOUT_TEXT", "matches no text")
+        raise GrammarError(_WITHOUT_TEXT)

@@ -5,16 +5,18 @@ refused here.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
 
 from gateway_svc.structured.lark import MAX_QUANTIFIERS, num_quantifiers
-from quire.service.grammars import summary
+from gateway_svc.structured.schema_parts import SchemaError, is_number, parts, refused
+from gateway_svc.structured.schema_references import check_references
+from gateway_svc.structured.schema_values import prepare
 
 # As Python's json.dumps writes it, so that no output consists of white space, and all punctuation
 # is forced.
@@ -25,45 +27,68 @@ FORM: Final = {
     "coerce_one_of": False,
     "lenient": False,
 }
-_OPTIONS: Final = "x-guidance"
 # Compiling takes 3 µs for each: a number's remainders are states of an automaton.
 _MAX_REMAINDERS: Final = 10_000
-_SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "$defs", "definitions"}
-_NO_SCHEMAS: Final = {"enum", "const", "default", "examples"}
-# The keyword that an error of the library is about, by the beginning of the error.
-_KEYWORDS: Final = {
-    "Unknown format": "format",
-    "regex parse error": "pattern",
-    "Unable to determine if regex": "pattern",
-    "Invalid type": "type",
-    "oneOf constraints": "oneOf",
-    "Pointer": "$ref",
-    "Resource": "$ref",
-    "Anchor": "$ref",
-    "Failed to generate regex for": "minimum",
-}
-_UNKNOWN: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
+_Parts = list[tuple[str, dict[str, Any]]]
 
 
-class SchemaError(ValueError):
-    """A schema that is refused; the message names the keyword and its place."""
-
-
-def read_schema(text: str) -> dict[str, Any]:
-    """SchemaError for what is no schema. Options of the library are left out."""
+def read_json(text: str) -> Any:
+    """SchemaError for what is no JSON, or has values that no UTF-8 or no double can have."""
     try:
-        schema = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise SchemaError("has half of a surrogate pair, which is no character") from error
     except ValueError as error:
         raise SchemaError(f"is not JSON: {error}") from error
     except RecursionError as error:
         raise SchemaError("is nested too deeply") from error
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a value")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text:.40} is too large")
+    return number
+
+
+def _integer(text: str) -> int:
+    _finite(text)
+    return int(text)
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The schema as the library reads it well. SchemaError if it is refused."""
+    return prepare_schema(read_json(text))
+
+
+def prepare_schema(schema: Any) -> dict[str, Any]:
+    """The schema, which is changed, as the library reads it well. SchemaError for what it would
+    misread, or take long to compile."""
     if schema is True:
         return {}
+    if schema is False:
+        raise SchemaError("is false, which no text follows; use a schema that allows something")
     if not isinstance(schema, dict):
-        raise SchemaError("is not an object, as a schema is")
-    check_schema(schema)
-    for _, part in _parts(schema, "#"):
-        part.pop(_OPTIONS, None)
+        raise SchemaError("is neither an object nor true, as a schema is")
+    dialect = schema.get("$schema")
+    try:
+        for path, part in parts(schema):
+            prepare(path, part, dialect if isinstance(dialect, str) else "")
+        found = list(parts(schema))
+    except RecursionError as error:
+        raise SchemaError("is nested too deeply") from error
+    check_references(found)
+    _check_patterns(found)
+    # Parts of `allOf` are merged, and so are their numbers.
+    merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in found)
+    _check_multiples(found, merges)
+    _check_ranges(found, merges)
     return schema
 
 
@@ -73,71 +98,28 @@ def to_definition(schema: Mapping[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(text, overrides=FORM)  # type: ignore[arg-type]
 
 
-def check_schema(schema: dict[str, Any]) -> None:
-    """SchemaError for what the library would misread, or take long to compile."""
-    try:
-        parts = list(_parts(schema, "#"))
-    except RecursionError as error:
-        raise SchemaError("is nested too deeply") from error
-    _check_patterns(parts)
-    # Parts of `allOf` are merged, and so are their numbers.
-    merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in parts)
-    _check_multiples(parts, merges)
-    ranges = [(path, _Range(part)) for path, part in parts]
-    if merges:
-        ranges += [("#", _Range.merged(part for _, part in parts))]
-    for path, found in ranges:
-        if keyword := found.misread():
-            raise SchemaError(
-                f"the keyword {keyword} at {path} is not supported with a whole number and another "
-                "bound less than 1 away"
-            )
+def num_schema_quantifiers(schema: dict[str, Any]) -> int:
+    """How many parts of all patterns may repeat or be absent."""
+    return sum(number for number, _, _ in _quantifiers(parts(schema)))
 
 
-def explain(reason: str, schema: Mapping[str, Any]) -> str:
-    """An error of the library, with the keyword that it is about and its place."""
-    if found := _UNKNOWN.match(reason):
-        keywords = json.loads(found[1])
-        return f"the keyword {_with_place(keywords[0], schema)} is not supported"
-    for beginning, keyword in _KEYWORDS.items():
-        if reason.startswith(beginning):
-            return f"the keyword {_with_place(keyword, schema)} is refused: {summary(reason)}"
-    return f"is refused: {summary(reason)}"
-
-
-def _with_place(keyword: str, schema: Mapping[str, Any]) -> str:
-    places = [path for path, part in _parts(schema, "#") if keyword in part]
-    return f"{keyword} at {places[0]}" if places else keyword
-
-
-def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas within a schema, itself first, each with its place."""
-    if isinstance(schema, list):
-        for at, item in enumerate(schema):
-            yield from _parts(item, f"{path}/{at}")
-    if not isinstance(schema, dict):
-        return
-    yield path, schema
-    for keyword, value in list(schema.items()):
-        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            for name, part in value.items():
-                yield from _parts(part, f"{path}/{keyword}/{name}")
-        elif keyword not in _NO_SCHEMAS:
-            yield from _parts(value, f"{path}/{keyword}")
-
-
-def _check_patterns(parts: list[tuple[str, dict[str, Any]]]) -> None:
-    found = [
-        (num_quantifiers(pattern), f"{keyword} at {path}")
-        for path, part in parts
-        for keyword in ("pattern", "patternProperties")
-        for pattern in _texts(part.get(keyword))
-    ]
-    if sum(number for number, _ in found) > MAX_QUANTIFIERS:
-        raise SchemaError(
-            f"the keyword {max(found)[1]} has too many quantifiers: the patterns of a schema may "
-            f"have {MAX_QUANTIFIERS}"
+def _check_patterns(found: _Parts) -> None:
+    quantifiers = list(_quantifiers(found))
+    if sum(number for number, _, _ in quantifiers) > MAX_QUANTIFIERS:
+        _, keyword, path = max(quantifiers)
+        raise refused(
+            keyword,
+            path,
+            f"has too many quantifiers: the patterns of a schema may have {MAX_QUANTIFIERS}",
         )
+
+
+def _quantifiers(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[int, str, str]]:
+    """Of each pattern, with its keyword and place."""
+    for path, part in found:
+        for keyword in ("pattern", "patternProperties"):
+            for pattern in _texts(part.get(keyword)):
+                yield num_quantifiers(pattern), keyword, path
 
 
 def _texts(value: Any) -> list[str]:
@@ -147,18 +129,19 @@ def _texts(value: Any) -> list[str]:
     return list(value) if isinstance(value, dict) else []
 
 
-def _check_multiples(parts: list[tuple[str, dict[str, Any]]], merges: bool) -> None:
-    found = [
-        (path, _digits(part["multipleOf"]))
-        for path, part in parts
-        if _is_number(part.get("multipleOf"))
+def _check_multiples(found: _Parts, merges: bool) -> None:
+    multiples = [
+        (_digits(part["multipleOf"]), path)
+        for path, part in found
+        if is_number(part.get("multipleOf"))
     ]
-    numbers = [number for _, number in found]
+    numbers = [number for number, _ in multiples]
     if numbers and (prod(numbers) if merges else sum(numbers)) > _MAX_REMAINDERS:
-        path = max(found, key=lambda one: one[1])[0]
-        raise SchemaError(
-            f"the keyword multipleOf at {path} is too large: the numbers of a schema, without "
-            f"their decimal points, may add up to {_MAX_REMAINDERS}, and their product with allOf"
+        raise refused(
+            "multipleOf",
+            max(multiples)[1],
+            "is too large: the numbers of a schema, without their decimal points, may add up to "
+            f"{_MAX_REMAINDERS}, and their product with allOf",
         )
 
 
@@ -168,8 +151,17 @@ def _digits(number: float) -> int:
     return int("".join(map(str, digits)).strip("0") or "1")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _check_ranges(found: _Parts, merges: bool) -> None:
+    ranges = [(path, _Range(part)) for path, part in found]
+    if merges:
+        ranges += [("#", _Range.merged(part for _, part in found))]
+    for path, bounds in ranges:
+        if keyword := bounds.misread():
+            raise refused(
+                keyword,
+                path,
+                "is not supported with a whole number and another bound less than 1 away",
+            )
 
 
 class _Range:
@@ -177,7 +169,7 @@ class _Range:
 
     def __init__(self, part: Mapping[str, Any]) -> None:
         self._bounds = {
-            keyword: [part[keyword]] if _is_number(part.get(keyword)) else []
+            keyword: [part[keyword]] if is_number(part.get(keyword)) else []
             for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
         }
         self._is_integer = part.get("type") == "integer"

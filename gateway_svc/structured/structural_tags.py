@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from llguidance import LLTokenizer
 
-from gateway_svc.structured.json_schemas import FORM, check_schema
+from gateway_svc.structured.json_schemas import FORM, prepare_schema
 from gateway_svc.structured.lark import regex_to_lark, to_lark
 
 _TEXT: Final = r"/(.|\n)*/"
@@ -125,12 +125,7 @@ class _Writer:
         return f"{begin} {self.expression(content)} ({self._any(map(self._literal, ends))})"
 
     def _json_schema(self, node: Mapping[str, Any]) -> str:
-        schema = node.get("json_schema")
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            raise TagError("has a `json_schema` that is not an object")
-        check_schema(schema)
+        schema = prepare_schema(node.get("json_schema"))
         return f"%json {json.dumps({**schema, 'x-guidance': FORM}, ensure_ascii=False)}"
 
     def _regex(self, pattern: str) -> str:

@@ -1,0 +1,124 @@
+"""Finds the keyword of a schema that the grammar library refuses."""
+
+import copy
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from gateway_svc.structured.schema_parts import SCHEMAS_BY_NAME, VALUES, child
+from quire.service.grammars import summary
+
+# The reason why a schema is refused; None if it is served.
+Refusal = Callable[[dict[str, Any]], str | None]
+# Keys and indices that lead to a schema, and the keyword to remove from it.
+_Place = tuple[tuple[str | int, ...], str]
+
+# Of the processor, for compiling parts of the schema.
+_MAX_SEARCH_S: Final = 0.2
+_UNKNOWN: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
+_DEFINITIONS: Final = ("$defs", "definitions")
+# Removed last: without them a schema has another meaning altogether.
+_LAST: Final = ("type", "properties", *_DEFINITIONS)
+# Removed first: what is too large is so by them.
+_SIZES: Final = frozenset(
+    f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
+)
+# For the library's texts, by their beginnings.
+_WORDS: Final = {
+    "NoExtensionBias": "it refers to itself without an end",
+    "Unsatisfiable schema: Regex is empty": "it matches no text",
+    "Unsatisfiable schema: ": "nothing follows it: ",
+}
+
+
+def explain(reason: str, schema: dict[str, Any], refusal: Refusal) -> str:
+    """An error of the library, with the keyword that it is about and its place."""
+    place = _keyword_at_fault(reason, schema, refusal)
+    shown = _shown(reason)
+    if place is None:
+        return f"is refused: {shown}"
+    path, keyword = place
+    named = f"the keyword {keyword} at {_pointer(path)}"
+    if _UNKNOWN.match(reason):
+        return f"{named} is not supported; remove it"
+    return f"{named} is refused: {shown:.300}; change or remove it"
+
+
+def _shown(reason: str) -> str:
+    for beginning, words in _WORDS.items():
+        if reason.startswith(beginning):
+            rest = summary(reason).removeprefix(beginning)
+            return words + rest if words.endswith(" ") else words
+    return summary(reason)
+
+
+def _keyword_at_fault(reason: str, schema: dict[str, Any], refusal: Refusal) -> _Place | None:
+    """The keyword without which the error is another one, or none.
+
+    Keywords are removed one after another, those of sizes and the innermost first, until nothing is
+    left; a binary search finds the one that ends the error. None if there is no time to find it.
+    """
+    started_s = time.thread_time()
+    places = sorted(_removals(schema, ()), key=lambda place: place[1] not in _SIZES)
+    low, high = 0, len(places)
+    while high - low > 1:
+        if time.thread_time() - started_s > _MAX_SEARCH_S:
+            return None
+        middle = (low + high) // 2
+        found = refusal(_without(schema, places[:middle]))
+        if found is not None and _is_same(reason, found):
+            low = middle
+        else:
+            high = middle
+    return places[low] if places else None
+
+
+def _is_same(reason: str, other: str) -> bool:
+    """Whether two errors of the library are of one kind: they differ at most in values."""
+    unknown = _UNKNOWN.match(reason)
+    if unknown:
+        others = _UNKNOWN.match(other)
+        return others is not None and json.loads(unknown[1])[0] in json.loads(others[1])
+    return _kind(reason) == _kind(other)
+
+
+def _kind(reason: str) -> str:
+    return re.split(r"""[\d"'(/\[\n]""", reason, maxsplit=1)[0]
+
+
+def _removals(schema: Any, path: tuple[str | int, ...]) -> Iterator[_Place]:
+    """The keywords of a schema and of those within it, in the order of their removal: what
+    references lead to first, so that they lead to something as long as they are there."""
+    if isinstance(schema, list):
+        for at, item in enumerate(schema):
+            yield from _removals(item, (*path, at))
+    if not isinstance(schema, dict):
+        return
+    keywords = sorted(schema, key=lambda keyword: keyword not in _DEFINITIONS)
+    for keyword in keywords:
+        value = schema[keyword]
+        if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
+            for name, part in value.items():
+                yield from _removals(part, (*path, keyword, name))
+        elif keyword not in VALUES:
+            yield from _removals(value, (*path, keyword))
+    yield from ((path, keyword) for keyword in sorted(schema, key=lambda keyword: keyword in _LAST))
+
+
+def _without(schema: dict[str, Any], removed: Sequence[_Place]) -> dict[str, Any]:
+    rest = copy.deepcopy(schema)
+    for path, keyword in removed:
+        part: Any = rest
+        for key in path:
+            part = part[key]
+        del part[keyword]
+    return rest
+
+
+def _pointer(path: tuple[str | int, ...]) -> str:
+    pointer = "#"
+    for key in path:
+        pointer = child(pointer, str(key))
+    return pointer

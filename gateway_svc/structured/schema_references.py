@@ -1,0 +1,48 @@
+"""References of a schema that lead back to themselves. Pure."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+from urllib.parse import unquote
+
+from gateway_svc.structured.schema_parts import child, refused
+
+# Keywords whose schemas apply to the same value.
+_IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
+
+
+def check_references(found: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """SchemaError at a reference that applies itself to the same value, and so has no end."""
+    by_path = dict(found)
+    checked: set[str] = set()
+    for start in by_path:
+        # Depth first, without recursion: references may form a chain of thousands.
+        open_paths: dict[str, list[tuple[str, str]]] = {start: _applied(start, by_path)}
+        while open_paths:
+            path, applied = next(reversed(open_paths.items()))
+            if not applied or path in checked:
+                checked.add(path)
+                del open_paths[path]
+                continue
+            referrer, target = applied.pop()
+            if target in open_paths:
+                raise refused(
+                    "$ref", referrer, "leads back to itself without a value in between; remove it"
+                )
+            if target in by_path and target not in checked:
+                open_paths[target] = _applied(target, by_path)
+
+
+def _applied(path: str, by_path: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The places of the schemas that apply to the same value as this one, each with the place of
+    what applies it."""
+    part = by_path[path]
+    found = []
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference.partition("#")[0] == "":
+        found.append((path, f"#{unquote(reference.removeprefix('#'))}"))
+    for keyword in _IN_PLACE:
+        options = part.get(keyword)
+        if isinstance(options, list):
+            inner = child(path, keyword)
+            found += [(path, f"{inner}/{at}") for at in range(len(options))]
+    return found

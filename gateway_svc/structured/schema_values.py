@@ -1,0 +1,133 @@
+"""Values of keywords: what has no effect is left out, and what the library misreads is refused or
+narrowed."""
+
+import re
+from collections.abc import Iterator
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any, Final
+
+from gateway_svc.structured.patterns import without_nul
+from gateway_svc.structured.schema_parts import is_number, refused
+
+# The library's numbers are doubles, written with 15 digits.
+_MAX_DIGITS: Final = 15
+_MAX_INTEGER: Final = 2**53
+_BOUNDS: Final = {
+    "minimum": ROUND_CEILING,
+    "exclusiveMinimum": ROUND_CEILING,
+    "maximum": ROUND_FLOOR,
+    "exclusiveMaximum": ROUND_FLOOR,
+}
+# Values with which a keyword allows everything.
+_WITHOUT_EFFECT: Final[dict[str, tuple[Any, ...]]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    "propertyNames": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+}
+# Without the second keyword the first has no effect.
+_DEPENDENT: Final = {
+    "then": "if",
+    "else": "if",
+    "minContains": "contains",
+    "maxContains": "contains",
+}
+# Texts for readers, and options of the library's own.
+_UNREAD: Final = ("title", "description", "$comment", "default", "examples", "x-guidance")
+_VERSION_4: Final = re.compile(r"draft-0[34]\b")
+# In these, `items` may be a list.
+_LISTED_ITEMS: Final = re.compile(r"draft-0\d\b|2019-09")
+
+
+def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
+    """Change one schema, without those within it, to what the library reads well. SchemaError at a
+    keyword that cannot be followed. `dialect` is the document's `$schema`."""
+    for keyword in _UNREAD:
+        part.pop(keyword, None)
+    for keyword in [*part]:
+        if _is_without_effect(keyword, part):
+            del part[keyword]
+    _check_dialect(path, part, dialect)
+    if is_number(part.get("multipleOf")) and part["multipleOf"] <= 0:
+        raise refused("multipleOf", path, f"is {part['multipleOf']}; it must be above 0")
+    for keyword in ("enum", "const"):
+        for number in _numbers(part.get(keyword)):
+            _check_written(keyword, path, number)
+    for keyword, rounding in _BOUNDS.items():
+        if is_number(part.get(keyword)):
+            part[keyword] = _rounded(part[keyword], rounding)
+    if isinstance(part.get("pattern"), str):
+        part["pattern"] = without_nul(part["pattern"])
+    if isinstance(part.get("patternProperties"), dict):
+        part["patternProperties"] = {
+            without_nul(pattern): inner for pattern, inner in part["patternProperties"].items()
+        }
+
+
+def _is_without_effect(keyword: str, part: dict[str, Any]) -> bool:
+    if keyword == "if":
+        return "then" not in part and "else" not in part
+    if keyword in _DEPENDENT:
+        return _DEPENDENT[keyword] not in part
+    value = part[keyword]
+    # 0 is False, but no schema.
+    return any(
+        type(value) is type(one) and value == one for one in _WITHOUT_EFFECT.get(keyword, ())
+    )
+
+
+def _check_dialect(path: str, part: dict[str, Any], dialect: str) -> None:
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(part.get(keyword), bool) and not _VERSION_4.search(dialect):
+            raise refused(
+                keyword, path, "is no number; booleans are of draft-04, which $schema would name"
+            )
+    if isinstance(part.get("items"), list) and not _LISTED_ITEMS.search(dialect):
+        raise refused(
+            "items", path, "is a list; use prefixItems, or name an older version in $schema"
+        )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """The numbers within a value."""
+    remaining = [value]
+    while remaining:
+        one = remaining.pop()
+        if isinstance(one, dict):
+            remaining += one.values()
+        elif isinstance(one, list):
+            remaining += one
+        elif is_number(one):
+            yield one
+
+
+def _check_written(keyword: str, path: str, number: float) -> None:
+    if abs(number) > _MAX_INTEGER or (
+        isinstance(number, float) and _num_digits(number) > _MAX_DIGITS
+    ):
+        raise refused(
+            keyword,
+            path,
+            f"has the number {number!r:.40}; integers up to {_MAX_INTEGER} and other numbers of "
+            f"{_MAX_DIGITS} digits can be followed",
+        )
+
+
+def _num_digits(number: float) -> int:
+    return len(Decimal(str(number)).normalize().as_tuple().digits)
+
+
+def _rounded(number: float, rounding: str) -> float:
+    """A bound that the library reads exactly, and that allows nothing more."""
+    if isinstance(number, int) and abs(number) <= _MAX_INTEGER:
+        return number
+    exact = Decimal(str(number))
+    if len(exact.normalize().as_tuple().digits) <= _MAX_DIGITS:
+        return number
+    unit = Decimal(1).scaleb(exact.adjusted() - _MAX_DIGITS + 1)
+    rounded = (exact / unit).to_integral_value(rounding) * unit
+    return int(rounded) if isinstance(number, int) else float(rounded)

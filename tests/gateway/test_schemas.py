@@ -1,0 +1,178 @@
+"""JSON schemas: what follows them is valid, and a refusal names a keyword and its place."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from format_grammars import (
+    FIELD,
+    SIZE,
+    TOKENIZER,
+    accepts,
+    definition_of,
+    of_schema,
+    random_text,
+)
+
+from gateway_svc.structured.compiler import StructuredOutputCompiler
+from gateway_svc.structured.patterns import without_nul
+from quire.service.errors import RequestError
+
+VERSION_7 = "http://json-schema.org/draft-07/schema#"
+VERSION_4 = "http://json-schema.org/draft-04/schema#"
+VERSION_4_BOUND = {"exclusiveMaximum": True}
+NULL = {"type": "null"}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> StructuredOutputCompiler:
+    return StructuredOutputCompiler(TOKENIZER, SIZE)
+
+
+def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        definition_of(compiler, of_schema(schema))
+    assert caught.value.code.name == "INVALID_ARGUMENT"
+    return caught.value.message.removeprefix(f"{FIELD}.json_schema: ")
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"$ref": "#"}, "$ref at # leads back to itself"),
+        ({"anyOf": [{"$ref": "#"}, NULL]}, "$ref at #/anyOf/0 leads back"),
+        (
+            {
+                "properties": {"x": {"$ref": "#/$defs/a~1b"}},
+                "$defs": {"a/b": {"$ref": "#/$defs/c"}, "c": {"allOf": [{"$ref": "#/$defs/a~1b"}]}},
+            },
+            "$ref at #/$defs/c/allOf/0 leads back",
+        ),
+        ({"$id": "http://a/b", "$ref": "http://a/b"}, "$id at # is refused: it refers to itself"),
+        ({"type": "string", "pattern": r"[^\s\S]"}, "pattern at # is refused: it matches no text"),
+        ({"maxLength": 10**12, "type": "string"}, "maxLength at #"),
+        (
+            {"type": "string", "minLength": 5, "maxLength": 2},
+            "minLength at # is refused: nothing follows it: minLength (5)",
+        ),
+        (
+            {"type": "object", "properties": {"a": {"enum": []}, "b": {}}, "required": ["a"]},
+            "enum at #/properties/a",
+        ),
+        ({"prefixItems": [{"pattern": "a"}, {"pattern": "("}]}, "pattern at #/prefixItems/1"),
+        ({"patternProperties": {"(?=a)": {}}}, "patternProperties at #"),
+        ({"type": "object", "additionalProperties": False, "required": ["x"]}, "additionalProp"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"minimum": "x"}}}, "minimum at #/$defs/a"),
+        ({"$schema": "nope"}, "$schema at #"),
+        ({"type": "integer", "minimum": -(10**30)}, "minimum at #"),
+        ({"multipleOf": -2}, "multipleOf at # is -2"),
+        ({"items": [NULL]}, "items at # is a list; use prefixItems"),
+        ({"type": "integer", "exclusiveMaximum": True}, "exclusiveMaximum at # is no number"),
+        ({"const": {"a": [2**53 + 1]}}, "const at # has the number 9007199254740993"),
+        ({"enum": [123456789.123456789]}, "enum at # has the number"),
+        (
+            {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"},
+            "$ref at #/properties/a",
+        ),
+        ({"type": "array", "minItems": 10**5, "items": NULL}, "minItems at #"),
+    ],
+)
+def test_a_refused_schema_names_its_keyword(
+    compiler: StructuredOutputCompiler, schema: Any, keyword: str
+) -> None:
+    assert refusal(compiler, schema).startswith(f"the keyword {keyword}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("false", "is false, which no text follows"),
+        ("null", "is neither an object nor true"),
+        ('{"minimum": NaN}', "is not JSON: NaN"),
+        ('{"exclusiveMinimum": 1e999}', "is not JSON: the number 1e999 is too large"),
+        (f'{{"maximum": {10**400}}}', "is too large"),
+        (r'{"const": "\ud800"}', "surrogate"),
+        (r'{"properties": {"\udfff": {}}}', "surrogate"),
+    ],
+)
+def test_what_is_no_schema_is_refused(
+    compiler: StructuredOutputCompiler, schema: str, reason: str
+) -> None:
+    assert reason in refusal(compiler, schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": NULL, "uniqueItems": False, "maxItems": 2},
+        {"propertyNames": True, "unevaluatedProperties": {}, "unevaluatedItems": True, "const": 1},
+        {"not": False, "dependentRequired": {}, "dependentSchemas": {}, "enum": [1, "a", None]},
+        {"if": {"const": 1}, "enum": [1, 2]},
+        {"then": False, "else": False, "minContains": 3, "maxContains": 0, "const": [1]},
+        {"enum": [1, "a", None, {"b": [1]}, True, 1.5, "/", "\x7f"]},
+        {"const": None},
+        {"type": "object", "properties": {"a": NULL, "b": False}, "required": ["a"]},
+        {
+            "$schema": VERSION_4,
+            "type": "integer",
+            "minimum": 3,
+            "maximum": 5,
+            "exclusiveMaximum": True,
+        },
+        {"$schema": VERSION_7, "type": "array", "items": [NULL], "additionalItems": False},
+        {
+            "type": "object",
+            "patternProperties": {'^[^"]$': NULL},
+            "additionalProperties": False,
+            "maxProperties": 1,
+        },
+        {"type": "string", "pattern": r"^[^\n\"]{2}$"},
+        {"type": "string", "pattern": r"^[^\\]{2}$"},
+        {"type": "string", "pattern": r'^[^<>:"/\\|?*]{1,3}$'},
+        {"type": "string", "pattern": r"^[\x00-\x1f]$"},
+        {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 10**4},
+        {"type": "number", "minimum": 123456789.123456789, "maximum": 123456789.2},
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
+    ],
+)
+def test_outputs_are_valid(compiler: StructuredOutputCompiler, schema: dict[str, Any]) -> None:
+    definition = definition_of(compiler, of_schema(schema))
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    texts = [random_text(definition, seed) for seed in range(20)]
+    documents = [json.loads(text) for text in texts if text is not None]
+    assert documents
+    assert [one for one in documents if not validator.is_valid(one)] == []
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r'^[^"]$', r"^[^\\]$", r'^[^"\\\n]$', r"^[\x00-\x1f]$", r"^[^a]$", r"^.$", r"^[^]\"]$"],
+)
+def test_sets_of_characters_match_quotes_as_python_does(
+    compiler: StructuredOutputCompiler, pattern: str
+) -> None:
+    definition = definition_of(compiler, of_schema({"type": "string", "pattern": pattern}))
+    for character in ('"', "\\", "/", "\n", "\x01", "a", "é"):
+        text = json.dumps(character, ensure_ascii=False)
+        assert accepts(definition, text) == bool(re.search(pattern, character)), character
+
+
+def test_only_sets_that_are_misread_change() -> None:
+    kept = r"^[a-z\]]+\[[^\s][\w.]{2}(a|\\)$"
+    assert without_nul(kept) == kept
+    assert without_nul(r'\[[^"]') == r'\[[[^"]&&[^\x00]]'
+    assert without_nul(r"\P{Po}") == r"[\P{Po}&&[^\x00]]"
+    # Without an end: the library refuses it.
+    assert without_nul("[^'\"](?:[^]") == "[^'\"](?:[^]"
+
+
+def test_the_search_for_a_keyword_ends(compiler: StructuredOutputCompiler) -> None:
+    """In a large schema a few parts of it are compiled, not one for each keyword."""
+    properties = {str(at): {"type": "string", "maxLength": at + 1} for at in range(400)}
+    schema = {"type": "object", "properties": {**properties, "x": {"not": {}}}}
+    assert refusal(compiler, schema) == (
+        "the keyword not at #/properties/x is not supported; remove it"
+    )
