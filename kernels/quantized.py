@@ -64,6 +64,16 @@ class QuantizedWeight:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.permutation, weight)
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """The float32 rows of the outputs `indices`, one-dimensional."""
+        rows = replace(
+            self,
+            values=self.values[indices],
+            scales=self.scales[indices],
+            offsets=self.offsets[indices],
+        )
+        return rows.dequantize()
+
     def regrouped(self, group_size: int) -> Self:
         """The same weight in smaller groups. ValueError if they do not divide the present ones."""
         if self.group_size % group_size:

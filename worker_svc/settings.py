@@ -64,6 +64,11 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of the weights; auto: that of the checkpoint."
     )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description="Rounds the weights of linear layers to 8 or 4 bits when the model is loaded; "
+        "on CPUs, for checkpoints of 16 or 32 bits.",
+    )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",
         description="Type of cached keys and values; auto: that of the model; fp8: 8 bits, with "

@@ -32,6 +32,12 @@ def test_a_permutation_names_the_input_of_each_column() -> None:
     assert weight.dequantize().equal(expected)
 
 
+def test_rows_of_some_outputs() -> None:
+    weight = small(permutation=torch.tensor([2, 0, 3, 1]))
+    indices = torch.tensor([1, 1, 0])
+    assert weight.rows(indices).equal(weight.dequantize()[indices])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

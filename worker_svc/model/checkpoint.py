@@ -37,9 +37,11 @@ def find_model(
         ) from error
 
 
-def model_fingerprint(folder: Path, dtype: str, weights: tuple[Path, ...]) -> bytes:
-    """SHA-256 over the canonical config.json, the dtype, and each weights file's name, size and
-    content.
+def model_fingerprint(
+    folder: Path, dtype: str, weights: tuple[Path, ...], quantization: str | None = None
+) -> bytes:
+    """SHA-256 over the canonical config.json, the dtype, each weights file's name, size and
+    content, and what the weights are rounded to.
 
     A file of up to 64 MiB is hashed whole; of a larger one the first megabyte, which contains the
     header of safetensors, and 32 evenly spaced samples of a megabyte, the last at its end.
@@ -48,6 +50,8 @@ def model_fingerprint(folder: Path, dtype: str, weights: tuple[Path, ...]) -> by
     parts = [json.dumps(config, sort_keys=True, separators=(",", ":")).encode(), dtype.encode()]
     for path in sorted(weights):
         parts += [path.name.encode(), str(path.stat().st_size).encode(), _content(path)]
+    if quantization is not None:
+        parts.append(f"quantization {quantization}".encode())
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -4,7 +4,7 @@ Any causal model of transformers can be served whose class supports the attentio
 whose only state is keys and values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprin
 from worker_svc.model.fused_forward import FusedForward
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.longrope import choose_longrope_factors, longrope_default
+from worker_svc.model.quantized.sources import WeightSources
 from worker_svc.model.split_forward import FinalStates, split_forward
 from worker_svc.settings import WrongSettingError, size_text
 
@@ -45,6 +46,8 @@ class LoadedModel:
     max_model_len: int
     fingerprint: bytes
     weights: tuple[Path, ...]  # safetensors files
+    # The layers whose weights are quantised in the checkpoint. Their own are NaN.
+    quantized: WeightSources = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
@@ -94,12 +97,16 @@ def load_model(
     device: torch.device,
     max_model_len: int | None,
     progress: LoadProgress | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
-    """Load a folder or, if there is none of that name, a model of the hub.
+    """Load a folder or, if there is none of that name, a model of the hub. The weights are those of
+    the checkpoint; `quantization` only checks that they can be rounded, and is a part of the
+    fingerprint.
 
     ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
-    `max_model_len` is larger than the model's own.
+    `max_model_len` is larger than the model's own, or a quantisation that is not possible.
     """
+    _check_quantization(quantization, device)
     progress = progress or LoadProgress()
     folder = find_model(model, revision, list(WEIGHTS_FILES), progress)
     weights = tuple(folder.glob("*.safetensors"))
@@ -129,7 +136,7 @@ def load_model(
         dtype=network.dtype,
         device=device,
         max_model_len=length,
-        fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights),
+        fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights, quantization),
         weights=weights,
     )
 
@@ -146,6 +153,14 @@ def find_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
     return torch.device(device)
+
+
+def _check_quantization(quantization: str | None, device: torch.device) -> None:
+    if quantization is not None and device.type != "cpu":
+        raise WrongSettingError(
+            f"--quantization: {quantization}, but there are no kernels for such weights on "
+            f"{device.type}; leave it out, or set --device=cpu"
+        )
 
 
 def _read_config(folder: Path) -> Any:

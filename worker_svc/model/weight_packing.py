@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,11 @@ def pack(
     if not implementation.is_cpp:
         return packed
     progress = progress or LoadProgress()
-    weights = _by_weight(network)
+    weights = modules_by_weight(network)
     for number, users in enumerate(weights):
         progress.count("packing weights", number, len(weights))
-        linears = [user for user in users if type(user) is nn.Linear]
-        embeddings = [user for user in users if _is_plain_embedding(user)]
+        linears = [user for user in users if is_unpacked(user)]
+        embeddings = [user for user in users if is_plain_embedding(user)]
         if not linears or linears[0].weight.dtype not in WEIGHT_DTYPES:
             continue
         if any(layer in kept for layer in linears):
@@ -41,18 +42,23 @@ def pack(
             continue
         weight = PackedWeight.of(linears[0].weight.detach(), implementation)
         for layer in linears:
-            bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
-            _set_forward(layer, PackedLinear(weight, bias))
+            set_forward(layer, packed_linear(layer, weight))
         packed["products"] += len(linears)
         if len(linears) + len(embeddings) == len(users):
             for embedding in embeddings:
-                _set_forward(embedding, weight.rows)
-            _free(users)
+                set_forward(embedding, weight.rows)
+            free_weight(users)
     _copy_mapped(network)
     for module in network.modules():
         if isinstance(module.forward, GatedMlp):
             packed["gated products"] += _join_gate(module, module.forward)
     return packed
+
+
+def packed_linear(layer: nn.Linear, weight: PackedWeight) -> PackedLinear:
+    """The forward pass of a linear layer whose weight was packed."""
+    bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+    return PackedLinear(weight, bias)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def _join_gate(module: nn.Module, mlp: GatedMlp) -> bool:
     if products is None:
         return False
     gate, up, down = products
-    _set_forward(module, PackedGatedMlp(gate, up, down, mlp.activation))
+    set_forward(module, PackedGatedMlp(gate, up, down, mlp.activation))
     return True
 
 
@@ -92,7 +98,7 @@ def products_of(*layers: nn.Module) -> list[PackedLinear] | None:
     return products if len(products) == len(layers) else None
 
 
-def _by_weight(network: nn.Module) -> list[list[nn.Module]]:
+def modules_by_weight(network: nn.Module) -> list[list[nn.Module]]:
     """The modules with weights, grouped by weight."""
     users: dict[Tensor, list[nn.Module]] = defaultdict(list)
     for module in network.modules():
@@ -102,15 +108,20 @@ def _by_weight(network: nn.Module) -> list[list[nn.Module]]:
     return list(users.values())
 
 
-def _is_plain_embedding(module: nn.Module) -> bool:
+def is_unpacked(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a plain linear layer that was not packed."""
+    return type(module) is nn.Linear and not isinstance(module.forward, PackedLinear)
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
-def _set_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def set_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
     module.forward = forward
 
 
-def _free(modules: list[nn.Module]) -> None:
+def free_weight(modules: list[nn.Module]) -> None:
     """Replace the weight of all of them by NaN of its shape, which takes no memory."""
     weight = modules[0].get_parameter("weight")
     nothing = weight.new_full((1, 1), torch.nan).expand(weight.shape)

@@ -26,6 +26,8 @@ from worker_svc.model.elementwise_fusion import fuse
 from worker_svc.model.fused_forward import fuse_forward
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.loading import LoadedModel, find_device, load_model
+from worker_svc.model.quantized.packing import pack_quantized, restore_weights
+from worker_svc.model.quantized.sources import rounded_weights
 from worker_svc.model.torch_compile import compile_model
 from worker_svc.model.weight_packing import pack
 from worker_svc.model.weight_readers import has_finite_logits, probe_weights
@@ -97,12 +99,12 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         settings.attention,
         settings.kernels,
     )
-    replaced = _replace_parts(model, implementation, progress)
+    replaced = _replace_parts(model, settings.quantization, implementation, progress)
     if replaced is None:
         log.warning("packed weights give logits that are not finite: the model keeps its own")
         del model
         model = _load_model(settings, device, progress)
-        replaced = Counter()
+        replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
     log.info("kernels", implementation=implementation, **replaced)
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
@@ -157,24 +159,53 @@ def _load_model(
 ) -> LoadedModel:
     assert settings.model is not None
     return load_model(
-        settings.model, settings.revision, settings.dtype, device, settings.max_model_len, progress
+        settings.model,
+        settings.revision,
+        settings.dtype,
+        device,
+        settings.max_model_len,
+        progress,
+        settings.quantization,
     )
 
 
+def _quantize(
+    model: LoadedModel,
+    quantization: str | None,
+    implementation: Implementation,
+    progress: LoadProgress,
+) -> Counter[str]:
+    """Give the model its quantised weights; return counts."""
+    sources = model.quantized
+    if quantization is not None:
+        kept = probe_weights(model.network).read_elsewhere
+        sources = rounded_weights(model.network, quantization, kept)
+    return pack_quantized(model.network, sources, implementation, progress)
+
+
 def _replace_parts(
-    model: LoadedModel, implementation: Implementation, progress: LoadProgress
+    model: LoadedModel,
+    quantization: str | None,
+    implementation: Implementation,
+    progress: LoadProgress,
 ) -> Counter[str] | None:
     """Replace parts of the model by faster ones; return counts. None if it has no finite logits
     any more: some code reads a weight in a way that the probe did not show."""
     network = model.network
+    quantized = _quantize(model, quantization, implementation, progress)
     if not implementation.is_cpp:
-        return fuse(network, implementation)
+        return quantized + fuse(network, implementation)
     probed = probe_weights(network)
+    if restored := restore_weights(probed.read_elsewhere):
+        quantized["restored weights"] = restored
+        probed = probe_weights(network)
     calls = record_layer_calls(network, implementation)
     replaced = fuse(network, implementation)
     replaced += pack(network, implementation, probed.read_elsewhere, progress)
     replaced += fuse_layers(calls) + fuse_forward(network, model.max_model_len)
-    return None if probed.is_finite and not has_finite_logits(network) else replaced
+    if probed.is_finite and not has_finite_logits(network):
+        return None
+    return quantized + replaced
 
 
 def _implementation(
