@@ -145,7 +145,7 @@ class Guidance:
             times.guided.append(self._timed_ms(guided))
         self._driver.release([*free, *guided])
         if failures := [row.failure for row in guided.values() if row.failure]:
-            raise RuntimeError(failures[0])
+            raise RuntimeError(failures[0].message)
         return times
 
     def _timed_ms(self, rows: Mapping[int, GuidedRow]) -> float:

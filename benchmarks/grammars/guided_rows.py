@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.plans import Admission, BlockMoves, Plan, StepOutput
@@ -28,7 +29,7 @@ class GuidedRow:
     # Output that it already has when it is admitted.
     output: list[int] = field(default_factory=list)
     temperature: float = 1.0
-    failure: str | None = None
+    failure: RowFailure | None = None
     stops: bool = True
 
     @property
@@ -118,8 +119,8 @@ class RowDriver:
             # Steps and rounds that were launched before go on after the end of a sequence.
             if not rows[index].has_ended:
                 rows[index].output.append(token_id)
-        for index, reason in output.failures.items():
-            rows[index].failure = reason
+        for index, failure in output.failures.items():
+            rows[index].failure = failure
 
     def _admission(self, index: int, row: GuidedRow, token_ids: Ints) -> Admission:
         block_size = self._loaded.identity.block_size

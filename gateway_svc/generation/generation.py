@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import structlog
 
 from gateway_svc.generation.choice import Choice, ChoiceUpdate, create_choices
-from gateway_svc.generation.prompt_field import with_prompt_field
+from gateway_svc.generation.error_fields import with_prompt_field
 from gateway_svc.generation.submission import PreparedRequest
 from gateway_svc.scheduler.events import (
     Accepted,

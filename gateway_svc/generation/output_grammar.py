@@ -25,7 +25,7 @@ async def build(
     request: GenerationRequest, model: Model, parsing: gateway_pb2.OutputParsing | None
 ) -> logits_pb2.Grammar | None:
     """None if the output is free. RequestError names the field that is refused."""
-    params, conversation = request.sampling_params, request.conversation
+    params, conversation, field = request.sampling_params, request.conversation, _TOOLS
     # The output of a forced call has no content, which a format is that of.
     if params.HasField("structured_output") and not output_parsing.is_forced(conversation):
         if chat_messages.offers_tools(conversation):
@@ -35,6 +35,7 @@ async def build(
                 "is set together with tools that the model may call; set tool_choice to none",
             )
         definition = await model.structured.compile(_FORMAT, params.structured_output)
+        field = f"{_FORMAT}.{params.structured_output.WhichOneof('format')}"
     elif output_parsing.is_guided(conversation) and parsing is not None:
         if params.ignore_eos:
             raise invalid(
@@ -45,12 +46,14 @@ async def build(
         definition = await _of_tools(conversation, model, parsing)
         if parsing.tool_format == HARMONY:
             # It has the reasoning, too.
-            return logits_pb2.Grammar(definition=definition)
+            return logits_pb2.Grammar(definition=definition, field=field)
     else:
         return None
     end = None if parsing is None else output_parsing.reasoning_end(parsing)
     begins_after: Sequence[int] = () if end is None else await model.encode(end, False)
-    return logits_pb2.Grammar(definition=definition, begins_after_token_ids=begins_after)
+    return logits_pb2.Grammar(
+        definition=definition, begins_after_token_ids=begins_after, field=field
+    )
 
 
 async def _of_tools(

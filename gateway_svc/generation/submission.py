@@ -19,8 +19,8 @@ from gateway_svc.generation import (
     validation,
 )
 from gateway_svc.generation.choice import Choice, create_choices
+from gateway_svc.generation.error_fields import prompt_field
 from gateway_svc.generation.field_checks import check_token_ids
-from gateway_svc.generation.prompt_field import prompt_field
 from gateway_svc.generation.truncation import num_kept_tokens
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.text.detokenizer import Detokenizer

@@ -8,6 +8,9 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
+from gateway_svc.http.bodies.structured import FORMAT_NAMES
+from gateway_svc.scheduler.events import EndedError
+from quire.internal.v1 import gateway_pb2
 from quire.service.errors import RequestError
 
 D = TypeVar("D", bound=Message)
@@ -79,6 +82,15 @@ def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpE
         # The header has whole seconds.
         retry_after_s = max(1, round(retry.retry_delay.ToTimedelta().total_seconds()))
     return HttpError(status, {"error": body}, retry_after_s)
+
+
+def format_names(error: RequestError) -> dict[str, str]:
+    """The client's names of the fields of a format, as stored with the request that has ended with
+    the error."""
+    if not isinstance(error, EndedError):
+        return {}
+    state = gateway_pb2.ResumeState.FromString(error.opaque)
+    return FORMAT_NAMES.get(state.http.format_field, {})
 
 
 def is_resumable(error: RequestError) -> bool:

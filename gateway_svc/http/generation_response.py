@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 from fastapi import Request, Response
 
-from gateway_svc.http.errors import to_http
+from gateway_svc.http.errors import format_names, to_http
 from gateway_svc.http.response_writer import KEEP_ALIVE_S, Receive, ResponseWriter, Send
 from quire.service.errors import RequestError
 
@@ -61,7 +61,7 @@ class GenerationResponse(Response):
         try:
             await self._run(writer)
         except RequestError as error:
-            failure = to_http(error, self._renamed)
+            failure = to_http(error, {**format_names(error), **(self._renamed or {})})
             if writer.has_started:
                 await writer.abort(failure.body)
             else:

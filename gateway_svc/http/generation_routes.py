@@ -171,5 +171,6 @@ def _state(
         continuous_usage=body.continuous_usage,
         return_token_ids=bool(body.return_token_ids),
         return_prompt_logprobs=body.prompt_logprobs is not None,
+        format_field=body.format_field,
         num_prompts=num_prompts,
     )

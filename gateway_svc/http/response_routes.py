@@ -69,6 +69,7 @@ class ResponseRoutes:
             num_prompts=1,
             response=orjson.dumps(body.response(self._service.served.name)),
             background=bool(body.background),
+            format_field="text",
         )
         updates = self._generations.run([body.message(request_id)], [state], tenant)
 

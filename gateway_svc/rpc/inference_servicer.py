@@ -1,14 +1,16 @@
 """`InferenceService`: generation, resumption and cancellation."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from gateway_svc.access.tenant import Tenant
+from gateway_svc.generation.error_fields import without_field
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.rpc import responses
 from gateway_svc.rpc.call_interceptor import Context
 from gateway_svc.rpc.deadlines import ended_at_deadline
+from gateway_svc.scheduler.events import EndedError
 from quire.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -62,7 +64,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with self._metrics.resumed_request() as times:
             async with self._until_deadline(context):
                 model = self._generations.served.get(None)
-                async with self._generations.resume(request, self._tenant_of(context)) as running:
+                async with (
+                    _without_field(),
+                    self._generations.resume(request, self._tenant_of(context)) as running,
+                ):
                     async for update in times.measure(running.updates()):
                         response = await responses.stream_response(
                             running, model, update, inference_pb2.ResumeGenerateResponse
@@ -77,3 +82,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _until_deadline(self, context: Context) -> AbstractAsyncContextManager[None]:
         return ended_at_deadline(context.time_remaining(), self._generations.scheduler.outages)
+
+
+@asynccontextmanager
+async def _without_field() -> AsyncIterator[None]:
+    """The error with which a resumed request ends may name a field that this call does not have."""
+    try:
+        yield
+    except EndedError as error:
+        raise without_field(error) from error

@@ -16,6 +16,7 @@ _END: Final = "<|quire: the format ends here|>"
 # The library's own limits, without texts of the parser's state in errors: they hold the output.
 _LIMITS: Final = LLParserLimits(verbose_errors=False)
 _QUIET: Final = 0
+_REJECTION: Final = "doesn't satisfy the grammar"
 # The library compiles recursively, and a rule within a rule takes 3 kB of the thread's stack: the
 # 13,000 rules of a format of 128 KiB would end the process with 8 MiB. Memory is used as needed.
 _STACK_BYTES: Final = 2**28
@@ -81,6 +82,12 @@ def compiler_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
     for one in started:
         one.result()
     return threads
+
+
+def is_rejection(error: str) -> bool:
+    """Whether a matcher's error says that a token does not follow the grammar, and not that the
+    library has reached a limit."""
+    return _REJECTION in error
 
 
 def first_line(error: object) -> str:

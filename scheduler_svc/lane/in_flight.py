@@ -1,12 +1,15 @@
 """FIFO of plans sent to the worker and not yet completed."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
 
+from grpc import StatusCode
+
 from quire.internal.v1 import worker_pb2
+from quire.service.errors import RequestError, failed, invalid
 from scheduler_svc.core.logprobs import ENTRY_BYTES, pack_logprobs
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import StepTiming
@@ -61,7 +64,7 @@ class CompletedStep:
     token_ids: list[int]
     # Packed, a string per token; no strings at all if no sequence requests any.
     logprobs: list[bytes] = field(default_factory=list)
-    failures: list[tuple[Sequence, str]] = field(default_factory=list)
+    failures: list[tuple[Sequence, RequestError]] = field(default_factory=list)
     # Of prompts: the index of the first token, and packed strings.
     prompt_logprobs: list[tuple[Sequence, int, bytes]] = field(default_factory=list)
     # Of sequences with look-ahead: their computed tokens.
@@ -125,7 +128,7 @@ def _completed(in_flight: InFlightStep, result: worker_pb2.StepResult) -> Comple
             in_flight, scheduled.sampling, token_ids, logprobs, [], prompt_logprobs, num_computed
         )
     running = dict(zip(scheduled.rows, scheduled.sequences, strict=True))
-    failures = {failure.row: failure.reason for failure in result.failures}
+    failures = {failure.row: _error(failure) for failure in result.failures}
     if not failures.keys() <= running.keys():
         raise LaneLost(f"the worker failed rows that step {step} did not run")
     _check_counts(in_flight, sampled_rows, failures)
@@ -138,14 +141,22 @@ def _completed(in_flight: InFlightStep, result: worker_pb2.StepResult) -> Comple
         [sequences[at] for at in valid],
         [token_ids[at] for at in valid],
         [logprobs[at] for at in valid] if logprobs else [],
-        [(running[row], reason) for row, reason in failures.items()],
+        [(running[row], error) for row, error in failures.items()],
         prompt_logprobs,
         num_computed,
     )
 
 
+def _error(failure: worker_pb2.RowFailure) -> RequestError:
+    """The error with which the request of a failed row ends."""
+    if failure.HasField("invalid_field"):
+        field = failure.invalid_field
+        return invalid(field.name, field.reason, failure.reason)
+    return failed(StatusCode.INTERNAL, "ROW_FAILED", failure.reason)
+
+
 def _check_counts(
-    in_flight: InFlightStep, sampled_rows: list[int], failures: Mapping[int, str]
+    in_flight: InFlightStep, sampled_rows: list[int], failures: Collection[int]
 ) -> None:
     """LaneLost unless each sampling row has as many tokens as rounds, or failed earlier. A row with
     look-ahead may have none, and that many more in each round."""
@@ -169,15 +180,15 @@ def _num_computed_tokens(
     if not (counts or result.lookahead_rows):
         return []
     places = [at for at, count in enumerate(counts) if count]
-    failed = {failure.row for failure in result.failures}
-    wanted = [scheduled.rows[at] for at in places if scheduled.rows[at] not in failed]
-    if [row for row in result.lookahead_rows if row not in failed] != wanted or len(
+    failing = {failure.row for failure in result.failures}
+    wanted = [scheduled.rows[at] for at in places if scheduled.rows[at] not in failing]
+    if [row for row in result.lookahead_rows if row not in failing] != wanted or len(
         result.lookahead_rows
     ) != len(result.num_computed_tokens):
         raise LaneLost(f"the worker's computed tokens of step {result.step} do not match its plan")
     running = dict(zip(scheduled.rows, scheduled.sequences, strict=True))
     reported = zip(result.lookahead_rows, result.num_computed_tokens, strict=True)
-    return [(running[row], count) for row, count in reported if row not in failed]
+    return [(running[row], count) for row, count in reported if row not in failing]
 
 
 def _logprobs(sequences: list[Sequence], result: worker_pb2.StepResult) -> list[bytes]:

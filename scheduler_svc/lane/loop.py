@@ -6,7 +6,7 @@ import time
 import structlog
 from grpc import StatusCode
 
-from quire.service.errors import failed
+from quire.service.errors import RequestError
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.view import Limits
 from scheduler_svc.lane.assignments import Assignments
@@ -291,8 +291,8 @@ class LaneLoop:
             self.quarantine.completed(completed.sequences)
             self._uncommitted.update(dict.fromkeys(append_tokens(completed)))
             correct_counts(completed, self.in_flight)
-            for sequence, reason in completed.failures:
-                self._fail(sequence, reason)
+            for sequence, error in completed.failures:
+                self._fail(sequence, error)
             busy_ns = times.preparing_ns + times.forward_ns + times.sampling_ns
             # A plan without rows, or with failed ones only, has no meaningful duration.
             if completed.token_ids:
@@ -308,8 +308,9 @@ class LaneLoop:
             stats.scheduling_s += time.perf_counter() - started
             self._hooks.step_completed(in_flight.timing(self._worker.incarnation, started))
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
+    def _fail(self, sequence: Sequence, error: RequestError) -> None:
         if sequence.group.error is None:
-            log.error("row failed", request=sequence.group.key.request_id, why=reason)
-        sequence.group.fail(failed(StatusCode.INTERNAL, "ROW_FAILED", reason))
+            report = log.error if error.code is StatusCode.INTERNAL else log.info
+            report("row failed", request=sequence.group.key.request_id, why=error.message)
+        sequence.group.fail(error)
         self._failed.append(sequence)

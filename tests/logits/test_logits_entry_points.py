@@ -15,6 +15,8 @@ from worker_driver import Sampling, worker_settings
 
 from worker_svc.logits.entry_points import load_processors
 from worker_svc.logits.pipeline import LogitsPipeline
+from worker_svc.plan.failures import InvalidField, RowFailure
+from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WrongSettingError
@@ -99,21 +101,67 @@ def test_arguments_of_a_processor_that_is_not_loaded_fail_their_row(package: Non
     processors = pipeline(5, own=load_processors("no_tokens"))
     params = LogitsParams(processor_args={"others": 3, "no_tokens": {"token_ids": []}})
     plan = changes([admission(3, params, [0]), admission(4, None, [0])])
-    assert processors.change_rows(plan) == {
-        3: "processor_args: the worker has no logits processor others (no_tokens)"
-    }
+    failure = RowFailure(
+        "names a logits processor that the worker does not have; it has: no_tokens",
+        InvalidField("sampling_params.processor_args.others", "UNKNOWN_PROCESSOR"),
+    )
+    assert processors.change_rows(plan) == {3: failure}
 
 
-def test_an_error_of_a_processor_fails_its_rows_and_no_others(package: None) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "KeyError: 'token_ids'"),
+        ({"token_ids": "x"}, "ValueError: .*'x'"),
+        ({"token_ids": [1, 5]}, "token_ids has an id that the model does not have"),
+    ],
+)
+def test_arguments_that_a_processor_refuses_fail_their_row(
+    package: None, arguments: dict[str, object], reason: str
+) -> None:
     processors = pipeline(5, own=load_processors("no_tokens"))
-    wrong = LogitsParams(processor_args={"no_tokens": {}})
-    outside = LogitsParams(processor_args={"no_tokens": {"token_ids": [7]}})
-    rows = [admission(0, wrong, [0]), admission(1, outside, [0], [1]), admission(2, None, [0])]
+    wrong = LogitsParams(processor_args={"no_tokens": arguments})
+    rows = [admission(0, wrong, [0]), admission(1, None, [0])]
+    [(row, failure)] = processors.change_rows(changes(rows)).items()
+    assert row == 0
+    assert re.fullmatch(f"is refused by the logits processor: {reason}", failure.message)
+    assert failure.invalid_field == InvalidField(
+        "sampling_params.processor_args.no_tokens", "INVALID_PROCESSOR_ARGS"
+    )
+
+
+class Failing:
+    """Fails in `admit` for prompts of one token, else in `apply`."""
+
+    needs_token_ids = False
+
+    def __init__(self, context: object) -> None:
+        pass
+
+    def admit(self, row: int, params: LogitsParams, token_ids: Ints, num_prompt: int) -> bool:
+        if num_prompt == 1:
+            raise KeyError("admit")
+        return num_prompt == 2
+
+    def release(self, row: int) -> None:
+        pass
+
+    def append(self, *arguments: object) -> None:
+        pass
+
+    def apply(self, *arguments: object) -> None:
+        raise KeyError("apply")
+
+
+def test_an_error_of_a_processor_fails_its_rows_and_no_others() -> None:
+    """Without arguments the request is not at fault."""
+    processors = pipeline(5, own={"failing": Failing})
+    params = LogitsParams(min_tokens=1)
+    rows = [admission(row, params, range(row + 1)) for row in range(3)]
     failures = processors.change_rows(changes(rows))
-    assert failures == {0: "the logits processor NoTokens failed: 'token_ids'"}
+    assert failures == {0: RowFailure("the logits processor Failing failed: 'admit'")}
     failures = processors.apply(torch.zeros(2, 5), np.array([1, 2]))
-    assert list(failures) == [1]
-    assert "NoTokens failed" in failures[1]
+    assert failures == {1: RowFailure("the logits processor Failing failed: 'apply'")}
     processors.change_rows(changes(released=[0, 1, 2]))
     assert not processors.changed(np.array([0, 1, 2])).any()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from quire.service.grammars import GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.grammar.compiler import load_grammars
+from worker_svc.plan.failures import InvalidField
 from worker_svc.plan.logits_params import Grammar, LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
@@ -33,6 +35,8 @@ LARKS = (
     'start: "true" | "tr" /[abc]{3}/ | /true [x-z]+/',
 )
 MAX_TOKENS = 24
+FIELD = Grammar.field
+DIGITS = TOKENIZER.encode("0123456789").ids
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +129,8 @@ def test_an_invalid_grammar_fails_its_row_alone(loaded: LoadedRunner) -> None:
     rows = [wrong, _row(1)]
     RowDriver(loaded).run(rows)
     assert rows[0].failure is not None
-    assert "grammar" in rows[0].failure
+    assert rows[0].failure.message.startswith("is refused: ")
+    assert rows[0].failure.invalid_field == InvalidField(Grammar.field, "INVALID_FORMAT")
     assert rows[1].failure is None
 
 
@@ -134,18 +139,94 @@ def test_a_grammar_without_a_stop_token_fails_at_its_end(loaded: LoadedRunner) -
     assert row.params is not None
     row.params = dataclasses.replace(row.params, stop_token_ids=np.empty(0, np.int64))
     RowDriver(loaded).run([row])
-    assert row.failure is None or row.failure.startswith("no token is possible")
+    if row.failure is not None:
+        assert row.failure.invalid_field == InvalidField(FIELD, "NO_POSSIBLE_TOKEN")
+
+
+def _contradicting(lark: str = "start: /[0-9]{3}/", **changes: Any) -> GuidedRow:
+    grammar = Grammar(LLMatcher.grammar_from_lark(lark))
+    params = LogitsParams(**{"stop_token_ids": STOPS, "grammar": grammar, **changes})
+    return GuidedRow(TOKENIZER.encode("prompt").ids, params, seed=1, max_tokens=MAX_TOKENS)
+
+
+# Of each, the output before it fails, the field that is named, and a part of the message.
+CONTRADICTIONS = {
+    "allowed": (
+        _contradicting(allowed_token_ids=np.array([*TOKENIZER.encode("xyz").ids, *STOPS])),
+        0,
+        InvalidField("sampling_params.allowed_token_ids.ids", "NO_POSSIBLE_TOKEN"),
+        "excludes together with the format of the output every token",
+    ),
+    "no end": (
+        _contradicting(allowed_token_ids=np.array(DIGITS)),
+        3,
+        InvalidField("sampling_params.allowed_token_ids.ids", "NO_POSSIBLE_TOKEN"),
+        "a format needs its tokens, and a stop token at its end",
+    ),
+    "bad words": (
+        _contradicting(
+            'start: "a" /[xy]/',
+            bad_words=tuple(np.array(TOKENIZER.encode(word).ids) for word in ("x", "y")),
+        ),
+        1,
+        InvalidField("sampling_params.bad_words", "NO_POSSIBLE_TOKEN"),
+        "excludes together with the format",
+    ),
+    "stop tokens": (
+        _contradicting('start: "a" /[0-9]/', stop_token_ids=np.array([*STOPS, *DIGITS])),
+        1,
+        InvalidField("sampling_params.stop_token_ids", "NO_POSSIBLE_TOKEN"),
+        "stop tokens are no part of a format",
+    ),
+    "limit": (
+        _contradicting('start: "a" (' + " | ".join(f'"{n} "' for n in range(3000)) + ")+"),
+        1,
+        InvalidField(FIELD, "FORMAT_TOO_COMPLEX"),
+        "reached a limit of the grammar library in the middle of the output",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["alone", "pipelined", "rounds"])
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_request_that_contradicts_itself_is_named_as_the_cause(
+    loaded: LoadedRunner, pipelined: LoadedRunner, name: str, kind: str
+) -> None:
+    row, num_tokens, field, message = CONTRADICTIONS[name]
+    row, neighbour = dataclasses.replace(row, output=[]), _row(1)
+    driver = RowDriver(pipelined if kind == "pipelined" else loaded)
+    driver.run([row, neighbour], num_rounds=4 if kind == "rounds" else 1)
+    assert row.failure is not None
+    assert row.failure.invalid_field == field
+    assert message in row.failure.message
+    assert len(row.output) == num_tokens or kind == "rounds"
+    assert neighbour.failure is None
+    assert neighbour.is_finished
+
+
+def test_a_limit_that_was_reached_elsewhere_is_the_same_failure(loaded: LoadedRunner) -> None:
+    """The worker that sampled the last token was lost before the next one."""
+    row, *_ = CONTRADICTIONS["limit"]
+    there = dataclasses.replace(row, output=[])
+    RowDriver(loaded).run([there])
+    again = dataclasses.replace(row, output=[*there.output])
+    RowDriver(loaded).run([again])
+    assert again.failure == there.failure
+
+
+@pytest.fixture(scope="module")
+def pipelined(loaded: LoadedRunner, folder: Path) -> LoadedRunner:
+    return dataclasses.replace(loaded, runner=_pipelined(folder))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pipelined_steps_give_the_same_tokens(
-    loaded: LoadedRunner, folder: Path, ahead: bool
+    loaded: LoadedRunner, pipelined: LoadedRunner, ahead: bool
 ) -> None:
     """A step samples after the tokens of the previous one, which is read later."""
     expected = _outputs(loaded, [_row(number) for number in range(8)])
-    queued = dataclasses.replace(loaded, runner=_pipelined(folder))
     rows = [_row(number) for number in range(8)]
-    driver = RowDriver(queued)
+    driver = RowDriver(pipelined)
     (driver.run_ahead if ahead else driver.run)(rows)
     assert [row.failure for row in rows] == [None] * 8
     assert [row.output for row in rows] == expected

@@ -66,7 +66,7 @@ def test_a_failing_seed_fails_its_row_alone() -> None:
     worker.run(admissions=[(0, [1, 2], 0, [1])], scheduled=[(0, 2)], seed=1)
     output = worker.run(admissions=[(1, [1, 2], 0, [2])], scheduled=[(0, 1), (1, 2)], seed=7)
     assert output.sampled_rows == [0]
-    assert "finite" in output.failures[1]
+    assert "finite" in output.failures[1].message
     # A plan that was already on its way schedules the row once more.
     again = worker.run(scheduled=[(0, 1), (1, 1)])
     assert (again.sampled_rows, list(again.failures)) == ([0], [1])

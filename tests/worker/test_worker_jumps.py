@@ -9,6 +9,7 @@ from worker_driver import Sampling, Sequence, admit, append, schedule, worker_se
 from quire.internal.v1 import logits_pb2, worker_pb2
 from worker_svc.logits import built_in
 from worker_svc.logits.processor import ProcessorContext
+from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.jumps import jump
 from worker_svc.plan.logits_params import LogitsParams
@@ -109,9 +110,9 @@ def test_a_row_computes_what_jumps_have_added(rows, scheduled, lookahead, budget
 
 def test_failed_rows_do_not_run():
     made = tables((8, 4, 2), (8, 4, 2))
-    made.fail(0, "broken")
+    made.fail(0, RowFailure("broken"))
     found, counts, failures = made.runnable(plan((1, 1), (8, 8)))
-    assert (found.tolist(), counts.tolist(), failures) == ([1], [4], {0: "broken"})
+    assert (found.tolist(), counts.tolist(), failures) == ([1], [4], {0: RowFailure("broken")})
 
 
 def test_a_jump_ends_at_its_look_ahead_and_at_the_length_of_the_model():

@@ -7,7 +7,8 @@ from worker_driver import Sampling, Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
 from quire.internal.v1.logits_pb2 import LogitsParams
-from worker_svc.plan.plans import NO_POSSIBLE_TOKEN_REASON, PlanError, StepOutput, plan_from_proto
+from worker_svc.plan.failures import InvalidField, RowFailure
+from worker_svc.plan.plans import PlanError, StepOutput, plan_from_proto
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import StepRunner
 
@@ -102,9 +103,22 @@ def test_processed_log_probabilities_are_those_of_changed_logits(runner: StepRun
 def test_a_row_without_a_possible_token_fails_with_this_reason(runner: StepRunner) -> None:
     nothing = LogitsParams(bias_token_ids=range(VOCAB_SIZE), biases=[float("-inf")] * VOCAB_SIZE)
     output = run(runner, prompts({0: nothing}))
-    assert output.failures == {0: NO_POSSIBLE_TOKEN_REASON}
+    assert output.failures == {0: RowFailure("no token is possible")}
     assert output.sampled_rows == [1, 2]
-    assert run(runner, decode(2, 0, 1)).failures == {0: NO_POSSIBLE_TOKEN_REASON}
+    assert run(runner, decode(2, 0, 1)).failures == output.failures
+
+
+def test_fields_that_exclude_every_token_together_are_named(runner: StepRunner) -> None:
+    together = LogitsParams(
+        allowed_token_ids=[4, 5], bad_words_token_ids=[4, 5], bad_words_lengths=[1, 1]
+    )
+    failure = RowFailure(
+        "excludes together with bad_words every token with which the output could go on",
+        InvalidField("sampling_params.allowed_token_ids.ids", "NO_POSSIBLE_TOKEN"),
+    )
+    output = run(runner, prompts({1: together}))
+    assert output.failures == {1: failure}
+    assert output.sampled_rows == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_a_row_that_fails_fails_in_the_steps_behind_it_too(
     ]
     results = [step.output() for step in launched]
     assert [list(result.failures) for result in results] == [[0]] * 3
-    assert ["finite" in result.failures[0] for result in results] == [True] * 3
+    assert ["finite" in result.failures[0].message for result in results] == [True] * 3
     assert [result.sampled_rows for result in results] == [[1]] * 3
     assert all(0 <= result.sampled_token_ids[0] < VOCAB_SIZE for result in results)
 

@@ -6,10 +6,7 @@ ids that are still being sampled are filled in on the device.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,26 +25,18 @@ from worker_svc.gpu.device_inputs import (
     sampling_arrays,
 )
 from worker_svc.gpu.host_tokens import HostTokens
+from worker_svc.gpu.launched_step import EXCLUDED, LaunchedStep, StepEvents
 from worker_svc.gpu.staging import Staging
-from worker_svc.gpu.streams import Event, PendingCopies, Streams
+from worker_svc.gpu.streams import Streams
 from worker_svc.logits.pipeline import LogitsPipeline
+from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import lookahead_rows
-from worker_svc.plan.logprobs import Logprobs
-from worker_svc.plan.plans import (
-    NO_POSSIBLE_TOKEN_REASON,
-    NO_TOKEN_REASON,
-    Plan,
-    StepOutput,
-    StepTimes,
-)
-from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
+from worker_svc.plan.plans import Plan, StepOutput
+from worker_svc.plan.prompt_logprobs import PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, no_op
-
-# In place of a token, as NO_TOKEN: the logits were changed so that no token is possible.
-_EXCLUDED: Final = -2
 
 
 class PipelinedRunner:
@@ -109,8 +98,8 @@ class PipelinedRunner:
         num_logprobs = tables.num_logprobs[sampled_rows]
         results: Sequence[Tensor] = [sampling.sampling_rows]  # empty
         if logits is not None and len(sampled_rows):
-            described, reasons = self._change(logits, sampling, sampled_rows)
-            failures |= reasons
+            described, failed = self._change(logits, sampling, sampled_rows)
+            failures |= failed
             results = self._sample(
                 logits, described, forward_inputs, sampling, sampled_rows, num_logprobs
             )
@@ -118,18 +107,20 @@ class PipelinedRunner:
         tables.advance(rows, inputs.seq_lens)
         tables.append_placeholder(sampled_rows)
         copies = self._streams.fetch([*results, *of_prompt])
-        return _LaunchedStep(
-            self,
-            plan,
-            launched_ns,
-            _StepEvents(before, began, prepared, forwarded, self._ended),
-            sampled_rows,
-            num_logprobs,
-            targets,
-            {row: int(tables.num_computed_tokens[row]) for row in lookahead_rows(plan)},
-            copies,
-            failures,
-            self.host_tokens.add(sampled_rows, copies),
+        return LaunchedStep(
+            plan=plan,
+            launched_ns=launched_ns,
+            events=StepEvents(before, began, prepared, forwarded, self._ended),
+            sampling=sampled_rows,
+            num_logprobs=num_logprobs,
+            targets=targets,
+            seq_lens={row: int(tables.num_computed_tokens[row]) for row in lookahead_rows(plan)},
+            results=copies,
+            failures=failures,
+            exclusions=self._processors.exclusions(sampled_rows),
+            host_tokens=self.host_tokens,
+            number=self.host_tokens.add(sampled_rows, copies),
+            on_finished=self._finished,
         )
 
     def clear(self) -> None:
@@ -139,10 +130,13 @@ class PipelinedRunner:
         self._tables.clear()
         self._processors.clear()
 
-    def _fail(self, reasons: dict[int, str]) -> dict[int, str]:
-        for row, reason in reasons.items():
-            self._tables.fail(row, reason)
-        return reasons
+    def _finished(self, step: int) -> None:
+        self.last_finished_step = step
+
+    def _fail(self, failures: dict[int, RowFailure]) -> dict[int, RowFailure]:
+        for row, failure in failures.items():
+            self._tables.fail(row, failure)
+        return failures
 
     def _stage(
         self,
@@ -209,9 +203,9 @@ class PipelinedRunner:
 
     def _change(
         self, logits: Tensor, sampling: SamplingInputs, rows: Ints
-    ) -> tuple[Tensor | None, dict[int, str]]:
+    ) -> tuple[Tensor | None, dict[int, RowFailure]]:
         """Change the logits of the rows that sample, in place. Returns the lines that
-        log-probabilities describe, before or after the change, and the reasons of failing rows.
+        log-probabilities describe, before or after the change, and the failing rows.
 
         Waits for the tokens of earlier steps if a processor needs them on the host. The device has
         the forward pass of this step to do meanwhile.
@@ -221,12 +215,12 @@ class PipelinedRunner:
         described = None
         if len(sampling.logprob_indices):
             described = logits.index_select(0, sampling.logprob_indices)
-        reasons = self._fail(self._processors.apply(logits, rows))
+        failures = self._fail(self._processors.apply(logits, rows))
         if described is not None and len(sampling.processed_lines):
             changed = logits.index_select(0, sampling.processed_lines)
             described.index_copy_(0, sampling.processed_indices, changed)
         self._processors.apply_typical_p(logits, rows)
-        return described, reasons
+        return described, failures
 
     def _sample(
         self,
@@ -246,7 +240,7 @@ class PipelinedRunner:
         tokens = sample(logits, sampling.params, implementation=self._implementation)
         if len(self._processors.changed(rows)):
             excluded = (tokens == NO_TOKEN) & (logits == float("-inf")).all(-1)
-            tokens = tokens.masked_fill(excluded, _EXCLUDED)
+            tokens = tokens.masked_fill(excluded, EXCLUDED)
         last = forward_inputs.input_ids.index_select(0, sampling.logits_indices)
         tokens = torch.where(last < 0, last, tokens)
         self._forward.write_last_tokens(sampling.sampling_rows, tokens)
@@ -260,81 +254,3 @@ class PipelinedRunner:
             implementation=self._implementation,
         )
         return [tokens, entries.token_ids, entries.logprobs, entries.ranks]
-
-
-@dataclass(frozen=True)
-class _StepEvents:
-    """Events of a step on the device."""
-
-    before: Event  # the end of the previous step
-    began: Event
-    prepared: Event
-    forwarded: Event
-    ended: Event
-
-    def times(self, known_ns: int) -> StepTimes:
-        """`known_ns` is the time from the plan's arrival to its launch."""
-        waiting_ns = self.before.elapsed_ns(self.began)
-        return StepTimes(
-            waiting_ns=waiting_ns,
-            preparing_ns=self.began.elapsed_ns(self.prepared),
-            forward_ns=self.prepared.elapsed_ns(self.forwarded),
-            sampling_ns=self.forwarded.elapsed_ns(self.ended),
-            starting_ns=min(waiting_ns, known_ns),
-        )
-
-
-@dataclass(frozen=True)
-class _LaunchedStep:
-    """A step that was queued on the device."""
-
-    runner: PipelinedRunner
-    plan: Plan
-    launched_ns: int
-    events: _StepEvents
-    sampling: Ints  # rows
-    num_logprobs: Ints  # per sampling row
-    targets: PromptTargets | None
-    seq_lens: dict[int, int]  # of rows with look-ahead: their computed tokens
-    results: PendingCopies
-    failures: dict[int, str]  # that were known when it was launched
-    number: int  # in HostTokens
-
-    def is_ready(self) -> bool:
-        return self.results.is_ready()
-
-    def output(self) -> StepOutput:
-        arrays = self.results.arrays()
-        prompt = None
-        if self.targets is not None:
-            *arrays, token_ids, logprobs, ranks = arrays
-            prompt = PromptLogprobs.pack(self.targets, token_ids, logprobs, ranks)
-        self.runner.host_tokens.read(self.number)
-        token_ids = arrays[0]
-        valid = token_ids >= 0
-        failures = dict(self.failures)
-        if prompt is not None:
-            failures |= dict.fromkeys(prompt.failing_rows, NO_TOKEN_REASON)
-        for row, code in zip(self.sampling[~valid].tolist(), token_ids[~valid], strict=True):
-            reason = NO_POSSIBLE_TOKEN_REASON if code == _EXCLUDED else NO_TOKEN_REASON
-            failures.setdefault(row, reason)
-        if failures:
-            valid &= ~np.isin(self.sampling, list(failures))
-        rows, num_logprobs = self.sampling[valid], self.num_logprobs[valid]
-        entries = None
-        if num_logprobs.any():
-            kept = valid[self.num_logprobs > 0]
-            entries = Logprobs.pack(num_logprobs, *(array[kept] for array in arrays[1:]))
-        self.runner.last_finished_step = self.plan.step
-        # No row jumps: the lengths of the next step were needed before its tokens were known.
-        lookahead = [row for row in lookahead_rows(self.plan) if row not in failures]
-        return StepOutput(
-            sampled_rows=rows.tolist(),
-            sampled_token_ids=token_ids[valid].tolist(),
-            times=self.events.times(max(0, self.launched_ns - self.plan.arrived_ns)),
-            logprobs=entries,
-            failures=failures,
-            prompt_logprobs=prompt,
-            lookahead_rows=lookahead,
-            num_computed_tokens=[self.seq_lens[row] for row in lookahead],
-        )

@@ -63,6 +63,9 @@ class TokenMasks:
             row.error = row.matcher.get_error()
             mask[:] = 0
             return
+        is_changed = False
         for token_id in row.stop_token_ids:
             word, bit = token_id // _WORD, 1 << token_id % _WORD
+            is_changed |= bool(int(mask[word]) & bit)
             mask[word] = int(mask[word]) | bit if may_end else int(mask[word]) & ~bit
+        row.is_stopped = is_changed and not mask.any()

@@ -28,6 +28,9 @@ def make_pipeline(
     context: ProcessorContext, own: Mapping[str, ProcessorFactory] | None = None
 ) -> LogitsPipeline:
     """The built-in processors, then a worker's own ones, by name."""
-    own = own or {}
-    processors = [make(context) for make in (*_BUILT_IN, *own.values())]
-    return LogitsPipeline(processors, TypicalP(context), context.max_num_seqs, frozenset(own))
+    return LogitsPipeline(
+        [make(context) for make in _BUILT_IN],
+        TypicalP(context),
+        context.max_num_seqs,
+        {name: make(context) for name, make in (own or {}).items()},
+    )

@@ -1,6 +1,6 @@
 """The logits processors in their order, and the rows that each of them changes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -9,9 +9,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.logits.processor import ForcingProcessor, LogitsError, LogitsProcessor
+from worker_svc.logits.exclusions import no_possible_token, processor_args_field
+from worker_svc.logits.processor import (
+    FailedRows,
+    ForcingProcessor,
+    LogitsError,
+    LogitsProcessor,
+)
 from worker_svc.logits.typical_p import TypicalP
+from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.inputs import Ints
+from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.plans import Admission, Plan
 
 log = structlog.get_logger()
@@ -30,32 +38,36 @@ class LogitsPipeline:
         processors: Sequence[LogitsProcessor],
         typical_p: TypicalP,
         max_num_seqs: int,
-        own_names: frozenset[str] = frozenset(),
+        own: Mapping[str, LogitsProcessor] | None = None,
     ) -> None:
-        """`own_names` are those by which requests may have arguments for a processor."""
-        self._processors = tuple(processors)
+        """`own` come last; requests may have arguments for them by name."""
+        own = own or {}
+        self._processors = (*processors, *own.values())
         self._typical_p = typical_p
-        self._own_names = own_names
-        self._on_host = np.array([each.needs_token_ids for each in processors], bool)
+        # Names of own processors by index.
+        self._own_names = dict(enumerate(own, len(processors)))
+        self._on_host = np.array([each.needs_token_ids for each in self._processors], bool)
         # Whether a processor changes a row.
-        self._changes = np.zeros((len(processors), max_num_seqs), bool)
+        self._changes = np.zeros((len(self._processors), max_num_seqs), bool)
         self._has_work = False  # whether any row is changed
+        # Of the rows that are changed: the failure, should no token be possible.
+        self._exclusions: dict[int, RowFailure] = {}
         self._num_releases = np.zeros(max_num_seqs, np.int64)  # of each row
         self._forcing = [
             (index, processor)
-            for index, processor in enumerate(processors)
+            for index, processor in enumerate(self._processors)
             if isinstance(processor, ForcingProcessor)
         ]
 
-    def change_rows(self, plan: Plan) -> dict[int, str]:
-        """Release and admit rows, as the tables do. The reasons of failing rows."""
+    def change_rows(self, plan: Plan) -> dict[int, RowFailure]:
+        """Release and admit rows, as the tables do. The failing rows."""
         for row in plan.released_rows.tolist():
             self._release(row)
         failures = {}
         for admission in plan.admissions:
-            reason = self._admit(admission)
-            if reason is not None:
-                failures[admission.row] = reason
+            failure = self._admit(admission)
+            if failure is not None:
+                failures[admission.row] = failure
         return failures
 
     def clear(self) -> None:
@@ -73,9 +85,13 @@ class LogitsPipeline:
         """Whether `apply` needs the tokens of these rows on the host."""
         return bool(self._has_work and self._changes[self._on_host][:, rows].any())
 
-    def apply(self, logits: Tensor, rows: Ints) -> dict[int, str]:
-        """Change logits in place; line i is that of `rows[i]`. The reasons of failing rows."""
-        failures: dict[int, str] = {}
+    def exclusions(self, rows: Ints) -> dict[int, RowFailure]:
+        """The failures of the changed ones of these rows, should no token be possible in them."""
+        return {row: self._exclusions[row] for row in rows[self.changed(rows)].tolist()}
+
+    def apply(self, logits: Tensor, rows: Ints) -> dict[int, RowFailure]:
+        """Change logits in place; line i is that of `rows[i]`. The failing rows."""
+        failures: dict[int, RowFailure] = {}
         if not self._has_work:
             return failures
         for processor, changes in zip(self._processors, self._changes[:, rows], strict=True):
@@ -84,9 +100,11 @@ class LogitsPipeline:
                 continue
             try:
                 processor.apply(logits, lines, rows[lines])
+            except FailedRows as error:
+                failures |= error.failures
             except Exception as error:
-                reason = _reason(processor, error)
-                failures.update(dict.fromkeys(rows[lines].tolist(), reason))
+                failure = _unexpected(processor, error)
+                failures |= dict.fromkeys(rows[lines].tolist(), failure)
         return failures
 
     def apply_typical_p(self, logits: Tensor, rows: Ints) -> None:
@@ -131,27 +149,55 @@ class LogitsPipeline:
             if processor.needs_token_ids == on_host and len(lines := changes.nonzero()[0]):
                 processor.append(token_ids, lines, rows[lines])
 
-    def _admit(self, admission: Admission) -> str | None:
-        """The reason why the row fails, if it does."""
+    def _own_changes(self, row: int) -> list[str]:
+        """The names of own processors that change a row."""
+        return [name for index, name in self._own_names.items() if self._changes[index, row]]
+
+    def _admit(self, admission: Admission) -> RowFailure | None:
+        """Why the row fails, if it does."""
         row, params = admission.row, admission.logits_params
         if params is None:
             return None
-        reason = None
-        if unknown := sorted(params.processor_args.keys() - self._own_names):
-            known = ", ".join(sorted(self._own_names)) or "none"
-            reason = f"processor_args: the worker has no logits processor {unknown[0]} ({known})"
+        failure = self._unknown_args(params)
         self._typical_p.admit(row, admission.temperature, params.typical_p)
         for index, processor in enumerate(self._processors):
             try:
                 self._changes[index, row] = processor.admit(
                     row, params, admission.token_ids, admission.num_prompt_tokens
                 )
-            except LogitsError as error:
-                reason = str(error)
             except Exception as error:
-                reason = _reason(processor, error)
-        self._has_work = bool(self._changes.any())
-        return reason
+                failure = failure or self._refusal(index, params, error)
+        if self._changes[:, row].any():
+            self._has_work = True
+            self._exclusions[row] = no_possible_token(params, self._own_changes(row))
+        return failure
+
+    def _unknown_args(self, params: LogitsParams) -> RowFailure | None:
+        """The failure of arguments for a processor that is not loaded."""
+        unknown = sorted(params.processor_args.keys() - self._own_names.values())
+        if not unknown:
+            return None
+        known = ", ".join(sorted(self._own_names.values())) or "none"
+        return RowFailure(
+            f"names a logits processor that the worker does not have; it has: {known}",
+            InvalidField(processor_args_field(unknown[0]), "UNKNOWN_PROCESSOR"),
+        )
+
+    def _refusal(self, index: int, params: LogitsParams, error: Exception) -> RowFailure:
+        """The failure of a row that a processor has not admitted. An own processor's arguments are
+        the only part of a request that it reads, so they are at fault."""
+        name = self._own_names.get(index)
+        if name is None or name not in params.processor_args:
+            if isinstance(error, LogitsError):
+                return error.failure
+            return _unexpected(self._processors[index], error)
+        is_expected = isinstance(error, LogitsError)
+        reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        log.warning("a logits processor refuses its arguments", processor=name, exc_info=error)
+        return RowFailure(
+            f"is refused by the logits processor: {reason}",
+            InvalidField(processor_args_field(name), "INVALID_PROCESSOR_ARGS"),
+        )
 
     def _release(self, row: int) -> None:
         self._num_releases[row] += 1
@@ -161,11 +207,12 @@ class LogitsPipeline:
             for index in changes.nonzero()[0].tolist():
                 self._processors[index].release(row)
             changes[:] = False
+            del self._exclusions[row]
             self._has_work = bool(self._changes.any())
 
 
-def _reason(processor: LogitsProcessor, error: Exception) -> str:
+def _unexpected(processor: LogitsProcessor, error: Exception) -> RowFailure:
     """Log an unexpected error of a processor."""
     name = type(processor).__name__
-    log.exception("a logits processor failed", processor=name)
-    return f"the logits processor {name} failed: {error}"
+    log.error("a logits processor failed", processor=name, exc_info=error)
+    return RowFailure(f"the logits processor {name} failed: {error}")

@@ -1,6 +1,6 @@
 """The interface of logits processors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,13 +10,27 @@ from torch import Tensor
 
 from kernels.dispatch import Implementation
 from worker_svc.grammar.compiler import GrammarCompiler
+from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 
 
 class LogitsError(ValueError):
-    """A sequence whose logits cannot be changed as requested; the message is the reason with which
-    it fails."""
+    """A sequence whose logits cannot be changed as requested; the message is for its client."""
+
+    def __init__(self, message: str, invalid_field: InvalidField | None = None) -> None:
+        """For a processor that a package brings, the field is that of its arguments."""
+        super().__init__(message)
+        self.failure = RowFailure(message, invalid_field)
+
+
+class FailedRows(Exception):
+    """Rows that fail in `apply`, while the logits of the others were changed."""
+
+    def __init__(self, failures: Mapping[int, RowFailure]) -> None:
+        """`failures` by row."""
+        super().__init__(f"rows {sorted(failures)} failed")
+        self.failures = failures
 
 
 @dataclass(frozen=True)
@@ -81,5 +95,6 @@ class LogitsProcessor(Protocol):
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
         """Change `logits` (float32 `[num_lines, vocab_size]`, on the device) in place: line
-        `lines[i]` is that of row `rows[i]`. Lines are in ascending order, and all are different."""
+        `lines[i]` is that of row `rows[i]`. Lines are in ascending order, and all are different.
+        FailedRows if some cannot go on."""
         ...

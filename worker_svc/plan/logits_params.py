@@ -28,6 +28,7 @@ class Grammar:
 
     definition: str  # as the grammar library reads it
     begins_after_token_ids: tuple[int, ...] = ()  # the output is free up to these; empty: guided
+    field: str = "sampling_params.structured_output"  # the request's, as errors name it
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class LogitsParams:
         if self.grammar is not None:
             message.grammar.definition = self.grammar.definition
             message.grammar.begins_after_token_ids.extend(self.grammar.begins_after_token_ids)
+            message.grammar.field = self.grammar.field
         if self.processor_args:
             message.processor_args.update(dict(self.processor_args))
         return message.SerializeToString(deterministic=True)
@@ -107,4 +109,6 @@ def _grammar(message: logits_pb2.LogitsParams) -> Grammar | None:
     if not message.HasField("grammar"):
         return None
     found = message.grammar
-    return Grammar(found.definition, tuple(found.begins_after_token_ids))
+    begins_after = tuple(found.begins_after_token_ids)
+    # Requests recorded by an older version have no field.
+    return Grammar(found.definition, begins_after, found.field or Grammar.field)

@@ -11,15 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.internal.v1 import worker_pb2
+from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.prompt_logprobs import PromptLogprobs
-
-NO_TOKEN_REASON: Final = "the model gave logits that are not finite numbers"
-NO_POSSIBLE_TOKEN_REASON: Final = (
-    "no token is possible: the request's parameters together exclude all of them"
-)
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ class StepOutput:
     sampled_token_ids: list[int]
     times: StepTimes
     logprobs: Logprobs | None = None  # None where no sampled row requests any
-    failures: dict[int, str] = field(default_factory=dict)  # reason by row
+    failures: dict[int, RowFailure] = field(default_factory=dict)  # by row
     prompt_logprobs: PromptLogprobs | None = None  # None where no row computed any
     # Scheduled rows with look-ahead, and how many of their tokens are computed.
     lookahead_rows: list[int] = field(default_factory=list)
@@ -212,9 +208,7 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
         sampled_rows=output.sampled_rows,
         sampled_token_ids=output.sampled_token_ids,
         logprobs=None if output.logprobs is None else output.logprobs.to_proto(),
-        failures=[
-            worker_pb2.RowFailure(row=row, reason=reason) for row, reason in output.failures.items()
-        ],
+        failures=[failure.to_proto(row) for row, failure in output.failures.items()],
         times=worker_pb2.StepTimes(**vars(output.times)),
         prompt_logprobs=(
             None if output.prompt_logprobs is None else output.prompt_logprobs.to_proto()

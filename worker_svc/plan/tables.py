@@ -5,6 +5,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
 from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plan.plans import Admission, BlockAppend, Plan, PlanError
@@ -48,7 +49,7 @@ class RowTables:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.processed_logprobs = np.zeros(max_num_seqs, bool)
-        self.failures: dict[int, str] = {}  # reason by failed row
+        self.failures: dict[int, RowFailure] = {}  # by failed row
         self._buffers = InputBuffers(max_num_seqs, max_num_batched_tokens)
 
     @property
@@ -77,7 +78,7 @@ class RowTables:
         for row in self.num_tokens.nonzero()[0].tolist():
             self._release(row)
 
-    def without_failed(self, plan: Plan) -> tuple[Ints, Ints, dict[int, str]]:
+    def without_failed(self, plan: Plan) -> tuple[Ints, Ints, dict[int, RowFailure]]:
         """The scheduled rows that have not failed, their token counts, and the failed ones."""
         if not self.failures:
             return plan.rows, plan.num_scheduled_tokens, {}
@@ -85,7 +86,7 @@ class RowTables:
         running = ~np.isin(plan.rows, list(failures))
         return plan.rows[running], plan.num_scheduled_tokens[running], failures
 
-    def runnable(self, plan: Plan) -> tuple[Ints, Ints, dict[int, str]]:
+    def runnable(self, plan: Plan) -> tuple[Ints, Ints, dict[int, RowFailure]]:
         """As `without_failed`, with the tokens that rows with look-ahead compute now: after jumps
         that the scheduler did not know, as many as their blocks and the batch have room for. Rows
         that have no room at all are left out."""
@@ -166,9 +167,9 @@ class RowTables:
             raise PlanError(f"row {row}: {num_computed} of {self.num_tokens[row]} tokens computed")
         self.num_computed_tokens[row] = num_computed
 
-    def fail(self, row: int, reason: str) -> None:
+    def fail(self, row: int, failure: RowFailure) -> None:
         """Mark a row as failed until it is released."""
-        self.failures[row] = reason
+        self.failures[row] = failure
 
     def _release(self, row: int) -> None:
         self._require_held(row)

@@ -10,22 +10,18 @@ from torch import Tensor
 
 from kernels.attention import PagedBatch
 from kernels.dispatch import Implementation
-from kernels.sampling import NO_TOKEN, SamplingTensors, sample, token_logprobs
+from kernels.sampling import NO_TOKEN as NO_TOKEN_ID
+from kernels.sampling import SamplingTensors, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel
 from worker_svc.model.split_forward import FinalStates
+from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import jump
 from worker_svc.plan.logprobs import Logprobs
-from worker_svc.plan.plans import (
-    NO_POSSIBLE_TOKEN_REASON,
-    NO_TOKEN_REASON,
-    Plan,
-    StepOutput,
-    StepTimes,
-)
+from worker_svc.plan.plans import Plan, StepOutput, StepTimes
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.prompt_slices import prompt_logprobs
@@ -74,7 +70,7 @@ class Runner:
         prepared_ns = time.monotonic_ns()
         logits, prompt = self._forward(inputs, rows, before_blocking)
         if prompt is not None:
-            self._fail(dict.fromkeys(prompt.failing_rows, NO_TOKEN_REASON), failures)
+            self._fail(dict.fromkeys(prompt.failing_rows, NO_TOKEN), failures)
         forwarded_ns = time.monotonic_ns()
         sampling, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
         jumps = jump(plan, self._tables, sampling, self._processors.forced_tokens)
@@ -104,8 +100,8 @@ class Runner:
 
     def _apply(self, plan: Plan, before_blocking: Callback) -> None:
         self._tables.apply(plan)
-        for row, reason in self._processors.change_rows(plan).items():
-            self._tables.fail(row, reason)
+        for row, failure in self._processors.change_rows(plan).items():
+            self._tables.fail(row, failure)
         if plan.moves_blocks:
             before_blocking()
             self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
@@ -154,7 +150,7 @@ class Runner:
         return PromptLogprobs.pack(targets, *(tensor.cpu().numpy() for tensor in arrays))
 
     def _sample(
-        self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, str]
+        self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, RowFailure]
     ) -> tuple[Ints, Ints, Logprobs | None]:
         """Change the logits, sample, add failing rows to `failures`, and write the tokens into the
         table."""
@@ -165,8 +161,8 @@ class Runner:
         described = self._change(logits, sampling, num_logprobs.nonzero()[0], failures)
         tokens = sample(logits, self._params(sampling), implementation=self._implementation)
         token_ids = tokens.cpu().numpy()
-        valid = token_ids != NO_TOKEN
-        self._fail(self._reasons(logits, sampling, valid), failures)
+        valid = token_ids != NO_TOKEN_ID
+        self._fail(self._without_token(logits, sampling, valid), failures)
         if failures:
             valid &= ~np.isin(sampling, list(failures))
         self._processors.append_on_device(sampling, tokens)
@@ -179,7 +175,7 @@ class Runner:
         return sampling, token_ids, logprobs
 
     def _change(
-        self, logits: Tensor, rows: Ints, asked: Ints, failures: dict[int, str]
+        self, logits: Tensor, rows: Ints, asked: Ints, failures: dict[int, RowFailure]
     ) -> Tensor | None:
         """Change logits in place. Returns the lines that log-probabilities describe, of the rows
         at the indices `asked`, before or after the change; None if there are none."""
@@ -193,20 +189,23 @@ class Runner:
         self._processors.apply_typical_p(logits, rows)
         return described
 
-    def _reasons(self, logits: Tensor, rows: Ints, valid: NDArray[np.bool_]) -> dict[int, str]:
+    def _without_token(
+        self, logits: Tensor, rows: Ints, valid: NDArray[np.bool_]
+    ) -> dict[int, RowFailure]:
         """Why the rows without a token have none."""
         if valid.all():
             return {}
         failed = (~valid).nonzero()[0]
-        changed = np.isin(failed, self._processors.changed(rows))
-        excluded = (logits[self._tensor(failed)] == float("-inf")).all(-1).cpu().numpy() & changed
-        reasons = np.where(excluded, NO_POSSIBLE_TOKEN_REASON, NO_TOKEN_REASON)
-        return dict(zip(rows[failed].tolist(), reasons.tolist(), strict=True))
+        excluded = (logits[self._tensor(failed)] == float("-inf")).all(-1).cpu().numpy()
+        exclusions = self._processors.exclusions(rows[failed[excluded]])
+        return {row: exclusions.get(row, NO_TOKEN) for row in rows[failed].tolist()}
 
-    def _fail(self, reasons: dict[int, str], failures: dict[int, str]) -> None:
-        for row, reason in reasons.items():
-            self._tables.fail(row, reason)
-            failures[row] = reason
+    def _fail(self, new: dict[int, RowFailure], failures: dict[int, RowFailure]) -> None:
+        """Add failures to `failures` that no row has yet."""
+        for row, failure in new.items():
+            if row not in failures:
+                self._tables.fail(row, failure)
+                failures[row] = failure
 
     def _params(self, rows: Ints) -> SamplingTensors:
         tables = self._tables

@@ -4,6 +4,7 @@ from dataclasses import fields
 from itertools import islice
 
 from quire.internal.v1 import worker_pb2
+from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.plans import Plan, PlanError, plan_from_proto
 from worker_svc.plan.tables import RowTables
@@ -62,7 +63,7 @@ class StepInspector:
         for row, num_computed in counts:
             self._started_tables.set_num_computed(row, num_computed)
         for failure in result.failures:
-            self._started_tables.fail(failure.row, failure.reason)
+            self._started_tables.fail(failure.row, RowFailure(failure.reason))
 
 
 def _tables(hello: worker_pb2.Hello) -> RowTables:

@@ -9,10 +9,11 @@ from functools import partial
 
 import numpy as np
 
+from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import jump
 from worker_svc.plan.logprobs import Logprobs
-from worker_svc.plan.plans import NO_TOKEN_REASON, Plan, PlanError, StepOutput, StepTimes
+from worker_svc.plan.plans import Plan, PlanError, StepOutput, StepTimes
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.step_runner import Callback, Identity, PendingOutput, ReadyOutput, no_op
@@ -180,7 +181,7 @@ class SimRunner:
         )
 
     def _sample(
-        self, plan: Plan, rows: Ints, inputs: StepInputs, failures: dict[int, str]
+        self, plan: Plan, rows: Ints, inputs: StepInputs, failures: dict[int, RowFailure]
     ) -> tuple[Ints, Ints, Logprobs | None]:
         """Sample, add failing rows to `failures`, and write the tokens into the table."""
         tables = self._tables
@@ -222,7 +223,7 @@ class SimRunner:
         return rounds[plan.round] if plan.round < len(rounds) else RecordedStep({})
 
     def _without_failing(
-        self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, str]
+        self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, RowFailure]
     ) -> Ints:
         """The rows that do not fail now; failing ones are added to `failures`."""
         if recorded is not None:
@@ -234,8 +235,8 @@ class SimRunner:
         else:
             return rows
         for row in failing:
-            self._tables.fail(row, NO_TOKEN_REASON)
-            failures[row] = NO_TOKEN_REASON
+            self._tables.fail(row, NO_TOKEN)
+            failures[row] = NO_TOKEN
         return rows[~np.isin(rows, failing)]
 
     def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:

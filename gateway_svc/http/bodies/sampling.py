@@ -13,12 +13,7 @@ from gateway_svc.http.bodies.fields import (
     unsupported,
 )
 from gateway_svc.http.bodies.logits_fields import LogitsFields
-from gateway_svc.http.bodies.structured import (
-    RESPONSE_FORMAT_NAMES,
-    STRUCTURED_OUTPUTS_NAMES,
-    OutputFormat,
-    StructuredOutputs,
-)
+from gateway_svc.http.bodies.structured import FORMAT_NAMES, OutputFormat, StructuredOutputs
 from quire.service.errors import invalid
 from quire.v1 import inference_pb2, structured_output_pb2
 
@@ -121,7 +116,14 @@ class SamplingFields(LogitsFields):
     @property
     def format_names(self) -> dict[str, str]:
         """The client's names of the fields of a format, for errors."""
-        return RESPONSE_FORMAT_NAMES if self.response_format else STRUCTURED_OUTPUTS_NAMES
+        return FORMAT_NAMES.get(self.format_field, {})
+
+    @property
+    def format_field(self) -> str:
+        """The field with a format; empty if there is none."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        return "" if self.structured_outputs is None else "structured_outputs"
 
     def _structured_output(self) -> structured_output_pb2.StructuredOutput | None:
         requested = None if self.response_format is None else self.response_format.to_proto()

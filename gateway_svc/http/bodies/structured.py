@@ -28,6 +28,12 @@ TEXT_FORMAT_NAMES = {
     f"{_FIELD}.json_schema": "text.format.schema",
     f"{_FIELD}.json_object": "text.format",
 }
+# By the field of the body.
+FORMAT_NAMES = {
+    "response_format": RESPONSE_FORMAT_NAMES,
+    "structured_outputs": STRUCTURED_OUTPUTS_NAMES,
+    "text": TEXT_FORMAT_NAMES,
+}
 
 
 class JsonSchemaFormat(HttpRequest):

@@ -11,6 +11,7 @@ import orjson
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.output_parsing import CallIds
+from gateway_svc.http.errors import format_names, to_http
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage
 from gateway_svc.http.formats.response_items import ResponseItems, merged
 from gateway_svc.text.served_model import Model
@@ -115,7 +116,10 @@ def ended_response(
     response = {**_fixed_fields(request_id, state), "output": [], "usage": None}
     if error.code is grpc.StatusCode.CANCELLED:
         return {**response, "status": "cancelled"}
-    reported = {"code": "server_error", "message": error.message}
+    failure = to_http(error, format_names(error))
+    # The one of OpenAI's codes that is for requests at fault.
+    code = "server_error" if failure.status >= 500 else "invalid_prompt"
+    reported = {"code": code, "message": failure.body["error"]["message"]}
     return {**response, "status": "failed", "error": reported}
 
 

@@ -1,4 +1,4 @@
-"""The field of a request that has its prompt, by which errors name it.
+"""Fields by which errors of a request name it.
 
 The scheduler has one field for every prompt, and calls it `prompt` in its errors.
 """
@@ -25,6 +25,15 @@ def with_prompt_field(error: RequestError, field: str | None) -> RequestError:
             [violation] = request.field_violations
             if violation.field == _SCHEDULERS_NAME:
                 named = invalid(field or _SCHEDULERS_NAME, violation.reason, violation.description)
-                details = named.details if field else named.details[1:]
-                return RequestError(error.code, named.message, details)
+                return named if field else without_field(named)
     return error
+
+
+def without_field(error: RequestError) -> RequestError:
+    """The error of a request as a call gets it that has none of its fields."""
+    details = [
+        detail
+        for detail in error.packed_details()
+        if not detail.Is(error_details_pb2.BadRequest.DESCRIPTOR)
+    ]
+    return RequestError(error.code, error.message, tuple(details))
