@@ -1,13 +1,14 @@
 """The grammar that an output follows: that of its format, or that of calls of its tools."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.generation import output_parsing
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.output_formats.formats import HARMONY, JSON
 from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
-from gateway_svc.structured.compiler import StructuredOutputCompiler
+from gateway_svc.structured.compiler import CompiledFormat, StructuredOutputCompiler
 from gateway_svc.text import chat_messages
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2, logits_pb2
@@ -21,9 +22,26 @@ _TOOLS = "conversation.tools"
 _COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 
 
+@dataclass(frozen=True)
+class OutputGrammar:
+    """A grammar, and the field that it is made of."""
+
+    compiled: CompiledFormat
+    field: str
+    # The output is free up to these; empty: guided from the start.
+    begins_after_token_ids: Sequence[int] = ()
+
+    def to_proto(self) -> logits_pb2.Grammar:
+        return logits_pb2.Grammar(
+            definition=self.compiled.definition,
+            begins_after_token_ids=self.begins_after_token_ids,
+            field=self.field,
+        )
+
+
 async def build(
     request: GenerationRequest, model: Model, parsing: gateway_pb2.OutputParsing | None
-) -> logits_pb2.Grammar | None:
+) -> OutputGrammar | None:
     """None if the output is free. RequestError names the field that is refused."""
     params, conversation, field = request.sampling_params, request.conversation, _TOOLS
     # The output of a forced call has no content, which a format is that of.
@@ -34,7 +52,7 @@ async def build(
                 "FORMAT_WITH_TOOLS",
                 "is set together with tools that the model may call; set tool_choice to none",
             )
-        definition = await model.structured.compile(_FORMAT, params.structured_output)
+        compiled = await model.structured.compile(_FORMAT, params.structured_output)
         field = f"{_FORMAT}.{params.structured_output.WhichOneof('format')}"
     elif output_parsing.is_guided(conversation) and parsing is not None:
         if params.ignore_eos:
@@ -43,22 +61,20 @@ async def build(
                 "IGNORE_EOS_WITH_FORMAT",
                 "is set with calls of tools that follow their schemas, which end the output",
             )
-        definition = await _of_tools(conversation, model, parsing)
+        compiled = await _of_tools(conversation, model, parsing)
         if parsing.tool_format == HARMONY:
             # It has the reasoning, too.
-            return logits_pb2.Grammar(definition=definition, field=field)
+            return OutputGrammar(compiled, field)
     else:
         return None
     end = None if parsing is None else output_parsing.reasoning_end(parsing)
     begins_after: Sequence[int] = () if end is None else await model.encode(end, False)
-    return logits_pb2.Grammar(
-        definition=definition, begins_after_token_ids=begins_after, field=field
-    )
+    return OutputGrammar(compiled, field, begins_after)
 
 
 async def _of_tools(
     conversation: conversation_pb2.Conversation, model: Model, parsing: gateway_pb2.OutputParsing
-) -> str:
+) -> CompiledFormat:
     choice = conversation.tool_choice
     is_named = choice.WhichOneof("choice") == "name"
     is_forced = output_parsing.is_forced(conversation)

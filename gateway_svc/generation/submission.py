@@ -21,11 +21,12 @@ from gateway_svc.generation import (
 from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.error_fields import prompt_field
 from gateway_svc.generation.field_checks import check_token_ids
+from gateway_svc.generation.first_token import check_first_token
 from gateway_svc.generation.truncation import num_kept_tokens
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.served_model import Model, ModelLimits
-from quire.internal.v1 import gateway_pb2, scheduler_pb2
+from quire.internal.v1 import gateway_pb2, logits_pb2, scheduler_pb2
 from quire.service.errors import failed
 from quire.v1 import inference_pb2
 
@@ -96,8 +97,7 @@ async def prepare(
         prompt_field(request), len(prompt_token_ids), limits.max_model_len
     )
     resolved = validation.resolve(params, request_id, len(prompt_token_ids), limits)
-    grammar = await output_grammar.build(request, model, parsing)
-    changes = await logits_params.build(params, model, limits, grammar)
+    changes = await _changes_of_logits(request, model, limits, parsing)
     resolved.logits_params = changes.SerializeToString(deterministic=True)
     resolved.num_lookahead_tokens = logits_params.num_lookahead_tokens(changes)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
@@ -153,6 +153,20 @@ async def _tokenize(
             token_ids = await model.encode(rendered, False)
     check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
     return token_ids, parsing
+
+
+async def _changes_of_logits(
+    request: GenerationRequest,
+    model: Model,
+    limits: ModelLimits,
+    parsing: gateway_pb2.OutputParsing | None,
+) -> logits_pb2.LogitsParams:
+    grammar = await output_grammar.build(request, model, parsing)
+    message = None if grammar is None else grammar.to_proto()
+    changes = await logits_params.build(request.sampling_params, model, limits, message)
+    if grammar is not None:
+        check_first_token(changes, grammar.compiled.first_tokens)
+    return changes
 
 
 def _create_resume_state(

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, Final
 
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
+from gateway_svc.structured.first_tokens import FirstTokens
 from gateway_svc.structured.json_schemas import read_schema, to_definition
 from gateway_svc.structured.lark import SyntaxRefusedError, choice_to_lark, regex_to_lark, to_lark
 from gateway_svc.structured.schema_errors import explain
@@ -26,10 +28,22 @@ from quire.v1 import structured_output_pb2
 MAX_FORMAT_BYTES: Final = 2**17
 # Of the processor, for compiling. The worker needs as long, beside its steps.
 MAX_COMPILE_S: Final = 0.25
-_MAX_DEFINITIONS: Final = 512
+_MAX_FORMATS: Final = 512
 _MAX_KEPT_BYTES: Final = 2**23
 _NUM_THREADS: Final = 2
 _WITHOUT_TEXT: Final = "it matches no text"
+
+
+@dataclass(frozen=True)
+class CompiledFormat:
+    """A format that workers can follow."""
+
+    definition: str  # of its grammar
+    first_tokens: FirstTokens
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.definition) + len(self.first_tokens.bits)
 
 
 class StructuredOutputCompiler:
@@ -45,12 +59,14 @@ class StructuredOutputCompiler:
             self._reason = str(error)
         self._threads = compiler_threads(_NUM_THREADS, "formats")
         # By format, the ones used last at the end.
-        self._definitions: OrderedDict[bytes, str] = OrderedDict()
+        self._formats: OrderedDict[bytes, CompiledFormat] = OrderedDict()
         self._num_kept_bytes = 0
 
-    async def compile(self, field: str, output: structured_output_pb2.StructuredOutput) -> str:
-        """The grammar's definition for workers. RequestError at a field within `field` if the
-        format is refused."""
+    async def compile(
+        self, field: str, output: structured_output_pb2.StructuredOutput
+    ) -> CompiledFormat:
+        """The grammar for workers. RequestError at a field within `field` if the format is
+        refused."""
         if self._vocabulary is None:
             reason = f"is not served: the model's tokenizer is not readable ({self._reason})"
             raise invalid(field, "NO_STRUCTURED_OUTPUT", reason)
@@ -65,56 +81,53 @@ class StructuredOutputCompiler:
                 f"has {num_bytes} bytes; at most {MAX_FORMAT_BYTES} are allowed",
             )
         key = output.SerializeToString(deterministic=True)
-        definition = self._definitions.get(key)
-        if definition is None:
-            definition = await asyncio.get_running_loop().run_in_executor(
+        compiled = self._formats.get(key)
+        if compiled is None:
+            compiled = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._compile, self._vocabulary, f"{field}.{name}", output
             )
-        self._keep(key, definition)
-        return definition
+        self._keep(key, compiled)
+        return compiled
 
-    def _keep(self, key: bytes, definition: str) -> None:
+    def _keep(self, key: bytes, compiled: CompiledFormat) -> None:
         """Count the format as the last one used."""
-        if self._definitions.pop(key, None) is None:
-            self._num_kept_bytes += len(key) + len(definition)
-        self._definitions[key] = definition
-        while (
-            len(self._definitions) > _MAX_DEFINITIONS or self._num_kept_bytes > _MAX_KEPT_BYTES
-        ) and len(self._definitions) > 1:
-            oldest, removed = self._definitions.popitem(last=False)
-            self._num_kept_bytes -= len(oldest) + len(removed)
+        if self._formats.pop(key, None) is None:
+            self._num_kept_bytes += len(key) + compiled.num_bytes
+        self._formats[key] = compiled
+        while (len(self._formats) > _MAX_FORMATS or self._num_kept_bytes > _MAX_KEPT_BYTES) and len(
+            self._formats
+        ) > 1:
+            oldest, removed = self._formats.popitem(last=False)
+            self._num_kept_bytes -= len(oldest) + removed.num_bytes
 
     def _compile(
         self,
         vocabulary: GrammarVocabulary,
         field: str,
         output: structured_output_pb2.StructuredOutput,
-    ) -> str:
+    ) -> CompiledFormat:
         """In a thread."""
         if output.HasField("json_schema"):
             return _compile_schema(vocabulary, field, output.json_schema)
         try:
-            definition = _definition(vocabulary, output)
-            _check(vocabulary, field, definition)
+            return _check(vocabulary, field, _definition(vocabulary, output))
         except (SchemaError, SyntaxRefusedError, TagError) as error:
             raise invalid(field, "INVALID_FORMAT", str(error)) from error
         except GrammarError as error:
             raise invalid(field, "INVALID_FORMAT", f"is refused: {summary(error)}") from error
-        return definition
 
 
-def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> str:
+def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> CompiledFormat:
     try:
         schema = read_schema(text)
         definition = to_definition(schema)
     except (SchemaError, ValueError, RecursionError) as error:
         raise invalid(field, "INVALID_SCHEMA", str(error)) from error
     try:
-        _check(vocabulary, field, definition)
+        return _check(vocabulary, field, definition)
     except GrammarError as error:
         reason = explain(str(error), schema, lambda part: _refusal(vocabulary, part))
         raise invalid(field, "UNSUPPORTED_SCHEMA", reason) from error
-    return definition
 
 
 def _refusal(vocabulary: GrammarVocabulary, schema: dict[str, Any]) -> str | None:
@@ -145,11 +158,11 @@ def _definition(
     return LLMatcher.grammar_from_lark(lark)
 
 
-def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> None:
+def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> CompiledFormat:
     """GrammarError if the grammar cannot be compiled or has no text, RequestError if it takes too
     long."""
     started_s = time.thread_time()
-    _begin(vocabulary, definition)
+    first_tokens = _begin(vocabulary, definition)
     spent_s = time.thread_time() - started_s
     if spent_s > MAX_COMPILE_S:
         raise invalid(
@@ -157,17 +170,22 @@ def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> None:
             "FORMAT_TOO_COMPLEX",
             f"takes {spent_s:.2f} s to compile; at most {MAX_COMPILE_S} s are allowed",
         )
+    return CompiledFormat(definition, first_tokens)
 
 
-def _begin(vocabulary: GrammarVocabulary, definition: str) -> None:
+def _begin(vocabulary: GrammarVocabulary, definition: str) -> FirstTokens:
     """GrammarError if the grammar cannot be compiled, or workers could not begin with it."""
     matcher = vocabulary.compile(definition)
-    possible = matcher.compute_bitmask()
+    bits = matcher.compute_bitmask()
     # A grammar whose forced text is too large or endless fails here.
     forced = matcher.compute_ff_tokens()
-    if forced:
-        matcher.consume_token(forced[0])
+    if not any(bits) and not matcher.is_error():
+        raise GrammarError(_WITHOUT_TEXT)
+    first = FirstTokens.read(bits, vocabulary.end_id, forced)
+    # One step further: limits are mostly reached where a large object or choice begins.
+    if first.example is not None:
+        matcher.consume_token(first.example)
+        matcher.compute_bitmask()
     if matcher.is_error():
         raise GrammarError(matcher.get_error())
-    if not any(possible):
-        raise GrammarError(_WITHOUT_TEXT)
+    return first

@@ -33,7 +33,7 @@ def compiler() -> StructuredOutputCompiler:
 
 
 def _definition(compiler: StructuredOutputCompiler, output: pb.StructuredOutput) -> str:
-    return asyncio.run(compiler.compile(FIELD, output))
+    return asyncio.run(compiler.compile(FIELD, output)).definition
 
 
 def _accepts(definition: str, text: str) -> bool:
@@ -215,6 +215,19 @@ def test_formats_that_workers_could_not_begin_are_refused(
     compiler: StructuredOutputCompiler, output: pb.StructuredOutput
 ) -> None:
     assert "is refused" in _refused(compiler, output).message
+
+
+def test_a_limit_at_the_first_token_is_found(compiler: StructuredOutputCompiler) -> None:
+    """Behind it only the worker finds one."""
+    texts = "|".join(f'"z{n} "' for n in range(2100))
+    # Two first tokens are possible, so none is forced.
+    grammar = f'start: "a" ({texts})+ | "b"'
+    many = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(800)}}
+    for output in (pb.StructuredOutput(grammar=grammar), _schema(**many)):
+        assert "Current row has" in _refused(compiler, output).message
+    parts = {"a": {"type": "boolean"}, "b": many}
+    later = {"type": "object", "properties": parts, "required": ["a", "b"]}
+    assert _definition(compiler, _schema(**later))
 
 
 def test_regular_expressions_match_as_a_whole(compiler: StructuredOutputCompiler) -> None:

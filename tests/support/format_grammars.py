@@ -25,7 +25,7 @@ def of_schema(schema: Any) -> pb.StructuredOutput:
 
 
 def definition_of(compiler: StructuredOutputCompiler, output: pb.StructuredOutput) -> str:
-    return asyncio.run(compiler.compile(FIELD, output))
+    return asyncio.run(compiler.compile(FIELD, output)).definition
 
 
 def accepts(definition: str, text: str) -> bool:

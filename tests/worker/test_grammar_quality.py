@@ -77,7 +77,7 @@ def compiler() -> StructuredOutputCompiler:
 
 
 def _row(compiler: StructuredOutputCompiler, output: pb.StructuredOutput, seed: int) -> GuidedRow:
-    definition = asyncio.run(compiler.compile("field", output))
+    definition = asyncio.run(compiler.compile("field", output)).definition
     params = LogitsParams(stop_token_ids=np.array([EOS]), grammar=Grammar(definition))
     return GuidedRow(TOKENIZER.encode("The value is ").ids, params, seed, MAX_TOKENS)
 
