@@ -6,6 +6,8 @@ _CONFIGS = ("config.json", "generation_config.json")
 # Of a worker.
 WEIGHTS_FILES: Final = (
     *("*.safetensors", "*.safetensors.index.json"),
+    # How weights are quantised, in older checkpoints.
+    *("quantize_config.json", "quant_config.json"),
     # For structured output.
     "tokenizer.json",
     *_CONFIGS,

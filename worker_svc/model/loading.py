@@ -4,6 +4,7 @@ Any causal model of transformers can be served whose class supports the attentio
 whose only state is keys and values.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprin
 from worker_svc.model.fused_forward import FusedForward
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.longrope import choose_longrope_factors, longrope_default
+from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
+from worker_svc.model.quantized.formats import find_weights, quantization_of
+from worker_svc.model.quantized.network import load_network
 from worker_svc.model.quantized.sources import WeightSources
 from worker_svc.model.split_forward import FinalStates, split_forward
 from worker_svc.settings import WrongSettingError, size_text
@@ -106,7 +110,6 @@ def load_model(
     ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
     `max_model_len` is larger than the model's own, or a quantisation that is not possible.
     """
-    _check_quantization(quantization, device)
     progress = progress or LoadProgress()
     folder = find_model(model, revision, list(WEIGHTS_FILES), progress)
     weights = tuple(folder.glob("*.safetensors"))
@@ -114,19 +117,23 @@ def load_model(
         raise ModelError(f"{folder} has no *.safetensors file")
     config = _read_config(folder)
     network_class = _network_class(config)
+    stored = quantization_of(config, folder)
+    _check_quantization(quantization, stored, device)
     length = _max_model_len(config.get_text_config(), max_model_len)
     num_bytes = sum(path.stat().st_size for path in weights)
     progress.begin(f"reading {size_text(num_bytes)} of weights")
     choose_longrope_factors(config.get_text_config(), length)
     probe = LayerProbe()
     probe_name = register_attention(probe)
-    network = network_class.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-        attn_implementation=probe_name,
-        use_safetensors=True,
-    )
+    options = {"dtype": dtype, "attn_implementation": probe_name}
+    sources: WeightSources = {}
+    if stored is None:
+        options |= {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+        network = network_class.from_pretrained(
+            folder, config=config, use_safetensors=True, **options
+        )
+    else:
+        network, sources = _load_quantized(network_class, config, stored, weights, options)
     network.to(device).eval()
     layers = _probe_layers(network, probe, device)
     log.info("model loaded", model=model, type=network_class.__name__, device=str(device))
@@ -138,6 +145,7 @@ def load_model(
         max_model_len=length,
         fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights, quantization),
         weights=weights,
+        quantized=sources,
     )
 
 
@@ -155,12 +163,39 @@ def find_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _check_quantization(quantization: str | None, device: torch.device) -> None:
-    if quantization is not None and device.type != "cpu":
+def _check_quantization(
+    quantization: str | None, stored: Mapping[str, Any] | None, device: torch.device
+) -> None:
+    """Refuse to round weights that are quantised already, and integers on a GPU."""
+    method = None if stored is None else stored["quant_method"]
+    if quantization is not None and method is not None:
         raise WrongSettingError(
-            f"--quantization: {quantization}, but there are no kernels for such weights on "
-            f"{device.type}; leave it out, or set --device=cpu"
+            f"--quantization: {quantization}, but the checkpoint is quantised by {method} already; "
+            "leave it out"
         )
+    if device.type == "cpu":
+        return
+    reason = f"there are no kernels for such weights on {device.type}"
+    if quantization is not None:
+        raise WrongSettingError(
+            f"--quantization: {quantization}, but {reason}; leave it out, or set --device=cpu"
+        )
+    if method is not None:
+        raise ModelError(f"the checkpoint is quantised by {method}: {reason}; set --device=cpu")
+
+
+def _load_quantized(
+    network_class: Any,
+    config: Any,
+    stored: Mapping[str, Any],
+    weights: tuple[Path, ...],
+    options: Mapping[str, Any],
+) -> tuple[Any, WeightSources]:
+    tensors = CheckpointTensors(weights)
+    quantized = find_weights(stored, tensors)
+    used = {name for weight in quantized.values() for name in weight.names}
+    plain = {name: tensors.read(name) for name in tensors.names - used}
+    return load_network(network_class, config, plain, quantized, **options)
 
 
 def _read_config(folder: Path) -> Any:

@@ -1,0 +1,69 @@
+"""The tensors of a checkpoint by name, each read when it is needed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.quantized.sources import WeightSource
+
+
+class CheckpointTensors:
+    """The tensors of safetensors files, which stay mapped. ModelError if a file cannot be read."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._file_of: dict[str, Any] = {}
+        for path in files:
+            try:
+                file: Any = safe_open(path, framework="pt")
+                self._file_of |= dict.fromkeys(file.keys(), file)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path}: {error}") from error
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def layers(self, suffix: str) -> list[str]:
+        """The names before `.suffix`, in order."""
+        return sorted(n.removesuffix(f".{suffix}") for n in self.names if n.endswith(f".{suffix}"))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that the checkpoint must have."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The name of a dtype in safetensors, such as `F16` or `I32`."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def require(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        """ModelError if there is no such tensor, or one of another kind or shape."""
+        found = (self.dtype(name), self.shape(name))
+        if found[0] not in dtypes or found[1] != shape:
+            expected = f"{' or '.join(dtypes)} {list(shape)}"
+            raise ModelError(f"{name}: {found[0]} {list(found[1])}, not {expected}")
+
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise ModelError(f"the checkpoint has no tensor {name}")
+        return self._file_of[name]
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantised weight in a checkpoint."""
+
+    shape: tuple[int, int]  # outputs, inputs
+    names: tuple[str, ...]  # of the tensors that it consists of
+    read: WeightSource

@@ -1,0 +1,64 @@
+"""Recognises the format of a quantised checkpoint."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.quantized import awq, compressed_tensors, gptq
+from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors, StoredWeight
+
+_READERS: Final = {
+    "compressed-tensors": compressed_tensors.find_weights,
+    "gptq": gptq.find_weights,
+    "awq": awq.find_weights,
+}
+# transformers converts these weights to 16 bits itself, without another package.
+_CONVERTED: Final = ("mxfp4",)
+# Of checkpoints whose config.json does not mention their quantisation.
+_CONFIG_FILES: Final = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
+
+
+def quantization_of(config: Any, folder: Path) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a model, with its `quant_method`; None if transformers loads the
+    weights as they are. ModelError if the method is not served."""
+    for level in (config, config.get_text_config()):
+        found = getattr(level, "quantization_config", None)
+        if found is not None:
+            return _served(found if isinstance(found, dict) else found.to_dict())
+    for method, name in _CONFIG_FILES.items():
+        if (path := folder / name).is_file():
+            return _served({**_read_json(path), "quant_method": method})
+    return None
+
+
+def find_weights(
+    quantization: Mapping[str, Any], tensors: CheckpointTensors
+) -> Mapping[str, StoredWeight]:
+    """The quantised weights of a checkpoint by layer. ModelError if one cannot be served, or if
+    there are none."""
+    method = quantization["quant_method"]
+    weights = _READERS[method](quantization, tensors)
+    if not weights:
+        raise ModelError(f"the config has quant_method {method}, but no tensor is quantised")
+    return weights
+
+
+def _served(quantization: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    method = quantization.get("quant_method")
+    if method in _CONVERTED:
+        return None
+    if method not in _READERS:
+        raise ModelError(
+            f"weights quantised by {method} are not served; served are {', '.join(_READERS)}"
+        )
+    return quantization
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from error
+    return value
