@@ -3,14 +3,17 @@
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 from jsonschema import validate
 from waiting import until
 
-from quire import AsyncClient, RequestOutput, SamplingParams, StructuredOutput
+from quire import AsyncClient, RequestDelta, RequestOutput, SamplingParams, StructuredOutput
+from quire.client.errors import CancelledError, UnavailableError
 from quire.client.operations import Operations
+from quire.internal.v1 import operations_pb2
 from quire.launcher.stack import LocalStack
 
 SCHEMA: dict[str, Any] = {
@@ -35,6 +38,10 @@ SETTINGS = {
     "QUIRE_WORKER_MAX_MODEL_LEN": "512",
 }
 NUM_REQUESTS = 8
+# At least 240 tokens.
+LONG = SamplingParams(
+    seed=1, max_tokens=480, structured_output=StructuredOutput(regex="([a-z]{1,3} [0-9]){120}")
+)
 
 pytestmark = pytest.mark.slow
 
@@ -59,13 +66,17 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
     return [choice.text for output in outputs for choice in output.outputs]
 
 
-def num_forced(stack: LocalStack) -> tuple[int, int]:
-    """Sampled tokens of all workers, and how many of them jumps have added."""
+def workers_of(stack: LocalStack) -> Sequence[operations_pb2.WorkerStatus]:
     leader = stack.leader()
     assert leader is not None
     assert leader.address is not None
     with Operations(leader.address) as operations:
-        workers = operations.status(False, 5).workers
+        return operations.status(False, 5).workers
+
+
+def num_forced(stack: LocalStack) -> tuple[int, int]:
+    """Sampled tokens of all workers, and how many of them jumps have added."""
+    workers = workers_of(stack)
     return (
         sum(worker.num_sampled_tokens for worker in workers),
         sum(worker.num_forced_tokens for worker in workers),
@@ -114,3 +125,71 @@ async def test_documents_go_on_after_a_death(victim: str) -> None:
             os.kill(processes[0].pid, 9)
             await asyncio.gather(*streams)
         assert ["".join(parts) for parts in received] == undisturbed
+
+
+async def test_a_unary_document_goes_on_under_the_next_leader() -> None:
+    with LocalStack("demo/model", num_schedulers=2, settings=SETTINGS, restart=True) as stack:
+        async with AsyncClient(stack.address) as client:
+            undisturbed = await client.generate("Return the", LONG)
+            assert undisturbed.outputs[0].finish_reason == "stop"
+            num_sampled = num_forced(stack)[0]
+            asking = asyncio.create_task(client.generate("Return the", LONG))
+            await until(lambda: num_forced(stack)[0] > num_sampled, "its first tokens")
+            leader = stack.leader()
+            assert leader is not None
+            os.kill(leader.pid, 9)
+            assert not asking.done()
+            assert (await asking).outputs == undisturbed.outputs
+
+
+class Reader:
+    """What a client has received of a stream."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_tokens = 0
+
+    async def read(self, stream: AsyncIterator[RequestDelta]) -> None:
+        async for message in stream:
+            self.text += message.text
+            self.num_tokens += sum(len(delta.token_ids) for delta in message.outputs)
+
+
+async def test_a_document_is_resumed_after_its_gateway_was_killed() -> None:
+    """By its id, at another gateway and by another client."""
+    with LocalStack("demo/model", num_gateways=2, settings=SETTINGS, restart=True) as stack:
+        async with (
+            AsyncClient(stack.addresses[0], resume_timeout_s=0) as client,
+            AsyncClient(stack.addresses[1]) as other,
+        ):
+            undisturbed = (await other.generate("Return the", LONG)).text
+            reader = Reader()
+            stream = client.stream_generate(
+                "Return the", LONG, request_id="resumed", resume_window_s=30
+            )
+            reading = asyncio.create_task(reader.read(stream))
+            await until(lambda: reader.num_tokens > 10, "the first tokens")
+            os.kill(stack.processes("gateway")[0].pid, 9)
+            with pytest.raises(UnavailableError):
+                await reading
+            assert 10 < reader.num_tokens < 240
+            await reader.read(other.resume("resumed", [reader.num_tokens]))
+            assert reader.text == undisturbed
+
+
+async def test_a_document_is_cancelled_in_the_middle() -> None:
+    with LocalStack("demo/model", settings=SETTINGS) as stack:
+        async with AsyncClient(stack.address) as client:
+            undisturbed = await client.generate("Return the", LONG)
+            beside = asyncio.create_task(client.generate("Return the", LONG))
+            reader = Reader()
+            stream = client.stream_generate("Return the", LONG, request_id="cancelled")
+            reading = asyncio.create_task(reader.read(stream))
+            await until(lambda: reader.num_tokens > 10, "the first tokens")
+            await client.cancel("cancelled")
+            with pytest.raises(CancelledError):
+                await reading
+            assert reader.num_tokens < 240
+            assert undisturbed.text.startswith(reader.text)
+            assert (await beside).text == undisturbed.text
+            await until(lambda: workers_of(stack)[0].num_running == 0, "the end of all rows")

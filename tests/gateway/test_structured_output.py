@@ -222,9 +222,8 @@ def test_a_limit_at_the_first_token_is_found(compiler: StructuredOutputCompiler)
     texts = "|".join(f'"z{n} "' for n in range(2100))
     # Two first tokens are possible, so none is forced.
     grammar = f'start: "a" ({texts})+ | "b"'
+    assert "Current row has" in _refused(compiler, pb.StructuredOutput(grammar=grammar)).message
     many = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(800)}}
-    for output in (pb.StructuredOutput(grammar=grammar), _schema(**many)):
-        assert "Current row has" in _refused(compiler, output).message
     parts = {"a": {"type": "boolean"}, "b": many}
     later = {"type": "object", "properties": parts, "required": ["a", "b"]}
     assert _definition(compiler, _schema(**later))
