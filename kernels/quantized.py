@@ -66,13 +66,16 @@ class QuantizedWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         """The float32 rows of the outputs `indices`, one-dimensional."""
-        rows = replace(
+        return self.selected(indices).dequantize()
+
+    def selected(self, indices: Tensor) -> Self:
+        """The outputs `indices`, one-dimensional, in this order."""
+        return replace(
             self,
             values=self.values[indices],
             scales=self.scales[indices],
             offsets=self.offsets[indices],
         )
-        return rows.dequantize()
 
     def regrouped(self, group_size: int) -> Self:
         """The same weight in smaller groups. ValueError if they do not divide the present ones."""

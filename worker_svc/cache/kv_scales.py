@@ -80,7 +80,7 @@ def read_scales(weights: Iterable[Path], num_layers: int) -> tuple[KvScales, ...
 
 def _scales_in(weights: Iterable[Path]) -> Iterator[tuple[str, int, str, float]]:
     """Per scale: the name before the layer's number, that number, `k`, `v` or `kv`, the scale."""
-    for path in weights:
+    for path in (path for path in weights if path.suffix == ".safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 if match := _NAME.fullmatch(name):

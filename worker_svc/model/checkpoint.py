@@ -37,6 +37,19 @@ def find_model(
         ) from error
 
 
+def weights_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a folder, else its GGUF file. ModelError if it has none, or several
+    GGUF files."""
+    if files := tuple(folder.glob("*.safetensors")):
+        return files
+    files = tuple(sorted(folder.glob("*.gguf")))
+    if len(files) > 1:
+        raise ModelError(f"{folder} has several *.gguf files: {', '.join(f.name for f in files)}")
+    if not files:
+        raise ModelError(f"{folder} has no *.safetensors file")
+    return files
+
+
 def model_fingerprint(
     folder: Path, dtype: str, weights: tuple[Path, ...], quantization: str | None = None
 ) -> bytes:

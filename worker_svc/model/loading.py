@@ -23,12 +23,18 @@ from worker_svc.model.attention import (
     register_attention,
     set_attention,
 )
-from worker_svc.model.checkpoint import ModelError, find_model, model_fingerprint
+from worker_svc.model.checkpoint import (
+    ModelError,
+    find_model,
+    model_fingerprint,
+    weights_files,
+)
 from worker_svc.model.fused_forward import FusedForward
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.longrope import choose_longrope_factors, longrope_default
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
-from worker_svc.model.quantized.formats import find_weights, quantization_of
+from worker_svc.model.quantized.formats import GGUF, find_weights, quantization_of
+from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
 from worker_svc.model.quantized.network import load_network
 from worker_svc.model.quantized.sources import WeightSources
 from worker_svc.model.split_forward import FinalStates, split_forward
@@ -49,7 +55,7 @@ class LoadedModel:
     device: torch.device
     max_model_len: int
     fingerprint: bytes
-    weights: tuple[Path, ...]  # safetensors files
+    weights: tuple[Path, ...]  # safetensors files, or one of GGUF
     # The layers whose weights are quantised in the checkpoint. Their own are NaN.
     quantized: WeightSources = field(default_factory=dict)
 
@@ -112,12 +118,10 @@ def load_model(
     """
     progress = progress or LoadProgress()
     folder = find_model(model, revision, list(WEIGHTS_FILES), progress)
-    weights = tuple(folder.glob("*.safetensors"))
-    if not weights:
-        raise ModelError(f"{folder} has no *.safetensors file")
+    weights = weights_files(folder)
     config = _read_config(folder)
     network_class = _network_class(config)
-    stored = quantization_of(config, folder)
+    stored = quantization_of(config, weights)
     _check_quantization(quantization, stored, device)
     length = _max_model_len(config.get_text_config(), max_model_len)
     num_bytes = sum(path.stat().st_size for path in weights)
@@ -191,10 +195,17 @@ def _load_quantized(
     weights: tuple[Path, ...],
     options: Mapping[str, Any],
 ) -> tuple[Any, WeightSources]:
-    tensors = CheckpointTensors(weights)
-    quantized = find_weights(stored, tensors)
-    used = {name for weight in quantized.values() for name in weight.names}
-    plain = {name: tensors.read(name) for name in tensors.names - used}
+    if stored["quant_method"] == GGUF:
+        file = GgufFile.open(weights[0])
+        plain, quantized = find_tensors(file, network_class, config)
+        if options["dtype"] == "auto":
+            # Norms are in float32 whatever the model's type.
+            options = {**options, "dtype": dtype_name(config.dtype or torch.bfloat16)}
+    else:
+        tensors = CheckpointTensors(weights)
+        quantized = find_weights(stored, tensors)
+        used = {name for weight in quantized.values() for name in weight.names}
+        plain = {name: tensors.read(name) for name in tensors.names - used}
     return load_network(network_class, config, plain, quantized, **options)
 
 

@@ -14,21 +14,24 @@ _READERS: Final = {
     "gptq": gptq.find_weights,
     "awq": awq.find_weights,
 }
+GGUF: Final = "gguf"
 # transformers converts these weights to 16 bits itself, without another package.
 _CONVERTED: Final = ("mxfp4",)
 # Of checkpoints whose config.json does not mention their quantisation.
 _CONFIG_FILES: Final = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
 
 
-def quantization_of(config: Any, folder: Path) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a model, with its `quant_method`; None if transformers loads the
-    weights as they are. ModelError if the method is not served."""
+def quantization_of(config: Any, weights: tuple[Path, ...]) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a model, with its `quant_method`, which is GGUF for such a file;
+    None if transformers loads the weights as they are. ModelError if the method is not served."""
+    if weights[0].suffix == ".gguf":
+        return {"quant_method": GGUF}
     for level in (config, config.get_text_config()):
         found = getattr(level, "quantization_config", None)
         if found is not None:
             return _served(found if isinstance(found, dict) else found.to_dict())
     for method, name in _CONFIG_FILES.items():
-        if (path := folder / name).is_file():
+        if (path := weights[0].parent / name).is_file():
             return _served({**_read_json(path), "quant_method": method})
     return None
 

@@ -37,10 +37,20 @@ def load_network(
     state = {**plain, **{f"{layer}.weight": weight for layer, weight in stand_ins.items()}}
     try:
         network, info = network_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+            # Both are refused below, by name.
+            ignore_mismatched_sizes=True,
+            **options,
         )
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{network_class.__name__}: {error}") from error
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ModelError(f"{name}: {list(found)} in the checkpoint, not {list(expected)}")
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"the checkpoint has no {', '.join(missing[:3])}{more}")

@@ -1,0 +1,194 @@
+"""GGUF files: blocks, models, the folders that are made of them, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import Reference
+from transformers import AutoModelForCausalLM
+from worker_driver import Driver, LaneClient, Sequence, served_model
+
+from gateway_svc.text.model_files import load as load_files
+from kernels.dispatch import Implementation
+from worker_svc.cache.kv_scales import read_scales
+from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.loading import LoadedModel, load_model
+from worker_svc.model.quantized.gguf_blocks import BLOCK_KINDS, weight_of
+from worker_svc.model.quantized.gguf_folder import make_folder
+from worker_svc.model.quantized.packing import pack_quantized
+
+gguf = pytest.importorskip("gguf")
+models = pytest.importorskip("gguf_models")
+
+_PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
+
+
+def load(folder: Path, **options: Any) -> LoadedModel:
+    return load_model(str(folder), None, "float32", torch.device("cpu"), None, **options)
+
+
+def q4_k_m(name: str) -> str:
+    """The mixture of llama.cpp's Q4_K_M."""
+    return "Q6_K" if name == "output.weight" or "attn_v" in name else "Q4_K"
+
+
+def test_blocks_by_hand() -> None:
+    half = list(np.array([0.5], np.float16).view(np.uint8))
+    low, high = range(16), range(15, -1, -1)
+    pairs = [a | b << 4 for a, b in zip(low, high, strict=True)]
+    weight = weight_of(torch.tensor([half + pairs], dtype=torch.uint8), "Q4_0")
+    assert weight.dequantize().tolist() == [[(q - 8) / 2 for q in (*low, *high)]]
+    signed = [number % 256 for number in range(-16, 16)]
+    weight = weight_of(torch.tensor([half + signed], dtype=torch.uint8), "Q8_0")
+    assert weight.dequantize().tolist() == [[number / 2 for number in range(-16, 16)]]
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_blocks_are_what_the_package_reads(kind: str) -> None:
+    number = gguf.GGMLQuantizationType[kind]
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(0).integers(0, 256, (5, 3 * block_bytes), dtype=np.uint8)
+    by_block = blocks.reshape(5, 3, block_bytes)
+    places = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind, [0, 2])
+    for place in places:
+        scales = np.random.default_rng(place).normal(size=(5, 3, 1)).astype(np.float16)
+        by_block[..., place : place + 2] = scales.view(np.uint8)
+    weight = weight_of(torch.from_numpy(blocks), kind)
+    expected = gguf.quants.dequantize(blocks, number)
+    assert weight.num_inputs == 3 * block_size
+    assert weight.bits == (4 if kind.startswith("Q4") else 8)
+    assert weight.group_size == (16 if kind == "Q6_K" else 32)
+    assert not weight.int8_activations
+    np.testing.assert_allclose(weight.dequantize().numpy(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "kind"),
+    [("llama", False, "Q4_K_M"), ("llama", True, "Q8_0"), ("qwen3", False, "F16")],
+)
+def test_weights_are_those_of_the_file(family: str, tied: bool, kind: str, tmp_path: Path) -> None:
+    file = models.write_gguf(
+        getattr(models, family)(tied), tmp_path, q4_k_m if kind == "Q4_K_M" else lambda name: kind
+    )
+    make_folder(file, tmp_path / "served")
+    model = load(tmp_path / "served")
+    pack_quantized(model.network, model.quantized, Implementation.TORCH)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "expected").state_dict()
+    found = model.network.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True)])
+async def test_equals_generate_on_the_dequantised_weights(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    file = models.write_gguf(getattr(models, family)(tied), tmp_path, q4_k_m)
+    make_folder(file, tmp_path / "served")
+    async with served_model(tmp_path / "served", dtype="float32") as worker:
+        lane = LaneClient(worker.stub)
+        await lane.open()
+        sequence = Sequence(row=0, tokens=list(_PROMPT), num_prompt_tokens=len(_PROMPT))
+        await Driver(lane).run([sequence], 16)
+    expected = Reference(tmp_path / "expected").generate(_PROMPT, 16)
+    assert len(set(expected)) >= 6
+    assert sequence.tokens[len(_PROMPT) :] == expected
+
+
+def test_the_folder_of_a_file(tmp_path: Path) -> None:
+    file = models.write_gguf(models.llama(), tmp_path, lambda name: "Q8_0")
+    make_folder(file, tmp_path / "served")
+    make_folder(file, tmp_path / "served")
+    served = load_files(str(tmp_path / "served"), None)
+    assert served.vocab_size == 288
+    assert served.max_positions == 96
+    assert served.eos_token_ids == (2,)
+    assert served.chat_template is not None
+    encoded = served.tokenizer.encode("abc", add_special_tokens=False)
+    assert encoded.tokens == ["ab", "c"]
+    assert served.tokenizer.decode(encoded.ids) == "abc"
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert (config["dtype"], config["head_dim"]) == ("bfloat16", 64)
+    model = load_model(str(tmp_path / "served"), None, "auto", torch.device("cpu"), None)
+    assert model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type yarn, which cannot be converted"),
+        ({"split.count": 3}, "one of several parts"),
+    ],
+)
+def test_metadata_that_are_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = models.write_gguf(models.llama(), tmp_path, lambda name: "F16", metadata)
+    with pytest.raises(ModelError, match=message):
+        make_folder(file, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_an_architecture_that_is_not_served(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="architecture mamba; served are llama, qwen2"):
+        make_folder(file, tmp_path / "served")
+
+
+def served_folder(tmp_path: Path, kind: str = "Q8_0") -> Path:
+    folder = tmp_path / "served"
+    make_folder(models.write_gguf(models.llama(), tmp_path, lambda name: kind), folder)
+    return folder
+
+
+def test_types_that_are_not_served(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"token_embd.* is Q3_K; served are F32, F16, .*, Q6_K"):
+        load(served_folder(tmp_path, "Q3_K"))
+
+
+@pytest.mark.parametrize("kept", [0, 3, 30, 5_000, 200_000])
+def test_truncated_files(kept: int, tmp_path: Path) -> None:
+    folder = served_folder(tmp_path)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelError, match="not a complete GGUF file"):
+        load(folder)
+
+
+def test_a_config_of_another_model(tmp_path: Path) -> None:
+    folder = served_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 640}))
+    with pytest.raises(ModelError, match=r"mlp.*: \[.*512.*\] in the checkpoint, not \[.*640"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match=r"no model\.layers\.2\.input_layernorm.* and 6 more"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM has no tensor blk\.1\."):
+        load(folder)
+
+
+def test_a_folder_has_one_file(tmp_path: Path) -> None:
+    folder = served_folder(tmp_path)
+    (folder / "other.gguf").touch()
+    with pytest.raises(ModelError, match=r"several \*\.gguf files: model.gguf, other.gguf"):
+        load(folder)
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = served_folder(tmp_path)
+    monkeypatch.setattr("worker_svc.model.quantized.gguf_file.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"need the package gguf: pip install 'quire\[gguf\]'"):
+        load(folder)
+
+
+def test_scales_of_caches_are_not_sought_in_it(tmp_path: Path) -> None:
+    assert read_scales([served_folder(tmp_path) / "model.gguf"], 2) is None
