@@ -21,6 +21,8 @@ class Implementation(StrEnum):
     CPP_PORTABLE = "cpp-portable"  # C++, for any processor
     CPP_AVX2 = "cpp-avx2"  # C++, with AVX2, FMA and F16C
     CPP_AVX512 = "cpp-avx512"  # C++, with AVX-512 F, BW, DQ and VL
+    CPP_AVX512_VNNI = "cpp-avx512-vnni"  # the same, and dot products of 8-bit integers
+    CPP_AVX512_BF16 = "cpp-avx512-bf16"  # the same, and dot products of bfloat16
     CPP_AMX = "cpp-amx"  # the same, and matrix products by AMX tiles
 
     @property
@@ -37,6 +39,8 @@ _CPP: Final = (
     Implementation.CPP_PORTABLE,
     Implementation.CPP_AVX2,
     Implementation.CPP_AVX512,
+    Implementation.CPP_AVX512_VNNI,
+    Implementation.CPP_AVX512_BF16,
     Implementation.CPP_AMX,
 )
 # `cpp` is the most capable C++ implementation for this processor; `auto` is `cpp` on processors and

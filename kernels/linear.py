@@ -22,7 +22,10 @@ class PackedWeight:
     computes. The layout is specific to an implementation.
     """
 
-    panels: Tensor  # [ceil(num_outputs / width), num_inputs, width], zeros beyond the last output
+    # [ceil(num_outputs / width), num_inputs, width], zeros beyond the last output. Of bfloat16,
+    # where an implementation multiplies pairs, and for an even number of inputs:
+    # [ceil(num_outputs / width), num_inputs / 2, width, 2].
+    panels: Tensor
     num_outputs: int
     implementation: Implementation
 
@@ -32,7 +35,11 @@ class PackedWeight:
         width = torch.ops.quire.panel_width(implementation.isa)
         num_outputs, num_inputs = weight.shape
         padded = pad(weight, (0, 0, 0, -num_outputs % width))
-        panels = padded.view(-1, width, num_inputs).transpose(1, 2).contiguous()
+        if _is_paired(weight, implementation):
+            pairs = padded.view(torch.int32).view(-1, width, num_inputs // 2).transpose(1, 2)
+            panels = pairs.contiguous().unsqueeze(-1).view(torch.bfloat16)
+        else:
+            panels = padded.view(-1, width, num_inputs).transpose(1, 2).contiguous()
         return cls(panels, num_outputs, implementation)
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -42,6 +49,11 @@ class PackedWeight:
             self.panels, self.num_outputs, indices.flatten().contiguous()
         )
         return rows.view(*indices.shape, rows.shape[1])
+
+
+def _is_paired(weight: Tensor, implementation: Implementation) -> bool:
+    has_pairs = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return has_pairs and bool(torch.ops.quire.pairs_bfloat16(implementation.isa))
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ class WorkerSettings(ServiceSettings):
         "cpp-portable",
         "cpp-avx2",
         "cpp-avx512",
+        "cpp-avx512-vnni",
+        "cpp-avx512-bf16",
         "cpp-amx",
     ] = Field(
         "auto",

@@ -65,6 +65,9 @@ _PRODUCTS = (
     Product(1536, 512),
     Product(512, 8192),
     Product(512, 8192, dtype=torch.bfloat16),
+    # Of a model with 600 million parameters.
+    Product(1024, 3072, gated=True, dtype=torch.bfloat16),
+    Product(3072, 1024, dtype=torch.bfloat16),
 )
 
 

@@ -57,6 +57,9 @@ Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optiona
                    const std::optional<Tensor>& residual, const Tensor& out, int64_t isa,
                    const NextLinear& next = {});
 
+// The number of inputs of a weight in panels.
+int64_t num_inputs_of(const Tensor& panels);
+
 // Copies rows of a weight in panels of any width: `out` [rows.numel(), num_inputs].
 Stage lookup_stage(const Tensor& panels, int64_t num_outputs, const Tensor& rows, const Tensor& out);
 

@@ -29,7 +29,7 @@ def test_the_most_capable_serves(available: list[Implementation]) -> None:
     assert choose("cpu", _FLOATS) == Implementation.CPP_AMX
     assert choose("cpu", (torch.bfloat16, torch.float8_e5m2), "cpp") == Implementation.CPP_AMX
     available.pop()
-    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX512
+    assert choose("cpu", _FLOATS) == Implementation.CPP_AVX512_BF16
 
 
 def test_a_setting_forces_it(available: list[Implementation]) -> None:

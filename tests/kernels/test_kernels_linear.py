@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from implementations import OF_PRODUCTS
 
-from kernels.dispatch import Implementation, cpp_implementations
+from kernels.dispatch import Implementation
 from kernels.fused import Activation
 from kernels.linear import (
     WEIGHT_DTYPES,
@@ -15,7 +16,7 @@ from kernels.linear import (
     linear_reference,
 )
 
-pytestmark = pytest.mark.parametrize("implementation", cpp_implementations())
+pytestmark = pytest.mark.parametrize("implementation", OF_PRODUCTS)
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -114,9 +115,10 @@ def test_blocks_of_rows_are_parted(
         assert linear(states[rows], weight, residual=residual[rows]).equal(together[rows])
 
 
-def test_shapes_and_strides(implementation: Implementation) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shapes_and_strides(implementation: Implementation, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(24, 40)
+    weight = torch.randn(24, 40).to(dtype)
     packed = PackedWeight.of(weight, implementation)
     for states in (
         torch.randn(40),
@@ -125,9 +127,11 @@ def test_shapes_and_strides(implementation: Implementation) -> None:
         torch.randn(40, 9).T,
         torch.randn(3, 5, 80)[..., ::2],
         torch.randn(7, 64)[:, 3:43],
+        torch.randn(7, 63)[:, 3:43],
     ):
-        result, expected = linear(states, packed), linear_reference(states, weight)
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+        rows = states.to(dtype)
+        result, expected = linear(rows, packed), linear_reference(rows, weight)
+        torch.testing.assert_close(result, expected, rtol=_TOLERANCE[dtype], atol=1e-5)
 
 
 def test_zeros_times_infinity_and_nan(implementation: Implementation) -> None:
@@ -217,26 +221,32 @@ def test_products_of_bfloat16_are_exact(implementation: Implementation) -> None:
     assert result.tolist() == [[90.0, -270.0] * 20]
 
 
+@pytest.mark.parametrize("num_inputs", [7, 8])
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
-def test_rows_are_looked_up(implementation: Implementation, dtype: torch.dtype) -> None:
-    weight = torch.randn(100, 7).to(dtype)
+def test_rows_are_looked_up(
+    implementation: Implementation, dtype: torch.dtype, num_inputs: int
+) -> None:
+    weight = torch.randn(100, num_inputs).to(dtype)
     indices = torch.tensor([[0, 99, 15], [16, 17, 99]])
     packed = PackedWeight.of(weight, implementation)
     assert packed.rows(indices).equal(weight[indices])
-    assert packed.rows(indices[:0]).shape == (0, 3, 7)
+    assert packed.rows(indices[:0]).shape == (0, 3, num_inputs)
     # Panels go on behind the last row.
     for index in (-1, 100):
         with pytest.raises(IndexError, match=f"there is no row {index}"):
             packed.rows(torch.tensor([3, index]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)], ids=str)
-def test_products_are_joined(implementation: Implementation, biased: tuple[int, ...]) -> None:
+def test_products_are_joined(
+    implementation: Implementation, biased: tuple[int, ...], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    counts, states = (33, 8, 100), torch.randn(5, 40)
+    counts, states = (33, 8, 100), torch.randn(5, 40).to(dtype)
     products = [
         PackedLinear(
-            PackedWeight.of(torch.randn(count, 40), implementation),
+            PackedWeight.of(torch.randn(count, 40).to(dtype), implementation),
             torch.randn(count) if index in biased else None,
         )
         for index, count in enumerate(counts)

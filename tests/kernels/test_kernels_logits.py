@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from implementations import WITHOUT_PRODUCTS
 from logits_cases import INF, VOCAB_SIZES, mask_case, penalty_case, same
 
-from kernels.dispatch import Implementation, cpp_implementations
+from kernels.dispatch import Implementation
 from kernels.logits import apply_bitmask, apply_penalties, bitmask_width
 from kernels.typical_p import apply_typical_p
 
-_IMPLEMENTATIONS = (Implementation.REFERENCE, *cpp_implementations())
+_IMPLEMENTATIONS = (Implementation.REFERENCE, *WITHOUT_PRODUCTS)
 
 every_implementation = pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 
@@ -65,7 +66,7 @@ def test_the_width_of_a_mask() -> None:
     assert [bitmask_width(size) for size in (1, 32, 33, 151_936)] == [1, 1, 2, 4748]
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
 def test_tensors_that_do_not_fit_are_refused(implementation: Implementation) -> None:
     """Instead of memory that is not theirs being read."""
     masks, penalties = mask_case(64), penalty_case(64)
@@ -101,7 +102,7 @@ def typical(logits: torch.Tensor, temperatures: torch.Tensor, ps: torch.Tensor) 
     return changed
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
 @pytest.mark.parametrize("vocab_size", [1, 2, 33, 517, pytest.param(5003, marks=pytest.mark.slow)])
 def test_typical_tokens_are_those_of_the_reference(
     vocab_size: int, implementation: Implementation

@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from implementations import WITHOUT_PRODUCTS
 from sampling_cases import has_margin, mixed_params, params
 from torch import Tensor
 
-from kernels.dispatch import Implementation, cpp_implementations
+from kernels.dispatch import Implementation
 from kernels.philox import philox4x32
 from kernels.sampling import (
     NO_TOKEN,
@@ -27,7 +28,7 @@ Logprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
 
 _ONES = 0xFFFFFFFF
 _INF = float("inf")
-_IMPLEMENTATIONS = (Implementation.REFERENCE, *cpp_implementations())
+_IMPLEMENTATIONS = (Implementation.REFERENCE, *WITHOUT_PRODUCTS)
 
 
 @pytest.fixture(params=_IMPLEMENTATIONS)
@@ -65,7 +66,7 @@ def test_philox_known_vectors(
     assert tuple(int(word) for word in philox4x32((c0, c1, c2, c3), (k0, k1))) == expected
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
 def test_random_bits_are_the_same_everywhere(implementation: Implementation) -> None:
     """Of equal logits the one with the largest noise is drawn."""
     torch.manual_seed(0)
@@ -135,7 +136,7 @@ def test_a_row_does_not_depend_on_its_batch(draw: Sample) -> None:
     assert draw(logits[order], drawing.of(order)).equal(together[order])
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
 @pytest.mark.parametrize(
     ("vocab_size", "spread"),
     [
@@ -155,7 +156,7 @@ def test_every_token_is_the_reference_s(
     assert tokens[clear].equal(expected[clear])
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
 def test_every_token_is_the_reference_s_with_masked_and_equal_logits(
     implementation: Implementation,
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import WITHOUT_PRODUCTS
 from logits_cases import INF, random_logits, same
 from logits_pipeline import MAX_NUM_SEQS, admission, append, changes, context, pipeline
 from logits_reference import ReferenceRow
@@ -24,13 +25,13 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from kernels.dispatch import HAS_TRITON, Implementation, cpp_implementations, interprets_triton
+from kernels.dispatch import HAS_TRITON, Implementation, interprets_triton
 from worker_svc.logits.masks import MinTokens
 from worker_svc.plan.logits_params import Grammar, LogitsParams
 
 _VOCAB_SIZE = 67
 _TRITON = (Implementation.TRITON,) if HAS_TRITON and interprets_triton() else ()
-_IMPLEMENTATIONS = (Implementation.REFERENCE, *cpp_implementations(), *_TRITON)
+_IMPLEMENTATIONS = (Implementation.REFERENCE, *WITHOUT_PRODUCTS, *_TRITON)
 _PROMPT = [3, 50, 3, 66, 9]
 _OUTPUT = [7, 8, 7, 3, 8, 8]
 

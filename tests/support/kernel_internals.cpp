@@ -48,9 +48,8 @@ int64_t prefetched(int64_t num_inputs, int64_t num_tiles, const int64_t* own, in
                    const int64_t* next, int64_t next_bytes, int64_t rows, int64_t row_bytes,
                    int64_t* out) {
   quire::linear::LinearCall call{};
-  call.num_inputs = num_inputs;
   call.panels = {at(own[0]), at(own[1]), own_bytes};
-  const quire::linear::Prefetcher prefetcher(call, num_tiles);
+  const quire::linear::Prefetcher prefetcher(call, num_tiles, num_inputs);
   int64_t* written = out;
   for (int64_t pass = 0; pass < (own[1] ? 2 : 1); ++pass) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {

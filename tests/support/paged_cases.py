@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from implementations import WITHOUT_PRODUCTS
 
 from kernels.attention import PagedBatch
-from kernels.dispatch import Implementation, cpp_implementations
+from kernels.dispatch import Implementation
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Ids of no block: one is slightly below the smallest id, one far above the largest.
@@ -86,7 +87,7 @@ def apart(cache: torch.Tensor) -> torch.Tensor:
 
 def implementations() -> list[Implementation]:
     """The implementations that this processor runs, except the reference."""
-    return [Implementation.TORCH, *cpp_implementations()]
+    return [Implementation.TORCH, *WITHOUT_PRODUCTS]
 
 
 @contextmanager

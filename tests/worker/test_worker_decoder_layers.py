@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from implementations import OF_PRODUCTS
 from tiny_models import FAMILIES, SMALL, VOCAB_SIZE, random_logits, random_network
 from torch import Tensor, nn
 from transformers import (
@@ -67,7 +68,7 @@ def helium() -> PretrainedConfig:
 
 _JOINED = (FAMILIES["llama"], FAMILIES["qwen3"], qwen2)
 _OTHERS = (FAMILIES["gemma2"], FAMILIES["gpt2"], granite, ministral, cohere2, ernie, helium)
-_ALL = pytest.mark.parametrize("implementation", cpp_implementations())
+_ALL = pytest.mark.parametrize("implementation", OF_PRODUCTS)
 _BEST = pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
 
 

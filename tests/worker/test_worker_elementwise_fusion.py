@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from implementations import WITHOUT_PRODUCTS
 from tiny_models import FAMILIES, VOCAB_SIZE, random_logits, random_network
 from transformers import CohereConfig, PretrainedConfig
 
@@ -33,7 +34,7 @@ _FUSED: tuple[tuple[Callable[[], PretrainedConfig], dict[str, int]], ...] = (
 )
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations())
+@pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
 @pytest.mark.parametrize(
     ("config", "expected"), _FUSED, ids=[config.__name__ for config, _ in _FUSED]
 )

@@ -49,15 +49,16 @@ Tensor decoder_forward(const Tensor& ids, const Tensor& positions, const Tensor&
     return at::empty({num_rows, num_numbers}, embedding.options());
   };
   const int64_t num_tokens = ids.numel(), num_logits = logits_indices.numel();
-  const Tensor hidden_states = rows(num_tokens, embedding.size(1));
+  const int64_t hidden_size = linear::num_inputs_of(embedding);
+  const Tensor hidden_states = rows(num_tokens, hidden_size);
   const Tensor cosines = rows(num_tokens, cosine_table.size(1)),
                sines = rows(num_tokens, sine_table.size(1));
-  const Tensor logits_states = rows(num_logits, embedding.size(1));
+  const Tensor logits_states = rows(num_logits, hidden_size);
   const Tensor normed = at::empty_like(logits_states);
   const Tensor logits = rows(num_logits, num_outputs);
   if (!num_tokens && !num_logits) return logits;
   TORCH_CHECK_INDEX(num_tokens, "there are logits to compute, but no tokens");
-  TORCH_CHECK(hidden_states.size(1), "the embedding has dimension 0");
+  TORCH_CHECK(hidden_size, "the embedding has dimension 0");
   StageList stages(layers, hidden_states, {num_logits, &lm_head});
   stages.add_rows(embedding, num_embeddings, ids, hidden_states);
   stages.add_rows(cosine_table.unsqueeze(-1), cosine_table.size(0), positions, cosines);

@@ -25,7 +25,7 @@ class StageList {
   // `hidden_states` [num_tokens, hidden_size], not empty; `next` is the linear layer after them.
   StageList(const Layers& layers, const Tensor& hidden_states, const linear::NextLinear& next = {})
       : layers_(layers), heads_(layers), next_(next), in_(hidden_states) {
-    const int64_t num_active = layers.panels[kDown].size(1);
+    const int64_t num_active = linear::num_inputs_of(layers.panels[kDown]);
     const int64_t num_heads = heads_.num_all() + heads_.num_rotated() + heads_.num_queries;
     const int64_t numbers = 4 * hidden_states.size(1) + num_active + num_heads * heads_.dim;
     const int64_t bytes = hidden_states.size(0) * numbers * hidden_states.element_size();

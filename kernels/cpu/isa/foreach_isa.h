@@ -2,8 +2,8 @@
 // QUIRE_NAMESPACE, and defines `functions_of` there (after Google Highway's foreach_target.h).
 //
 // A .cpp file includes this header once, after it has defined both macros. The header that it names
-// defines `constexpr Functions kFunctions`; QUIRE_AMX_FUNCTIONS names a table for AMX, if there is
-// one. Standard headers are included here, before an instruction set is chosen: functions that the
+// defines `constexpr Functions kFunctions`; QUIRE_VNNI_FUNCTIONS, QUIRE_BF16_FUNCTIONS and
+// QUIRE_AMX_FUNCTIONS name the tables for these, if they differ from that of AVX-512. Standard headers are included here, before an instruction set is chosen: functions that the
 // linker may share with other code must run on every processor.
 #include <algorithm>
 #include <cmath>
@@ -65,6 +65,12 @@ const Functions& functions_of(Isa isa) {
   if (isa > best_isa()) throw std::invalid_argument("this process may not use the instructions");
 #ifdef QUIRE_AMX_FUNCTIONS
   if (isa == Isa::kAmx) return QUIRE_AMX_FUNCTIONS;
+#endif
+#ifdef QUIRE_BF16_FUNCTIONS
+  if (isa >= Isa::kAvx512Bf16) return QUIRE_BF16_FUNCTIONS;
+#endif
+#ifdef QUIRE_VNNI_FUNCTIONS
+  if (isa >= Isa::kAvx512Vnni) return QUIRE_VNNI_FUNCTIONS;
 #endif
 #ifdef __x86_64__
   if (isa >= Isa::kAvx512) return avx512::kFunctions;

@@ -48,7 +48,13 @@ Isa find_best_isa() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!avx512) return Isa::kAvx2;
-  return may_use_amx() ? Isa::kAmx : Isa::kAvx512;
+#ifdef QUIRE_HAS_DOT_PRODUCTS
+  if (!__builtin_cpu_supports("avx512vnni")) return Isa::kAvx512;
+  if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Vnni;
+  return may_use_amx() ? Isa::kAmx : Isa::kAvx512Bf16;
+#else
+  return Isa::kAvx512;
+#endif
 }
 
 }  // namespace

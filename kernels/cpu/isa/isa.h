@@ -8,8 +8,14 @@ namespace quire {
 #define QUIRE_HAS_AMX
 #endif
 
-// kAmx: AVX-512, and matrix products by AMX tiles.
-enum class Isa : int { kPortable, kAvx2, kAvx512, kAmx };
+// And those before gcc 10 lack the dot products of AVX-512.
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
+#define QUIRE_HAS_DOT_PRODUCTS
+#endif
+
+// Each includes those before it. kAvx512: F, BW, DQ and VL. kAvx512Vnni: dot products of 8-bit
+// integers. kAvx512Bf16: dot products of bfloat16. kAmx: matrix products by AMX tiles.
+enum class Isa : int { kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
 
 // The most capable set that this processor has and that this process may use; requests permission
 // for AMX from Linux.

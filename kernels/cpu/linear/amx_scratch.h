@@ -8,8 +8,8 @@ namespace amx {
 // quarter of the second-level cache, which is 2 MiB on processors with AMX.
 struct StepRing {
   explicit StepRing(const LinearCall& call)
-      : num_kept(num_steps(call.num_inputs) * (call.panels.second ? 2 : 1) + 1),
-        may_keep(parts_of(call.panel_format) == 1 &&
+      : num_kept(num_steps(call.weight.num_inputs) * (call.panels.second ? 2 : 1) + 1),
+        may_keep(parts_of(call.weight.format) == 1 &&
                  (num_kept - 1) * kKeptBytes <= kMostBytes) {}
 
   int64_t num_bytes() const {

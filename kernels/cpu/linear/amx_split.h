@@ -59,10 +59,10 @@ static void split_rows(const LinearCall& call, int64_t first_row, int64_t end_ro
   const T* const rows = static_cast<const T*>(call.rows);
   for (int64_t top = first_row; top < end_row; top += kSide) {
     const int64_t bottom = std::min<int64_t>(top + kSide, end_row);
-    for (int64_t k = 0; k < call.num_inputs; k += kStepInputs, to += kParts * kTileBytes) {
+    for (int64_t k = 0; k < call.weight.num_inputs; k += kStepInputs, to += kParts * kTileBytes) {
       for (int64_t row = top; row < bottom; ++row) {
         Floats first, second;
-        load_inputs(rows + row * call.row_stride + k, call.num_inputs - k, first, second);
+        load_inputs(rows + row * call.row_stride + k, call.weight.num_inputs - k, first, second);
         split<kParts, kTileBytes, true>(first, second, to + (row - top) * 64);
       }
     }

@@ -27,6 +27,9 @@ constexpr int64_t kLeastMultiplications = 1 << 20;
 
 int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).panel_width; }
 
+// Whether panels of bfloat16 have pairs of inputs.
+bool pairs_bfloat16(int64_t isa) { return functions_of(static_cast<Isa>(isa)).paired; }
+
 // The most bytes of a block of rows: half of the second-level cache, where the rows stay while all
 // panels are read. The other half is for panels and outputs. Threads that share a second-level cache
 // get too much, which costs only time.
@@ -44,12 +47,13 @@ int64_t most_block_bytes() {
 // block's tiles are divided, too; those parts are adjacent chunks, as they share panels.
 class Tiling {
  public:
-  // Rows of that format; `panels` [num_panels, num_inputs, panel_width]
-  Tiling(int64_t num_rows, Format format, const Tensor& panels, const Functions& functions)
-      : num_rows_(num_rows), num_panels_(panels.size(0)), tile_rows_(functions.tile_rows) {
-    const int64_t num_inputs = panels.size(1);
-    const int64_t row_bytes = functions.row_bytes(format, std::max<int64_t>(1, num_inputs));
-    const int64_t most_rows = std::min(most_block_bytes() / row_bytes, functions.most_block_rows);
+  // Rows of that format.
+  Tiling(int64_t num_rows, Format format, const Weight& weight, const Multiplier& multiplier)
+      : num_rows_(num_rows),
+        num_panels_(weight.num_panels),
+        tile_rows_(multiplier.tile_rows) {
+    const int64_t row_bytes = std::max<int64_t>(1, multiplier.row_bytes(format, weight));
+    const int64_t most_rows = std::min(most_block_bytes() / row_bytes, multiplier.most_block_rows);
     // At least two tiles, so that a panel is used more than once.
     const int64_t most_tiles = std::max<int64_t>(2, most_rows / tile_rows_);
     const int64_t num_tiles = ceil_div(num_rows_, tile_rows_);
@@ -61,7 +65,7 @@ class Tiling {
     const int64_t wanted = kChunksPerThread * at::get_num_threads();
     chunk_panels_ = std::max<int64_t>(1, num_panels_ * num_blocks_ / wanted);
     num_panel_chunks_ = ceil_div(num_panels_, chunk_panels_);
-    const int64_t multiplications = block_rows_ * num_inputs * chunk_panels_ * panels.size(2);
+    const int64_t multiplications = block_rows_ * weight.num_inputs * chunk_panels_ * weight.panel_width;
     const int64_t most_parts = std::min(block_tiles, multiplications / kLeastMultiplications);
     num_parts_ = std::clamp<int64_t>(ceil_div(wanted, num_blocks_ * num_panel_chunks_), 1,
                                      std::max<int64_t>(1, most_parts));
@@ -106,18 +110,33 @@ class Tiling {
   int64_t chunk_panels_, num_panel_chunks_, num_parts_;
 };
 
-Panels panels_of(const Tensor& panels, const Tensor* second_panels) {
+Weight weight_of(const Tensor& panels) {
+  TORCH_CHECK(panels.is_contiguous() && is_wide(panels), "panels must be dense");
+  const bool is_paired = panels.dim() == 4;
+  TORCH_CHECK(panels.dim() == 3 ||
+                  (is_paired && panels.size(3) == 2 && panels.scalar_type() == at::kBFloat16),
+              "panels must be [panels, num_inputs, width], or pairs [panels, num_inputs / 2, width, 2]");
+  return {is_paired ? Layout::kPaired : Layout::kPlain,
+          format_of(panels),
+          panels.size(1) * (is_paired ? 2 : 1),
+          panels.size(0),
+          panels.size(2),
+          panels.numel() / std::max<int64_t>(1, panels.size(0)) *
+              static_cast<int64_t>(panels.element_size())};
+}
+
+Panels panels_of(const Weight& weight, const Tensor& panels, const Tensor* second_panels) {
   const auto at = [](const Tensor& all) { return static_cast<const char*>(all.const_data_ptr()); };
-  return {at(panels), second_panels ? at(*second_panels) : nullptr,
-          panels.size(1) * panels.size(2) * static_cast<int64_t>(panels.element_size())};
+  return {at(panels), second_panels ? at(*second_panels) : nullptr, weight.panel_bytes};
 }
 
 // The panels that each thread begins with in the next product, of rows of that format.
 std::vector<Panels> first_panels(const NextLinear& next, Format format, const Functions& functions) {
   std::vector<Panels> first(at::get_num_threads());
   if (!next.panels || !next.num_rows || !next.panels->numel()) return first;
-  const Tiling tiling(next.num_rows, format, *next.panels, functions);
-  const Panels all = panels_of(*next.panels, next.second_panels);
+  const Weight weight = weight_of(*next.panels);
+  const Tiling tiling(next.num_rows, format, weight, functions.multiplier(format, weight));
+  const Panels all = panels_of(weight, *next.panels, next.second_panels);
   for (size_t range = 0; range < first.size(); ++range)
     first[range] = all.from(tiling.first_panel_of(range));
   return first;
@@ -127,8 +146,8 @@ std::vector<Panels> first_panels(const NextLinear& next, Format format, const Fu
 class Scratch {
  public:
   char* with_rows_of(int64_t number, const LinearCall& call, int64_t first_row, int64_t end_row,
-                     const Functions& functions) {
-    const int64_t needed = functions.scratch_bytes(call, end_row - first_row);
+                     const Multiplier& multiplier) {
+    const int64_t needed = multiplier.scratch_bytes(call, end_row - first_row);
     if (needed > num_bytes_) {
       memory_.reset(static_cast<char*>(std::aligned_alloc(kPage, ceil_div(needed, kPage) * kPage)));
       num_bytes_ = memory_ ? needed : 0;
@@ -136,7 +155,7 @@ class Scratch {
       number_ = kNone;
     }
     if (number_ != number || first_row_ != first_row) {
-      functions.prepare(call, first_row, end_row, memory_.get());
+      multiplier.prepare(call, first_row, end_row, memory_.get());
       number_ = number;
       first_row_ = first_row;
     }
@@ -153,29 +172,29 @@ class Scratch {
 };
 
 Stage multiply_stage(const LinearCall& call, const Tiling& tiling, const std::vector<Panels>& next,
-                     const Functions& functions) {
+                     const Multiplier& multiplier) {
   // The number is unique in the process: a thread recognises the rows in its scratch memory by it. So
   // a stage can be executed only once.
   static std::atomic<int64_t> num_products{0};
-  const auto work = [call, tiling, next, &functions, number = num_products++](int64_t index) {
+  const auto work = [call, tiling, next, &multiplier, number = num_products++](int64_t index) {
     thread_local Scratch scratch;
     Chunk chunk = tiling.chunk(index);
     if (chunk.first_tile == chunk.end_tile) return;
     const int64_t panel = tiling.panel_after(index);
     chunk.next_panels = panel < 0 ? next[tiling.range_of(index)] : call.panels.from(panel);
-    functions.multiply(
+    multiplier.multiply(
         call, chunk,
-        scratch.with_rows_of(number, call, chunk.first_row, chunk.end_row, functions));
+        scratch.with_rows_of(number, call, chunk.first_row, chunk.end_row, multiplier));
   };
   return {tiling.num_chunks(), Stage::kRanges, work};
 }
 
-void check_weight(const Tensor& panels, const std::optional<Tensor>& bias, int64_t num_inputs,
+void check_weight(const Weight& weight, const std::optional<Tensor>& bias, int64_t num_inputs,
                   int64_t num_outputs, int64_t width) {
-  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_wide(panels) &&
-                  panels.size(0) == ceil_div(num_outputs, width) &&
-                  panels.size(1) == num_inputs && panels.size(2) == width,
-              "panels must be [ceil(num_outputs / ", width, "), ", num_inputs, ", ", width, "]");
+  TORCH_CHECK(weight.num_panels == ceil_div(num_outputs, width) && weight.num_inputs == num_inputs &&
+                  weight.panel_width == width,
+              "panels must be of ", num_inputs, " inputs and ", num_outputs, " outputs, ", width,
+              " each");
   TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
                         bias->numel() == num_outputs),
               "the bias must be dense float32, a number per output");
@@ -195,10 +214,13 @@ Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optiona
   const Functions& functions = functions_of(static_cast<Isa>(isa));
   const int64_t num_inputs = input.size(1), num_outputs = out.size(-1);
   TORCH_CHECK(is_wide(input), "no kernel for ", input.scalar_type());
-  check_weight(panels, bias, num_inputs, num_outputs, functions.panel_width);
+  const Weight weight = weight_of(panels);
+  check_weight(weight, bias, num_inputs, num_outputs, functions.panel_width);
   if (second_panels) {
-    check_weight(*second_panels, second_bias, num_inputs, num_outputs, functions.panel_width);
-    TORCH_CHECK(second_panels->scalar_type() == panels.scalar_type(), "weights must be alike");
+    const Weight second = weight_of(*second_panels);
+    check_weight(second, second_bias, num_inputs, num_outputs, functions.panel_width);
+    TORCH_CHECK(second.layout == weight.layout && second.format == weight.format,
+                "weights must be alike");
   }
   TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.is_contiguous() &&
                   out.numel() == input.size(0) * num_outputs,
@@ -215,17 +237,17 @@ Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optiona
                         format_of(input),
                         input.stride(0),
                         input.size(0),
-                        num_inputs,
                         num_outputs,
-                        panels_of(panels, second_panels ? &*second_panels : nullptr),
-                        format_of(panels),
+                        weight,
+                        panels_of(weight, panels, second_panels ? &*second_panels : nullptr),
                         floats(bias),
                         floats(second_bias),
                         static_cast<Activation>(activation),
                         residual ? residual->const_data_ptr() : nullptr,
                         out.mutable_data_ptr()};
-  return multiply_stage(call, Tiling(call.num_rows, call.format, panels, functions),
-                        first_panels(next, call.format, functions), functions);
+  const Multiplier& multiplier = functions.multiplier(call.format, weight);
+  return multiply_stage(call, Tiling(call.num_rows, call.format, weight, multiplier),
+                        first_panels(next, call.format, functions), multiplier);
 }
 
 namespace {
@@ -242,46 +264,50 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
   return out;
 }
 
-// Copies a row, of which a panel has one number per input.
-template <typename Number>
-void look_up(const Number* panels, int64_t width, int64_t row, Number* out, int64_t num_inputs) {
-  const Number* column = panels + row / width * num_inputs * width + row % width;
-  for (int64_t k = 0; k < num_inputs; ++k) out[k] = column[k * width];
-}
-
-template <typename Number>
-Stage copy_rows_stage(const Tensor& panels, const int64_t* rows, const Tensor& out) {
+// Copies rows, of which a panel has `kAdjacent` numbers after one another.
+template <typename Number, int64_t kAdjacent>
+Stage copy_rows_stage(const Weight& weight, const Tensor& panels, const int64_t* rows,
+                      const Tensor& out) {
   const auto* from = static_cast<const Number*>(panels.const_data_ptr());
   auto* to = static_cast<Number*>(out.mutable_data_ptr());
-  const int64_t num_inputs = panels.size(1), width = panels.size(2);
+  const int64_t num_inputs = weight.num_inputs, width = weight.panel_width;
   constexpr int64_t kRowsPerChunk = 4;
   return range_stage(out.size(0), kRowsPerChunk, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      look_up(from, width, rows[i], to + i * num_inputs, num_inputs);
+    for (int64_t i = begin; i < end; ++i) {
+      const Number* column =
+          from + rows[i] / width * num_inputs * width + rows[i] % width * kAdjacent;
+      Number* const row = to + i * num_inputs;
+      for (int64_t k = 0; k < num_inputs; k += kAdjacent, column += width * kAdjacent)
+        std::copy_n(column, kAdjacent, row + k);
+    }
   });
 }
 
 }  // namespace
 
+int64_t num_inputs_of(const Tensor& panels) { return weight_of(panels).num_inputs; }
+
 Stage lookup_stage(const Tensor& panels, int64_t num_outputs, const Tensor& rows, const Tensor& out) {
-  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && is_wide(panels) &&
-                  num_outputs <= panels.size(0) * panels.size(2),
-              "panels must be dense, and have all rows");
-  TORCH_CHECK(out.dim() == 2 && out.size(1) == panels.size(1) && out.is_contiguous() &&
+  const Weight weight = weight_of(panels);
+  TORCH_CHECK(num_outputs <= weight.num_panels * weight.panel_width, "panels must have all rows");
+  TORCH_CHECK(out.dim() == 2 && out.size(1) == weight.num_inputs && out.is_contiguous() &&
                   out.scalar_type() == panels.scalar_type(),
               "the output must be [num_rows, num_inputs], of the panels' dtype");
   const int64_t* numbers = int64s(rows, out.size(0), "rows");
   for (int64_t i = 0; i < out.size(0); ++i) {
     TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < num_outputs, "there is no row ", numbers[i]);
   }
-  return panels.element_size() == sizeof(uint32_t) ? copy_rows_stage<uint32_t>(panels, numbers, out)
-                                                   : copy_rows_stage<uint16_t>(panels, numbers, out);
+  if (weight.layout == Layout::kPaired)
+    return copy_rows_stage<uint16_t, 2>(weight, panels, numbers, out);
+  return panels.element_size() == sizeof(uint32_t)
+             ? copy_rows_stage<uint32_t, 1>(weight, panels, numbers, out)
+             : copy_rows_stage<uint16_t, 1>(weight, panels, numbers, out);
 }
 
 namespace {
 
 Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows) {
-  Tensor out = at::empty({rows.numel(), panels.size(1)}, panels.options());
+  Tensor out = at::empty({rows.numel(), weight_of(panels).num_inputs}, panels.options());
   run(lookup_stage(panels, num_outputs, rows, out));
   return out;
 }
@@ -290,6 +316,7 @@ Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows)
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def("panel_width(int isa) -> int", panel_width);
+  library.def("pairs_bfloat16(int isa) -> bool", pairs_bfloat16);
   library.def(
       "linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, Tensor? second_panels, "
       "Tensor? second_bias, int activation, Tensor? residual, int isa) -> Tensor");

@@ -9,6 +9,20 @@
 
 namespace quire::linear {
 
+// How a panel holds the numbers of its outputs.
+enum class Layout : int {
+  kPlain,   // [num_inputs, panel_width]
+  kPaired,  // bfloat16 [num_inputs / 2, panel_width, 2]
+};
+
+// A weight in panels, with zeros beyond the last output.
+struct Weight {
+  Layout layout;
+  Format format;
+  int64_t num_inputs, num_panels, panel_width;
+  int64_t panel_bytes;
+};
+
 // Panels of a weight, and the same panels of a second weight that is multiplied with it, or null.
 struct Panels {
   const char *first = nullptr, *second = nullptr;
@@ -20,14 +34,15 @@ struct Panels {
 };
 
 // rows [num_rows, num_inputs] times the weight, transposed: out [num_rows, num_outputs]. With a
-// second weight the first product goes through the activation and is multiplied with the second.
+// second weight, which is like the first, the first product goes through the activation and is
+// multiplied with the second.
 struct LinearCall {
   const void* rows;
   Format format;       // of rows and outputs
   int64_t row_stride;  // in elements
-  int64_t num_rows, num_inputs, num_outputs;
-  Panels panels;  // [num_panels, num_inputs, panel_width], zeros beyond num_outputs
-  Format panel_format;
+  int64_t num_rows, num_outputs;
+  Weight weight;
+  Panels panels;
   const float *bias, *second_bias;  // [num_outputs] or null
   Activation activation;
   const void* residual;  // added to the outputs, or null; like `out`, in other memory
@@ -47,16 +62,31 @@ struct Chunk {
   }
 };
 
-struct Functions {
-  // Outputs of a panel, rows that are computed together, and the most rows of a block.
-  int64_t panel_width, tile_rows, most_block_rows;
+// The functions for some layouts of panels and formats of rows.
+struct Multiplier {
+  // Rows that are computed together, and the most rows of a block.
+  int64_t tile_rows, most_block_rows;
   // Bytes of a row as `multiply` reads it.
-  int64_t (*row_bytes)(Format, int64_t num_inputs);
+  int64_t (*row_bytes)(Format, const Weight&);
   // Bytes of memory that a thread needs for a block.
   int64_t (*scratch_bytes)(const LinearCall&, int64_t num_rows);
   // Converts a block's rows into the scratch memory, before any of the block's chunks.
   void (*prepare)(const LinearCall&, int64_t first_row, int64_t end_row, char* scratch);
   void (*multiply)(const LinearCall&, const Chunk&, char* scratch);
+};
+
+// The functions of an instruction set.
+struct Functions {
+  int64_t panel_width;  // outputs of a panel
+  Multiplier plain;     // for plain panels
+  // For panels of pairs and rows of bfloat16, null without an instruction for them; and for all other
+  // rows.
+  const Multiplier *paired, *converting;
+
+  const Multiplier& multiplier(Format rows, const Weight& weight) const {
+    if (weight.layout == Layout::kPlain) return plain;
+    return rows == Format::kBFloat16 && paired ? *paired : *converting;
+  }
 };
 
 const Functions& functions_of(Isa isa);

@@ -22,14 +22,15 @@ class ChunkMultiplier {
       : call_(call),
         chunk_(chunk),
         scratch_(call, scratch),
-        num_steps_(num_steps(call.num_inputs)),
+        num_steps_(num_steps(call.weight.num_inputs)),
         num_passes_(call.panels.second ? 2 : 1),
         ring_(call),
         keeps_(ring_.may_keep && chunk.end_tile - chunk.first_tile > 1),
         num_ring_steps_(keeps_ ? ring_.num_kept : 2),
         ring_step_bytes_(keeps_ ? StepRing::kKeptBytes : StepRing::kStepBytes),
         rows_per_step_(num_steps_ ? (kHeight + num_steps_ - 1) / num_steps_ : 0),
-        prefetcher_(call, (chunk.end_row - chunk.first_row + kHeight - 1) / kHeight) {}
+        prefetcher_(call, (chunk.end_row - chunk.first_row + kHeight - 1) / kHeight,
+                    call.weight.num_inputs) {}
 
   void run() {
     const TileRegisters registers(chunk_.end_row - chunk_.first_row);
@@ -72,7 +73,7 @@ class ChunkMultiplier {
   // A step's inputs, padded to a whole step.
   const W* inputs(const Position& position, int64_t step) const {
     const W* panel = reinterpret_cast<const W*>(panel_of(position)) + step * kStepInputs * kPanelWidth;
-    const int64_t count = call_.num_inputs - step * kStepInputs;
+    const int64_t count = call_.weight.num_inputs - step * kStepInputs;
     if (count >= kStepInputs) return panel;
     std::memset(scratch_.tail, 0, kStepInputs * kPanelWidth * sizeof(W));
     if (count > 0) std::memcpy(scratch_.tail, panel, count * kPanelWidth * sizeof(W));
@@ -116,7 +117,7 @@ class ChunkMultiplier {
     if constexpr (kTiles == 2) clear_tile<2>(), clear_tile<3>();
     char* now = ring_step(first_step_of(position));
     for (int64_t step = 0; step < num_steps_; ++step, rows += kStepBytes) {
-      while (step * kStepInputs >= span->end && span->end < call_.num_inputs)
+      while (step * kStepInputs >= span->end && span->end < call_.weight.num_inputs)
         due = (++span)->due;
       if (rows_due > 0) {
         const int64_t count = std::min(rows_due, rows_per_step_);
@@ -212,19 +213,19 @@ class ChunkMultiplier {
 static void multiply(const LinearCall& call, const Chunk& chunk, char* scratch) {
   const FlushDenormals flush_denormals;
   visit_wide(call.format, [&](auto row) {
-    visit_wide(call.panel_format, [&](auto weight) {
+    visit_wide(call.weight.format, [&](auto weight) {
       ChunkMultiplier<decltype(row), decltype(weight)>(call, chunk, scratch).run();
     });
   });
 }
 
-static int64_t row_bytes(Format format, int64_t num_inputs) {
-  return num_steps(num_inputs) * parts_of(format) * kStepInputs * sizeof(BFloat16);
+static int64_t row_bytes(Format format, const Weight& weight) {
+  return num_steps(weight.num_inputs) * parts_of(format) * kStepInputs * sizeof(BFloat16);
 }
 
 static int64_t scratch_bytes(const LinearCall& call, int64_t num_rows) {
   const int64_t padded_rows = (num_rows + kSide - 1) / kSide * kSide;
-  return Scratch::num_bytes(call) + padded_rows * row_bytes(call.format, call.num_inputs);
+  return Scratch::num_bytes(call) + padded_rows * row_bytes(call.format, call.weight);
 }
 
 static void prepare(const LinearCall& call, int64_t first_row, int64_t end_row, char* scratch) {
@@ -237,7 +238,10 @@ static void prepare(const LinearCall& call, int64_t first_row, int64_t end_row, 
 // More rows than without AMX: panels must be read from memory less often than they are multiplied.
 constexpr int64_t kMostBlockRows = 192;
 
-constexpr Functions kFunctions{kPanelWidth,   kHeight, kMostBlockRows, row_bytes,
-                               scratch_bytes, prepare, multiply};
+constexpr Functions kFunctions{
+    kPanelWidth,
+    {kHeight, kMostBlockRows, row_bytes, scratch_bytes, prepare, multiply},
+    nullptr,
+    &kConverting};
 
 }  // namespace amx

@@ -16,7 +16,7 @@ struct ByteRange {
   int64_t bytes = 0;
 };
 
-// The tile's inputs up to `end`: at each of them the next `step` bytes from `due` are prefetched.
+// The tile's steps up to `end`: at each of them the next `step` bytes from `due` are prefetched.
 struct PrefetchSpan {
   int64_t end;
   const char* due;
@@ -25,19 +25,20 @@ struct PrefetchSpan {
 
 // What is prefetched while a tile is multiplied with a panel.
 struct PrefetchSchedule {
-  PrefetchSpan spans[3];  // up to the last input; the spans after that are undefined
+  PrefetchSpan spans[3];  // up to the last step; the spans after that are undefined
 };
 
 // Schedules the prefetching of a block's tiles.
 class Prefetcher {
  public:
-  Prefetcher(const LinearCall& call, int64_t num_tiles)
-      : num_inputs_(std::max<int64_t>(1, call.num_inputs)),
+  // A tile takes `num_steps` steps for a panel.
+  Prefetcher(const LinearCall& call, int64_t num_tiles, int64_t num_steps)
+      : num_steps_(std::max<int64_t>(1, num_steps)),
         num_passes_(call.panels.second ? 2 : 1),
         num_tiles_(num_tiles),
         panel_bytes_(call.panels.bytes),
         share_((panel_bytes_ + num_tiles - 1) / num_tiles),
-        step_((share_ + num_inputs_ - 1) / num_inputs_) {}
+        step_((share_ + num_steps_ - 1) / num_steps_) {}
 
   // The schedule for a tile and a panel, in one of the passes, one per weight: an equal share of the
   // next panels and of `rows`. A single tile is bound by memory, and prefetches the panel that it is
@@ -45,11 +46,11 @@ class Prefetcher {
   PrefetchSchedule schedule(const char* panel, int64_t pass, int64_t tile, const Panels& next,
                     const ByteRange& rows) const {
     if (num_tiles_ == 1 || panel_bytes_ > kLargestPanel)
-      return {{{num_inputs_, panel + kShortDistance, panel_bytes_ / num_inputs_}}};
+      return {{{num_steps_, panel + kShortDistance, panel_bytes_ / num_steps_}}};
     if (next.bytes > kLargestPanel) return in_sequence({share(rows, pass, num_passes_)}, panel);
     if (has_same_shape(next) && !rows.bytes) {
       const char* panels = pass == 0 ? next.first : next.second;
-      return {{{num_inputs_, panels + tile * share_, step_}}};
+      return {{{num_steps_, panels + tile * share_, step_}}};
     }
     const int64_t index = pass * num_tiles_ + tile, count = num_passes_ * num_tiles_;
     return in_sequence({share(rows, pass, num_passes_),
@@ -72,25 +73,25 @@ class Prefetcher {
     return {all.begin + from, to - from};
   }
 
-  // Assigns each range a share of the inputs by its bytes, at most two lines for each input; the rest
+  // Assigns each range a share of the steps by its bytes, at most two lines for each step; the rest
   // of the range is not prefetched. Without ranges, prefetches `at_hand`, which costs nothing.
   PrefetchSchedule in_sequence(const ByteRange (&ranges)[3], const char* at_hand) const {
     int64_t bytes = 0, bytes_before = 0, begin = 0;
     for (const ByteRange& range : ranges) bytes += range.bytes;
-    PrefetchSchedule schedule{{{num_inputs_, at_hand, 0}}};
+    PrefetchSchedule schedule{{{num_steps_, at_hand, 0}}};
     if (!bytes) return schedule;
     for (int i = 0; i < 3; ++i) {
       bytes_before += ranges[i].bytes;
-      const int64_t end = num_inputs_ * bytes_before / bytes;
-      const int64_t inputs = std::max<int64_t>(1, end - begin);
-      const int64_t step = (ranges[i].bytes + inputs - 1) / inputs;
+      const int64_t end = num_steps_ * bytes_before / bytes;
+      const int64_t steps = std::max<int64_t>(1, end - begin);
+      const int64_t step = (ranges[i].bytes + steps - 1) / steps;
       schedule.spans[i] = {end, ranges[i].begin, std::min(step, 2 * kLine)};
       begin = end;
     }
     return schedule;
   }
 
-  const int64_t num_inputs_, num_passes_, num_tiles_, panel_bytes_, share_, step_;
+  const int64_t num_steps_, num_passes_, num_tiles_, panel_bytes_, share_, step_;
 };
 
 }  // namespace quire::linear

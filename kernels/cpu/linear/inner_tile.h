@@ -1,0 +1,62 @@
+// The inner kernel: products of some rows with a panel, sums in registers. Included once per
+// instruction set, after activations.h.
+//
+// The scheme is the inner kernel of Goto and van de Geijn, "Anatomy of High-Performance Matrix
+// Multiplication" (2008). Every output is one chain of multiplications and additions in the order of
+// the inputs, so a row's result does not depend on the rows that are computed beside it.
+
+constexpr int kPanelWidth = 2 * kLanes;
+// As many rows as there are registers for their sums.
+constexpr int kTileRows = kLanes == 16 ? 12 : 6;
+
+// A step of the inner kernel: one float32 of a row, times numbers of type W of a panel's outputs.
+template <typename W>
+struct WideningStep {
+  static constexpr int64_t kPanelBytes = kPanelWidth * sizeof(W);
+
+  QUIRE_INLINE Floats weights(const char* panel, int half) {
+    return load(reinterpret_cast<const W*>(panel) + half * kLanes);
+  }
+  QUIRE_INLINE Floats row(const char* from) {
+    return broadcast(*reinterpret_cast<const float*>(from));
+  }
+  QUIRE_INLINE void add(Floats& sum, Floats x, Floats weights) { sum += x * weights; }
+};
+
+// Adds the products of kRows rows and one panel to their sums. Each step reads four bytes of a row.
+template <int kRows, typename Step>
+QUIRE_INLINE void multiply_tile(const char* rows, int64_t row_bytes, const char* panel,
+                                int64_t num_steps, const PrefetchSchedule& prefetch,
+                                Floats (&sums)[kRows][2]) {
+  // Six rows are addressed by one pointer and three strides. The asm statement hides how the strides
+  // are related: otherwise the compiler keeps a pointer per row, for which there are too few registers.
+  constexpr int kGroup = 6;
+  int64_t once = row_bytes, thrice = 3 * row_bytes, five_times = 5 * row_bytes;
+  asm("" : "+r"(once), "+r"(thrice), "+r"(five_times));
+  const int64_t places[kGroup] = {0, once, 2 * once, thrice, 4 * once, five_times};
+  const char* groups[(kRows + kGroup - 1) / kGroup];
+#pragma GCC unroll 2
+  for (const char*& group : groups) group = rows, rows += kGroup * row_bytes;
+  int64_t k = 0;
+  for (const PrefetchSpan* span = prefetch.spans; k < num_steps; ++span) {
+    const int64_t end = span->end, step = span->step;
+    const char* due = span->due;
+    for (; k < end; ++k, due += step) {
+      __builtin_prefetch(due, 0, 2);
+      if (step > kLine) __builtin_prefetch(due + kLine, 0, 2);
+      const auto left = Step::weights(panel, 0), right = Step::weights(panel, 1);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const auto x = Step::row(groups[r / kGroup] + places[r % kGroup]);
+        Step::add(sums[r][0], x, left);
+        Step::add(sums[r][1], x, right);
+      }
+      panel += Step::kPanelBytes;
+#pragma GCC unroll 2
+      for (const char*& group : groups) {
+        group += 4;
+        asm("" : "+r"(group));
+      }
+    }
+  }
+}

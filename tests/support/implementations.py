@@ -1,0 +1,12 @@
+"""C++ implementations to be tested."""
+
+from typing import Final
+
+from kernels.dispatch import Implementation, cpp_implementations
+
+# Of all operations but products: those beyond AVX-512 have its functions.
+WITHOUT_PRODUCTS: Final = cpp_implementations()[:3]
+# Of products of weights that are not quantised.
+OF_PRODUCTS: Final = tuple(
+    one for one in cpp_implementations() if one != Implementation.CPP_AVX512_VNNI
+)
