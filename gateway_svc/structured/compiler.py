@@ -9,19 +9,19 @@ from typing import Any, Final
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
+from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.first_tokens import FirstTokens
 from gateway_svc.structured.json_schemas import read_schema, to_definition
-from gateway_svc.structured.lark import SyntaxRefusedError, choice_to_lark, regex_to_lark, to_lark
-from gateway_svc.structured.schema_errors import explain
-from gateway_svc.structured.schema_parts import SchemaError
-from gateway_svc.structured.structural_tags import TagError, structural_tag_to_lark
+from gateway_svc.structured.lark import choice_to_lark, grammar_to_lark, regex_to_lark
+from gateway_svc.structured.lark_source import LarkSource
+from gateway_svc.structured.schema_errors import explain, shown_reason
+from gateway_svc.structured.structural_tags import structural_tag_to_lark
 from quire.service.errors import invalid
 from quire.service.grammars import (
     GrammarError,
     GrammarVocabulary,
     NoGrammarsError,
     compiler_threads,
-    summary,
 )
 from quire.v1 import structured_output_pb2
 
@@ -107,21 +107,20 @@ class StructuredOutputCompiler:
         output: structured_output_pb2.StructuredOutput,
     ) -> CompiledFormat:
         """In a thread."""
-        if output.HasField("json_schema"):
-            return _compile_schema(vocabulary, field, output.json_schema)
-        try:
-            return _check(vocabulary, field, _definition(vocabulary, output))
-        except (SchemaError, SyntaxRefusedError, TagError) as error:
-            raise invalid(field, "INVALID_FORMAT", str(error)) from error
-        except GrammarError as error:
-            raise invalid(field, "INVALID_FORMAT", f"is refused: {summary(error)}") from error
+        match output.WhichOneof("format"):
+            case "json_schema":
+                return _compile_schema(vocabulary, field, output.json_schema)
+            case "json_object":
+                return _compile_schema(vocabulary, field, '{"type": "object"}')
+            case _:
+                return _compile_lark(vocabulary, field, output)
 
 
 def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> CompiledFormat:
     try:
         schema = read_schema(text)
         definition = to_definition(schema)
-    except (SchemaError, ValueError, RecursionError) as error:
+    except (FormatError, ValueError, RecursionError) as error:
         raise invalid(field, "INVALID_SCHEMA", str(error)) from error
     try:
         return _check(vocabulary, field, definition)
@@ -139,23 +138,52 @@ def _refusal(vocabulary: GrammarVocabulary, schema: dict[str, Any]) -> str | Non
     return None
 
 
-def _definition(
+def _compile_lark(
+    vocabulary: GrammarVocabulary, field: str, output: structured_output_pb2.StructuredOutput
+) -> CompiledFormat:
+    try:
+        source = _source(vocabulary, output)
+        source.check_quantifiers()
+        definition = LLMatcher.grammar_from_lark(source.text)
+    except FormatError as error:
+        raise invalid(field, "INVALID_FORMAT", str(error)) from error
+    try:
+        return _check(vocabulary, field, definition)
+    except GrammarError as error:
+        reason = _explain_part(vocabulary, source) or f"is refused: {shown_reason(str(error))}"
+        raise invalid(field, "INVALID_FORMAT", reason) from error
+
+
+def _source(
     vocabulary: GrammarVocabulary, output: structured_output_pb2.StructuredOutput
-) -> str:
+) -> LarkSource:
     match output.WhichOneof("format"):
-        case "json_object":
-            return to_definition({"type": "object"})
         case "regex":
-            lark = regex_to_lark(output.regex)
+            return regex_to_lark(output.regex)
         case "choice":
-            if not output.choice.texts:
-                raise SyntaxRefusedError("has no texts")
-            lark = choice_to_lark(list(output.choice.texts))
+            return choice_to_lark(list(output.choice.texts))
         case "grammar":
-            lark = to_lark(output.grammar)
+            return grammar_to_lark(output.grammar)
         case _:
-            lark = structural_tag_to_lark(output.structural_tag, vocabulary.tokenizer)
-    return LLMatcher.grammar_from_lark(lark)
+            return structural_tag_to_lark(output.structural_tag, vocabulary.tokenizer)
+
+
+def _explain_part(vocabulary: GrammarVocabulary, source: LarkSource) -> str | None:
+    """Why a part of a grammar is refused on its own, with its place; None if none is."""
+    started_s = time.thread_time()
+    for place, schema in source.schemas.items():
+        if reason := _refusal(vocabulary, schema):
+            return explain(reason, schema, lambda part: _refusal(vocabulary, part), place)
+        if time.thread_time() - started_s > MAX_COMPILE_S:
+            return None
+    for place, text in source.parts.items():
+        try:
+            _begin(vocabulary, LLMatcher.grammar_from_lark(text))
+        except GrammarError as error:
+            return f"is refused at {place}: {shown_reason(str(error))}"
+        if time.thread_time() - started_s > MAX_COMPILE_S:
+            return None
+    return None
 
 
 def _check(vocabulary: GrammarVocabulary, field: str, definition: str) -> CompiledFormat:

@@ -5,16 +5,17 @@ refused here.
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from math import prod
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from llguidance import LLMatcher
 
-from gateway_svc.structured.lark import MAX_QUANTIFIERS, num_quantifiers
-from gateway_svc.structured.schema_parts import SchemaError, is_number, parts, refused
+from gateway_svc.structured.errors import FormatError
+from gateway_svc.structured.json_values import read_json
+from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
+from gateway_svc.structured.schema_parts import is_number, parts, refused
 from gateway_svc.structured.schema_references import check_references
 from gateway_svc.structured.schema_values import prepare
 
@@ -27,63 +28,35 @@ FORM: Final = {
     "coerce_one_of": False,
     "lenient": False,
 }
+OPTIONS: Final = "x-guidance"
 # Compiling takes 3 µs for each: a number's remainders are states of an automaton.
 _MAX_REMAINDERS: Final = 10_000
 _Parts = list[tuple[str, dict[str, Any]]]
 
 
-def read_json(text: str) -> Any:
-    """SchemaError for what is no JSON, or has values that no UTF-8 or no double can have."""
-    try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise SchemaError("has half of a surrogate pair, which is no character") from error
-    except ValueError as error:
-        raise SchemaError(f"is not JSON: {error}") from error
-    except RecursionError as error:
-        raise SchemaError("is nested too deeply") from error
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a value")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {text:.40} is too large")
-    return number
-
-
-def _integer(text: str) -> int:
-    _finite(text)
-    return int(text)
-
-
 def read_schema(text: str) -> dict[str, Any]:
-    """The schema as the library reads it well. SchemaError if it is refused."""
+    """The schema as the library reads it well. FormatError if it is refused."""
     return prepare_schema(read_json(text))
 
 
-def prepare_schema(schema: Any) -> dict[str, Any]:
-    """The schema, which is changed, as the library reads it well. SchemaError for what it would
-    misread, or take long to compile."""
+def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
+    """The schema, which is changed, as the library reads it well. FormatError for what it would
+    misread, or take long to compile. `root` is the place of the schema within a format."""
     if schema is True:
         return {}
+    whole = "" if root == "#" else f"the schema at {root} "
     if schema is False:
-        raise SchemaError("is false, which no text follows; use a schema that allows something")
+        raise FormatError(f"{whole}is false, which nothing follows; use one that allows something")
     if not isinstance(schema, dict):
-        raise SchemaError("is neither an object nor true, as a schema is")
+        raise FormatError(f"{whole}is neither an object nor true, as a schema is")
     dialect = schema.get("$schema")
     try:
-        for path, part in parts(schema):
+        for path, part in parts(schema, root):
             prepare(path, part, dialect if isinstance(dialect, str) else "")
-        found = list(parts(schema))
+        found = list(parts(schema, root))
     except RecursionError as error:
-        raise SchemaError("is nested too deeply") from error
-    check_references(found)
+        raise FormatError(f"{whole}is nested too deeply") from error
+    check_references(found, root)
     _check_patterns(found)
     # Parts of `allOf` are merged, and so are their numbers.
     merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in found)
@@ -98,9 +71,14 @@ def to_definition(schema: Mapping[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(text, overrides=FORM)  # type: ignore[arg-type]
 
 
+def json_terminal(schema: Mapping[str, Any]) -> str:
+    """The schema in a grammar in Lark's syntax."""
+    return f"%json {json.dumps({**schema, OPTIONS: FORM}, ensure_ascii=False)}"
+
+
 def num_schema_quantifiers(schema: dict[str, Any]) -> int:
     """How many parts of all patterns may repeat or be absent."""
-    return sum(number for number, _, _ in _quantifiers(parts(schema)))
+    return sum(number for number, _, _ in _quantifiers(parts(schema, "#")))
 
 
 def _check_patterns(found: _Parts) -> None:
@@ -154,7 +132,7 @@ def _digits(number: float) -> int:
 def _check_ranges(found: _Parts, merges: bool) -> None:
     ranges = [(path, _Range(part)) for path, part in found]
     if merges:
-        ranges += [("#", _Range.merged(part for _, part in found))]
+        ranges += [(found[0][0], _Range.merged(part for _, part in found))]
     for path, bounds in ranges:
         if keyword := bounds.misread():
             raise refused(

@@ -27,31 +27,42 @@ _SIZES: Final = frozenset(
 )
 # For the library's texts, by their beginnings.
 _WORDS: Final = {
-    "NoExtensionBias": "it refers to itself without an end",
+    "NoExtensionBias": "it matches no text, or refers to itself without an end",
     "Unsatisfiable schema: Regex is empty": "it matches no text",
     "Unsatisfiable schema: ": "nothing follows it: ",
 }
+_MAX_CHARACTERS: Final = 300
 
 
-def explain(reason: str, schema: dict[str, Any], refusal: Refusal) -> str:
-    """An error of the library, with the keyword that it is about and its place."""
-    place = _keyword_at_fault(reason, schema, refusal)
-    shown = _shown(reason)
-    if place is None:
-        return f"is refused: {shown}"
-    path, keyword = place
-    named = f"the keyword {keyword} at {_pointer(path)}"
+def explain(reason: str, schema: dict[str, Any], refusal: Refusal, root: str = "#") -> str:
+    """An error of the library, with the keyword that it is about and its place. `root` is that of
+    the schema within a format."""
+    try:
+        found = _keyword_at_fault(reason, schema, refusal)
+    except RecursionError:
+        found = None
+    shown = shown_reason(reason)
+    if found is None:
+        return (
+            f"is refused: {shown}" if root == "#" else f"the schema at {root} is refused: {shown}"
+        )
+    path, keyword = found
+    named = f"the keyword {keyword} at {_pointer(root, path)}"
     if _UNKNOWN.match(reason):
         return f"{named} is not supported; remove it"
-    return f"{named} is refused: {shown:.300}; change or remove it"
+    return f"{named} is refused: {shown}; change or remove it"
 
 
-def _shown(reason: str) -> str:
+def shown_reason(reason: str) -> str:
+    """An error of the library in words."""
     for beginning, words in _WORDS.items():
         if reason.startswith(beginning):
             rest = summary(reason).removeprefix(beginning)
-            return words + rest if words.endswith(" ") else words
-    return summary(reason)
+            return f"{words}{rest:.{_MAX_CHARACTERS}}" if words.endswith(" ") else words
+    # An expression is known to its client.
+    shown = summary(reason)
+    shown = shown.rpartition("(in regex): ")[2] or shown
+    return f"{shown:.{_MAX_CHARACTERS}}"
 
 
 def _keyword_at_fault(reason: str, schema: dict[str, Any], refusal: Refusal) -> _Place | None:
@@ -117,8 +128,8 @@ def _without(schema: dict[str, Any], removed: Sequence[_Place]) -> dict[str, Any
     return rest
 
 
-def _pointer(path: tuple[str | int, ...]) -> str:
-    pointer = "#"
+def _pointer(root: str, path: tuple[str | int, ...]) -> str:
+    pointer = root
     for key in path:
         pointer = child(pointer, str(key))
     return pointer

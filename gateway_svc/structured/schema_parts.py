@@ -3,20 +3,18 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
+from gateway_svc.structured.errors import FormatError
+
 SCHEMAS_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 # Keywords whose values are no schemas, whatever they look like.
 VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 
 
-class SchemaError(ValueError):
-    """A schema that is refused; the message names the keyword and its place."""
+def refused(keyword: str, path: str, reason: str) -> FormatError:
+    return FormatError(f"the keyword {keyword} at {path} {reason}")
 
 
-def refused(keyword: str, path: str, reason: str) -> SchemaError:
-    return SchemaError(f"the keyword {keyword} at {path} {reason}")
-
-
-def parts(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+def parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schemas within a schema, itself first, each with its place."""
     if isinstance(schema, list):
         for at, item in enumerate(schema):

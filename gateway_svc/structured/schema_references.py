@@ -10,13 +10,14 @@ from gateway_svc.structured.schema_parts import child, refused
 _IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
 
 
-def check_references(found: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """SchemaError at a reference that applies itself to the same value, and so has no end."""
+def check_references(found: Iterable[tuple[str, Mapping[str, Any]]], root: str) -> None:
+    """FormatError at a reference that applies itself to the same value, and so has no end. `root`
+    is the place of the whole document."""
     by_path = dict(found)
     checked: set[str] = set()
     for start in by_path:
         # Depth first, without recursion: references may form a chain of thousands.
-        open_paths: dict[str, list[tuple[str, str]]] = {start: _applied(start, by_path)}
+        open_paths: dict[str, list[tuple[str, str]]] = {start: _applied(start, by_path, root)}
         while open_paths:
             path, applied = next(reversed(open_paths.items()))
             if not applied or path in checked:
@@ -29,17 +30,19 @@ def check_references(found: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
                     "$ref", referrer, "leads back to itself without a value in between; remove it"
                 )
             if target in by_path and target not in checked:
-                open_paths[target] = _applied(target, by_path)
+                open_paths[target] = _applied(target, by_path, root)
 
 
-def _applied(path: str, by_path: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _applied(
+    path: str, by_path: Mapping[str, Mapping[str, Any]], root: str
+) -> list[tuple[str, str]]:
     """The places of the schemas that apply to the same value as this one, each with the place of
     what applies it."""
     part = by_path[path]
     found = []
     reference = part.get("$ref")
     if isinstance(reference, str) and reference.partition("#")[0] == "":
-        found.append((path, f"#{unquote(reference.removeprefix('#'))}"))
+        found.append((path, f"{root}{unquote(reference.removeprefix('#'))}"))
     for keyword in _IN_PLACE:
         options = part.get(keyword)
         if isinstance(options, list):

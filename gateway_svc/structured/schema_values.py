@@ -44,7 +44,7 @@ _LISTED_ITEMS: Final = re.compile(r"draft-0\d\b|2019-09")
 
 
 def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
-    """Change one schema, without those within it, to what the library reads well. SchemaError at a
+    """Change one schema, without those within it, to what the library reads well. FormatError at a
     keyword that cannot be followed. `dialect` is the document's `$schema`."""
     for keyword in _UNREAD:
         part.pop(keyword, None)

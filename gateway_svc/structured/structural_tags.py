@@ -5,134 +5,200 @@ The older form has `structures` and `triggers`; the other one has a tree of form
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
 from llguidance import LLTokenizer
 
-from gateway_svc.structured.json_schemas import FORM, prepare_schema
-from gateway_svc.structured.lark import regex_to_lark, to_lark
+from gateway_svc.structured.errors import FormatError
+from gateway_svc.structured.json_schemas import json_terminal, prepare_schema
+from gateway_svc.structured.json_values import read_json
+from gateway_svc.structured.lark import grammar_to_lark, regex_to_lark
+from gateway_svc.structured.lark_source import LarkSource
 
 _TEXT: Final = r"/(.|\n)*/"
+_Node = Mapping[str, Any]
 
 
-class TagError(ValueError):
-    """A structural tag that is refused; the message has the reason."""
+@dataclass(frozen=True)
+class _Kind:
+    """A format of the tree: how it is written, and the keys that it has beside `type`."""
+
+    write: Callable[[_Node, str], str]
+    required: Mapping[str, type | tuple[type, ...]]
+    optional: Mapping[str, type | tuple[type, ...]]
 
 
-def structural_tag_to_lark(text: str, tokenizer: LLTokenizer) -> str:
-    """TagError or SchemaError if it is refused."""
-    try:
-        tag = json.loads(text)
-    except ValueError as error:
-        raise TagError(f"is not JSON: {error}") from error
-    except RecursionError as error:
-        raise TagError("is nested too deeply") from error
+def structural_tag_to_lark(text: str, tokenizer: LLTokenizer) -> LarkSource:
+    """FormatError if it is refused."""
+    tag = read_json(text)
     if not isinstance(tag, dict):
-        raise TagError("is not an object")
+        raise FormatError("is not an object")
     writer = _Writer(tokenizer)
-    if "structures" in tag:
-        start = writer.triggered_tags(_of_structures(tag))
-    else:
-        start = writer.expression(_required(tag, "format", dict))
-    return "\n".join([f"start: {start}", *writer.rules])
-
-
-def _of_structures(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The older form as `triggered_tags`."""
-    return {
-        "triggers": tag.get("triggers"),
-        "tags": [
-            {
-                "begin": structure.get("begin"),
-                "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
-                "end": structure.get("end"),
-            }
-            for structure in _items(tag, "structures")
-        ],
-    }
+    try:
+        if "structures" in tag:
+            start = writer.structures(tag)
+        else:
+            _check_keys(tag, "#", {"format": dict}, {"type": str})
+            start = writer.expression(tag["format"], "#/format")
+    except RecursionError as error:
+        raise FormatError("is nested too deeply") from error
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise FormatError(f"has the type {tag['type']!r:.40} at #; it is structural_tag")
+    writer.source.text = "\n".join([f"start: {start}", *writer.rules])
+    return writer.source
 
 
 class _Writer:
     """Writes formats as expressions; the rules that they need are added to `rules`."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.source = LarkSource()
         self.rules: list[str] = []
-        self._kinds: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-            "const_string": lambda node: self._literal(_required(node, "value", str)),
-            "json_schema": self._json_schema,
-            "regex": lambda node: self._regex(_required(node, "pattern", str)),
-            "grammar": self._grammar,
-            "any_text": lambda _: self._terminal(_TEXT),
-            "sequence": lambda node: " ".join(map(self.expression, _items(node, "elements"))),
-            "or": lambda node: self._any(map(self.expression, _items(node, "elements"))),
-            "tag": self._tag,
-            "triggered_tags": self.triggered_tags,
-            "tags_with_separator": self._separated_tags,
+        self._tokenizer = tokenizer
+        any_schema = (dict, bool)
+        ends = (str, list)
+        flags = {"at_least_one": bool, "stop_after_first": bool}
+        self._kinds: Mapping[str, _Kind] = {
+            "const_string": _Kind(self._constant, {"value": str}, {}),
+            "json_schema": _Kind(self._json_schema, {"json_schema": any_schema}, {}),
+            "regex": _Kind(self._regex, {"pattern": str}, {}),
+            "grammar": _Kind(self._grammar, {"grammar": str}, {}),
+            "any_text": _Kind(lambda node, path: self._terminal(_TEXT), {}, {}),
+            "sequence": _Kind(self._sequence, {"elements": list}, {}),
+            "or": _Kind(self._or, {"elements": list}, {}),
+            "tag": _Kind(self._tag, {"begin": str, "content": dict, "end": ends}, {}),
+            "triggered_tags": _Kind(self._triggered_tags, {"triggers": list, "tags": list}, flags),
+            "tags_with_separator": _Kind(
+                self._separated_tags, {"tags": list, "separator": str}, flags
+            ),
         }
 
-    def expression(self, node: Mapping[str, Any]) -> str:
-        kind = node.get("type")
-        if not isinstance(kind, str) or kind not in self._kinds:
-            raise TagError(f"has the type {kind!r}; there are {', '.join(self._kinds)}")
-        return f"({self._kinds[kind](node)})"
+    def expression(self, node: Any, path: str, default: str = "") -> str:
+        """A format at a place. `default` is the type of one without."""
+        if not isinstance(node, dict):
+            raise FormatError(f"has no object at {path}")
+        name = node.get("type", default)
+        kind = self._kinds.get(name) if isinstance(name, str) else None
+        if kind is None or (default and name != default):
+            known = default or ", ".join(self._kinds)
+            raise FormatError(f"has the type {name!r:.40} at {path}; there are {known}")
+        _check_keys(node, path, kind.required, {**kind.optional, "type": str})
+        return f"({kind.write(node, path)})"
 
-    def triggered_tags(self, node: Mapping[str, Any]) -> str:
+    def structures(self, tag: _Node) -> str:
+        """The older form, as `triggered_tags`."""
+        _check_keys(tag, "#", {"structures": list, "triggers": list}, {"type": str})
+        tags = []
+        for at, structure in enumerate(_objects(tag, "structures", "#")):
+            path = f"#/structures/{at}"
+            _check_keys(structure, path, {"begin": str, "end": str}, {"schema": (dict, bool)})
+            schema = prepare_schema(structure.get("schema", True), f"{path}/schema")
+            content = {"type": "json_schema", "json_schema": schema}
+            tags.append({"begin": structure["begin"], "content": content, "end": structure["end"]})
+        node = {"triggers": tag["triggers"], "structures": tags}
+        start = self._triggered_tags(node, "#", "structures")
+        found = self.source.schemas.items()
+        self.source.schemas = {
+            place.replace("/content/json_schema", "/schema"): schema for place, schema in found
+        }
+        return start
+
+    def _triggered_tags(self, node: _Node, path: str, key: str = "tags") -> str:
         """Text, with a tag wherever a trigger occurs. With `at_least_one` it begins with a tag."""
-        triggers = _items(node, "triggers", str)
-        tags = _items(node, "tags")
+        triggers = node["triggers"]
+        if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            raise FormatError(f"has a trigger at {path}/triggers that is no text, or empty")
+        tags = _objects(node, key, path)
         if not triggers or not tags:
-            raise TagError("has no triggers or no tags")
+            raise FormatError(f"has no triggers or no tags at {path}")
         by_trigger = {trigger: list[str]() for trigger in triggers}
-        for tag in tags:
-            begin = _required(tag, "begin", str)
+        for at, tag in enumerate(tags):
+            begin = tag.get("begin")
+            if not isinstance(begin, str):
+                raise FormatError(f"has no text `begin` at {path}/{key}/{at}")
             trigger = next((one for one in triggers if begin.startswith(one)), None)
             if not trigger:
-                raise TagError(f"has a tag that begins with none of the triggers: {begin!r}")
+                raise FormatError(
+                    f"has a tag at {path}/{key}/{at} that begins with none of the triggers: "
+                    f"{begin!r:.80}"
+                )
             rest = {**tag, "begin": begin[len(trigger) :]}
-            by_trigger[trigger].append(self._tag(rest))
+            by_trigger[trigger].append(self.expression(rest, f"{path}/{key}/{at}", "tag"))
         used = {trigger: rests for trigger, rests in by_trigger.items() if rests}
         text = self._terminal(_TEXT)
-        later = self._any(
-            f"{self._until(trigger)} ({self._any(rests)})" for trigger, rests in used.items()
-        )
+        later = _any(f"{self._until(trigger)} ({_any(rests)})" for trigger, rests in used.items())
         mark = "?" if node.get("stop_after_first") else "*"
         if not node.get("at_least_one"):
             return f"({later}){mark} {text}"
-        first = self._any(
-            f"{self._literal(trigger)} ({self._any(rests)})" for trigger, rests in used.items()
-        )
+        first = _any(f"{self._literal(trigger)} ({_any(rests)})" for trigger, rests in used.items())
         return f"({first})" if mark == "?" else f"({first}) ({later})* {text}"
 
-    def _separated_tags(self, node: Mapping[str, Any]) -> str:
-        tags = self._any(map(self._tag, _items(node, "tags")))
-        separator = self._literal(_required(node, "separator", str))
+    def _separated_tags(self, node: _Node, path: str) -> str:
+        tags = _any(
+            self.expression(tag, f"{path}/tags/{at}", "tag")
+            for at, tag in enumerate(_objects(node, "tags", path))
+        )
+        separator = self._literal(node["separator"])
         one = f"({tags})"
         several = one if node.get("stop_after_first") else f"{one} ({separator} {one})*"
-        return several if node.get("at_least_one") else f"({several})?"
+        if node.get("at_least_one"):
+            return several
+        self.source.num_quantifiers[path] += 1
+        return f"({several})?"
 
-    def _tag(self, node: Mapping[str, Any]) -> str:
-        begin = self._literal(_required(node, "begin", str))
-        content = _required(node, "content", dict)
-        ends = node.get("end")
+    def _tag(self, node: _Node, path: str) -> str:
+        begin = self._literal(node["begin"])
+        content, ends = node["content"], node["end"]
         ends = [ends] if isinstance(ends, str) else ends
-        if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
-            raise TagError("has a tag whose `end` is neither text nor a list of texts")
+        if not ends or not all(isinstance(end, str) for end in ends):
+            raise FormatError(f"has no text or texts at {path}/end")
         if content.get("type") == "any_text" and all(ends):
             # The text goes on to the first of the ends.
-            return f"{begin} ({self._any(map(self._until, ends))})"
-        return f"{begin} {self.expression(content)} ({self._any(map(self._literal, ends))})"
+            _check_keys(content, f"{path}/content", {}, {"type": str})
+            return f"{begin} ({_any(map(self._until, ends))})"
+        inner = self.expression(content, f"{path}/content")
+        return f"{begin} {inner} ({_any(map(self._literal, ends))})"
 
-    def _json_schema(self, node: Mapping[str, Any]) -> str:
-        schema = prepare_schema(node.get("json_schema"))
-        return f"%json {json.dumps({**schema, 'x-guidance': FORM}, ensure_ascii=False)}"
+    def _constant(self, node: _Node, path: str) -> str:
+        return self._literal(node["value"])
 
-    def _regex(self, pattern: str) -> str:
-        return self._terminal(regex_to_lark(pattern).removeprefix("start: "))
+    def _sequence(self, node: _Node, path: str) -> str:
+        return " ".join(self._elements(node, path))
 
-    def _grammar(self, node: Mapping[str, Any]) -> str:
-        return f"%lark {{\n{to_lark(_required(node, 'grammar', str))}\n}}"
+    def _or(self, node: _Node, path: str) -> str:
+        # One of them may be empty.
+        self.source.num_quantifiers[path] += 1
+        return _any(self._elements(node, path))
+
+    def _elements(self, node: _Node, path: str) -> list[str]:
+        if not node["elements"]:
+            raise FormatError(f"has no elements at {path}/elements")
+        return [
+            self.expression(element, f"{path}/elements/{at}")
+            for at, element in enumerate(node["elements"])
+        ]
+
+    def _json_schema(self, node: _Node, path: str) -> str:
+        place = f"{path}/json_schema"
+        schema = prepare_schema(node["json_schema"], place)
+        self.source.add_schema(schema, place)
+        return json_terminal(schema)
+
+    def _regex(self, node: _Node, path: str) -> str:
+        source = regex_to_lark(node["pattern"])
+        self.source.add(source, f"{path}/pattern")
+        return self._terminal(source.text.removeprefix("start: "))
+
+    def _grammar(self, node: _Node, path: str) -> str:
+        place = f"{path}/grammar"
+        try:
+            source = grammar_to_lark(node["grammar"])
+        except FormatError as error:
+            raise FormatError(f"{error}, in the grammar at {place}") from error
+        self.source.add(source, place)
+        return f"%lark {{\n{source.text}\n}}"
 
     def _literal(self, text: str) -> str:
         """Text as the model writes it: special tokens by their ids."""
@@ -163,23 +229,47 @@ class _Writer:
     def _name(self, kind: str) -> str:
         return f"{kind}_{len(self.rules)}"
 
-    def _any(self, expressions: Iterable[str]) -> str:
-        return " | ".join(expressions)
+
+def _any(expressions: Iterable[str]) -> str:
+    return " | ".join(expressions)
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _required(node: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = node.get(key)
-    if not isinstance(value, kind):
-        raise TagError(f"has no `{key}` where it needs one")
-    return value
+def _check_keys(
+    node: _Node,
+    path: str,
+    required: Mapping[str, type | tuple[type, ...]],
+    optional: Mapping[str, type | tuple[type, ...]],
+) -> None:
+    """FormatError for a key that is missing, unknown or of another type."""
+    known = {**required, **optional}
+    for key in node:
+        if key not in known:
+            raise FormatError(
+                f"has the unknown key {key!r:.40} at {path}; there are {', '.join(known)}"
+            )
+    for key, kinds in known.items():
+        if key in node and not isinstance(node[key], kinds):
+            raise FormatError(
+                f"has a value of another type at {path}/{key}: {_words(kinds)} is needed"
+            )
+    for key in required:
+        if key not in node:
+            raise FormatError(f"has no {key!r} at {path}, which is needed")
 
 
-def _items(node: Mapping[str, Any], key: str, kind: type = dict) -> list[Any]:
-    values = node.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        raise TagError(f"has no list `{key}` where it needs one")
-    return values
+_WORDS: Final = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+
+
+def _words(kinds: type | tuple[type, ...]) -> str:
+    return " or ".join(_WORDS[kind] for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+
+
+def _objects(node: _Node, key: str, path: str) -> list[_Node]:
+    for at, value in enumerate(node[key]):
+        if not isinstance(value, dict):
+            raise FormatError(f"has no object at {path}/{key}/{at}")
+    return list(node[key])

@@ -53,8 +53,8 @@ def vocabulary(are_special: bool) -> GrammarVocabulary:
 
 def matcher(are_special: bool, *args: Any, **kwargs: Any) -> LLMatcher:
     found = vocabulary(are_special)
-    lark = structural_tag_to_lark(structural_tag(*args, **kwargs), found.tokenizer)
-    return found.compile(LLMatcher.grammar_from_lark(lark))
+    source = structural_tag_to_lark(structural_tag(*args, **kwargs), found.tokenizer)
+    return found.compile(LLMatcher.grammar_from_lark(source.text))
 
 
 def accepts(matcher: LLMatcher, are_special: bool, text: str) -> bool:
