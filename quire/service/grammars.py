@@ -13,8 +13,10 @@ from tokenizers import AddedToken, Tokenizer
 
 # A token that no model has. A mask that has it says that the output may end.
 _END: Final = "<|quire: the format ends here|>"
-# The library's own limits, without texts of the parser's state in errors: they hold the output.
-_LIMITS: Final = LLParserLimits(verbose_errors=False)
+# Without texts of the parser's state in errors: they hold the output. The fuel bounds the work at
+# the start of a grammar: with the library's million, `(a{1000}){1000}` takes a second. The other
+# limits are the library's.
+_LIMITS: Final = LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000)
 _QUIET: Final = 0
 _REJECTION: Final = "doesn't satisfy the grammar"
 # The library compiles recursively, and a rule within a rule takes 3 kB of the thread's stack: the
