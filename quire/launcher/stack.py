@@ -10,6 +10,7 @@ from quire.client.errors import QuireError
 from quire.client.operations import Operations
 from quire.launcher.directory import PrivateDirectory
 from quire.launcher.errors import LaunchError
+from quire.launcher.gguf_model import model_folder
 from quire.launcher.processes import ProcessGroup, ServiceProcess, StartCheck
 from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.services import ServiceSpecs, check_installed, consecutive_addresses
@@ -28,7 +29,7 @@ class LocalStack:
     processes of the stack end with this process, even if it is killed.
     """
 
-    # A folder in Hugging Face format, or a hub id.
+    # A folder in Hugging Face format, a GGUF file, or a hub id.
     model: str
     _: KW_ONLY
     num_workers: int = 1
@@ -190,11 +191,13 @@ class LocalStack:
         gateways = consecutive_addresses(self.gateway_listen, self.num_gateways)
         schedulers = specs.sockets("scheduler", self.num_schedulers)
         workers = specs.sockets("worker", self.num_workers)
-        model = {"model": self.model, "revision": self.revision}
+        folder = model_folder(self.model, directory)
+        model = {"model": folder, "revision": self.revision}
         gateway_flags = {
             **model,
             "scheduler": ",".join(schedulers),
-            "served-model-name": self.served_model_name,
+            "served-model-name": self.served_model_name
+            or (None if folder == self.model else Path(self.model).name),
         }
         scheduler_flags = {"redis-url": redis_url, "workers": ",".join(workers)}
         tokenizer = StartCheck("tokenizer", "load the model's tokenizer")

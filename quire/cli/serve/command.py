@@ -72,7 +72,9 @@ _ServedModelName = Annotated[
 
 @report_errors()
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder in Hugging Face format, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder in Hugging Face format, a GGUF file, or a hub id.")
+    ],
     workers: Annotated[int, integer_option("Worker processes.")] = 1,
     host: _Host = None,
     port: _Port = None,

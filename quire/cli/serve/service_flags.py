@@ -22,8 +22,8 @@ _FREQUENT: Final = {
     *(
         ("worker", name)
         for name in (
-            *("engine", "dtype", "device", "block_size", "kv_cache_memory", "max_model_len"),
-            "max_num_seqs",
+            *("engine", "dtype", "quantization", "device", "block_size", "kv_cache_memory"),
+            *("max_model_len", "max_num_seqs"),
         )
     ),
 }
