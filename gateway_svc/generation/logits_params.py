@@ -130,7 +130,7 @@ async def build(
             _check_possible(params.allowed_token_ids.ids, stop_token_ids)
     if message.HasField("grammar") and not message.stop_token_ids:
         raise invalid(
-            _FORMAT,
+            message.grammar.field,
             "NO_STOP_TOKEN",
             "needs a stop token; the model has no end-of-sequence token",
         )
@@ -141,7 +141,7 @@ async def build(
     for token_ids in await _bad_words(params.bad_words, model, limits.vocab_size):
         message.bad_words_token_ids.extend(token_ids)
         message.bad_words_lengths.append(len(token_ids))
-    _check_size(message, params)
+    _check_size(message)
     return message
 
 
@@ -178,18 +178,18 @@ async def _bad_words(
     return sequences
 
 
-def _check_size(message: logits_pb2.LogitsParams, params: inference_pb2.SamplingParams) -> None:
+def _check_size(message: logits_pb2.LogitsParams) -> None:
     """RequestError at the largest field if the message is too large."""
     if message.ByteSize() <= MAX_BYTES:
         return
-    # Calls of tools have a grammar, too. The other fields cannot be this large.
-    grammar = _FORMAT if params.HasField("structured_output") else "conversation.tools"
+    # The other fields cannot be this large.
     parts = {
         _ALLOWED: logits_pb2.LogitsParams(allowed_token_ids=message.allowed_token_ids),
         "sampling_params.bad_words": logits_pb2.LogitsParams(
-            bad_words_token_ids=message.bad_words_token_ids
+            bad_words_token_ids=message.bad_words_token_ids,
+            bad_words_lengths=message.bad_words_lengths,
         ),
-        grammar: logits_pb2.LogitsParams(grammar=message.grammar),
+        message.grammar.field: logits_pb2.LogitsParams(grammar=message.grammar),
     }
     sizes = {name: part.ByteSize() for name, part in parts.items()}
     largest = max(sizes, key=lambda name: sizes[name])

@@ -16,6 +16,7 @@ from gateway_svc.generation.field_checks import (
     out_of_range,
 )
 from gateway_svc.generation.truncation import num_kept_tokens
+from gateway_svc.text import chat_messages
 from gateway_svc.text.chat_template import RESERVED_VARIABLES
 from gateway_svc.text.served_model import ModelLimits
 from quire.internal.v1 import scheduler_pb2
@@ -50,6 +51,12 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
     params = request.sampling_params
     _check_sampling(params, limits.vocab_size)
     _check_prompt(request, limits)
+    if _omits_text(params) and chat_messages.offers_tools(request.conversation):
+        raise invalid(
+            "sampling_params.detokenize",
+            "TOOLS_WITHOUT_TEXT",
+            "is false, and calls of tools are read from the text; set tool_choice to none",
+        )
 
 
 def check_resume_request(request: inference_pb2.ResumeGenerateRequest) -> None:
@@ -234,9 +241,13 @@ def _check_sampling(params: inference_pb2.SamplingParams, vocab_size: int) -> No
     logits_params.check(params, vocab_size)
 
 
+def _omits_text(params: inference_pb2.SamplingParams) -> bool:
+    return params.HasField("detokenize") and not params.detokenize
+
+
 def _check_stops(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     field = "sampling_params.stop"
-    if params.stop and params.HasField("detokenize") and not params.detokenize:
+    if params.stop and _omits_text(params):
         raise invalid(
             field, "STOP_WITHOUT_TEXT", "is set; there is no text with detokenize = false"
         )

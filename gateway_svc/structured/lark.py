@@ -16,6 +16,11 @@ _ASCII_CLASSES: Final = "dw"
 _EBNF_RULE: Final = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 
 
+def quoted(text: str) -> str:
+    """A text in a grammar. The library reads U+007F as an escape only."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def grammar_to_lark(grammar: str) -> LarkSource:
     """A grammar in Lark's syntax, or in EBNF (GBNF), converted."""
     if not _EBNF_RULE.search(grammar):
@@ -41,4 +46,4 @@ def choice_to_lark(texts: list[str]) -> LarkSource:
     """One terminal, because a rule has at most 2,000 options."""
     if not texts:
         raise FormatError("has no texts")
-    return LarkSource("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, texts)))
+    return LarkSource("start: TEXT\nTEXT: " + " | ".join(map(quoted, texts)))

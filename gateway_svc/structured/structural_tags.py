@@ -3,7 +3,6 @@
 The older form has `structures` and `triggers`; the other one has a tree of formats under `format`.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,7 +13,7 @@ from llguidance import LLTokenizer
 from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.json_schemas import json_terminal, prepare_schema
 from gateway_svc.structured.json_values import read_json
-from gateway_svc.structured.lark import grammar_to_lark, regex_to_lark
+from gateway_svc.structured.lark import grammar_to_lark, quoted, regex_to_lark
 from gateway_svc.structured.lark_source import LarkSource
 
 _TEXT: Final = r"/(.|\n)*/"
@@ -208,7 +207,7 @@ class _Writer:
             if special:
                 parts += [f"<[{token_id}]>" for token_id in group]
             else:
-                parts.append(_quoted(self._tokenizer.decode_str(list(group))))
+                parts.append(quoted(self._tokenizer.decode_str(list(group))))
         return " ".join(parts) or '""'
 
     def _until(self, text: str) -> str:
@@ -232,10 +231,6 @@ class _Writer:
 
 def _any(expressions: Iterable[str]) -> str:
     return " | ".join(expressions)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _check_keys(

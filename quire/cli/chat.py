@@ -160,11 +160,20 @@ class ChatRepl:
 
 
 def _print_stream(stream: Generator[RequestDelta, None, None], parts: list[str]) -> None:
-    """Print each text, and append it to `parts`, which has what was received before a failure."""
+    """Print reasoning and text, and append each text to `parts`, which has what was received before
+    a failure. On a terminal reasoning is dim; a blank line ends it."""
+    is_reasoning = False
     for delta in stream:
-        if delta.text:
-            parts.append(delta.text)
-            typer.echo(delta.text, nl=False)
+        for output in delta.outputs:
+            if output.reasoning:
+                is_reasoning = True
+                typer.secho(output.reasoning, dim=True, nl=False)
+            if output.text:
+                if is_reasoning:
+                    typer.echo("\n")
+                    is_reasoning = False
+                parts.append(output.text)
+                typer.echo(output.text, nl=False)
 
 
 def _terminal_lines() -> Iterator[str]:

@@ -142,12 +142,22 @@ def _parameter(name: str, annotation: Any, kind: Any) -> inspect.Parameter:
 def _sampling_params(sampling: dict[str, Any], structured: dict[str, Any]) -> SamplingParams:
     given = {name: value for name, value in sampling.items() if value not in _ABSENT}
     if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
+        given["logit_bias"] = _biases(given["logit_bias"])
     form = {name: value for name, value in structured.items() if value not in _ABSENT}
     for name in ("json", "grammar", "structural_tag"):
         if name in form:
             form[name] = _contents(form[name])
     return SamplingParams(**given, structured_output=StructuredOutput(**form) if form else None)
+
+
+def _biases(pairs: list[tuple[int, float]]) -> dict[int, float]:
+    """ValueError for a token that has two biases."""
+    biases: dict[int, float] = {}
+    for token_id, bias in pairs:
+        if token_id in biases:
+            raise ValueError(f"logit_bias: the token {token_id} has two biases")
+        biases[token_id] = bias
+    return biases
 
 
 def _contents(value: str) -> str:

@@ -70,6 +70,9 @@ def check_json(name: str, value: object) -> None:
         raise wrong_type(name, "an object with texts as keys", value)
     try:
         json.dumps(dict(value), allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        # A lone surrogate.
+        raise ValueError(f"{name}: has a text that is no valid UTF-8") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise type(error)(f"{name}: not representable as JSON: {error}") from None
 

@@ -17,8 +17,8 @@ class StructuredOutput:
     it.
     """
 
-    # A JSON Schema, as JSON or as an object.
-    json: str | Mapping[str, Any] | None = None
+    # A JSON Schema, as JSON or as an object; True: any JSON.
+    json: str | Mapping[str, Any] | bool | None = None
     # True: any JSON object.
     json_object: bool | None = None
     # Matches the output as a whole.
@@ -35,9 +35,12 @@ class StructuredOutput:
         check_text("regex", self.regex)
         check_texts("choice", self.choice)
         check_text("grammar", self.grammar)
-        for name in ("json", "structural_tag"):
-            _check_json_or_text(name, getattr(self, name))
-        given = [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
+        if not isinstance(self.json, bool):
+            _check_json_or_text("json", self.json)
+        _check_json_or_text("structural_tag", self.structural_tag)
+        given = [one.name for one in fields(self) if getattr(self, one.name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
             found = ", ".join(given) or "none"
             raise ValueError(f"StructuredOutput: exactly one field must be set (got {found})")
@@ -68,5 +71,7 @@ def _check_json_or_text(name: str, value: object) -> None:
         raise wrong_type(name, "JSON as a text or an object", value)
 
 
-def _as_json(value: str | Mapping[str, Any]) -> str:
-    return value if isinstance(value, str) else json.dumps(dict(value))
+def _as_json(value: str | Mapping[str, Any] | bool) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value if isinstance(value, bool) else dict(value))

@@ -73,7 +73,9 @@ class ScriptedInference(InferenceServiceServicer):
             deltas = [
                 inference_pb2.ChoiceDelta(
                     index=index,
-                    text=word * (index + 1),
+                    text="" if word.startswith("(") else word * (index + 1),
+                    # Words in parentheses.
+                    reasoning=word if word.startswith("(") else "",
                     token_ids=[at],
                     first_token_index=at,
                     logprobs=_logprobs(request, [at]),

@@ -102,6 +102,12 @@ def test_two_formats_and_a_wrong_bias_are_refused(quire):
         assert message in result.stderr
 
 
+def test_two_biases_of_a_token_are_refused(quire):
+    result = quire("generate", "a", "--logit-bias", "5=1", "--logit-bias", "05=2")
+    assert result.exit_code == 1
+    assert "logit_bias: the token 5 has two biases" in result.stderr
+
+
 @pytest.mark.parametrize("option", ["--stream", "--no-stream"])
 def test_log_probabilities_of_the_prompt_are_printed(quire, server, option):
     result = quire("generate", "a b", "--prompt-logprobs", "2", option)

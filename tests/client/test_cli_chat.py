@@ -38,6 +38,20 @@ def test_each_line_continues_the_conversation(chat, server):
     assert sent(server, 1) == [("user", "one two"), ("assistant", "ONETWO"), ("user", "three")]
 
 
+def test_reasoning_is_printed_and_not_sent_back(chat, server):
+    result = chat("(why) (so) yes no", "(only)", "again")
+    assert (result.exit_code, result.stdout) == (0, "(WHY)(SO)\n\nYESNO\n(ONLY)\nAGAIN\n")
+    assert sent(server, 1) == [
+        *(("user", "(why) (so) yes no"), ("assistant", "YESNO")),
+        ("user", "(only)"),
+    ]
+    # An output without text is no message.
+    assert sent(server, 2)[-2:] == [("assistant", "YESNO"), ("user", "again")]
+    assert not any(
+        message.reasoning for message in server.inference.requests[2].conversation.messages
+    )
+
+
 def test_sampling_options_are_sent(chat, server):
     options = ("--temperature", "0", "--max-tokens", "7", "--stop", "x", "--model", "m")
     assert chat("a", options=options).exit_code == 0
@@ -163,5 +177,13 @@ def test_a_terminal_has_line_editing_with_a_history(terminal, server):
     # The previous line again, and one more word.
     terminal.type("\x10 more\n")
     terminal.expect("FIRSTMORE\n> ")
+    terminal.type("/quit\n")
+    assert terminal.process.wait(30) == 0
+
+
+def test_reasoning_is_dim_in_a_terminal(terminal, server):
+    terminal.expect("> ")
+    terminal.type("(why) yes\n")
+    terminal.expect("\x1b[2m(WHY)\x1b[0m\n\nYES\n> ")
     terminal.type("/quit\n")
     assert terminal.process.wait(30) == 0

@@ -97,6 +97,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     [
         ({"json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
         ({"json": '{"type": "null"}'}, "json_schema", '{"type": "null"}'),
+        ({"json": True}, "json_schema", "true"),
+        ({"json": False}, "json_schema", "false"),
         ({"regex": "[ab]+"}, "regex", "[ab]+"),
         ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
         ({"structural_tag": {"type": "x"}}, "structural_tag", '{"type": "x"}'),
@@ -124,6 +126,8 @@ def test_choices_and_any_object_are_formats():
         ({"json": 5}, TypeError, r"json: must be JSON as a text or an object \(got 5\)"),
         ({"json": {"a": {1, 2}}}, TypeError, r"json: not representable as JSON"),
         ({"json": {"a": float("nan")}}, ValueError, r"json: not representable as JSON"),
+        ({"json": {"a": "\ud800"}}, ValueError, r"json: has a text that is no valid UTF-8"),
+        ({"json": True, "regex": "a"}, ValueError, r"got json, regex"),
         ({"json": {5: 1}}, TypeError, r"json: must be an object with texts as keys"),
         ({"choice": "abc"}, TypeError, r"choice: must be a list of texts \(got 'abc'\)"),
         ({"choice": ["a", 1]}, TypeError, r"choice\[1\]: must be a text \(got 1\)"),

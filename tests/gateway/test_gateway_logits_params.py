@@ -206,20 +206,23 @@ async def test_only_stop_tokens_before_min_tokens_are_refused(model: Model) -> N
 
 
 @pytest.mark.parametrize(
-    ("params", "field"),
+    ("sizes", "field"),
     [
-        (pb.SamplingParams(), "conversation.tools"),
-        (
-            pb.SamplingParams(structured_output=StructuredOutput(regex="a")),
-            "sampling_params.structured_output",
-        ),
+        ((2**18, 1), "conversation.tools"),
+        ((2**17 + 2**14, 24_000), "conversation.tools"),
+        ((2**16, 2**16), "sampling_params.allowed_token_ids.ids"),
     ],
-    ids=["tools", "format"],
 )
-async def test_too_large_a_grammar_names_where_it_is_from(
-    model: Model, params: pb.SamplingParams, field: str
+async def test_too_large_parameters_name_the_largest(
+    model: Model, sizes: tuple[int, int], field: str
 ) -> None:
-    grammar = logits_pb2.Grammar(definition="x" * 2**18)
+    """A format that forced calls replace is no part of them."""
+    num_characters, num_ids = sizes
+    params = pb.SamplingParams(
+        structured_output=StructuredOutput(regex="a"),
+        allowed_token_ids=pb.TokenIds(ids=[2**28] * num_ids),
+    )
+    grammar = logits_pb2.Grammar(definition="x" * num_characters, field="conversation.tools")
     with pytest.raises(RequestError) as caught:
         await logits_params.build(params, model, LIMITS, grammar)
     assert named_field(caught.value) == field

@@ -92,7 +92,12 @@ FORMATS = {
         "json_schema",
         SCHEMA,
     ),
-    "no schema": ({"response_format": json_schema(strict=None)}, "json_object", None),
+    "a schema of any value": (
+        {"response_format": json_schema(True)},  # type: ignore[arg-type]
+        "json_schema",
+        True,
+    ),
+    "vLLM's schema of any value": ({"structured_outputs": {"json": True}}, "json_schema", True),
     "tag": (
         {"response_format": {"type": "structural_tag", **TAG}},
         "structural_tag",
@@ -246,6 +251,8 @@ def check_refused(path: str, change: dict[str, Any], param: str, part: str) -> N
     ("path", "change", "param", "code"),
     [
         ("/v1/completions", {"logit_bias": {"5": "1"}}, "logit_bias", "invalid_field"),
+        ("/v1/completions", {"logit_bias": {"5": 1, "05": 1}}, "logit_bias", "invalid_field"),
+        ("/v1/completions", {"logit_bias": {"-0": 1}}, "logit_bias", "invalid_field"),
         ("/v1/completions", {"presence_penalty": 3}, "presence_penalty", None),
         ("/v1/completions", {"min_tokens": 17}, "min_tokens", None),
         ("/v1/completions", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
@@ -269,6 +276,25 @@ def check_refused(path: str, change: dict[str, Any], param: str, part: str) -> N
             {"response_format": json_schema(5)},  # type: ignore[arg-type]
             "response_format.json_schema.schema",
             "invalid_field",
+        ),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+            "missing_field",
+        ),
+        (
+            "/v1/chat/completions",
+            {"response_format": json_schema(False)},  # type: ignore[arg-type]
+            "response_format.json_schema.schema",
+            "invalid_schema",
+        ),
+        ("/v1/responses", {"reasoning": {"effort": "max"}}, "reasoning.effort", "invalid_field"),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "name": "n"}}},
+            "text.format.schema",
+            "missing_field",
         ),
         (
             "/v1/responses",

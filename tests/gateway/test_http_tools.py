@@ -112,7 +112,8 @@ async def test_deltas_of_reasoning_precede_those_of_content(tools: Http) -> None
 async def test_effort_of_reasoning_reaches_the_template(tools: Http) -> None:
     for change, end in [
         ({"reasoning_effort": "none"}, "<think></think>"),
-        ({"reasoning_effort": "low"}, "<|assistant|>low"),
+        ({"reasoning_effort": "xhigh"}, "<|assistant|>xhigh"),
+        ({"reasoning_effort": None}, "<|assistant|>"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "<think></think>"),
     ]:
         sending = tools.start(PATH, {"messages": [USER], **change})
@@ -145,6 +146,8 @@ async def test_the_prompt_of_tools_is_tokenized(tools: Http) -> None:
             "unknown_tool",
         ),
         ({"function_call": {"name": "x"}}, "function_call", "unsupported_field"),
+        ({"reasoning_effort": "maximum"}, "reasoning_effort", "invalid_field"),
+        ({"tools": TOOLS, "detokenize": False}, "detokenize", "tools_without_text"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
             "messages[0].tool_calls[0].function",

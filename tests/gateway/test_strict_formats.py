@@ -194,3 +194,9 @@ def test_refused_tags(
 def test_half_of_a_surrogate_pair_is_no_text_of_a_tag(compiler: StructuredOutputCompiler) -> None:
     text = r'{"format": {"type": "const_string", "value": "\ud800"}}'
     assert "surrogate" in refusal(compiler, pb.StructuredOutput(structural_tag=text))
+
+
+def test_control_characters_in_texts_of_a_tag(compiler: StructuredOutputCompiler) -> None:
+    text = "".join(map(chr, range(1, 0xA0)))
+    definition = definition_of(compiler, tag(format={"type": "const_string", "value": text}))
+    assert accepts(definition, text)

@@ -17,6 +17,7 @@ from gateway_svc.http.bodies.tools import (
     ChatToolCalls,
     ChatTools,
     NamedTool,
+    ReasoningEffort,
     ToolMode,
     tool_choice,
     with_reasoning_effort,
@@ -91,7 +92,7 @@ class ChatRequest(SamplingFields):
     # False: at most one call.
     parallel_tool_calls: bool | None = None
     # Sets variables of the chat template.
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
     # False leaves the reasoning out of the output.
     include_reasoning: bool | None = None
     functions: unsupported([]) = None  # type: ignore[valid-type]

@@ -63,5 +63,7 @@ class LogitsFields(HttpRequest):
 
 def _token_id(key: str) -> int:
     if key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) <= UINT32_MAX:
-        return int(key)
+        if str(int(key)) == key:
+            return int(key)
+        raise invalid("logit_bias", "INVALID_FIELD", f"has the key {key!r}; write {int(key)}")
     raise invalid("logit_bias", "INVALID_FIELD", f"has the key {key[:32]!r}; keys are token ids")

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, text_of
 from gateway_svc.http.bodies.fields import HttpRequest, unsupported
-from gateway_svc.http.bodies.tools import FunctionTool
+from gateway_svc.http.bodies.tools import FunctionTool, ReasoningEffort
 from quire.v1 import conversation_pb2
 
 
@@ -84,7 +84,7 @@ class NamedResponseTool(HttpRequest):
 
 class ReasoningConfig(HttpRequest):
     # Sets variables of the chat template.
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     summary: unsupported("auto", "none") = None  # type: ignore[valid-type]
     generate_summary: unsupported() = None  # type: ignore[valid-type]
 

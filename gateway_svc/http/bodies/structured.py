@@ -10,6 +10,8 @@ from quire.service.errors import invalid
 from quire.v1 import structured_output_pb2
 
 _MAX_NAME = 64
+# Booleans are schemas, too: of any value, and of none.
+JsonSchema = dict[str, Any] | bool
 SchemaName = Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
 # Names of the HTTP API for the fields of the message, for errors.
 _FIELD = "structured_output"
@@ -42,7 +44,7 @@ class JsonSchemaFormat(HttpRequest):
 
     name: SchemaName
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -62,7 +64,7 @@ class OutputFormat(HttpRequest):
                 "response_format.json_schema", "INVALID_FIELD", "is for the type json_schema alone"
             )
         if self.type == "json_schema" and self.json_schema is not None:
-            return of_schema(self.json_schema.schema_)
+            return of_schema("response_format.json_schema.schema", self.json_schema.schema_)
         tag = {
             name: value
             for name in ("structures", "triggers", "format")
@@ -75,13 +77,13 @@ class OutputFormat(HttpRequest):
             raise invalid(
                 f"response_format.{name}", "INVALID_FIELD", "is for the type structural_tag alone"
             )
-        return of_schema(None) if self.type == "json_object" else None
+        return any_object() if self.type == "json_object" else None
 
 
 class StructuredOutputs(HttpRequest):
     """vLLM's formats; exactly one is set."""
 
-    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_: Annotated[str | JsonSchema | None, Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -123,7 +125,7 @@ class TextFormat(HttpRequest):
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
     strict: bool | None = None
 
     def to_proto(self) -> structured_output_pb2.StructuredOutput | None:
@@ -134,20 +136,24 @@ class TextFormat(HttpRequest):
                     raise invalid(
                         f"text.format.{name}", "INVALID_FIELD", "is for the type json_schema alone"
                     )
-            return of_schema(None) if self.type == "json_object" else None
+            return any_object() if self.type == "json_object" else None
         if self.name is None:
             raise invalid("text.format.name", "MISSING_FIELD", "is required")
-        return of_schema(self.schema_)
+        return of_schema("text.format.schema", self.schema_)
 
 
-def of_schema(schema: dict[str, Any] | None) -> structured_output_pb2.StructuredOutput:
-    """JSON that follows a schema; without, any object."""
+def of_schema(field: str, schema: JsonSchema | None) -> structured_output_pb2.StructuredOutput:
+    """JSON that follows a schema. RequestError at `field` without one."""
     if schema is None:
-        return structured_output_pb2.StructuredOutput(
-            json_object=structured_output_pb2.JsonObject()
+        raise invalid(
+            field, "MISSING_FIELD", "is required; the type json_object stands for any object"
         )
     return structured_output_pb2.StructuredOutput(json_schema=_as_json(schema))
 
 
-def _as_json(value: str | dict[str, Any]) -> str:
+def any_object() -> structured_output_pb2.StructuredOutput:
+    return structured_output_pb2.StructuredOutput(json_object=structured_output_pb2.JsonObject())
+
+
+def _as_json(value: str | JsonSchema) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()

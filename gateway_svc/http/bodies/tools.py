@@ -46,6 +46,8 @@ class NamedTool(HttpRequest):
 
 ChatTools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)]
 ToolMode = Literal["none", "auto", "required"]
+# As OpenAI has them. Others are variables of a template: `chat_template_kwargs`.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class FunctionCall(HttpRequest):
@@ -92,7 +94,7 @@ _MODES: dict[ToolMode, conversation_pb2.ToolChoiceMode.ValueType] = {
 
 
 def with_reasoning_effort(
-    variables: dict[str, Any] | None, effort: str | None
+    variables: dict[str, Any] | None, effort: ReasoningEffort | None
 ) -> dict[str, Any] | None:
     """The variables of a chat template, with those that control its reasoning unless they are
     set: `reasoning_effort`, and `enable_thinking` or `thinking` for none."""
