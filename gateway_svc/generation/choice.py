@@ -22,17 +22,19 @@ from quire.service.errors import invalid
 
 @dataclass(frozen=True)
 class ChoiceEnd:
-    """How a choice ended: by a stop string, a stop token or, where both are None, by length."""
+    """How a choice ended: by a stop string, a stop token, its only call, or else by length."""
 
     num_cached_prompt_tokens: int
     stop_string: str | None = None
     stop_token_id: int | None = None
     # The output has calls of tools.
     has_calls: bool = False
+    # It ended with a call, where several are not wanted.
+    by_call: bool = False
 
     @property
     def is_stop(self) -> bool:
-        return self.stop_string is not None or self.stop_token_id is not None
+        return self.stop_string is not None or self.stop_token_id is not None or self.by_call
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Choice:
         self.received_text = ""
         # None until the choice has ended.
         self.end: ChoiceEnd | None = None
+        self._is_ended_by_call = False
         self._detokenizer = detokenizer
         self._stops = StopChecker(stops)
         self._parser = parser
@@ -103,7 +106,8 @@ class Choice:
     def process(self, events: Iterable[ChoiceEvent]) -> ChoiceUpdate:
         """Process events of this choice, in order and without gaps; an end is the last.
 
-        Tokens after a stop string are dropped. RequestError if the choice ends before `next_index`.
+        Tokens after a stop string or the only call are dropped. RequestError if the choice ends
+        before `next_index`.
         """
         num_before = self.num_tokens
         first_index = max(num_before, self._next_index)
@@ -139,6 +143,11 @@ class Choice:
         )
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether its text has an end, which the scheduler does not know of."""
+        return self.stop_string is not None or self._is_ended_by_call
+
+    @property
     def num_reasoning_tokens(self) -> int:
         return (
             0 if self._parser is None else min(self._parser.num_reasoning_tokens, self.num_tokens)
@@ -150,11 +159,11 @@ class Choice:
         return () if self._parser is None else self._parser.received
 
     def _decode_new(self, token_ids: Sequence[int], offsets: list[int] | None) -> list[str]:
-        """Return the texts to emit, up to a stop string. Appends each token's text offset to
+        """Return the texts to emit, up to an end in the text. Appends each token's text offset to
         `offsets`."""
         texts: list[str] = []
         for segment in self._split_token_ids(token_ids, offsets is not None):
-            if self.stop_string is not None:
+            if self.has_stopped:
                 break
             if offsets is not None:
                 offsets.append(self._num_characters)
@@ -162,6 +171,9 @@ class Choice:
             is_new = self.num_tokens > self._next_index
             if self._parser is not None:
                 self._parser.push(text, self.num_tokens, is_new)
+                self._is_ended_by_call = (
+                    self._parser.has_only_call and self.num_tokens >= self._min_tokens
+                )
             if is_new:
                 texts.append(text)
             else:
@@ -191,15 +203,14 @@ class Choice:
         return self._check_stops(text)
 
     def _end(self, ended: Ended) -> str:
-        """Return the text held back. A stop string, found before or in it, takes precedence over
-        the scheduler's reason.
+        """Return the text held back. A stop string, found before or in it, and the only call take
+        precedence over the scheduler's reason.
         """
         text = ""
-        if self.stop_string is None and self._detokenizer is not None:
-            text = self._check_stops(self._detokenizer.flush())
-        if self.stop_string is None:
-            text += self._stops.flush()
-        has_calls = self._parser is not None and self._parser.end(text, self.num_tokens)
+        has_calls = self._is_ended_by_call
+        if not has_calls:
+            text = self._flush()
+            has_calls = self._parser is not None and self._parser.end(text, self.num_tokens)
         self.num_tokens = min(self.num_tokens, ended.num_tokens)
         if self.num_tokens < self._next_index:
             raise invalid(
@@ -207,14 +218,21 @@ class Choice:
                 "TOKEN_INDEX_PAST_END",
                 f"is {self._next_index}; the choice has ended with {self.num_tokens} tokens",
             )
-        by_token = self.stop_string is None and ended.reason == scheduler_pb2.END_REASON_STOP_TOKEN
+        by_token = not self.has_stopped and ended.reason == scheduler_pb2.END_REASON_STOP_TOKEN
         self.end = ChoiceEnd(
             ended.num_cached_prompt_tokens,
             self.stop_string,
             ended.stop_token_id if by_token else None,
             has_calls,
+            self._is_ended_by_call,
         )
         return text
+
+    def _flush(self) -> str:
+        text = ""
+        if self.stop_string is None and self._detokenizer is not None:
+            text = self._check_stops(self._detokenizer.flush())
+        return text if self.stop_string is not None else text + self._stops.flush()
 
     def _check_stops(self, text: str) -> str:
         checked = self._stops.push(text, self.num_tokens > self._min_tokens)
@@ -261,4 +279,5 @@ def _parser(request_id: str, choice: int, parsing: gateway_pb2.OutputParsing) ->
         output_parsing.parser(parsing),
         CallIds(request_id, choice, parsing.tool_format),
         parsing.omit_reasoning,
+        parsing.single_call,
     )

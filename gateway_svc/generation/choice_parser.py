@@ -48,7 +48,11 @@ class ParsedOutput:
 class ChoiceParser:
     """The parser of one choice. Text is pushed token by token."""
 
-    def __init__(self, parser: OutputParser, call_ids: CallIds, omits_reasoning: bool) -> None:
+    def __init__(
+        self, parser: OutputParser, call_ids: CallIds, omits_reasoning: bool, is_single: bool
+    ) -> None:
+        """`is_single`: at most one call is wanted."""
+        self._is_single = is_single
         self.call_ids = call_ids
         # Tokens whose text is reasoning or one of its markers.
         self.num_reasoning_tokens = 0
@@ -71,6 +75,11 @@ class ChoiceParser:
             self._num_pending = 0
         elif pieces:
             self._num_pending = 0
+
+    @property
+    def has_only_call(self) -> bool:
+        """Whether the only call that is wanted is complete."""
+        return self._is_single and self._parser.has_calls
 
     def end(self, text: str, num_tokens: int) -> bool:
         """Add the rest of the text; whether it has calls."""

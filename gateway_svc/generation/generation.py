@@ -150,9 +150,9 @@ class Generation:
         return update
 
     def _advance(self, choice: Choice, events: Iterable[ChoiceEvent]) -> ChoiceUpdate:
-        was_stopped = choice.stop_string is not None
+        was_stopped = choice.has_stopped
         update = choice.process(events)
-        if choice.stop_string is not None and not was_stopped:
+        if choice.has_stopped and not was_stopped:
             self._requests.finish(self._stream, choice.index, choice.num_tokens)
         return update
 

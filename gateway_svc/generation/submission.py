@@ -127,7 +127,7 @@ async def prepare(
         n=state.num_choices,
         cache_salt=tenant.cache_salt(request.cache_salt),
         opaque=state.SerializeToString(),
-        deferred_delivery=_is_deferred(request),
+        deferred_delivery=_is_deferred(request, parsing),
         tenant=tenant.policy() if tenant.principal else None,
     )
     return PreparedRequest(
@@ -196,12 +196,13 @@ def _create_resume_state(
     )
 
 
-def _is_deferred(request: GenerationRequest) -> bool:
-    """Whether to request deferred delivery: for unary requests without stop strings. A stop string
-    must be found early, as the worker generates until then.
+def _is_deferred(request: GenerationRequest, parsing: gateway_pb2.OutputParsing | None) -> bool:
+    """Whether to request deferred delivery: for unary requests whose end is not in their text. A
+    stop string or an only call must be found early, as the worker generates until then.
     """
     is_unary = isinstance(request, inference_pb2.GenerateRequest)
-    return is_unary and not request.sampling_params.stop
+    ends_in_text = request.sampling_params.stop or (parsing is not None and parsing.single_call)
+    return is_unary and not ends_in_text
 
 
 def request_digest(request: GenerationRequest) -> bytes:

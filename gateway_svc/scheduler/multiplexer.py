@@ -106,7 +106,7 @@ class Multiplexer:
         return self._add(attachment, None, on_overflow)
 
     def finish(self, stream: RequestStream, choice: int, num_tokens: int) -> None:
-        """End a live choice at a stop string; the scheduler confirms the end."""
+        """End a live choice where its text ends; the scheduler confirms the end."""
         if stream.attachment in self._streams and stream.is_live(choice):
             stream.finishes[choice] = num_tokens
             if self.is_connected:

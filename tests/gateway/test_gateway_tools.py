@@ -93,9 +93,45 @@ async def test_the_reasoning_can_be_left_out(tools: Stack) -> None:
     assert response.usage.reasoning_tokens
 
 
-async def test_one_call_where_several_are_not_wanted(tools: Stack) -> None:
+async def test_the_output_ends_with_the_only_call(tools: Stack) -> None:
+    first = tools_model.CALLS.partition("\n</tool_call>")[0]
     response = await generated(tools, tools_model.CALLS, conversation(parallel_tool_calls=False))
-    assert [call.name for call in response.choices[0].tool_calls] == ["weather"]
+    [choice] = response.choices
+    assert [call.name for call in choice.tool_calls] == ["weather"]
+    assert (choice.text, choice.finish_reason) == ("", pb.FINISH_REASON_TOOL_CALLS)
+    assert choice.WhichOneof("stopped_by") is None
+    assert len(tools.encode(first)) <= len(choice.token_ids) < len(tools.encode(tools_model.CALLS))
+    assert response.usage.completion_tokens == len(choice.token_ids)
+
+
+async def test_the_worker_generates_nothing_after_the_only_call(tools: Stack) -> None:
+    conversation_ = conversation(parallel_tool_calls=False)
+    call = tools.inference.Generate(pb.GenerateRequest(conversation=conversation_))
+    wanted = await tools.scheduler.submissions.get()
+    assert not wanted.deferred_delivery
+    tools.scheduler.accept(wanted)
+    for at, id_ in enumerate(tools.encode(tools_model.CALLS)):
+        tools.scheduler.write(wanted, at, [id_])
+    finish = await tools.scheduler.finishes.get()
+    tools.scheduler.end(wanted, finish.num_tokens, scheduler_pb2.END_REASON_STOP_STRING)
+    [choice] = (await call).choices
+    assert len(choice.token_ids) == finish.num_tokens
+    assert [one.arguments for one in choice.tool_calls] == [tools_model.ARGUMENTS]
+    assert choice.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+async def test_min_tokens_delays_the_end_with_the_only_call(tools: Stack) -> None:
+    ids = tools.encode(tools_model.CALLS)
+    call = tools.inference.Generate(
+        pb.GenerateRequest(
+            conversation=conversation(parallel_tool_calls=False),
+            sampling_params=pb.SamplingParams(min_tokens=len(ids) - 1),
+        )
+    )
+    write(tools, await tools.scheduler.submissions.get(), ids)
+    [choice] = (await call).choices
+    assert list(choice.token_ids) == ids[:-1]
+    assert [one.name for one in choice.tool_calls] == ["weather"]
 
 
 async def test_without_tools_their_format_is_text(tools: Stack) -> None:
@@ -338,3 +374,39 @@ def test_cuts_are_resumed_with_markers_as_special_tokens(recorded: Recorded) -> 
         assert joined([*pieces_of(whole[:at]), *pieces_of(after)]) == pieces
         ids_of_calls = [call.id for part in (*whole[:at], *after) for call in part.tool_calls]
         assert ids_of_calls == [call.id for call in calls]
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [one for one in RECORDED.values() if len(one.calls) > 1],
+    ids=[name for name, one in RECORDED.items() if len(one.calls) > 1],
+)
+def test_an_end_with_the_only_call_is_resumed(recorded: Recorded) -> None:
+    options = recorded.options()
+    state = gateway_pb2.ResumeState(
+        num_choices=1,
+        skip_special_tokens=True,
+        stop_token_ids=[1],
+        parsing=gateway_pb2.OutputParsing(
+            tool_format=options.tool_format,
+            reasoning_format=options.reasoning_format,
+            reasoning_is_open=options.is_reasoning_open,
+            tool_names=list(options.tools.schemas),
+            single_call=True,
+        ),
+    )
+    model = model_with(sorted(ModelFormats(options.tool_format, options.reasoning_format).markers))
+    ids = model.files.tokenizer.encode(recorded.text, add_special_tokens=False).ids
+    whole = updates(state, model, ids)
+    kept = [token_id for part in whole for token_id in part.token_ids]
+    assert kept == ids[: len(kept)]
+    assert 0 < len(kept) < len(ids)
+    calls = [call for part in whole for call in part.tool_calls]
+    assert [call.name for call in calls if call.name] == [recorded.calls[0][0]]
+    end = whole[-1].end
+    assert end is not None
+    assert (end.by_call, end.is_stop, end.stop_token_id) == (True, True, None)
+    for at in range(0, len(kept) + 1, 7):
+        after = updates(state, model, ids, at)
+        assert joined([*pieces_of(whole[:at]), *pieces_of(after)]) == pieces_of(whole)
+        assert after[-1].end == end
