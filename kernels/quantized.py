@@ -12,7 +12,7 @@ from torch import Tensor
 Bits = Literal[4, 8]
 
 # A row of weights is quantised in float32; so many weights at a time bound the memory.
-_WEIGHTS_AT_ONCE: Final = 2**22
+_WEIGHTS_AT_ONCE: Final = 2**20
 # Sizes of groups of 4-bit weights, the preferred one first.
 _GROUP_SIZES: Final = (128, 64, 32, 16)
 
@@ -127,24 +127,25 @@ def quantize(weight: Tensor, bits: Bits, group_size: int | None = None) -> Quant
     step = max(1, _WEIGHTS_AT_ONCE // num_inputs)
     for start in range(0, num_outputs, step):
         part = slice(start, start + step)
-        groups = weight[part].float().reshape(-1, num_inputs // group_size, group_size)
+        copied = weight[part].to(torch.float32, copy=True)
+        groups = copied.reshape(-1, num_inputs // group_size, group_size)
         rounded, scales[part], offsets[part] = function(groups)
         values[part] = rounded.flatten(1).byte()
     return QuantizedWeight(values, bits, scales, offsets, group_size, int8_activations=True)
 
 
 def _symmetric(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values 1 to 255, where 128 is zero, scales and offsets."""
-    scales = _nonzero(groups.abs().amax(-1) / 127)
-    values = (groups / scales.unsqueeze(-1)).round_() + 128
-    return values, scales, scales * 128
+    """Values 1 to 255, where 128 is zero, in place of the groups; scales and offsets."""
+    low, high = torch.aminmax(groups, dim=-1)
+    scales = _nonzero(torch.maximum(-low, high) / 127)
+    return groups.div_(scales.unsqueeze(-1)).round_().add_(128), scales, scales * 128
 
 
 def _asymmetric(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values 0 to 15, scales and offsets."""
-    low, high = groups.amin(-1), groups.amax(-1)
+    """Values 0 to 15 in place of the groups; scales and offsets."""
+    low, high = torch.aminmax(groups, dim=-1)
     scales = _nonzero((high - low) / 15)
-    values = (groups - low.unsqueeze(-1)).div_(scales.unsqueeze(-1)).round_()
+    values = groups.sub_(low.unsqueeze(-1)).div_(scales.unsqueeze(-1)).round_()
     return values.clamp_(0, 15), scales, -low
 
 
