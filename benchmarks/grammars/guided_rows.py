@@ -48,8 +48,10 @@ class GuidedRow:
 class RowDriver:
     """The scheduler's part, with room for some rows at once."""
 
-    def __init__(self, loaded: LoadedRunner) -> None:
+    def __init__(self, loaded: LoadedRunner, num_lookahead_tokens: int = 0) -> None:
+        """Rows with grammars have the look-ahead."""
         self._loaded = loaded
+        self._num_lookahead_tokens = num_lookahead_tokens
         self.num_steps = 0
 
     def run(self, rows: Sequence[GuidedRow], num_rounds: int = 1, at_once: int = 32) -> None:
@@ -78,15 +80,21 @@ class RowDriver:
         token_ids = np.array([*row.prompt, *row.output])
         admission = self._admission(index, row, token_ids)
         counts = [len(token_ids), *[1] * len(others)]
-        plan = self._plan([index, *others], counts, admissions=(admission,))
-        self._launch(plan, {index: row, **others})
+        running = {index: row, **others}
+        plan = self._plan(
+            [*running], counts, admissions=(admission,), lookahead=self._lookahead(running)
+        )
+        self._launch(plan, running)
 
     def step(self, running: Mapping[int, GuidedRow], num_rounds: int = 1) -> None:
         """Sample a token in each row that has not ended."""
         live = {index: row for index, row in running.items() if not row.has_ended}
         rounds = [min(num_rounds, row.max_tokens - len(row.output)) for row in live.values()]
         several = np.array(rounds) if num_rounds > 1 else _NOTHING
-        self._launch(self._plan([*live], [1] * len(live), num_rounds=several), live)
+        plan = self._plan(
+            [*live], [1] * len(live), num_rounds=several, lookahead=self._lookahead(live)
+        )
+        self._launch(plan, live)
 
     def run_ahead(self, rows: Sequence[GuidedRow]) -> None:
         """As `run`, for rows that all fit at once; each step is launched before the output of the
@@ -97,7 +105,9 @@ class RowDriver:
         launched = deque[PendingOutput[StepOutput]]()
         while any(not row.has_ended for row in rows):
             live = [index for index, row in running.items() if not row.has_ended]
-            launched.append(self._loaded.runner.launch(self._plan(live, [1] * len(live))))
+            lookahead = self._lookahead({index: running[index] for index in live})
+            plan = self._plan(live, [1] * len(live), lookahead=lookahead)
+            launched.append(self._loaded.runner.launch(plan))
             self.num_steps += 1
             if len(launched) > 1:
                 self._read(launched.popleft().output(), running)
@@ -108,6 +118,13 @@ class RowDriver:
     def release(self, indices: list[int]) -> None:
         plan = self._plan([], [], released_rows=np.array(indices))
         self._loaded.runner.launch(plan).output()
+
+    def _lookahead(self, rows: Mapping[int, GuidedRow]) -> Ints:
+        counts = [
+            self._num_lookahead_tokens if row.params is not None and row.params.grammar else 0
+            for row in rows.values()
+        ]
+        return np.array(counts) if any(counts) else _NOTHING
 
     def _launch(self, plan: Plan, rows: Mapping[int, GuidedRow]) -> None:
         self._loaded.on_arrival(plan)
@@ -149,6 +166,7 @@ class RowDriver:
         admissions: tuple[Admission, ...] = (),
         released_rows: Ints = _NOTHING,
         num_rounds: Ints = _NOTHING,
+        lookahead: Ints = _NOTHING,
     ) -> Plan:
         return Plan(
             epoch=1,
@@ -162,4 +180,5 @@ class RowDriver:
             rows=np.array(rows, np.int64),
             num_scheduled_tokens=np.array(counts, np.int64),
             num_rounds=num_rounds,
+            num_lookahead_tokens=lookahead,
         )

@@ -3,9 +3,12 @@
 Gateways compile a grammar to check it, workers to follow it; both must decide alike.
 """
 
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -72,9 +75,10 @@ class GrammarVocabulary:
         return matcher
 
 
-def compiler_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Threads whose stacks are large enough for every format."""
-    threads = ThreadPoolExecutor(num_threads, name)
+def compiler_threads(num_threads: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
+    """Threads whose stacks are large enough for every format. With a niceness they leave the
+    processor to the other threads, on Linux."""
+    threads = ThreadPoolExecutor(num_threads, name, partial(_be_nice, niceness))
     all_started = threading.Barrier(num_threads)
     previous = threading.stack_size(_STACK_BYTES)
     try:
@@ -84,6 +88,12 @@ def compiler_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
     for one in started:
         one.result()
     return threads
+
+
+def _be_nice(niceness: int) -> None:
+    """Lower this thread's priority; elsewhere than on Linux it would be the process's."""
+    if niceness and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def is_rejection(error: str) -> bool:

@@ -88,6 +88,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         max_num_batched_tokens: int = 32,
         kv_cache_dtype: str = "float32",
         longest_jump: int = 0,
+        num_holds: int = 0,
     ) -> None:
         self.hello = worker_pb2.Hello(
             incarnation=incarnation,
@@ -113,6 +114,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 longest_jump=longest_jump,
             )
         )
+        self.runner.num_holds = num_holds
         self.gate, self.awake = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.awake.set()

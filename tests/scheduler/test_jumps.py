@@ -56,6 +56,27 @@ async def test_jumps_change_no_token_and_save_steps(redis_url, sockets, depth, b
         await worker.check()
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("num_prompt_tokens", [7, 8, 30])
+async def test_rows_that_wait_for_their_grammars_get_the_same_tokens(
+    redis_url, sockets, depth, num_prompt_tokens
+):
+    """Also if others share the last block of the prompt, and where the output is short."""
+    worker = jumping_worker(num_blocks=128, num_holds=5)
+    async with running_stack(redis_url, sockets, {"a": worker}, pipeline_depth=depth) as stack:
+        gateway = await stack.gateway()
+        for seed in range(3):
+            await gateway.submit(
+                prompt(num_prompt_tokens), 20, seed, num_lookahead_tokens=LOOKAHEAD
+            )
+        await gateway.submit(prompt(num_prompt_tokens), 12, 7, n=3, num_lookahead_tokens=LOOKAHEAD)
+        await gateway.submit(prompt(num_prompt_tokens, 1), 1, 9, num_lookahead_tokens=LOOKAHEAD)
+        await gateway.submit(prompt(num_prompt_tokens + 9), 20, 11)
+        await check_outputs(gateway)
+        assert worker.runner._held.total() == 5 * 7
+        await worker.check()
+
+
 async def test_a_sequence_ends_within_a_jump(redis_url, sockets):
     seed = next(one for one in range(99) if token_at(one, 8) % 8 == 5)
     stop = token_at(seed, 10)

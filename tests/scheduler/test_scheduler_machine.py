@@ -56,6 +56,7 @@ def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int
         "max_num_seqs": draw(st.sampled_from([8, 3, 16, 1])),
         "num_host_blocks": draw(st.sampled_from([64, 4, 0])),
         "longest_jump": draw(st.sampled_from([0, 1, 3, 16])),
+        "num_holds": draw(st.sampled_from([0, 0, 1, 3])),
     }
 
 

@@ -37,7 +37,7 @@ class Guide:
         self, lark: str, stops: Ints = NO_STOPS, begins_after: tuple[int, ...] = ()
     ) -> RowGrammar:
         definition = LLMatcher.grammar_from_lark(lark)
-        matcher = self.compiler.matcher(definition)
+        matcher = self.compiler.prepare(definition).result().deep_copy()
         return RowGrammar(matcher, begins_after, stops.tolist(), self.vocabulary.end_id)
 
     def possible(self, row: RowGrammar) -> set[int]:
@@ -226,7 +226,7 @@ def test_rows_of_one_grammar_do_not_disturb_each_other(guide: Guide) -> None:
 
 def test_a_grammar_that_cannot_be_compiled(guide: Guide) -> None:
     with pytest.raises(GrammarError):
-        guide.compiler.matcher(LLMatcher.grammar_from_lark("start: missing"))
+        guide.compiler.prepare(LLMatcher.grammar_from_lark("start: missing")).result()
 
 
 def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rows that follow grammars, on the worker's runners."""
 
 import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from worker_driver import worker_settings
 
 from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
-from quire.service.grammars import GrammarVocabulary
+from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.grammar.compiler import load_grammars
-from worker_svc.plan.failures import InvalidField
+from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.logits_params import Grammar, LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.startup import start_pipelined
-from worker_svc.runner.step_runner import LoadedRunner
+from worker_svc.runner.step_runner import LoadedRunner, no_op
 
 TOKENIZER = byte_level()
 VOCABULARY = GrammarVocabulary.from_tokenizer(TOKENIZER, TOKENIZER.get_vocab_size())
@@ -35,6 +36,7 @@ LARKS = (
     'start: "true" | "tr" /[abc]{3}/ | /true [x-z]+/',
 )
 MAX_TOKENS = 24
+LOOKAHEAD = 16
 FIELD = Grammar.field
 DIGITS = TOKENIZER.encode("0123456789").ids
 
@@ -212,6 +214,73 @@ def test_a_limit_that_was_reached_elsewhere_is_the_same_failure(loaded: LoadedRu
     again = dataclasses.replace(row, output=[*there.output])
     RowDriver(loaded).run([again])
     assert again.failure == there.failure
+
+
+@pytest.fixture(params=["alone", "beside another"])
+def is_alone(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "alone")
+
+
+@pytest.fixture(params=["synchronous", "pipelined"])
+def driver(
+    request: pytest.FixtureRequest, loaded: LoadedRunner, pipelined: LoadedRunner
+) -> RowDriver:
+    """Gives rows look-ahead, as schedulers do."""
+    return RowDriver(loaded if request.param == "synchronous" else pipelined, LOOKAHEAD)
+
+
+@pytest.fixture
+def compiled(driver: RowDriver, monkeypatch: pytest.MonkeyPatch) -> Future[LLMatcher]:
+    """In place of any grammar of the driver's worker."""
+    future = Future[LLMatcher]()
+    runner: Any = driver._loaded.runner
+    [processor] = getattr(runner, "runner", runner)._processors._preparing
+    monkeypatch.setattr(processor._compiler, "prepare", lambda definition: future)
+    monkeypatch.setattr(driver, "_loaded", dataclasses.replace(driver._loaded, on_arrival=no_op))
+    return future
+
+
+def test_a_row_waits_for_its_grammar_and_others_go_on(
+    loaded: LoadedRunner, driver: RowDriver, compiled: Future[LLMatcher], is_alone: bool
+) -> None:
+    late, free = _row(0), dataclasses.replace(_row(1), params=None)
+    beside = {} if is_alone else {1: free}
+    for index, row in beside.items():
+        driver.start(index, row)
+    driver.start(0, late, beside=beside)
+    for _ in range(3):
+        driver.step({0: late, **beside})
+    assert late.output == []
+    assert len(free.output) == (0 if is_alone else 5)
+    assert late.params is not None
+    assert late.params.grammar is not None
+    compiled.set_result(VOCABULARY.compile(late.params.grammar.definition))
+    while not late.has_ended:
+        driver.step({0: late, **beside})
+    driver.release([0, *beside])
+    assert late.failure is None
+    assert late.is_finished
+    undisturbed = [_row(0), dataclasses.replace(_row(1), params=None)]
+    RowDriver(dataclasses.replace(loaded, runner=loaded.runner)).run(undisturbed)
+    assert late.output == undisturbed[0].output
+    assert free.output == undisturbed[1].output[: len(free.output)]
+
+
+def test_a_grammar_that_is_refused_late_fails_its_row(
+    driver: RowDriver, compiled: Future[LLMatcher], is_alone: bool
+) -> None:
+    late, free = _row(0), dataclasses.replace(_row(1), params=None)
+    beside = {} if is_alone else {1: free}
+    for index, row in beside.items():
+        driver.start(index, row)
+    driver.start(0, late, beside=beside)
+    compiled.set_exception(GrammarError("too large"))
+    driver.step({0: late, **beside})
+    driver.release([0, *beside])
+    assert late.failure == RowFailure(
+        "is refused: too large", InvalidField(Grammar.field, "INVALID_FORMAT")
+    )
+    assert free.failure is None
 
 
 @pytest.fixture(scope="module")

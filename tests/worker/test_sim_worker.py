@@ -83,8 +83,10 @@ def test_recorded_steps_sample_and_fail_as_they_did() -> None:
     assert list(output.failures) == [1]
 
 
-def test_a_recorded_jump_is_made_again() -> None:
-    """A jump of two tokens in the first round, and one in the second of two rounds."""
+@pytest.mark.parametrize("num_holds", [0, 1, 2])
+def test_a_recorded_jump_is_made_again(num_holds: int) -> None:
+    """A jump of two tokens in the first round, and one in the second of two rounds; or a wait in
+    place of the first ones."""
     model = replace(SMALL, block_size=16, max_model_len=64, longest_jump=3)
     message = worker_pb2.BatchPlan(epoch=1, step=1)
     admit(message, Sequence(0, [1, 2], 2, block_ids=[1], sampling=Sampling(seed=6)))
@@ -101,8 +103,12 @@ def test_a_recorded_jump_is_made_again() -> None:
         untimed = [replace(output, times=StepTimes()) for output in outputs]
         return [result_to_proto(*pair) for pair in zip(plans, untimed, strict=True)]
 
-    first = results(SimRunner(model))
-    assert [len(result.forced_indices) for result in first] != [0, 0]
+    recorded = SimRunner(model)
+    recorded.num_holds = num_holds
+    first = results(recorded)
+    assert any(len(result.forced_indices) for result in first)
+    assert first[0].num_computed_tokens == [1 if num_holds else 2]
+    assert bool(first[0].sampled_rows) == (num_holds == 0)
     steps = {result.step: list(rounds_of(result)) for result in first}
     assert results(SimRunner(model, steps)) == first
 

@@ -7,6 +7,7 @@ ids that are still being sampled are filled in on the device.
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from worker_svc.plan.prompt_logprobs import PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, no_op
+from worker_svc.runner.waiting_rows import rows_to_hold
 
 
 class PipelinedRunner:
@@ -78,6 +80,9 @@ class PipelinedRunner:
         self._pool.move(plan.swap_outs, plan.swap_ins, plan.copies)
         rows, num_scheduled_tokens, failures = tables.without_failed(plan)
         inputs = tables.prepare(rows, num_scheduled_tokens)
+        held = rows_to_hold(plan, rows[inputs.sampling_mask], self._processors.unready)
+        if held:
+            inputs = inputs.without_sampling(np.isin(rows, held))
         self._pool.wait_for_swap_outs(inputs.slot_mapping)
         targets = tables.prompt_targets(rows, inputs)
         size = self._forward.graph_size(inputs.num_requests, inputs.num_tokens)
@@ -105,6 +110,7 @@ class PipelinedRunner:
             )
         self._ended = self._streams.record_event()
         tables.advance(rows, inputs.seq_lens)
+        tables.hold_back(np.array(held, np.int64))
         tables.append_placeholder(sampled_rows)
         copies = self._streams.fetch([*results, *of_prompt])
         return LaunchedStep(

@@ -23,6 +23,8 @@ log = structlog.get_logger()
 # A compiled grammar takes 10 kB to some MB.
 _MAX_GRAMMARS: Final = 128
 _NUM_THREADS: Final = 2
+# Below the threads of the forward pass, which other rows need.
+_NICENESS: Final = 10
 
 
 class GrammarCompiler:
@@ -31,7 +33,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: GrammarVocabulary, max_grammars: int = _MAX_GRAMMARS) -> None:
         self.vocabulary = vocabulary
         self._max_grammars = max_grammars
-        self._threads = compiler_threads(_NUM_THREADS, "grammar")
+        self._threads = compiler_threads(_NUM_THREADS, "grammar", _NICENESS)
         self._lock = threading.Lock()
         # The ones used last at the end.
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
@@ -40,7 +42,8 @@ class GrammarCompiler:
         return len(self._compiled)
 
     def prepare(self, definition: str) -> Future[LLMatcher]:
-        """Start to compile a grammar, unless it is there."""
+        """Start to compile a grammar, unless it is there. The future's matcher is at the start of
+        the grammar, for copies; its error is a GrammarError."""
         with self._lock:
             compiled = self._compiled.pop(definition, None)
             if compiled is None:
@@ -57,11 +60,6 @@ class GrammarCompiler:
             params = admission.logits_params
             if params is not None and params.grammar is not None:
                 self.prepare(params.grammar.definition)
-
-    def matcher(self, definition: str) -> LLMatcher:
-        """A matcher at the start of a grammar; waits until it is compiled. GrammarError if it
-        cannot be."""
-        return self.prepare(definition).result().deep_copy()
 
 
 def load_grammars(folder: Path, vocab_size: int) -> GrammarCompiler | None:

@@ -25,7 +25,7 @@ class TokenMasks:
         self, vocabulary: GrammarVocabulary, vocab_size: int, max_num_seqs: int, num_threads: int
     ) -> None:
         """`vocab_size` is that of the logits."""
-        self._end_id = vocabulary.end_id
+        self.end_id = vocabulary.end_id
         self._executor = LLExecutor(num_threads)
         # One bit more than the model has tokens, where the tokenizer has as many.
         self._buffer: Words = np.zeros((max_num_seqs, -(-vocabulary.size // _WORD)), np.uint32)
@@ -43,7 +43,7 @@ class TokenMasks:
             self._executor.unsafe_compute_mask_ptr(
                 guided, masks.ctypes.data, masks.strides[0], len(masks)
             )
-        may_end = (masks[:, self._end_id // _WORD] >> (self._end_id % _WORD) & 1).tolist()
+        may_end = (masks[:, self.end_id // _WORD] >> (self.end_id % _WORD) & 1).tolist()
         masks &= self._known
         for line, row in enumerate(rows):
             self._complete(masks[line], row, bool(may_end[line]))

@@ -1,9 +1,13 @@
 """The logits processor of grammars."""
 
 import os
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import structlog
+from llguidance import LLMatcher
 from torch import Tensor
 
 from kernels.logits import apply_bitmask
@@ -14,7 +18,7 @@ from worker_svc.logits.exclusions import REASON
 from worker_svc.logits.processor import FailedRows, LogitsError, ProcessorContext
 from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.inputs import Ints
-from worker_svc.plan.logits_params import LogitsParams
+from worker_svc.plan.logits_params import Grammar, LogitsParams
 
 log = structlog.get_logger()
 
@@ -26,6 +30,28 @@ _STOPPED: Final = RowFailure(
 )
 
 
+@dataclass(frozen=True)
+class _WaitingRow:
+    """A row whose grammar may still be compiled."""
+
+    grammar: Grammar
+    stop_token_ids: Ints
+    output: list[int]
+    compiled: Future[LLMatcher]
+
+    def begin(self, end_id: int) -> RowGrammar:
+        """Waits until the grammar is compiled; raises what the library does."""
+        followed = RowGrammar(
+            self.compiled.result().deep_copy(),
+            self.grammar.begins_after_token_ids,
+            self.stop_token_ids.tolist(),
+            end_id,
+        )
+        for token_id in self.output:
+            followed.append(token_id)
+        return followed
+
+
 class GrammarProcessor:
     """Excludes the tokens that the rows' grammars do not allow."""
 
@@ -35,7 +61,9 @@ class GrammarProcessor:
         """Without a compiler of grammars, rows that have one fail."""
         self._context = context
         self._compiler = compiler = context.grammars
+        # Rows whose grammars are compiled, and those that wait for it.
         self._rows: dict[int, RowGrammar] = {}
+        self._waiting: dict[int, _WaitingRow] = {}
         self._fields: dict[int, str] = {}  # of the requests, which the grammars are made of
         if compiler is not None:
             cores = len(os.sched_getaffinity(0))
@@ -53,43 +81,43 @@ class GrammarProcessor:
             return False
         if self._compiler is None:
             raise LogitsError("the worker's model has no tokenizer for structured output")
-        try:
-            matcher = self._compiler.matcher(params.grammar.definition)
-        except Exception as error:
-            # Whatever the library raises fails this row alone.
-            refused = InvalidField(params.grammar.field, "INVALID_FORMAT")
-            raise LogitsError(f"is refused: {summary(error)}", refused) from error
-        followed = RowGrammar(
-            matcher,
-            params.grammar.begins_after_token_ids,
-            params.stop_token_ids.tolist(),
-            self._compiler.vocabulary.end_id,
-        )
-        for token_id in token_ids[num_prompt_tokens:].tolist():
-            followed.append(token_id)
-        if followed.error is not None:
-            failure = _failure(followed.error, params.grammar.field)
-            raise LogitsError(failure.message, failure.invalid_field)
-        self._rows[row] = followed
+        compiled = self._compiler.prepare(params.grammar.definition)
+        output = token_ids[num_prompt_tokens:].tolist()
+        self._waiting[row] = _WaitingRow(params.grammar, params.stop_token_ids, output, compiled)
         self._fields[row] = params.grammar.field
         return True
 
     def release(self, row: int) -> None:
-        del self._rows[row], self._fields[row]
+        self._rows.pop(row, None)
+        self._waiting.pop(row, None)
+        del self._fields[row]
+
+    def unready(self, rows: Ints, wait_s: float) -> list[int]:
+        """Rows whose grammars are not compiled yet."""
+        if not self._waiting:
+            return []
+        waiting = [row for row in rows.tolist() if row in self._waiting]
+        if waiting and wait_s:
+            wait([self._waiting[row].compiled for row in waiting], wait_s, FIRST_COMPLETED)
+        return [row for row in waiting if not self._waiting[row].compiled.done()]
 
     def append(self, token_ids: Tensor, lines: Ints, rows: Ints) -> None:
         sampled = token_ids.numpy()[lines].tolist()
         for row, token_id in zip(rows.tolist(), sampled, strict=True):
-            self._rows[row].append(token_id)
+            if row in self._rows:  # else it has failed
+                self._rows[row].append(token_id)
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
+        failures = self._begin(rows)
+        if failures:
+            begun = ~np.isin(rows, list(failures))
+            lines, rows = lines[begun], rows[begun]
         followed = [self._rows[row] for row in rows.tolist()]
-        masks = self._masks.compute(followed)
-        upload = self._context.upload
-        apply_bitmask(
-            logits, upload(masks), upload(lines), implementation=self._context.implementation
-        )
-        failures = {}
+        if followed:
+            masks, upload = self._masks.compute(followed), self._context.upload
+            apply_bitmask(
+                logits, upload(masks), upload(lines), implementation=self._context.implementation
+            )
         for row, one in zip(rows.tolist(), followed, strict=True):
             if one.error is not None:
                 failures[row] = _failure(one.error, self._fields[row])
@@ -97,6 +125,21 @@ class GrammarProcessor:
                 failures[row] = _STOPPED
         if failures:
             raise FailedRows(failures)
+
+    def _begin(self, rows: Ints) -> dict[int, RowFailure]:
+        """Begin with the rows that wait, once their grammars are compiled. The failing rows."""
+        failures: dict[int, RowFailure] = {}
+        for row in rows.tolist() if self._waiting else ():
+            if row not in self._waiting:
+                continue
+            try:
+                self._rows[row] = self._waiting[row].begin(self._masks.end_id)
+                del self._waiting[row]
+            except Exception as error:
+                # Whatever the library raises fails this row alone.
+                refused = InvalidField(self._fields[row], "INVALID_FORMAT")
+                failures[row] = RowFailure(f"is refused: {summary(error)}", refused)
+        return failures
 
     def forced_token(self, row: int) -> int | None:
         """The next token of the row, where its grammar leaves no choice."""

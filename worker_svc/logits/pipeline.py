@@ -15,6 +15,7 @@ from worker_svc.logits.processor import (
     ForcingProcessor,
     LogitsError,
     LogitsProcessor,
+    PreparingProcessor,
 )
 from worker_svc.logits.typical_p import TypicalP
 from worker_svc.plan.failures import InvalidField, RowFailure
@@ -59,6 +60,8 @@ class LogitsPipeline:
             if isinstance(processor, ForcingProcessor)
         ]
 
+        self._preparing = [one for one in self._processors if isinstance(one, PreparingProcessor)]
+
     def change_rows(self, plan: Plan) -> dict[int, RowFailure]:
         """Release and admit rows, as the tables do. The failing rows."""
         for row in plan.released_rows.tolist():
@@ -88,6 +91,11 @@ class LogitsPipeline:
     def exclusions(self, rows: Ints) -> dict[int, RowFailure]:
         """The failures of the changed ones of these rows, should no token be possible in them."""
         return {row: self._exclusions[row] for row in rows[self.changed(rows)].tolist()}
+
+    def unready(self, rows: Ints, wait_s: float) -> list[int]:
+        """Those of the rows that some processor has not prepared, after waiting for one of them for
+        at most so long."""
+        return [row for each in self._preparing for row in each.unready(rows, wait_s)]
 
     def apply(self, logits: Tensor, rows: Ints) -> dict[int, RowFailure]:
         """Change logits in place; line i is that of `rows[i]`. The failing rows."""

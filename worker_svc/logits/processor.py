@@ -58,6 +58,16 @@ class ForcingProcessor(Protocol):
         ...
 
 
+@runtime_checkable
+class PreparingProcessor(Protocol):
+    """What a processor adds to `LogitsProcessor` if it prepares rows in threads."""
+
+    def unready(self, rows: Ints, wait_s: float) -> list[int]:
+        """Those of the rows that are not prepared, after waiting for one of them for at most so
+        long. Rows with look-ahead do not sample until they are; for others `apply` waits."""
+        ...
+
+
 class LogitsProcessor(Protocol):
     """Changes the logits of the rows that request it.
 

@@ -3,7 +3,7 @@
 The algorithm is that of vLLM's model runner. Prefill, chunked prefill and decode are one case.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,6 +43,10 @@ class StepInputs:
     @property
     def max_query_len(self) -> int:
         return int(np.diff(self.query_start_loc).max(initial=0))
+
+    def without_sampling(self, are_held: NDArray[np.bool_]) -> "StepInputs":
+        """The same with fewer rows that sample."""
+        return replace(self, sampling_mask=self.sampling_mask & ~are_held)
 
     @cached_property
     def logits_indices(self) -> Ints:

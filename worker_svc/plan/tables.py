@@ -143,6 +143,11 @@ class RowTables:
         """Count the rows' tokens up to `seq_lens` as computed."""
         self.num_computed_tokens[rows] = seq_lens
 
+    def hold_back(self, rows: Ints) -> None:
+        """Count the last token of rows that cannot sample yet as not computed: it is computed
+        again, with the same result, when they run next."""
+        self.num_computed_tokens[rows] -= 1
+
     def write_sampled(self, rows: Ints, token_ids: Ints) -> None:
         """Append one token to each row's sequence."""
         self.token_table[rows, self.num_tokens[rows]] = token_ids

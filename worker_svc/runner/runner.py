@@ -26,6 +26,7 @@ from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, ReadyOutput, no_op
+from worker_svc.runner.waiting_rows import rows_to_hold
 
 _NO_ROWS: Final[Ints] = np.empty(0, np.int64)
 
@@ -72,7 +73,7 @@ class Runner:
         if prompt is not None:
             self._fail(dict.fromkeys(prompt.failing_rows, NO_TOKEN), failures)
         forwarded_ns = time.monotonic_ns()
-        sampling, token_ids, logprobs = self._sample(logits, rows, inputs, failures)
+        sampling, token_ids, logprobs = self._sample(plan, logits, rows, inputs, failures)
         jumps = jump(plan, self._tables, sampling, self._processors.forced_tokens)
         ended_ns = time.monotonic_ns()
         self._idle_since_ns = ended_ns
@@ -150,13 +151,23 @@ class Runner:
         return PromptLogprobs.pack(targets, *(tensor.cpu().numpy() for tensor in arrays))
 
     def _sample(
-        self, logits: Tensor | None, rows: Ints, inputs: StepInputs, failures: dict[int, RowFailure]
+        self,
+        plan: Plan,
+        logits: Tensor | None,
+        rows: Ints,
+        inputs: StepInputs,
+        failures: dict[int, RowFailure],
     ) -> tuple[Ints, Ints, Logprobs | None]:
         """Change the logits, sample, add failing rows to `failures`, and write the tokens into the
-        table."""
+        table. Rows that have to wait are left out."""
+        sampling = rows[inputs.sampling_mask]
+        if logits is not None and (held := rows_to_hold(plan, sampling, self._processors.unready)):
+            is_held = np.isin(sampling, held)
+            self._tables.hold_back(sampling[is_held])
+            sampling = sampling[~is_held]
+            logits = logits[self._tensor((~is_held).nonzero()[0])]
         if logits is None or not logits.shape[0]:
             return _NO_ROWS, _NO_ROWS, None
-        sampling = rows[inputs.sampling_mask]
         num_logprobs = self._tables.num_logprobs[sampling]
         described = self._change(logits, sampling, num_logprobs.nonzero()[0], failures)
         tokens = sample(logits, self._params(sampling), implementation=self._implementation)

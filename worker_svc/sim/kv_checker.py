@@ -205,13 +205,15 @@ class KvChecker:
 
     def _check_shared(self, plan: Plan, rows: Ints, inputs: StepInputs) -> None:
         """A block with several holders is written only by one for which it is fresh. All other
-        holders were admitted in this plan with that part counted as computed."""
+        holders were admitted in this plan with that part counted as computed. Tokens that are
+        computed again change nothing."""
         slots = inputs.slot_mapping
         if len(np.unique(slots)) != len(slots):
             slot = _repeated(slots)
             row = int(rows[slots == slot][-1])
             raise Violation(plan.step, Rule.SLOT, "written twice", row=row, slot=slot)
-        shared = self._holders[inputs.block_numbers] > 1
+        is_new = self._slots.ravel()[slots] != self._prefixes.ravel()[inputs.token_indices]
+        shared = (self._holders[inputs.block_numbers] > 1) & is_new
         pairs = np.stack([rows[shared], inputs.block_numbers[shared]], axis=1)
         written, first = np.unique(pairs, axis=0, return_index=True)
         for (row, block), slot in zip(written.tolist(), slots[shared][first].tolist(), strict=True):

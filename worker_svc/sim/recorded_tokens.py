@@ -19,10 +19,11 @@ from worker_svc.settings import WrongSettingError
 class RecordedStep:
     """The result of one round of a plan."""
 
-    token_ids: Mapping[int, int]  # by row; a missing row has failed
+    token_ids: Mapping[int, int]  # by row; a missing row has failed, or has waited
     jumps: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by row
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    failed: frozenset[int] = frozenset()  # rows, of any round
 
 
 # The rounds of each step, without those in which no row sampled.
@@ -54,6 +55,7 @@ def rounds_of(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
         else None
     )
     forced = set(result.forced_indices)
+    failed = frozenset(failure.row for failure in result.failures)
     sizes = result.round_sizes or [len(tokens)]
     for number, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
         sampled, jumps = {}, defaultdict[int, list[int]](list)
@@ -64,7 +66,7 @@ def rounds_of(result: worker_pb2.StepResult) -> Iterator[RecordedStep]:
             else:
                 sampled[row] = token_id
         part = None if logprobs is None else logprobs.part(start, start + len(sampled))
-        yield RecordedStep(sampled, jumps, part, None if number else of_prompts)
+        yield RecordedStep(sampled, jumps, part, None if number else of_prompts, failed)
 
 
 def _next_entry(file: object) -> worker_pb2.Recording | None:

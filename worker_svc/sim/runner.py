@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 
 from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
-from worker_svc.plan.jumps import jump
+from worker_svc.plan.jumps import jump, lookahead_rows
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import Plan, PlanError, StepOutput, StepTimes
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
@@ -91,8 +92,9 @@ class Poison:
 class SimRunner:
     """One simulated worker: tables, a KV checker, and a clock. One thread runs all steps.
 
-    For tests: steps wait while `gate` is cleared, and rows whose seed is in `failing_seeds` fail
-    when they sample.
+    For tests: steps wait while `gate` is cleared, rows whose seed is in `failing_seeds` fail when
+    they sample, and rows with look-ahead do not sample in the first `num_holds` steps of each seed,
+    as those whose grammars are being compiled.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class SimRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.failing_seeds: set[int] = set()
+        self.num_holds = 0
+        self._held: Counter[int] = Counter()  # by seed
         self._tables = RowTables(
             max_num_seqs=model.max_num_seqs,
             max_model_len=model.max_model_len,
@@ -186,7 +190,8 @@ class SimRunner:
         """Sample, add failing rows to `failures`, and write the tokens into the table."""
         tables = self._tables
         recorded = self._recorded_round(plan)
-        sampling = self._without_failing(rows[inputs.sampling_mask], recorded, failures)
+        sampling = self._without_held(plan, rows[inputs.sampling_mask], recorded)
+        sampling = self._without_failing(sampling, recorded, failures)
         if recorded is None:
             tokens = self._tokens(sampling)
             logprobs = self._logprobs(sampling, tokens)
@@ -221,6 +226,20 @@ class SimRunner:
         if rounds is None:
             return None
         return rounds[plan.round] if plan.round < len(rounds) else RecordedStep({})
+
+    def _without_held(self, plan: Plan, rows: Ints, recorded: RecordedStep | None) -> Ints:
+        """The rows that may sample now; the last tokens of the others are computed again."""
+        lookahead = lookahead_rows(plan)
+        if recorded is not None:
+            held = [row for row in lookahead if row not in recorded.token_ids]
+            held = [row for row in held if row not in recorded.failed]
+        else:
+            seeds = {row: int(self._tables.seeds[row]) for row in rows.tolist() if row in lookahead}
+            held = [row for row, seed in seeds.items() if self._held[seed] < self.num_holds]
+            self._held.update(seeds[row] for row in held)
+        is_held = np.isin(rows, held)
+        self._tables.hold_back(rows[is_held])
+        return rows[~is_held]
 
     def _without_failing(
         self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, RowFailure]
