@@ -1,13 +1,14 @@
 """The models: Qwen3 architecture, random weights, small enough for any machine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-_FP32_BYTES = 4
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchModel:
-    """Dimensions of a model. Weights are float32, drawn from seed 0; embeddings are tied."""
+class Shape:
+    """Dimensions of a model. Weights are drawn from seed 0; embeddings are tied."""
 
     name: str
     hidden_size: int
@@ -18,9 +19,9 @@ class BenchModel:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    # For latencies, per second: about 60 % of the capacity of two slow cores.
-    request_rate: float
-    # Room for all sequences of the work at once.
+    # Of the weights.
+    dtype: Literal["float32", "bfloat16"]
+    # Room for all sequences of the work at once, in the weights' type.
     kv_cache_mib: int
 
     @property
@@ -52,7 +53,7 @@ class BenchModel:
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * _FP32_BYTES
+        return self.num_parameters * _BYTES[self.dtype]
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -65,6 +66,14 @@ class BenchModel:
         return 2 * (num_tokens * self.num_hidden_layers * layer + num_sampled * head)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchModel(Shape):
+    """A model for the comparison in float32."""
+
+    # For latencies, per second: about 60 % of the capacity of two slow cores.
+    request_rate: float
+
+
 SMALL = BenchModel(
     name="30m",
     hidden_size=512,
@@ -75,6 +84,7 @@ SMALL = BenchModel(
     intermediate_size=1536,
     vocab_size=8192,
     max_position_embeddings=4096,
+    dtype="float32",
     request_rate=2.5,
     kv_cache_mib=512,
 )
@@ -88,9 +98,25 @@ LARGE = BenchModel(
     intermediate_size=2304,
     vocab_size=32768,
     max_position_embeddings=4096,
+    dtype="float32",
     request_rate=0.7,
     kv_cache_mib=1024,
 )
+# The shape of Qwen3-0.6B, for the comparison of weights' types.
+TYPED = Shape(
+    name="0.6b",
+    hidden_size=1024,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+    vocab_size=151_936,
+    max_position_embeddings=4096,
+    dtype="bfloat16",
+    kv_cache_mib=1024,
+)
 MODELS = {model.name: model for model in (SMALL, LARGE)}
+SHAPES: dict[str, Shape] = {**MODELS, TYPED.name: TYPED}
 # Version of the way the weights are drawn. Increment it on a change, so that models are remade.
 RECIPE = "1"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.engines.host import Host
-from benchmarks.engines.models import RECIPE, BenchModel
+from benchmarks.engines.models import RECIPE, BenchModel, Shape
 from benchmarks.engines.workload import MAX_MODEL_LEN, MAX_NUM_SEQS, Work
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ class Bench:
     def has(self, system: System) -> bool:
         return not system.is_foreign or self.vllm_python is not None
 
-    def model_folder(self, model: BenchModel) -> Path:
+    def model_folder(self, model: Shape) -> Path:
         """Return the folder of the model's files, which are made on the first call."""
         folder = self.folder / f"model-{model.name}-{RECIPE}"
         if not (folder / "tokenizer.json").exists():
