@@ -10,12 +10,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import results
+from benchmarks.engines.http_servers import vllm_server
 from benchmarks.engines.latency import Addresses, latency, loads, measure
-from benchmarks.engines.models import MODELS, BenchModel
+from benchmarks.engines.models import MODELS, SHAPES, TYPED, BenchModel
 from benchmarks.engines.plot import plot
 from benchmarks.engines.systems import QUIRE, ROOT, VLLM, Bench
 from benchmarks.engines.throughput import left_out_if_foreign, run_rounds, throughput
-from benchmarks.engines.vllm_server import vllm_server
+from benchmarks.engines.types import loads as typed_loads
+from benchmarks.engines.types import variants
+from benchmarks.engines.types.checkpoints import Checkpoints
+from benchmarks.engines.types.environments import Environments
+from benchmarks.engines.types.measure import measure_types
+from benchmarks.engines.types.start import Setup
+from benchmarks.engines.types.table import part_name
 from benchmarks.engines.worker import worker
 from benchmarks.engines.workload import Work, workload
 from benchmarks.machine import description
@@ -24,7 +31,10 @@ from benchmarks.results import Measured
 
 _NAME = "engines"
 _KINDS = ("throughput", "worker", "latency")
-ORDER = tuple(f"{kind}-{model}" for model in MODELS for kind in _KINDS)
+ORDER = (
+    *(part_name(TYPED, kind) for kind in variants.TYPES),
+    *(f"{kind}-{model}" for model in MODELS for kind in _KINDS),
+)
 _ALL_REQUESTS, _FEW_REQUESTS = 64, 16
 # Exit status of a program ended by a signal, less the signal's number.
 _SIGNALLED = 128
@@ -43,12 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: sys.exit(_SIGNALLED + received))
     options.folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(options.folder, _python(options.vllm))
-    if bench.vllm_python is None:
-        print("vLLM is not installed: it is left out.")
-    effort = Effort(_FEW_REQUESTS if options.quick else _ALL_REQUESTS, options.rounds)
     num_missed = 0
-    for measured in _measured(bench, [MODELS[name] for name in options.models], effort):
+    for measured in _measured(options):
         num_missed += sum(not target.met for target in measured.part.targets)
         if not options.quick:
             # After each part, so that a failure loses no finished part.
@@ -57,12 +63,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(bench: Bench, models: Sequence[BenchModel], effort: Effort) -> Iterator[Measured]:
-    for model in models:
-        machine = {**description(), **_versions()}
-        for part in _parts(bench, model, effort):
+def _measured(options: argparse.Namespace) -> Iterator[Measured]:
+    bench = Bench(options.folder, _python(options.vllm))
+    if bench.vllm_python is None:
+        print("vLLM is not installed: it is left out.")
+    effort = Effort(_FEW_REQUESTS if options.quick else _ALL_REQUESTS, options.rounds)
+    environments = Environments(
+        {
+            variants.VLLM: options.vllm,
+            variants.LLAMA: options.llama,
+            variants.OPENVINO: options.openvino,
+        }
+    )
+    for name in options.models:
+        if name in MODELS:
+            parts, more = _parts(bench, MODELS[name], effort), {}
+        else:
+            parts = measure_types(
+                _setup(options, bench, environments), options.systems, options.rounds
+            )
+            more = environments.versions()
+        # Before the first part: the measurements themselves are a load.
+        machine = {**description(), **_versions(), **more}
+        for part in parts:
             print(f"{markdown(part)}\n", flush=True)
             yield Measured(machine, part)
+
+
+def _setup(options: argparse.Namespace, bench: Bench, environments: Environments) -> Setup:
+    return Setup(
+        shape=TYPED,
+        loads=typed_loads.QUICK if options.quick else typed_loads.FULL,
+        folder=options.folder,
+        environments=environments,
+        checkpoints=Checkpoints(bench.model_folder(TYPED), environments),
+    )
 
 
 def _parts(bench: Bench, model: BenchModel, effort: Effort) -> Iterator[Part]:
@@ -96,20 +131,33 @@ def _python(environment: Path | None) -> str | None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; default: all"
+        "models", nargs="*", metavar="MODEL", help=f"{', '.join(SHAPES)}; default: all"
     )
     parser.add_argument("--rounds", type=int, default=3, help="figures are medians; default: 3")
     parser.add_argument(
         "--quick", action="store_true", help="a quarter of the work; write no results"
     )
+    parser.add_argument(
+        "--systems",
+        default="",
+        metavar="NAME,…",
+        help=f"of {TYPED.name}: {', '.join((*variants.ENGINES, *variants.TYPES))}, or one of each "
+        "as in quire-int8; default: all",
+    )
     parser.add_argument("--vllm", type=Path, help="environment with vLLM; default: without vLLM")
+    parser.add_argument("--llama", type=Path, help="llama.cpp, built; default: without it")
+    parser.add_argument("--openvino", type=Path, help="environment with it; default: without it")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / ".cache/engines", help="for models, jobs and logs"
     )
     options = parser.parse_args(arguments)
-    if unknown := set(options.models) - set(MODELS):
+    if unknown := set(options.models) - set(SHAPES):
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
-    options.models = options.models or list(MODELS)
+    options.models = options.models or list(SHAPES)
+    try:
+        options.systems = variants.chosen([name for name in options.systems.split(",") if name])
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 

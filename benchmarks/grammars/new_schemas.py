@@ -15,11 +15,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.engines.host import EngineError
+from benchmarks.engines.http_servers import vllm_server
 from benchmarks.engines.models import SMALL
 from benchmarks.engines.systems import VLLM as VLLM_SYSTEM
 from benchmarks.engines.systems import Bench
 from benchmarks.engines.throughput import left_out_if_foreign
-from benchmarks.engines.vllm_server import vllm_server
 from benchmarks.engines.workload import MAX_MODEL_LEN
 from benchmarks.grammars.guidance import new_schema
 from benchmarks.grammars.long_outputs import PROMPT_LENGTH, STOP_TOKEN_ID, prompts

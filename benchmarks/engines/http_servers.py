@@ -1,10 +1,10 @@
-"""Starts and stops vLLM's OpenAI server."""
+"""Starts and stops HTTP servers of other engines."""
 
 import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,19 +22,29 @@ _POLL_S = 0.2
 
 @contextmanager
 def vllm_server(python: str, model: Path, folder: Path) -> Iterator[str]:
-    """Run the server and yield its URL once it is healthy. `folder` receives its log. EngineError
-    if it does not start."""
-    port = _free_port()
-    log = folder / "vllm-server.log"
-    log.unlink(missing_ok=True)
+    """Run vLLM's OpenAI server and yield its URL, as `http_server` does."""
     command = [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "bench", "--dtype", "float32"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
-        *("--enforce-eager", "--host", "127.0.0.1", "--port", str(port)),
-        "--disable-uvicorn-access-log",
+        *("--enforce-eager", "--disable-uvicorn-access-log"),
     ]
-    process = start_with_death_signal(command, log, {**os.environ, **vllm_environment()})
+    with http_server(command, folder / "vllm-server.log", vllm_environment()) as url:
+        yield url
+
+
+@contextmanager
+def http_server(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Run a server on a free port and yield its URL once it is healthy. It takes `--host` and
+    `--port`, and has `/health`. EngineError if it does not start."""
+    port = _free_port()
+    log.unlink(missing_ok=True)
+    address = ("--host", "127.0.0.1", "--port", str(port))
+    process = start_with_death_signal(
+        [*command, *address], log, {**os.environ, **(environment or {})}
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)
@@ -52,7 +62,7 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline_s = time.monotonic() + _READY_S
     while not _is_healthy(url):
         if process.poll() is not None or time.monotonic() > deadline_s:
-            raise EngineError(f"vLLM's server does not start; {log_end(log)}")
+            raise EngineError(f"the server does not start; {log_end(log)}")
         time.sleep(_POLL_S)
 
 

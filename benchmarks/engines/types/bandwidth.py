@@ -1,0 +1,25 @@
+"""Measures the bandwidth at which the machine reads memory, with a thread per core."""
+
+import importlib
+
+from benchmarks.engines.child import serve
+from worker_svc.service.process import prepare_process
+
+_ROUNDS = 20
+
+
+def main() -> None:
+    # Memory is kept as the worker keeps it; before torch is imported.
+    prepare_process()
+    limits = importlib.import_module("benchmarks.kernels.limits").limits()
+    timing = importlib.import_module("benchmarks.kernels.timing")
+
+    def gigabytes_per_s() -> float:
+        seconds = timing.best_seconds({"read": limits.read}, _ROUNDS)["read"]
+        return float(limits.gigabytes_per_s(seconds))
+
+    serve({"read": gigabytes_per_s})
+
+
+if __name__ == "__main__":
+    main()
