@@ -1,7 +1,11 @@
-"""Makes a model folder of a GGUF file for the services of a local stack."""
+"""Makes model folders of GGUF files for local stacks."""
 
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -10,16 +14,39 @@ from quire.launcher.errors import LaunchError
 _MAKE_FOLDER: Final = "worker_svc.model.quantized.gguf_folder"
 
 
-def model_folder(model: str, directory: Path) -> str:
-    """The model if it is not a GGUF file, else a folder of it in `directory`. LaunchError with the
-    reason if the file cannot be served."""
+def model_folder(model: str) -> str:
+    """The model if it is not a GGUF file, else a folder of it, with config and tokenizer, in the
+    user's cache. LaunchError with the reason if the file cannot be served."""
     if not model.endswith(".gguf"):
         return model
-    folder = directory / "model"
-    # In a process of its own: it imports torch.
-    command = [sys.executable, "-m", _MAKE_FOLDER, model, str(folder)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    if made.returncode:
-        reason = made.stderr.strip().splitlines()[-1:] or [f"exit status {made.returncode}"]
-        raise LaunchError(reason[0])
+    file = Path(model).expanduser().resolve()
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise LaunchError(f"{model}: {error.strerror}") from error
+    identity = f"{file} {status.st_size} {status.st_mtime_ns}".encode()
+    folder = _cache() / f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:16]}"
+    if not folder.exists():
+        _make(file, folder)
     return str(folder)
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "quire" / "gguf"
+
+
+def _make(file: Path, folder: Path) -> None:
+    """In a process of its own, which imports torch. A folder is complete once it has its name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+    try:
+        command = [sys.executable, "-m", _MAKE_FOLDER, str(file), unfinished]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            reason = made.stderr.strip().splitlines()[-1:] or [f"exit status {made.returncode}"]
+            raise LaunchError(reason[0])
+        if not folder.exists():
+            os.rename(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -191,7 +191,7 @@ class LocalStack:
         gateways = consecutive_addresses(self.gateway_listen, self.num_gateways)
         schedulers = specs.sockets("scheduler", self.num_schedulers)
         workers = specs.sockets("worker", self.num_workers)
-        folder = model_folder(self.model, directory)
+        folder = model_folder(self.model)
         model = {"model": folder, "revision": self.revision}
         gateway_flags = {
             **model,

@@ -1,5 +1,6 @@
 """GGUF files as models of a local stack."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,42 @@ from quire.launcher.gguf_model import model_folder
 from quire.launcher.stack import LocalStack
 
 
-def test_other_models_are_served_as_they_are(tmp_path: Path) -> None:
-    assert model_folder("Qwen/Qwen3-0.6B", tmp_path) == "Qwen/Qwen3-0.6B"
-    assert not list(tmp_path.iterdir())
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "quire" / "gguf"
+
+
+def test_other_models_are_served_as_they_are(cache: Path) -> None:
+    assert model_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert not cache.exists()
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(LaunchError, match=r"nothing\.gguf: No such file"):
+        model_folder(str(tmp_path / "nothing.gguf"))
+    assert not cache.exists()
 
 
 @pytest.mark.slow
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_served(tmp_path: Path, cache: Path) -> None:
     pytest.importorskip("gguf")
-    with pytest.raises(LaunchError, match=r"nothing\.gguf: not a complete GGUF file"):
-        model_folder(str(tmp_path / "nothing.gguf"), tmp_path)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(LaunchError, match=r"model\.gguf: not a complete GGUF file"):
+        model_folder(str(file))
+    assert not list(cache.iterdir())
 
 
 @pytest.mark.slow
-def test_a_file_is_served(tmp_path: Path) -> None:
+def test_a_file_is_served(tmp_path: Path, cache: Path) -> None:
     models = pytest.importorskip("gguf_models")
     file = models.write_gguf(models.qwen3(), tmp_path, lambda name: "Q4_K")
     with LocalStack(str(file)) as stack, Client(stack.address) as client:
         assert [model.name for model in client.list_models()] == ["model.gguf"]
         output = client.generate("ab", SamplingParams(max_tokens=5, ignore_eos=True))
         assert len(output.outputs[0].token_ids) == 5
+    [folder] = cache.iterdir()
+    assert model_folder(str(file)) == str(folder)
+    os.utime(file, ns=(0, 0))
+    assert model_folder(str(file)) != str(folder)

@@ -1,12 +1,12 @@
-"""Reads the tensors of GGUF files, by the package `gguf` and transformers' tables of names."""
+"""Reads the tensors of GGUF files, by transformers' tables of names, which need the package
+`gguf`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from kernels.quantized import QuantizedWeight
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
 from worker_svc.model.quantized.gguf_blocks import BLOCK_KINDS, weight_of
+from worker_svc.model.quantized.gguf_header import GgufTensor, read_header
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Whose tensors transformers' tables describe completely.
@@ -35,22 +36,22 @@ ROTARY_FACTORS: Final = (
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file whose metadata were read."""
+    """A file whose header was read."""
 
     path: Path
-    reader: Any  # a GGUFReader
+    metadata: Mapping[str, Any]  # without lists
+    tensors: tuple[GgufTensor, ...]
 
     @classmethod
-    def open(cls, path: Path) -> "GgufFile":
-        """ModelError if the file cannot be read, or needs what is not installed."""
+    def open(cls, path: Path) -> Self:
+        """ModelError if the file cannot be read or served, or needs what is not installed."""
         if find_spec("gguf") is None:
             raise ModelError(f"{path}: GGUF files need the package gguf: pip install 'quire[gguf]'")
         try:
-            # Copy on write: torch warns of memory that cannot be written.
-            file = cls(path, import_module("gguf").GGUFReader(path, "c"))
-        except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+            file = cls(path, *read_header(path))
+        except (OSError, ValueError) as error:
             raise ModelError(f"{path}: not a complete GGUF file: {error}") from error
-        if file.value("split.count") not in (None, 0, 1):
+        if file.metadata.get("split.count", 0) > 1:
             raise ModelError(f"{path}: one of several parts; merge them by llama-gguf-split")
         if file.architecture not in ARCHITECTURES:
             raise ModelError(
@@ -60,16 +61,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        return str(self.value("general.architecture"))
-
-    @property
-    def tensor_names(self) -> frozenset[str]:
-        return frozenset(tensor.name for tensor in self.reader.tensors)
-
-    def value(self, key: str) -> Any:
-        """Of the metadata; None if there is none."""
-        found = self.reader.get_field(key)
-        return None if found is None else found.contents()
+        return str(self.metadata.get("general.architecture"))
 
 
 def find_tensors(
@@ -85,42 +77,40 @@ def find_tensors(
         network, processor, file.architecture, text_config.num_hidden_layers
     )
     plain, quantized = {}, {}
-    for tensor in file.reader.tensors:
+    for tensor in file.tensors:
         if tensor.name in ROTARY_FACTORS:
             continue
         if tensor.name not in names:
             raise ModelError(f"{file.path}: {network_class.__name__} has no tensor {tensor.name}")
-        name, kind = names[tensor.name], tensor.tensor_type.name
-        if kind in _DTYPES:
+        name = names[tensor.name]
+        if tensor.kind in _DTYPES:
             plain[name] = _plain(tensor, processor)
-        elif kind in BLOCK_KINDS and len(tensor.shape) == 2 and name.endswith(".weight"):
-            # The file has the number of inputs first.
-            shape = (int(tensor.shape[1]), int(tensor.shape[0]))
+        elif tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2 and name.endswith(".weight"):
             read = partial(_read, tensor, processor)
-            quantized[name.removesuffix(".weight")] = StoredWeight(shape, (tensor.name,), read)
+            stored = StoredWeight((tensor.shape[0], tensor.shape[1]), (tensor.name,), read)
+            quantized[name.removesuffix(".weight")] = stored
         else:
             served = ", ".join((*_DTYPES, *BLOCK_KINDS))
-            raise ModelError(f"{file.path}: {tensor.name} is {kind}; served are {served}")
+            raise ModelError(f"{file.path}: {tensor.name} is {tensor.kind}; served are {served}")
     return plain, quantized
 
 
-def _plain(tensor: Any, processor: Any) -> Tensor:
+def _plain(tensor: GgufTensor, processor: Any) -> Tensor:
     """A tensor in its own type, as transformers' model has it."""
-    dtype = _DTYPES[tensor.tensor_type.name]
-    raw = torch.from_numpy(np.ascontiguousarray(tensor.data).view(np.uint8))
-    shape = [int(size) for size in reversed(tensor.shape)]
-    plain = raw.flatten().view(dtype).view(shape)
-    process = partial(processor.process, name=tensor.name)
+    dtype = _DTYPES[tensor.kind]
+    plain = torch.from_numpy(tensor.data).view(dtype).view(tensor.shape)
     if dtype == torch.bfloat16:
         # numpy has no such type.
-        return torch.from_numpy(process(plain.float().numpy()).weights).to(dtype)
-    return torch.from_numpy(process(plain.numpy()).weights)
+        plain = plain.float()
+    processed = processor.process(plain.numpy(), name=tensor.name).weights
+    return torch.from_numpy(processed).to(dtype)
 
 
-def _read(tensor: Any, processor: Any) -> QuantizedWeight:
-    weight = weight_of(torch.from_numpy(tensor.data), tensor.tensor_type.name)
-    rows = _row_order(processor.process, weight.num_outputs, tensor.name)
-    return weight if rows is None else weight.selected(rows)
+def _read(tensor: GgufTensor, processor: Any) -> QuantizedWeight:
+    rows = torch.from_numpy(tensor.data).view(tensor.shape[0], -1)
+    weight = weight_of(rows, tensor.kind)
+    order = _row_order(processor.process, weight.num_outputs, tensor.name)
+    return weight if order is None else weight.selected(order)
 
 
 def _row_order(process: Callable[..., Any], num_rows: int, name: str) -> Tensor | None:

@@ -25,7 +25,7 @@ def make_folder(path: Path, folder: Path) -> None:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         # Activations have this type; the file has none for them.
         config.dtype = config.dtype or "bfloat16"
-        if head_dim := file.value(f"{file.architecture}.attention.key_length"):
+        if head_dim := file.metadata.get(f"{file.architecture}.attention.key_length"):
             config.head_dim = head_dim
         config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -38,8 +38,8 @@ def make_folder(path: Path, folder: Path) -> None:
 
 
 def _check_rotary(file: GgufFile) -> None:
-    kind = file.value(f"{file.architecture}.rope.scaling.type")
-    factors = sorted(file.tensor_names & {*ROTARY_FACTORS})
+    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type")
+    factors = [tensor.name for tensor in file.tensors if tensor.name in ROTARY_FACTORS]
     if factors or kind not in (None, "none"):
         found = factors[0] if factors else f"rope.scaling.type {kind}"
         raise ModelError(
