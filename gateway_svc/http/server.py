@@ -20,6 +20,8 @@ log = structlog.get_logger()
 
 _BACKLOG = 2048
 _SHUTDOWN_S = 1
+# How often the Date header is set.
+_TICK_S = 1.0
 
 
 class HttpServer:
@@ -67,12 +69,28 @@ class HttpServer:
     async def stop(self) -> None:
         """End all connections."""
         if self._task is not None:
-            self._server.should_exit = True
-            self._server.force_exit = True
+            self._server.exit()
             await asyncio.gather(self._task, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._exiting = asyncio.Event()
+
+    def exit(self) -> None:
+        """End without waiting for connections and requests."""
+        self.should_exit = True
+        self.force_exit = True
+        self._exiting.set()
+
+    async def main_loop(self) -> None:
+        """Wake for the Date header and for the end; uvicorn's own loop wakes ten times a second."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._exiting.wait()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """The gateway handles signals itself."""

@@ -18,7 +18,6 @@ from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
 from gateway_svc.scheduler.outages import Outage, Outages
 from gateway_svc.scheduler.send_queue import SendQueue
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
-from quire.service.addresses import NameResolver
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS
 
@@ -50,9 +49,8 @@ class SchedulerConnection:
         # The longest sequence that workers accept, as last reported; None until then.
         self.max_model_len: int | None = None
         self.outages = Outages()
-        self._resolver = NameResolver(addresses)
         self._tls = tls
-        self._discovery = LeaderDiscovery(self._resolver, self._connect)
+        self._discovery = LeaderDiscovery(addresses, self._connect)
         self._wait_s = wait_s
         self._on_state = on_state
         # The highest seen, on any stream.
@@ -134,7 +132,8 @@ class SchedulerConnection:
 
     async def _connect(self, address: str) -> LeaderStream:
         hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
-        leader = await connect(address, hello, self._tls, self._resolver.host_of(address))
+        host = self._discovery.resolver.host_of(address)
+        leader = await connect(address, hello, self._tls, host)
         try:
             self._check(leader.first_frame)
         except NotLeadingError as error:

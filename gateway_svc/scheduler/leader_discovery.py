@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -20,7 +20,6 @@ log = structlog.get_logger()
 HELLO_TIMEOUT_S = 1.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 0.5
-_NEW_ADDRESSES_INTERVAL_S = 0.1
 
 
 class NotLeadingError(Exception):
@@ -75,22 +74,26 @@ class LeaderDiscovery:
     """Tries all addresses concurrently, so that one that hangs delays no other."""
 
     def __init__(
-        self, resolver: NameResolver, connect: Callable[[str], Awaitable[LeaderStream]]
+        self, names: Iterable[str], connect: Callable[[str], Awaitable[LeaderStream]]
     ) -> None:
         """`connect` opens a stream to an address; NotLeadingError if no leader is there."""
-        self._resolver = resolver
+        # Set by new addresses and by the end of the search.
+        self._wake = asyncio.Event()
+        self.resolver = NameResolver(names, self._wake.set)
         self._connect = connect
 
     async def find(self) -> LeaderStream:
         """Return a stream to the first scheduler that responds as the leader."""
         found: asyncio.Future[LeaderStream] = asyncio.get_running_loop().create_future()
+        found.add_done_callback(lambda _: self._wake.set())
         attempts: dict[str, asyncio.Task[None]] = {}
-        resolving = asyncio.create_task(self._resolver.run())
+        resolving = asyncio.create_task(self.resolver.run())
         try:
             while not found.done():
-                for address in self._resolver.addresses - attempts.keys():
+                self._wake.clear()
+                for address in self.resolver.addresses - attempts.keys():
                     attempts[address] = asyncio.create_task(self._try_repeatedly(address, found))
-                await asyncio.wait({found}, timeout=_NEW_ADDRESSES_INTERVAL_S)
+                await self._wake.wait()
             return found.result()
         finally:
             for task in (resolving, *attempts.values()):
