@@ -8,14 +8,33 @@ from pathlib import Path
 
 import pytest
 import redis
+import structlog
 
 from quire.launcher.redis import EmbeddedRedis
+
+# Services that tests start inherit these.
+# Models are tiny; a worker's default cache of 1 GiB costs two seconds of page faults.
+os.environ.setdefault("QUIRE_WORKER_KV_CACHE_MEMORY", "64MiB")
+# More processes than cores: OpenMP's threads would spin on the cores that others need.
+os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
 # Triton asks when it is imported: without a driver of a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Its products are small: threads would mostly wait for each other, at full speed.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# structlog's default draws the variables of a traceback, which takes seconds.
+structlog.configure(
+    processors=[
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper("%H:%M:%S.%f", utc=False),
+        structlog.dev.set_exc_info,
+        structlog.processors.format_exc_info,
+        structlog.dev.ConsoleRenderer(colors=False),
+    ]
+)
 
 
 @pytest.fixture(scope="session")

@@ -25,12 +25,14 @@ def test_another_process_collects_the_same_corpus(documents: list[str]) -> None:
     assert other.stdout.strip() == digest(documents)
 
 
+@pytest.mark.slow
 def test_documents_are_many_distinct_and_short(documents: list[str]) -> None:
     assert len(documents) > 3000
     assert len(set(documents)) == len(documents)
     assert max(map(len, documents)) <= MAX_DOCUMENT_CHARS
 
 
+@pytest.mark.slow
 def test_documents_hold_prose_and_no_examples(documents: list[str]) -> None:
     assert not [document for document in documents if ">>>" in document or "  " in document]
     assert all(document.isascii() for document in documents)

@@ -14,8 +14,9 @@ from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
 
 SETTINGS = {
+    "QUIRE_WORKER_ENGINE": "sim",
+    "QUIRE_WORKER_SIM_STEP_MS": "2",
     "QUIRE_WORKER_MAX_NUM_SEQS": "1",
-    "QUIRE_WORKER_THREADS": "1",
     "QUIRE_SCHEDULER_SCHEDULING_POLICY": "priority",
     "QUIRE_SCHEDULER_MAX_WAITING_REQUESTS": "2",
 }

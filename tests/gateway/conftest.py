@@ -28,6 +28,7 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 <|assistant|>
 {% endif %}
 """
+HTTP_FIXTURES = {"http", "guarded"}
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +54,17 @@ def checked_violations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def settings_for(model_folder: Path) -> Callable[..., GatewaySettings]:
+def http_listen(request: pytest.FixtureRequest) -> str | None:
+    """Only a test that uses HTTP waits for its server to start and stop."""
+    return "127.0.0.1:0" if HTTP_FIXTURES & {*request.fixturenames} else None
+
+
+@pytest.fixture
+def settings_for(model_folder: Path, http_listen: str | None) -> Callable[..., GatewaySettings]:
     def build(**changes: object) -> GatewaySettings:
         values = {
             "listen": "127.0.0.1:0",
-            "http_listen": "127.0.0.1:0",
+            "http_listen": http_listen,
             "model": str(model_folder),
             "served_model_name": "tiny",
             "drain_grace_s": 0.0,

@@ -14,6 +14,9 @@ from tiny_tokenizer import save_tokenizer
 
 from quire import LLM, LaunchError, LocalStack, QuireError, SamplingParams
 
+# A worker that imports no torch, where the model's outputs do not matter.
+_SIM = {"QUIRE_WORKER_ENGINE": "sim"}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -32,7 +35,7 @@ def short_tmp(tmp_path_factory, monkeypatch) -> Path:
 
 def test_the_stack_of_an_llm_stops_when_the_object_is_collected(model, short_tmp):
     params = SamplingParams(max_tokens=8, seed=3)
-    llm = LLM(model, num_workers=2, block_size=8)
+    llm = LLM(model, num_workers=2, block_size=8, engine="sim")
     [directory] = short_tmp.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
 
@@ -66,7 +69,7 @@ def test_an_empty_folder_is_reported_as_no_model(tmp_path, short_tmp):
 
 def test_the_start_fails_if_redis_is_unreachable(model, short_tmp):
     url = f"unix://{short_tmp}/no-redis.sock"
-    stack = LocalStack(model, redis_url=url, redis_timeout_s=0.5)
+    stack = LocalStack(model, redis_url=url, redis_timeout_s=0.5, settings=_SIM)
     with pytest.raises(
         LaunchError, match=r"scheduler cannot reach Redis; warnings and errors.*:\n.*no-redis"
     ):
@@ -78,7 +81,7 @@ def test_an_invalid_redis_url_is_reported(model, short_tmp):
     with pytest.raises(
         LaunchError, match=r"scheduler ended with status 2(.|\n)*--redis-url.*'foo'"
     ):
-        LocalStack(model, redis_url="foo").start()
+        LocalStack(model, redis_url="foo", settings=_SIM).start()
 
 
 def test_a_stack_that_does_not_run_has_no_address(model):

@@ -23,13 +23,13 @@ class ClosedTerminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
     """Restore the logging of other tests."""
-    root = logging.getLogger()
+    root, before = logging.getLogger(), structlog.get_config()
     handlers, level, showwarning = root.handlers, root.level, warnings.showwarning
     yield
     warnings.showwarning = showwarning
     root.handlers = handlers
     root.setLevel(level)
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 def test_records_of_both_libraries_have_one_format(monkeypatch: pytest.MonkeyPatch) -> None:
