@@ -1,14 +1,16 @@
 """The grammar that an output follows: that of its format, or that of calls of its tools."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gateway_svc.generation import output_parsing
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.output_formats.formats import HARMONY, JSON
 from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
 from gateway_svc.structured.compiler import CompiledFormat, StructuredOutputCompiler
+from gateway_svc.structured.json_schemas import num_schema_quantifiers
+from gateway_svc.structured.patterns import MAX_QUANTIFIERS
 from gateway_svc.text import chat_messages
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2, logits_pb2
@@ -18,8 +20,6 @@ from quire.v1.structured_output_pb2 import StructuredOutput
 
 _FORMAT = "sampling_params.structured_output"
 _TOOLS = "conversation.tools"
-# Schemas with one of these need no type of their own.
-_COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,16 @@ async def build(
 async def _of_tools(
     conversation: conversation_pb2.Conversation, model: Model, parsing: gateway_pb2.OutputParsing
 ) -> CompiledFormat:
-    choice = conversation.tool_choice
-    is_named = choice.WhichOneof("choice") == "name"
+    is_named = conversation.tool_choice.WhichOneof("choice") == "name"
     is_forced = output_parsing.is_forced(conversation)
-    tools = [
-        GuidedTool(tool.name, _schema(tool) if is_forced or tool.strict else {})
-        for tool in conversation.tools
-        if not is_named or tool.name == choice.name
-    ]
+    tools = _guided_tools(conversation, is_forced)
+    _check_quantifiers(tools)
     template = model.files.chat_template
     try:
         tag = structural_tag(
             parsing.tool_format or JSON,
             "" if template is None else template.source,
-            tools,
+            [*tools.values()],
             is_forced,
             is_single=is_named or parsing.single_call,
             follows_reasoning=bool(parsing.reasoning_format),
@@ -97,27 +93,56 @@ async def _of_tools(
     except UnguidedError as error:
         raise invalid(_TOOLS, "UNGUIDED_TOOL", f"cannot be guided: {error}") from error
     except RequestError as error:
-        await _refuse_schema(conversation, model.structured)
+        await _refuse_schema(tools, model.structured)
         raise invalid(_TOOLS, "UNGUIDED_TOOL", _reason(error)) from error
 
 
-def _schema(tool: conversation_pb2.Tool) -> dict[str, Any]:
-    """A schema that only objects follow."""
-    schema = chat_messages.schema(tool)
-    return schema if _COMBINING & set(schema) else {**schema, "type": "object"}
+def _guided_tools(
+    conversation: conversation_pb2.Conversation, is_forced: bool
+) -> dict[str, GuidedTool]:
+    """The tools that may be called, by the fields of their schemas, which only objects follow."""
+    choice = conversation.tool_choice
+    tools: dict[str, GuidedTool] = {}
+    for at, tool in enumerate(conversation.tools):
+        field = f"{_TOOLS}[{at}].parameters"
+        schema = chat_messages.schema(tool) if is_forced or tool.strict else {}
+        types = schema.get("type", "object")
+        if "object" not in (types if isinstance(types, list) else [types]):
+            raise invalid(
+                field,
+                "UNSUPPORTED_SCHEMA",
+                "the keyword type at # must be object, as arguments are",
+            )
+        if choice.WhichOneof("choice") != "name" or tool.name == choice.name:
+            guided = {**schema, "type": "object"} if schema else schema
+            tools[field] = GuidedTool(tool.name, guided)
+    return tools
+
+
+def _check_quantifiers(tools: Mapping[str, GuidedTool]) -> None:
+    """RequestError at the schema with most quantifiers if all together have too many."""
+    found = {field: num_schema_quantifiers(tool.schema) for field, tool in tools.items()}
+    total = sum(found.values())
+    if total > MAX_QUANTIFIERS:
+        largest = max(found, key=lambda field: found[field])
+        raise invalid(
+            largest,
+            "UNSUPPORTED_SCHEMA",
+            f"has {found[largest]} of the {total} quantifiers in patterns of all tools; at most "
+            f"{MAX_QUANTIFIERS} are allowed",
+        )
 
 
 async def _refuse_schema(
-    conversation: conversation_pb2.Conversation, compiler: StructuredOutputCompiler
+    tools: Mapping[str, GuidedTool], compiler: StructuredOutputCompiler
 ) -> None:
     """RequestError at the first schema that is refused on its own."""
-    for at, tool in enumerate(conversation.tools):
-        if tool.parameters:
-            field = f"{_TOOLS}[{at}].parameters"
-            try:
-                await compiler.compile(field, StructuredOutput(json_schema=tool.parameters))
-            except RequestError as error:
-                raise invalid(field, "UNSUPPORTED_SCHEMA", _reason(error)) from error
+    for field, tool in tools.items():
+        text = json.dumps(tool.schema, ensure_ascii=False)
+        try:
+            await compiler.compile(field, StructuredOutput(json_schema=text))
+        except RequestError as error:
+            raise invalid(field, "UNSUPPORTED_SCHEMA", _reason(error)) from error
 
 
 def _reason(error: RequestError) -> str:

@@ -174,7 +174,11 @@ def _without_others(schema: Any) -> Any:
             result[keyword] = {name: _without_others(part) for name, part in value.items()}
         else:
             result[keyword] = _without_others(value) if keyword in _SCHEMAS else value
-    if "properties" in schema and not _OTHERS & set(schema):
+    if isinstance(result.get("properties"), dict) and not _OTHERS & set(schema):
+        required = schema.get("required")
+        for name in required if isinstance(required, list) else ():
+            if isinstance(name, str):
+                result["properties"].setdefault(name, True)
         result["additionalProperties"] = False
     return result
 
@@ -238,9 +242,12 @@ def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
             f"the schema of {tool.name} has other keywords than properties at its top, which this "
             "model's format of calls cannot be guided by"
         )
-    required = tool.schema.get("required", ())
+    required = tool.schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise UnguidedError(f"`required` in the schema of {tool.name} is no list of texts")
     elements = []
-    for key, schema in properties.items():
+    unnamed = {name: True for name in required if name not in properties}
+    for key, schema in {**properties, **unnamed}.items():
         node = _argument(around, key, schema, tool.schema)
         elements.append(node if key in required else _optional(node))
     return _sequence(*elements) if elements else _NOTHING

@@ -121,7 +121,7 @@ def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> Com
         schema = read_schema(text)
         definition = to_definition(schema)
     except (FormatError, ValueError, RecursionError) as error:
-        raise invalid(field, "INVALID_SCHEMA", str(error)) from error
+        raise invalid(field, "INVALID_SCHEMA", shown_reason(str(error))) from error
     try:
         return _check(vocabulary, field, definition)
     except GrammarError as error:

@@ -76,7 +76,7 @@ def json_terminal(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, OPTIONS: FORM}, ensure_ascii=False)}"
 
 
-def num_schema_quantifiers(schema: dict[str, Any]) -> int:
+def num_schema_quantifiers(schema: Mapping[str, Any]) -> int:
     """How many parts of all patterns may repeat or be absent."""
     return sum(number for number, _, _ in _quantifiers(parts(schema, "#")))
 

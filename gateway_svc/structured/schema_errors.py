@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from gateway_svc.structured.schema_parts import SCHEMAS_BY_NAME, VALUES, child
+from gateway_svc.structured.schema_parts import SCHEMAS_BY_NAME, VALUES, child, parts
 from quire.service.grammars import summary
 
 # The reason why a schema is refused; None if it is served.
@@ -27,6 +27,7 @@ _SIZES: Final = frozenset(
 )
 # For the library's texts, by their beginnings.
 _WORDS: Final = {
+    "recursion limit exceeded": "is nested too deeply",
     "NoExtensionBias": "it matches no text, or refers to itself without an end",
     "Unsatisfiable schema: Regex is empty": "it matches no text",
     "Unsatisfiable schema: ": "nothing follows it: ",
@@ -43,14 +44,24 @@ def explain(reason: str, schema: dict[str, Any], refusal: Refusal, root: str = "
         found = None
     shown = shown_reason(reason)
     if found is None:
-        return (
-            f"is refused: {shown}" if root == "#" else f"the schema at {root} is refused: {shown}"
-        )
+        whole = "" if root == "#" else f"the schema at {root} "
+        return f"{whole}is refused: {shown}; its largest part is {largest_part(schema, root)}"
     path, keyword = found
     named = f"the keyword {keyword} at {_pointer(root, path)}"
     if _UNKNOWN.match(reason):
         return f"{named} is not supported; remove it"
     return f"{named} is refused: {shown}; change or remove it"
+
+
+def largest_part(schema: dict[str, Any], root: str) -> str:
+    """The keyword that has most values, with its place."""
+    sizes = [
+        (len(value), f"the keyword {keyword} at {path}")
+        for path, part in parts(schema, root)
+        for keyword, value in part.items()
+        if isinstance(value, dict | list)
+    ]
+    return max(sizes, default=(0, f"the schema at {root}"))[1]
 
 
 def shown_reason(reason: str) -> str:

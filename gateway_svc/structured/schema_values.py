@@ -4,6 +4,7 @@ narrowed."""
 import re
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from itertools import groupby
 from typing import Any, Final
 
 from gateway_svc.structured.patterns import without_nul
@@ -18,6 +19,8 @@ _BOUNDS: Final = {
     "maximum": ROUND_FLOOR,
     "exclusiveMaximum": ROUND_FLOOR,
 }
+# Each may be the next one, which takes four of the library's 2,000 items per token.
+_MAX_OPTIONAL: Final = 480
 # Values with which a keyword allows everything.
 _WITHOUT_EFFECT: Final[dict[str, tuple[Any, ...]]] = {
     "uniqueItems": (False,),
@@ -54,6 +57,7 @@ def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
     _check_dialect(path, part, dialect)
     if is_number(part.get("multipleOf")) and part["multipleOf"] <= 0:
         raise refused("multipleOf", path, f"is {part['multipleOf']}; it must be above 0")
+    _check_optional(path, part)
     for keyword in ("enum", "const"):
         for number in _numbers(part.get(keyword)):
             _check_written(keyword, path, number)
@@ -89,6 +93,21 @@ def _check_dialect(path: str, part: dict[str, Any], dialect: str) -> None:
     if isinstance(part.get("items"), list) and not _LISTED_ITEMS.search(dialect):
         raise refused(
             "items", path, "is a list; use prefixItems, or name an older version in $schema"
+        )
+
+
+def _check_optional(path: str, part: dict[str, Any]) -> None:
+    properties, required = part.get("properties"), part.get("required", ())
+    if not isinstance(properties, dict) or not isinstance(required, list | tuple):
+        return
+    names = {name for name in required if isinstance(name, str)}
+    runs = groupby(properties, lambda name: name in names)
+    longest = max((len([*run]) for is_required, run in runs if not is_required), default=0)
+    if longest > _MAX_OPTIONAL:
+        raise refused(
+            "properties",
+            path,
+            f"has {longest} optional properties in a row; at most {_MAX_OPTIONAL} are allowed",
         )
 
 

@@ -239,6 +239,16 @@ async def test_a_grammar_holds_calls_to_their_schemas(tools: Stack, change: dict
     call.cancel()
 
 
+async def test_guided_arguments_are_objects(tools: Stack) -> None:
+    schema = '{"anyOf": [{"type": "integer"}, {"type": "object"}]}'
+    wanted = conversation(tools=[Tool(name="a", parameters=schema)], tool_choice=REQUIRED)
+    call = tools.inference.Generate(pb.GenerateRequest(conversation=wanted))
+    sent = await tools.scheduler.submissions.get()
+    grammar = logits_pb2.LogitsParams.FromString(sent.params.logits_params).grammar
+    assert '}], "type": "object", "x-guidance"' in grammar.definition
+    call.cancel()
+
+
 def state_of(sent: scheduler_pb2.Submission) -> gateway_pb2.ResumeState:
     return gateway_pb2.ResumeState.FromString(sent.opaque)
 
@@ -284,6 +294,30 @@ REFUSED_SCHEMA = Tool(name="b", parameters='{"properties": {"a": {"unevaluatedIt
             "UNSUPPORTED_SCHEMA",
         ),
         (
+            {
+                "tools": [
+                    Tool(name=f"t{at}", parameters='{"pattern": "%s"}' % ("a?" * (400 + at % 2)))
+                    for at in range(3)
+                ],
+                "tool_choice": REQUIRED,
+            },
+            pb.SamplingParams(),
+            "conversation.tools[1].parameters",
+            "UNSUPPORTED_SCHEMA",
+        ),
+        (
+            {"tools": [Tool(name="a", parameters='{"type": ["array"]}')], "tool_choice": REQUIRED},
+            pb.SamplingParams(),
+            "conversation.tools[0].parameters",
+            "UNSUPPORTED_SCHEMA",
+        ),
+        (
+            {"tools": [Tool(name="a", parameters='{"enum": [1]}')], "tool_choice": REQUIRED},
+            pb.SamplingParams(),
+            "conversation.tools[0].parameters",
+            "UNSUPPORTED_SCHEMA",
+        ),
+        (
             {"tool_choice": REQUIRED},
             pb.SamplingParams(ignore_eos=True),
             "sampling_params.ignore_eos",
@@ -296,7 +330,7 @@ REFUSED_SCHEMA = Tool(name="b", parameters='{"properties": {"a": {"unevaluatedIt
             "FORMAT_WITH_TOOLS",
         ),
     ],
-    ids=["schema", "ignore_eos", "format"],
+    ids=["schema", "quantifiers", "type", "no object", "ignore_eos", "format"],
 )
 async def test_what_cannot_be_guided_is_refused(
     tools: Stack, change: dict[str, Any], params: pb.SamplingParams, field: str, reason: str

@@ -161,6 +161,19 @@ def test_properties_that_a_schema_does_not_name_are_not_generated() -> None:
         assert accepts(grammar, False, text) == is_valid, arguments
 
 
+@pytest.mark.parametrize("name", ["json", "glm"])
+def test_a_property_that_is_required_alone_is_generated(name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b"]}
+    call = {
+        "json": '[{"name": "f", "parameters": {"a": 1, "b": [2]}}]',
+        "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+        "<arg_key>b</arg_key>\n<arg_value>[2]</arg_value>\n</tool_call>",
+    }[name]
+    for text, is_valid in [(call, True), (call.replace("b", "c", 1), False)]:
+        grammar = matcher(False, name, "", [GuidedTool("f", schema)], True, True)
+        assert accepts(grammar, False, text) == is_valid, text
+
+
 def test_line_feeds_may_follow_the_reasoning() -> None:
     text = f"<tool_call>\n{_CALL}\n</tool_call>"
     for space, is_valid in [("", True), ("\n\n", True), ("\n\n\n", False)]:
@@ -186,3 +199,7 @@ def test_an_argument_that_is_no_string_is_json() -> None:
 def test_a_schema_that_a_format_cannot_guide_is_refused() -> None:
     with pytest.raises(UnguidedError, match="the schema of f has other keywords"):
         structural_tag("glm", "", [GuidedTool("f", {"anyOf": [{}]})], True, True)
+    for required in (5, [[]]):
+        schema = {"properties": {"a": {}}, "required": required}
+        with pytest.raises(UnguidedError, match="`required` in the schema of f is no list"):
+            structural_tag("glm", "", [GuidedTool("f", schema)], True, True)

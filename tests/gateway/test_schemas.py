@@ -16,6 +16,7 @@ from format_grammars import (
     random_text,
 )
 
+from gateway_svc.structured import schema_errors
 from gateway_svc.structured.compiler import StructuredOutputCompiler
 from gateway_svc.structured.patterns import without_nul
 from quire.service.errors import RequestError
@@ -80,6 +81,10 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             "$ref at #/properties/a",
         ),
         ({"type": "array", "minItems": 10**5, "items": NULL}, "minItems at #"),
+        (
+            {"properties": {str(at): NULL for at in range(1000)}, "required": ["700"]},
+            "properties at # has 700 optional properties in a row; at most 480",
+        ),
     ],
 )
 def test_a_refused_schema_names_its_keyword(
@@ -96,6 +101,7 @@ def test_a_refused_schema_names_its_keyword(
         ('{"minimum": NaN}', "is not JSON: NaN"),
         ('{"exclusiveMinimum": 1e999}', "is not JSON: the number 1e999 is too large"),
         (f'{{"maximum": {10**400}}}', "is too large"),
+        ('{"items": ' * 200 + "{}" + "}" * 200, "is nested too deeply"),
         (r'{"const": "\ud800"}', "surrogate"),
         (r'{"properties": {"\udfff": {}}}', "surrogate"),
     ],
@@ -179,3 +185,11 @@ def test_the_search_for_a_keyword_ends(compiler: StructuredOutputCompiler) -> No
     assert refusal(compiler, schema) == (
         "the keyword not at #/properties/x is not supported; remove it"
     )
+
+
+def test_a_search_without_time_names_the_largest_part(
+    compiler: StructuredOutputCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema_errors, "_MAX_SEARCH_S", -1)
+    schema = {"properties": {"a": {"not": NULL, "enum": [1, 2, 3]}}, "required": ["a"]}
+    assert "; its largest part is the keyword enum at #/properties/a" in refusal(compiler, schema)

@@ -223,8 +223,11 @@ def test_a_limit_at_the_first_token_is_found(compiler: StructuredOutputCompiler)
     # Two first tokens are possible, so none is forced.
     grammar = f'start: "a" ({texts})+ | "b"'
     assert "Current row has" in _refused(compiler, pb.StructuredOutput(grammar=grammar)).message
-    many = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(800)}}
-    parts = {"a": {"type": "boolean"}, "b": many}
+    objects = [
+        {"type": "object", "properties": {f"p{at}_{n}": {"type": "integer"} for n in range(400)}}
+        for at in range(5)
+    ]
+    parts = {"a": {"type": "boolean"}, "b": {"anyOf": objects}}
     later = {"type": "object", "properties": parts, "required": ["a", "b"]}
     assert _definition(compiler, _schema(**later))
 
