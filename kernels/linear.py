@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from kernels.dispatch import Implementation
 from kernels.fused import Activation, gated_activation_reference
+from kernels.quantized import QuantizedWeight
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -24,10 +25,12 @@ class PackedWeight:
 
     # [ceil(num_outputs / width), num_inputs, width], zeros beyond the last output. Of bfloat16,
     # where an implementation multiplies pairs, and for an even number of inputs:
-    # [ceil(num_outputs / width), num_inputs / 2, width, 2].
+    # [ceil(num_outputs / width), num_inputs / 2, width, 2]. Of a quantised weight: bytes that
+    # describe themselves (kernels/cpu/linear/quantized.h).
     panels: Tensor
     num_outputs: int
     implementation: Implementation
+    dtype: torch.dtype  # of the rows that are looked up
 
     @classmethod
     def of(cls, weight: Tensor, implementation: Implementation) -> Self:
@@ -40,13 +43,72 @@ class PackedWeight:
             panels = pairs.contiguous().unsqueeze(-1).view(torch.bfloat16)
         else:
             panels = padded.view(-1, width, num_inputs).transpose(1, 2).contiguous()
-        return cls(panels, num_outputs, implementation)
+        return cls(panels, num_outputs, implementation, weight.dtype)
+
+    @classmethod
+    def of_quantized(
+        cls, weight: QuantizedWeight, implementation: Implementation, dtype: torch.dtype
+    ) -> Self:
+        """Pack a copy of a quantised weight; its rows are looked up in `dtype`.
+
+        Scales and offsets of groups are rounded to float16, unless one is too large or too small.
+        """
+        has_groups = weight.group_size < weight.num_inputs
+        panels = torch.ops.quire.pack_quantized(
+            weight.values.contiguous(),
+            weight.bits,
+            weight.scales.contiguous(),
+            weight.offsets.contiguous(),
+            weight.group_size,
+            None if weight.permutation is None else weight.permutation.contiguous(),
+            weight.int8_activations,
+            has_groups and _fit_float16(weight.scales) and _fit_float16(weight.offsets),
+            implementation.isa,
+        )
+        return cls(panels, weight.num_outputs, implementation, dtype)
+
+    @classmethod
+    def joined(cls, weights: Sequence[Self]) -> Self:
+        """One weight with the outputs of all, of one dtype and size of inputs. ValueError if
+        some are quantised and others are not, or if their inputs are in different orders."""
+        first = weights[0]
+        if len({weight.is_quantized for weight in weights}) != 1:
+            raise ValueError("weights of which some are quantised")
+        if first.is_quantized:
+            joined = QuantizedWeight.joined([weight.unpacked() for weight in weights])
+            return cls.of_quantized(joined, first.implementation, first.dtype)
+        rows = [weight.rows(torch.arange(weight.num_outputs)) for weight in weights]
+        return cls.of(torch.cat(rows), first.implementation)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.panels.dtype == torch.uint8
+
+    def is_like(self, other: Self) -> bool:
+        """Whether one call may multiply with both: see `gated_linear`."""
+        alike: bool = torch.ops.quire.are_alike(self.panels, other.panels)
+        return alike and self.num_outputs == other.num_outputs
+
+    def unpacked(self) -> QuantizedWeight:
+        """The quantised weight as it was packed."""
+        values, scales, offsets, permutation, bits, group_size, int8_activations = (
+            torch.ops.quire.unpack_quantized(self.panels, self.num_outputs)
+        )
+        return QuantizedWeight(
+            values,
+            bits,
+            scales,
+            offsets,
+            group_size,
+            permutation if len(permutation) else None,
+            int8_activations,
+        )
 
     def rows(self, indices: Tensor) -> Tensor:
         """The weight's rows at the int64 indices: `[*indices.shape, num_inputs]`. IndexError if one
         is out of range."""
         rows: Tensor = torch.ops.quire.panel_rows(
-            self.panels, self.num_outputs, indices.flatten().contiguous()
+            self.panels, self.num_outputs, indices.flatten().contiguous(), self.dtype
         )
         return rows.view(*indices.shape, rows.shape[1])
 
@@ -54,6 +116,14 @@ class PackedWeight:
 def _is_paired(weight: Tensor, implementation: Implementation) -> bool:
     has_pairs = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
     return has_pairs and bool(torch.ops.quire.pairs_bfloat16(implementation.isa))
+
+
+def _fit_float16(numbers: Tensor) -> bool:
+    """Whether float16 has them with its full precision."""
+    limits = torch.finfo(torch.float16)
+    sizes = numbers.abs()
+    fit = (sizes == 0) | ((sizes >= limits.smallest_normal) & (sizes <= limits.max))
+    return bool(fit.all())
 
 
 @dataclass(frozen=True)
@@ -65,11 +135,9 @@ class PackedLinear:
 
     @classmethod
     def joined(cls, products: Sequence[Self]) -> Self:
-        """One product with the outputs of all; their weights are of one dtype and size of
-        inputs."""
+        """One product with the outputs of all. ValueError as in `PackedWeight.joined`."""
         weights = [product.weight for product in products]
-        rows = [weight.rows(torch.arange(weight.num_outputs)) for weight in weights]
-        joined = PackedWeight.of(torch.cat(rows), weights[0].implementation)
+        joined = PackedWeight.joined(weights)
         biases = [product.bias for product in products]
         if all(bias is None for bias in biases):
             return cls(joined, None)
@@ -94,7 +162,8 @@ def linear(
     `residual`, which is dense, with the shape and dtype of the result.
 
     Sums are in float32 and rounded once, to the dtype of the states. A row's result does not
-    depend on the rows beside it.
+    depend on the rows beside it. Quantised weights that allow it are multiplied with rows rounded
+    to 8 bits, where the implementation has an instruction for that.
     """
     return _multiply(states, weight, bias, None, None, Activation.SILU, residual)
 
@@ -109,7 +178,7 @@ def gated_linear(
 ) -> Tensor:
     """`activation(linear(states, gate)) * linear(states, up)`, rounded once.
 
-    The weights have the same shape and dtype.
+    The weights have the same shape and dtype, or are quantised alike.
     """
     if up.num_outputs != gate.num_outputs:
         raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
@@ -158,6 +227,29 @@ def gated_linear_reference(
     """The reference of `gated_linear`, with the unpacked weights."""
     gates, values = _wide(states, gate, gate_bias), _wide(states, up, up_bias)
     return gated_activation_reference(gates, values, activation).to(states.dtype)
+
+
+def round_rows(states: Tensor) -> Tensor:
+    """The float32 rows that products of rows of 8 bits multiply: integers from -127 to 127, times
+    a scale per row."""
+    most = states.float().abs().amax(-1, keepdim=True)
+    # Not 127 / most, which torch computes as a product with the reciprocal.
+    factor = torch.where(most > 0, torch.full_like(most, 127) / most, 0.0)
+    return (states.float() * factor).round() * (most / 127)
+
+
+def quantized_linear_reference(
+    states: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    rounds_rows: bool,
+) -> Tensor:
+    """The reference of `linear` with a quantised weight, with rows of 8 bits or as they are."""
+    rows = round_rows(states) if rounds_rows else states.float()
+    out = linear_reference(rows, weight.dequantize(), bias, residual)
+    return out.to(states.dtype)
 
 
 def _wide(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

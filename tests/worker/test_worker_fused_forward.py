@@ -19,6 +19,8 @@ from worker_svc.model.attention import PagedAttention
 from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
 from worker_svc.model.elementwise_fusion import fuse
 from worker_svc.model.fused_forward import FusedForward, fuse_forward
+from worker_svc.model.quantized.packing import pack_quantized
+from worker_svc.model.quantized.sources import rounded_weights
 from worker_svc.model.weight_packing import pack
 from worker_svc.plan.plans import Plan, plan_from_proto
 from worker_svc.runner.runner_loading import load_runner
@@ -32,9 +34,11 @@ def windowed() -> PretrainedConfig:
     return MistralConfig(**SMALL, sliding_window=6)
 
 
-def joined(model: Any) -> Any:
+def joined(model: Any, quantization: str | None = None) -> Any:
     """As the worker does it, up to where the pass is shortened."""
     implementation = cpp_implementations()[-1]
+    if quantization is not None:
+        pack_quantized(model, rounded_weights(model, quantization), implementation)
     examples = record_layer_calls(model, implementation)
     fuse(model, implementation)
     pack(model, implementation)
@@ -68,6 +72,17 @@ def test_it_gives_the_same_bits(config: Callable[[], PretrainedConfig], dtype: t
     before = logits(model)
     assert fuse_forward(model, MAX_MODEL_LEN) == {"fused passes": 1, "passes in one call": 1}
     assert isinstance(model.forward, FusedForward)
+    assert logits(model).equal(before)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("config", [FAMILIES["qwen3"], tied])
+def test_quantised_weights_are_multiplied_in_the_one_call(
+    config: Callable[[], PretrainedConfig], quantization: str
+) -> None:
+    model = joined(random_network(config()).bfloat16(), quantization)
+    before = logits(model)
+    assert fuse_forward(model, MAX_MODEL_LEN) == {"fused passes": 1, "passes in one call": 1}
     assert logits(model).equal(before)
 
 

@@ -258,12 +258,13 @@ def _fused_layer(module: Any, call: LayerCall) -> DecoderLayer | None:
     if not all(isinstance(norm, RmsNorm) for norm in norms):
         return None
     attention_norm, mlp_norm, *head_norms = norms
-    if not _are_alike(head_norms, dim):
+    qkv_proj = _joined(products[:3])
+    if qkv_proj is None or not _are_alike(head_norms, dim):
         return None
     weights = LayerWeights(
         attention_norm=attention_norm.weight,
         attention_epsilon=attention_norm.epsilon,
-        qkv_proj=PackedLinear.joined(products[:3]),
+        qkv_proj=qkv_proj,
         head_norms=_per_head(head_norms, (num_heads, num_kv_heads)),
         head_epsilon=head_norms[0].epsilon if head_norms else 0.0,
         scale=call.arguments.get("scaling") or dim**-0.5,
@@ -276,6 +277,15 @@ def _fused_layer(module: Any, call: LayerCall) -> DecoderLayer | None:
         down=mlp.down,
     )
     return DecoderLayer(attention, weights, num_heads, num_kv_heads, mlp.activation)
+
+
+def _joined(products: Sequence[PackedLinear]) -> PackedLinear | None:
+    """One product for all; None if their quantised weights have inputs in different orders."""
+    try:
+        return PackedLinear.joined(products)
+    except ValueError as error:
+        log.warning("a decoder layer keeps its own code", error=str(error))
+        return None
 
 
 def _are_alike(norms: Sequence[RmsNorm], dim: int) -> bool:

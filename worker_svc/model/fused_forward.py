@@ -112,7 +112,7 @@ def _embedding_and_head(network: Any, max_positions: int) -> EmbeddingAndHead | 
     if embedding is None or not isinstance(norm, RmsNorm) or not isinstance(head, PackedLinear):
         return None
     panels, num_embeddings = embedding
-    tables = _rope_tables(network.model.rotary_emb, panels.dtype, max_positions)
+    tables = _rope_tables(network.model.rotary_emb, head.weight.dtype, max_positions)
     if tables is None:
         return None
     return EmbeddingAndHead(panels, num_embeddings, *tables, norm.weight, norm.epsilon, head)
@@ -221,7 +221,7 @@ def _scratch_attention(stack: LayerStack, num_slots: int) -> PagedAttention:
         num_heads = layer.num_heads + 2 * layer.num_kv_heads
         head_dim = layer.weights.qkv_proj.weight.num_outputs // num_heads
         shape = (1, num_slots, layer.num_kv_heads, head_dim)
-        dtype = layer.weights.qkv_proj.weight.panels.dtype
+        dtype = layer.weights.qkv_proj.weight.dtype
         caches.append((torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)))
     return PagedAttention(caches, stack.weights.implementation)
 

@@ -83,9 +83,9 @@ class PackedGatedMlp:
 
 
 def _join_gate(module: nn.Module, mlp: GatedMlp) -> bool:
-    """Replace a gated MLP whose projections were packed."""
+    """Replace a gated MLP whose projections were packed, if one call may multiply gate and up."""
     products = products_of(mlp.gate, mlp.up, mlp.down)
-    if products is None:
+    if products is None or not products[0].weight.is_like(products[1].weight):
         return False
     gate, up, down = products
     set_forward(module, PackedGatedMlp(gate, up, down, mlp.activation))

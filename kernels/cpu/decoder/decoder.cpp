@@ -46,7 +46,7 @@ Tensor decoder_forward(const Tensor& ids, const Tensor& positions, const Tensor&
                       scales,   windows, kv_scales, num_heads, activation, isa};
   layers.check();
   const auto rows = [&](int64_t num_rows, int64_t num_numbers) {
-    return at::empty({num_rows, num_numbers}, embedding.options());
+    return at::empty({num_rows, num_numbers}, cosine_table.options());
   };
   const int64_t num_tokens = ids.numel(), num_logits = logits_indices.numel();
   const int64_t hidden_size = linear::num_inputs_of(embedding);

@@ -72,6 +72,56 @@ constexpr int64_t kMostBlockRows = 96;
 constexpr Multiplier kPaired{kTileRows,     kMostBlockRows, row_bytes,
                              scratch_bytes, prepare,        multiply_blocked<PairedKernel>};
 
-constexpr Functions kFunctions{kPanelWidth, kPlain, &kPaired, &kConverting};
+// Parts of pairs [inputs / 2, kPanelWidth, 2].
+struct PairPart {
+  using Step = PairStep;
+  static constexpr int64_t kInputs = 128, kStepInputs = 2;
+
+  // An even number of inputs.
+  QUIRE_INLINE void store_inputs(char* part, int64_t k, int half, const Floats* numbers,
+                                 int64_t count) {
+    char* const to = part + k / 2 * PairStep::kPanelBytes + half * sizeof(Ints);
+    for (int64_t i = 0; i < count; i += 2)
+      store_as(to + i / 2 * PairStep::kPanelBytes, rounded(numbers[i], numbers[i + 1]));
+  }
+
+  // Rounds to bfloat16, the first number in the lower half.
+  QUIRE_INLINE Ints rounded(Floats first, Floats second) {
+    using Words = uint16_t __attribute__((vector_size(sizeof(Ints))));
+    Words both;
+    asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(second), "v"(first));
+    constexpr auto kAll = std::make_index_sequence<2 * kLanes>();
+    return reinterpret_cast<Ints>(interleaved(both, kAll));
+  }
+
+  template <typename V, std::size_t... kLane>
+  QUIRE_INLINE V interleaved(V both, std::index_sequence<kLane...>) {
+    return __builtin_shufflevector(both, both, (kLane / 2 + kLane % 2 * kLanes)...);
+  }
+};
+
+// The rows of such parts.
+struct BFloat16Rows {
+  using Part = PairPart;
+  using Number = BFloat16;
+
+  static bool is_in_place(const LinearCall& call) { return !call.weight.quantization.permutation; }
+
+  static int64_t num_bytes(const LinearCall& call, int64_t num_rows) {
+    return num_rows * call.weight.num_inputs * sizeof(BFloat16);
+  }
+
+  static void prepare(const LinearCall& call, int64_t first_row, int64_t end_row, char* to) {
+    auto* columns = reinterpret_cast<BFloat16*>(to);
+    const int32_t* permutation = call.weight.quantization.permutation;
+    const int64_t num_inputs = call.weight.num_inputs;
+    for (int64_t row = first_row; row < end_row; ++row, columns += num_inputs) {
+      const auto* from = static_cast<const BFloat16*>(call.rows) + row * call.row_stride;
+      for (int64_t k = 0; k < num_inputs; ++k) columns[k] = from[permutation[k]];
+    }
+  }
+};
+
+constexpr const Multiplier& kConvertingToPairs = kConvertingWith<BFloat16Rows>;
 
 }  // namespace bfloat16

@@ -14,6 +14,7 @@
 #include <new>
 #include <vector>
 
+#include "linear/weight_tensors.h"
 #include "ops.h"
 #include "tensors.h"
 
@@ -24,11 +25,6 @@ namespace {
 constexpr int64_t kChunksPerThread = 16;
 // A chunk of fewer multiplications is short enough to wait for, and not divided further.
 constexpr int64_t kLeastMultiplications = 1 << 20;
-
-int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).panel_width; }
-
-// Whether panels of bfloat16 have pairs of inputs.
-bool pairs_bfloat16(int64_t isa) { return functions_of(static_cast<Isa>(isa)).paired; }
 
 // The most bytes of a block of rows: half of the second-level cache, where the rows stay while all
 // panels are read. The other half is for panels and outputs. Threads that share a second-level cache
@@ -109,26 +105,6 @@ class Tiling {
   int64_t block_rows_, num_blocks_;
   int64_t chunk_panels_, num_panel_chunks_, num_parts_;
 };
-
-Weight weight_of(const Tensor& panels) {
-  TORCH_CHECK(panels.is_contiguous() && is_wide(panels), "panels must be dense");
-  const bool is_paired = panels.dim() == 4;
-  TORCH_CHECK(panels.dim() == 3 ||
-                  (is_paired && panels.size(3) == 2 && panels.scalar_type() == at::kBFloat16),
-              "panels must be [panels, num_inputs, width], or pairs [panels, num_inputs / 2, width, 2]");
-  return {is_paired ? Layout::kPaired : Layout::kPlain,
-          format_of(panels),
-          panels.size(1) * (is_paired ? 2 : 1),
-          panels.size(0),
-          panels.size(2),
-          panels.numel() / std::max<int64_t>(1, panels.size(0)) *
-              static_cast<int64_t>(panels.element_size())};
-}
-
-Panels panels_of(const Weight& weight, const Tensor& panels, const Tensor* second_panels) {
-  const auto at = [](const Tensor& all) { return static_cast<const char*>(all.const_data_ptr()); };
-  return {at(panels), second_panels ? at(*second_panels) : nullptr, weight.panel_bytes};
-}
 
 // The panels that each thread begins with in the next product, of rows of that format.
 std::vector<Panels> first_panels(const NextLinear& next, Format format, const Functions& functions) {
@@ -219,8 +195,7 @@ Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optiona
   if (second_panels) {
     const Weight second = weight_of(*second_panels);
     check_weight(second, second_bias, num_inputs, num_outputs, functions.panel_width);
-    TORCH_CHECK(second.layout == weight.layout && second.format == weight.format,
-                "weights must be alike");
+    TORCH_CHECK(are_alike(weight, second), "weights must be alike");
   }
   TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.is_contiguous() &&
                   out.numel() == input.size(0) * num_outputs,
@@ -264,68 +239,16 @@ Tensor linear(const Tensor& input, const Tensor& panels, int64_t num_outputs,
   return out;
 }
 
-// Copies rows, of which a panel has `kAdjacent` numbers after one another.
-template <typename Number, int64_t kAdjacent>
-Stage copy_rows_stage(const Weight& weight, const Tensor& panels, const int64_t* rows,
-                      const Tensor& out) {
-  const auto* from = static_cast<const Number*>(panels.const_data_ptr());
-  auto* to = static_cast<Number*>(out.mutable_data_ptr());
-  const int64_t num_inputs = weight.num_inputs, width = weight.panel_width;
-  constexpr int64_t kRowsPerChunk = 4;
-  return range_stage(out.size(0), kRowsPerChunk, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Number* column =
-          from + rows[i] / width * num_inputs * width + rows[i] % width * kAdjacent;
-      Number* const row = to + i * num_inputs;
-      for (int64_t k = 0; k < num_inputs; k += kAdjacent, column += width * kAdjacent)
-        std::copy_n(column, kAdjacent, row + k);
-    }
-  });
-}
-
-}  // namespace
-
-int64_t num_inputs_of(const Tensor& panels) { return weight_of(panels).num_inputs; }
-
-Stage lookup_stage(const Tensor& panels, int64_t num_outputs, const Tensor& rows, const Tensor& out) {
-  const Weight weight = weight_of(panels);
-  TORCH_CHECK(num_outputs <= weight.num_panels * weight.panel_width, "panels must have all rows");
-  TORCH_CHECK(out.dim() == 2 && out.size(1) == weight.num_inputs && out.is_contiguous() &&
-                  out.scalar_type() == panels.scalar_type(),
-              "the output must be [num_rows, num_inputs], of the panels' dtype");
-  const int64_t* numbers = int64s(rows, out.size(0), "rows");
-  for (int64_t i = 0; i < out.size(0); ++i) {
-    TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < num_outputs, "there is no row ", numbers[i]);
-  }
-  if (weight.layout == Layout::kPaired)
-    return copy_rows_stage<uint16_t, 2>(weight, panels, numbers, out);
-  return panels.element_size() == sizeof(uint32_t)
-             ? copy_rows_stage<uint32_t, 1>(weight, panels, numbers, out)
-             : copy_rows_stage<uint16_t, 1>(weight, panels, numbers, out);
-}
-
-namespace {
-
-Tensor panel_rows(const Tensor& panels, int64_t num_outputs, const Tensor& rows) {
-  Tensor out = at::empty({rows.numel(), weight_of(panels).num_inputs}, panels.options());
-  run(lookup_stage(panels, num_outputs, rows, out));
-  return out;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
-  library.def("panel_width(int isa) -> int", panel_width);
-  library.def("pairs_bfloat16(int isa) -> bool", pairs_bfloat16);
   library.def(
       "linear(Tensor input, Tensor panels, int num_outputs, Tensor? bias, Tensor? second_panels, "
       "Tensor? second_bias, int activation, Tensor? residual, int isa) -> Tensor");
-  library.def("panel_rows(Tensor panels, int num_outputs, Tensor rows) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(quire, CPU, library) {
   library.impl("linear", linear);
-  library.impl("panel_rows", panel_rows);
 }
 
 }  // namespace quire::linear

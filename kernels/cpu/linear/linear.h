@@ -5,22 +5,26 @@
 #include <cstdint>
 
 #include "isa/isa.h"
+#include "linear/quantized.h"
 #include "tensor_views.h"
 
 namespace quire::linear {
 
 // How a panel holds the numbers of its outputs.
 enum class Layout : int {
-  kPlain,   // [num_inputs, panel_width]
-  kPaired,  // bfloat16 [num_inputs / 2, panel_width, 2]
+  kPlain,      // [num_inputs, panel_width]
+  kPaired,     // bfloat16 [num_inputs / 2, panel_width, 2]
+  kQuantized,  // see Quantization
 };
 
 // A weight in panels, with zeros beyond the last output.
 struct Weight {
   Layout layout;
-  Format format;
+  Format format;  // unless quantised
   int64_t num_inputs, num_panels, panel_width;
   int64_t panel_bytes;
+  int64_t offset;  // bytes before the first panel
+  Quantization quantization;
 };
 
 // Panels of a weight, and the same panels of a second weight that is multiplied with it, or null.
@@ -75,17 +79,29 @@ struct Multiplier {
   void (*multiply)(const LinearCall&, const Chunk&, char* scratch);
 };
 
-// The functions of an instruction set.
+// The functions of an instruction set. Null: there is no instruction for it.
 struct Functions {
   int64_t panel_width;  // outputs of a panel
   Multiplier plain;     // for plain panels
-  // For panels of pairs and rows of bfloat16, null without an instruction for them; and for all other
-  // rows.
-  const Multiplier *paired, *converting;
+  // For all panels and rows: panels are converted to float32.
+  const Multiplier* converting;
+  // For rows of bfloat16 and panels of pairs, or quantised panels converted to pairs.
+  const Multiplier *paired, *converting_to_pairs;
+  // For quantised panels and rows that may be rounded to 8 bits.
+  const Multiplier* integers;
 
   const Multiplier& multiplier(Format rows, const Weight& weight) const {
-    if (weight.layout == Layout::kPlain) return plain;
-    return rows == Format::kBFloat16 && paired ? *paired : *converting;
+    const bool narrow = rows == Format::kBFloat16;
+    switch (weight.layout) {
+      case Layout::kPlain: return plain;
+      case Layout::kPaired: return narrow && paired ? *paired : *converting;
+      default: {
+        const Quantization& quantization = weight.quantization;
+        if (quantization.int8_activations && integers) return *integers;
+        const bool has_pairs = quantization.group_size % 2 == 0;
+        return narrow && has_pairs && converting_to_pairs ? *converting_to_pairs : *converting;
+      }
+    }
   }
 };
 

@@ -8,17 +8,32 @@
 #include "linear/blocked.h"
 #include "linear/converting.h"
 
-constexpr Functions kFunctions{kPanelWidth, kPlain, nullptr, &kConverting};
+constexpr Functions kFunctions{kPanelWidth, kPlain, &kConverting, nullptr, nullptr, nullptr};
 
 #if defined(QUIRE_HAS_DOT_PRODUCTS) && QUIRE_LANES == 16
 #include "linear/bfloat16.h"
+#include "linear/integers.h"
+
+constexpr Functions kVnniFunctions{kPanelWidth, kPlain, &kConverting,
+                                   nullptr,     nullptr, &integers::kIntegers};
+constexpr Functions kBFloat16Functions{kPanelWidth,
+                                       kPlain,
+                                       &kConverting,
+                                       &bfloat16::kPaired,
+                                       &bfloat16::kConvertingToPairs,
+                                       &integers::kIntegers};
 #endif
 
 #if defined(QUIRE_HAS_AMX) && QUIRE_LANES == 16
-#include "linear/amx_tiles.h"
+#include "linear/amx/tiles.h"
 
-#include "linear/amx_scratch.h"
-#include "linear/amx_split.h"
-#include "linear/amx_step.h"
-#include "linear/linear_amx.h"
+#include "linear/amx/scratch.h"
+#include "linear/amx/split.h"
+#include "linear/amx/step.h"
+#include "linear/amx/multiply.h"
+
+// Panels of bfloat16 are paired by AMX itself.
+constexpr Functions kAmxFunctions{
+    kPanelWidth, amx::kPlain, &kConverting, nullptr, &bfloat16::kConvertingToPairs,
+    &integers::kIntegers};
 #endif

@@ -6,9 +6,10 @@
 #define QUIRE_NAMESPACE quire::linear
 #define QUIRE_ISA_INCLUDE "linear/linear_isa.h"
 #ifdef QUIRE_HAS_DOT_PRODUCTS
-#define QUIRE_BF16_FUNCTIONS avx512::bfloat16::kFunctions
+#define QUIRE_VNNI_FUNCTIONS avx512::kVnniFunctions
+#define QUIRE_BF16_FUNCTIONS avx512::kBFloat16Functions
 #endif
 #ifdef QUIRE_HAS_AMX
-#define QUIRE_AMX_FUNCTIONS avx512::amx::kFunctions
+#define QUIRE_AMX_FUNCTIONS avx512::kAmxFunctions
 #endif
 #include "isa/foreach_isa.h"

@@ -2,11 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kernels.dispatch import Implementation
 from kernels.linear import PackedLinear, PackedWeight
@@ -68,18 +67,6 @@ def restore_weights(layers: Iterable[nn.Module]) -> int:
     return count
 
 
-@dataclass(frozen=True)
-class QuantizedEmbedding:
-    """The forward pass of an embedding."""
-
-    weight: QuantizedWeight
-    dtype: torch.dtype
-
-    def __call__(self, indices: Tensor) -> Tensor:
-        rows = self.weight.rows(indices.flatten()).to(self.dtype)
-        return rows.view(*indices.shape, self.weight.num_inputs)
-
-
 def _pack(
     users: list[nn.Module],
     linears: list[nn.Linear],
@@ -90,14 +77,11 @@ def _pack(
     embeddings = [user for user in users if is_plain_embedding(user)]
     if len(linears) + len(embeddings) < len(users):
         _set_weight(users, weight)
-    rows: Any = QuantizedEmbedding(weight, dtype)
-    if linears:
-        packed = PackedWeight.of(weight.dequantize().to(dtype), implementation)
-        rows = packed.rows
-        for layer in linears:
-            set_forward(layer, packed_linear(layer, packed))
+    packed = PackedWeight.of_quantized(weight, implementation, dtype)
+    for layer in linears:
+        set_forward(layer, packed_linear(layer, packed))
     for embedding in embeddings:
-        set_forward(embedding, rows)
+        set_forward(embedding, packed.rows)
     if len(linears) + len(embeddings) == len(users):
         free_weight(users)
 

@@ -1,5 +1,5 @@
 // Multiplies one step's inputs by AMX tiles, and splits the next step's weights meanwhile. Included
-// once, after amx_split.h.
+// once, after split.h.
 
 namespace amx {
 

@@ -1,5 +1,5 @@
 // Products of some rows with panels of a weight by AMX tiles, which multiply bfloat16 numbers and add
-// in float32. Included once, after amx_scratch.h and amx_step.h.
+// in float32. Included once, after scratch.h and step.h.
 //
 // A float32 is exactly the sum of three bfloat16 numbers, a float16 of two. A product is the sum of the
 // products of parts, as in Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence
@@ -238,10 +238,7 @@ static void prepare(const LinearCall& call, int64_t first_row, int64_t end_row, 
 // More rows than without AMX: panels must be read from memory less often than they are multiplied.
 constexpr int64_t kMostBlockRows = 192;
 
-constexpr Functions kFunctions{
-    kPanelWidth,
-    {kHeight, kMostBlockRows, row_bytes, scratch_bytes, prepare, multiply},
-    nullptr,
-    &kConverting};
+constexpr Multiplier kPlain{kHeight,       kMostBlockRows, row_bytes,
+                            scratch_bytes, prepare,        multiply};
 
 }  // namespace amx

@@ -1,4 +1,4 @@
-// The scratch memory of a thread that multiplies by AMX tiles. Included once, after amx_tiles.h.
+// The scratch memory of a thread that multiplies by AMX tiles. Included once, after tiles.h.
 
 namespace amx {
 

@@ -1,4 +1,4 @@
-// Splits numbers into bfloat16 parts, in the layout of AMX tiles. Included once, after amx_tiles.h.
+// Splits numbers into bfloat16 parts, in the layout of AMX tiles. Included once, after tiles.h.
 
 namespace amx {
 
