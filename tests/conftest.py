@@ -1,6 +1,7 @@
 """A real Redis for every test that wants one, and a look at what each leaves behind."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -23,6 +24,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Its products are small: threads would mostly wait for each other, at full speed.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# A script's background processes ignore it, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # structlog's default draws the variables of a traceback, which takes seconds.
 structlog.configure(
