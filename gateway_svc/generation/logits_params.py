@@ -27,6 +27,8 @@ MAX_PROCESSOR_ARGS_BYTES = 2**14
 MAX_BYTES = 2**18
 # As long as the longest names of fields; more would take blocks that are seldom used.
 MAX_LOOKAHEAD_TOKENS = 16
+# Of requests that do not jump.
+_WAITING_LOOKAHEAD = 1
 _ALLOWED = "sampling_params.allowed_token_ids.ids"
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
@@ -89,11 +91,14 @@ def _check_lists(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
 
 
 def num_lookahead_tokens(params: logits_pb2.LogitsParams) -> int:
-    """Tokens that a worker may append without sampling them, where the grammar leaves no choice:
-    none if something else may exclude what the grammar forces."""
+    """Tokens that a worker may append without sampling them, where the grammar leaves no choice.
+    Where something else may exclude them it appends none; with look-ahead such a row can wait for
+    its grammar all the same."""
+    if not params.HasField("grammar"):
+        return 0
     others = params.allowed_token_ids or params.bad_words_token_ids
-    is_forcing = params.HasField("grammar") and not (others or params.HasField("processor_args"))
-    return MAX_LOOKAHEAD_TOKENS if is_forcing else 0
+    is_forcing = not (others or params.HasField("processor_args"))
+    return MAX_LOOKAHEAD_TOKENS if is_forcing else _WAITING_LOOKAHEAD
 
 
 async def build(

@@ -45,8 +45,11 @@ def group_of(record: RequestRecord) -> Group:
 
 
 def _num_lookahead_tokens(params: Params) -> int:
-    """A jump has no logits, and so no log-probabilities."""
-    return 0 if params.num_logprobs else params.num_lookahead_tokens
+    """A row with log-probabilities does not jump: that has no logits. With look-ahead it can wait
+    for its grammar."""
+    return (
+        min(params.num_lookahead_tokens, 1) if params.num_logprobs else params.num_lookahead_tokens
+    )
 
 
 def from_record(stored: StoredRequest, journaled: Mapping[int, Ranges]) -> Group:

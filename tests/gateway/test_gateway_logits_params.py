@@ -243,10 +243,10 @@ def named_field(error: RequestError) -> str:
         ({"min_tokens": 3, "bias_token_ids": [1], "biases": [2], "presence_penalty": 1}, 0),
         ({"grammar": logits_pb2.Grammar(definition="g")}, 16),
         ({"grammar": logits_pb2.Grammar(definition="g"), "presence_penalty": 1}, 16),
-        # These may exclude what the grammar forces.
-        ({"grammar": logits_pb2.Grammar(definition="g"), "allowed_token_ids": [1]}, 0),
-        ({"grammar": logits_pb2.Grammar(), "bad_words_token_ids": [1]}, 0),
-        ({"grammar": logits_pb2.Grammar(), "processor_args": struct(mine=1)}, 0),
+        # These may exclude what the grammar forces; look-ahead lets them wait for it.
+        ({"grammar": logits_pb2.Grammar(definition="g"), "allowed_token_ids": [1]}, 1),
+        ({"grammar": logits_pb2.Grammar(), "bad_words_token_ids": [1]}, 1),
+        ({"grammar": logits_pb2.Grammar(), "processor_args": struct(mine=1)}, 1),
     ],
     ids=str,
 )

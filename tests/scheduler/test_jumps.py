@@ -71,9 +71,11 @@ async def test_rows_that_wait_for_their_grammars_get_the_same_tokens(
             )
         await gateway.submit(prompt(num_prompt_tokens), 12, 7, n=3, num_lookahead_tokens=LOOKAHEAD)
         await gateway.submit(prompt(num_prompt_tokens, 1), 1, 9, num_lookahead_tokens=LOOKAHEAD)
+        described = {"num_logprobs": 2, "num_prompt_logprobs": 1}
+        await gateway.submit(prompt(40, 2), 9, 10, num_lookahead_tokens=LOOKAHEAD, **described)
         await gateway.submit(prompt(num_prompt_tokens + 9), 20, 11)
         await check_outputs(gateway)
-        assert worker.runner._held.total() == 5 * 7
+        assert worker.runner._held.total() == 5 * 8
         await worker.check()
 
 

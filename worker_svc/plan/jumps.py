@@ -37,7 +37,7 @@ class Jumps:
             output,
             sampled_rows=output.sampled_rows + self.rows,
             sampled_token_ids=output.sampled_token_ids + self.token_ids,
-            # A row with log-probabilities has no look-ahead.
+            # A row with log-probabilities does not jump.
             logprobs=Logprobs.join([first, len(self.rows)], [logprobs, None]),
             forced_indices=list(range(first, num_sampled)),
             lookahead_rows=rows,
@@ -52,14 +52,15 @@ def lookahead_rows(plan: Plan) -> dict[int, int]:
 
 
 def jump(plan: Plan, tables: RowTables, sampled: Ints, forced_tokens: ForcedTokens) -> Jumps:
-    """Append the forced tokens of the rows that have just sampled."""
+    """Append the forced tokens of the rows that have just sampled, but for rows with
+    log-probabilities: forced tokens have none."""
     jumps = Jumps()
     if not plan.num_lookahead_tokens.any():
         return jumps
     lookahead = lookahead_rows(plan)
     for row in sampled.tolist():
         room = tables.max_model_len - int(tables.num_tokens[row])
-        most = min(lookahead.get(row, 0), room)
+        most = 0 if tables.num_logprobs[row] else min(lookahead.get(row, 0), room)
         for token_id in forced_tokens(row, most) if most > 0 else ():
             tables.write_sampled(np.array([row]), np.array([token_id]))
             jumps.rows.append(row)
