@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.json_values import read_json
 from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
-from gateway_svc.structured.schema_parts import is_number, parts, refused
+from gateway_svc.structured.schema_parts import document_parts, is_number, refused
 from gateway_svc.structured.schema_references import check_references
 from gateway_svc.structured.schema_values import prepare
 
@@ -51,12 +51,13 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
         raise FormatError(f"{whole}is neither an object nor true, as a schema is")
     dialect = schema.get("$schema")
     try:
-        for path, part in parts(schema, root):
+        for path, part in document_parts(schema, root).items():
             prepare(path, part, dialect if isinstance(dialect, str) else "")
-        found = list(parts(schema, root))
+        by_path = document_parts(schema, root)
     except RecursionError as error:
         raise FormatError(f"{whole}is nested too deeply") from error
-    check_references(found, root)
+    check_references(by_path, root)
+    found = list(by_path.items())
     _check_patterns(found)
     # Parts of `allOf` are merged, and so are their numbers.
     merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in found)
@@ -78,7 +79,7 @@ def json_terminal(schema: Mapping[str, Any]) -> str:
 
 def num_schema_quantifiers(schema: Mapping[str, Any]) -> int:
     """How many parts of all patterns may repeat or be absent."""
-    return sum(number for number, _, _ in _quantifiers(parts(schema, "#")))
+    return sum(number for number, _, _ in _quantifiers(document_parts(schema, "#").items()))
 
 
 def _check_patterns(found: _Parts) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from gateway_svc.structured.schema_parts import SCHEMAS_BY_NAME, VALUES, child, parts
+from gateway_svc.structured.schema_parts import SCHEMAS, SCHEMAS_BY_NAME, child, parts
 from quire.service.grammars import summary
 
 # The reason why a schema is refused; None if it is served.
@@ -124,7 +124,7 @@ def _removals(schema: Any, path: tuple[str | int, ...]) -> Iterator[_Place]:
         if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
             for name, part in value.items():
                 yield from _removals(part, (*path, keyword, name))
-        elif keyword not in VALUES:
+        elif keyword in SCHEMAS:
             yield from _removals(value, (*path, keyword))
     yield from ((path, keyword) for keyword in sorted(schema, key=lambda keyword: keyword in _LAST))
 

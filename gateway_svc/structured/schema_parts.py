@@ -1,13 +1,26 @@
 """The schemas within a JSON Schema, each with its place as a JSON pointer. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
 from gateway_svc.structured.errors import FormatError
 
-SCHEMAS_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-# Keywords whose values are no schemas, whatever they look like.
-VALUES: Final = frozenset({"enum", "const", "default", "examples"})
+# Keywords with schemas as the values of an object, and with a schema or a list of them. Values of
+# others are no schemas, whatever they look like.
+SCHEMAS_BY_NAME: Final = frozenset(
+    (
+        *("properties", "patternProperties", "$defs", "definitions"),
+        *("dependentSchemas", "dependencies"),
+    )
+)
+SCHEMAS: Final = frozenset(
+    (
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
+        *("items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"),
+        *("additionalProperties", "propertyNames", "unevaluatedProperties"),
+    )
+)
 
 
 def refused(keyword: str, path: str, reason: str) -> FormatError:
@@ -27,8 +40,45 @@ def parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
             for name, part in value.items():
                 yield from parts(part, child(inner, name))
-        elif keyword not in VALUES:
+        elif keyword in SCHEMAS:
             yield from parts(value, inner)
+
+
+def document_parts(schema: Mapping[str, Any], root: str) -> dict[str, dict[str, Any]]:
+    """The schemas within a document, and those that its references lead to outside of keywords,
+    such as `#/components/schemas/city`, by their places. `root` is that of the document."""
+    found = dict(parts(schema, root))
+    new = [*found.values()]
+    while new:
+        pointer = local_pointer(new.pop())
+        if pointer is None or f"{root}{pointer}" in found:
+            continue
+        for path, part in parts(_resolved(schema, pointer), f"{root}{pointer}"):
+            if path not in found:
+                found[path] = part
+                new.append(part)
+    return found
+
+
+def local_pointer(part: dict[str, Any]) -> str | None:
+    """The JSON pointer of a schema's reference within its document; empty for the whole."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not (reference == "" or reference.startswith("#")):
+        return None
+    return unquote(reference.removeprefix("#"))
+
+
+def _resolved(schema: Any, pointer: str) -> Any:
+    """The value at a JSON pointer; None if there is none."""
+    for name in pointer.split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict) and key in schema:
+            schema = schema[key]
+        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        else:
+            return None
+    return schema
 
 
 def child(path: str, name: str) -> str:

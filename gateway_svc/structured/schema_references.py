@@ -1,19 +1,17 @@
 """References of a schema that lead back to themselves. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import unquote
 
-from gateway_svc.structured.schema_parts import child, refused
+from gateway_svc.structured.schema_parts import child, local_pointer, refused
 
 # Keywords whose schemas apply to the same value.
 _IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
 
 
-def check_references(found: Iterable[tuple[str, Mapping[str, Any]]], root: str) -> None:
+def check_references(by_path: Mapping[str, dict[str, Any]], root: str) -> None:
     """FormatError at a reference that applies itself to the same value, and so has no end. `root`
     is the place of the whole document."""
-    by_path = dict(found)
     checked: set[str] = set()
     for start in by_path:
         # Depth first, without recursion: references may form a chain of thousands.
@@ -33,16 +31,14 @@ def check_references(found: Iterable[tuple[str, Mapping[str, Any]]], root: str) 
                 open_paths[target] = _applied(target, by_path, root)
 
 
-def _applied(
-    path: str, by_path: Mapping[str, Mapping[str, Any]], root: str
-) -> list[tuple[str, str]]:
+def _applied(path: str, by_path: Mapping[str, dict[str, Any]], root: str) -> list[tuple[str, str]]:
     """The places of the schemas that apply to the same value as this one, each with the place of
     what applies it."""
     part = by_path[path]
     found = []
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.partition("#")[0] == "":
-        found.append((path, f"{root}{unquote(reference.removeprefix('#'))}"))
+    pointer = local_pointer(part)
+    if pointer is not None:
+        found.append((path, f"{root}{pointer}"))
     for keyword in _IN_PLACE:
         options = part.get(keyword)
         if isinstance(options, list):

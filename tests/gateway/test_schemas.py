@@ -42,6 +42,11 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
+        (
+            {"$ref": "#/x/a", "x": {"a": {"$ref": "#/x/b"}, "b": {"$ref": "#/x/a"}}},
+            "$ref at #/x/b leads back",
+        ),
+        ({"dependentRequired": {"items": ["a"]}}, "dependentRequired at # is not supported"),
         ({"$ref": "#"}, "$ref at # leads back to itself"),
         ({"anyOf": [{"$ref": "#"}, NULL]}, "$ref at #/anyOf/0 leads back"),
         (
@@ -122,6 +127,7 @@ def test_what_is_no_schema_is_refused(
         {"then": False, "else": False, "minContains": 3, "maxContains": 0, "const": [1]},
         {"enum": [1, "a", None, {"b": [1]}, True, 1.5, "/", "\x7f"]},
         {"const": None},
+        {"x-meta": {"items": [1], "pattern": 5, "multipleOf": -1}, "type": "null"},
         {"type": "object", "properties": {"a": NULL, "b": False}, "required": ["a"]},
         {
             "$schema": VERSION_4,
@@ -144,6 +150,15 @@ def test_what_is_no_schema_is_refused(
         {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 10**4},
         {"type": "number", "minimum": 123456789.123456789, "maximum": 123456789.2},
         {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {
+            "$ref": "#/components/schemas/a~1b",
+            "components": {
+                "schemas": {
+                    "a/b": {"items": {"$ref": "#/components/schemas/c"}, "type": "array"},
+                    "c": {"type": "string", "pattern": '^[^"]$', "uniqueItems": False},
+                }
+            },
+        },
         {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
     ],
 )
