@@ -1,10 +1,10 @@
 """Checks of a conversation's messages and tools. Pure; errors name the field."""
 
-import json
 import re
-from typing import NoReturn
 
 from gateway_svc.generation.field_checks import check_at_most
+from gateway_svc.structured.errors import FormatError
+from gateway_svc.structured.json_values import read_json
 from quire.service.errors import invalid
 from quire.v1 import conversation_pb2
 
@@ -89,9 +89,9 @@ def _check_name(field: str, name: str) -> None:
 
 def _check_object(field: str, text: str) -> None:
     try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise invalid(field, "NOT_JSON", f"is not JSON: {str(error)[:200]}") from None
+        value = read_json(text)
+    except FormatError as error:
+        raise invalid(field, "NOT_JSON", f"{error!s:.200}") from None
     if not isinstance(value, dict):
         raise invalid(field, "NO_OBJECT", "is not a JSON object")
     level: list[object] = [value]
@@ -104,7 +104,3 @@ def _check_object(field: str, text: str) -> None:
         ]
     if level:
         raise invalid(field, "TOO_DEEP", f"is nested in more than {_MAX_DEPTH} levels")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a value")

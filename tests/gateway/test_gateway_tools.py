@@ -28,6 +28,7 @@ TOOLS = [
     Tool(name="weather", parameters='{"type": "object"}'),
     Tool(name="now"),
 ]
+SURROGATE = ToolCall(name="a", arguments=r'{"a": "\udc00"}')
 NO_OBJECT = ToolCall(name="a", arguments="1")
 
 
@@ -177,6 +178,16 @@ async def test_messages_are_rendered_with_their_calls(tools: Stack) -> None:
         ({"tools": [Tool(name="a"), Tool(name="a")]}, "tools[1].name", "DUPLICATE_TOOL"),
         ({"tools": [Tool(name="a", parameters="[1]")]}, "tools[0].parameters", "NO_OBJECT"),
         ({"tools": [Tool(name="a", parameters="{")]}, "tools[0].parameters", "NOT_JSON"),
+        (
+            {"tools": [Tool(name="a", parameters=r'{"a": "\ud800"}')]},
+            "tools[0].parameters",
+            "NOT_JSON",
+        ),
+        (
+            {"messages": [Message(role="assistant", tool_calls=[SURROGATE])]},
+            "messages[0].tool_calls[0].arguments",
+            "NOT_JSON",
+        ),
         (
             {"tools": [Tool(name="a", parameters='{"a": "%s"}' % ("x" * 2**17))]},
             "tools[0].parameters",
