@@ -1,15 +1,20 @@
 """Exchanged parts of a model: which are, which are not, and that nothing else changes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from implementations import WITHOUT_PRODUCTS
 from tiny_models import FAMILIES, VOCAB_SIZE, random_logits, random_network
+from torch import Tensor
 from transformers import CohereConfig, PretrainedConfig
 
 from kernels.dispatch import Implementation, cpp_implementations
+from kernels.fused import gated_activation
 from worker_svc.model.elementwise_fusion import fuse
+from worker_svc.model.quantized.packing import pack_quantized
+from worker_svc.model.quantized.sources import rounded_weights
 
 
 def cohere() -> PretrainedConfig:
@@ -73,3 +78,23 @@ def test_in_half_precision(implementation: Implementation) -> None:
 def test_without_kernels_nothing_is_exchanged() -> None:
     model = random_network(FAMILIES["llama"]())
     assert not fuse(model, Implementation.TORCH)
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+@pytest.mark.parametrize(("quantization", "num_gates"), [(None, 0), ("int8", 3)])
+def test_products_of_rounded_rows_may_differ_more(
+    implementation: Implementation,
+    quantization: str | None,
+    num_gates: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rounding error before the rows are rounded may move a number over a step."""
+
+    def inexact(*args: Tensor, **named: Any) -> Tensor:
+        return gated_activation(*args, **named) * 1.001
+
+    monkeypatch.setattr("worker_svc.model.elementwise_fusion.gated_activation", inexact)
+    model = random_network(FAMILIES["llama"]())
+    if quantization is not None:
+        pack_quantized(model, rounded_weights(model, quantization), implementation)
+    assert fuse(model, implementation)["gates"] == num_gates

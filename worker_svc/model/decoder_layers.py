@@ -23,7 +23,7 @@ from kernels.dispatch import Implementation
 from kernels.fused import Activation, qk_norm_rope, rms_norm
 from kernels.linear import PackedLinear
 from worker_svc.model.attention import PagedAttention, set_attention
-from worker_svc.model.elementwise_fusion import RmsNorm
+from worker_svc.model.elementwise_fusion import ROUNDED_TOLERANCE, RmsNorm
 from worker_svc.model.weight_packing import PackedGatedMlp, products_of
 
 log = structlog.get_logger()
@@ -315,5 +315,8 @@ def _agrees(layer: DecoderLayer, call: LayerCall) -> bool:
         return False
     added = (output.float() - states.float()).abs().amax(-1, keepdim=True)
     rounding = 2 * torch.finfo(output.dtype).eps * output.float().abs()
-    bound = _TOLERANCE[output.dtype] * added + rounding
+    tolerance = _TOLERANCE[output.dtype]
+    if layer.weights.qkv_proj.weight.is_quantized:
+        tolerance = max(tolerance, ROUNDED_TOLERANCE)
+    bound = tolerance * added + rounding
     return bool(((result.float() - output.float()).abs() <= bound).all())
