@@ -130,7 +130,7 @@ def quantize(weight: Tensor, bits: Bits, group_size: int | None = None) -> Quant
         copied = weight[part].to(torch.float32, copy=True)
         groups = copied.reshape(-1, num_inputs // group_size, group_size)
         rounded, scales[part], offsets[part] = function(groups)
-        values[part] = rounded.flatten(1).byte()
+        values[part].copy_(rounded.flatten(1))
     return QuantizedWeight(values, bits, scales, offsets, group_size, int8_activations=True)
 
 

@@ -56,7 +56,8 @@ class LoadedModel:
     max_model_len: int
     fingerprint: bytes
     weights: tuple[Path, ...]  # safetensors files, or one of GGUF
-    # The layers whose weights are quantised in the checkpoint. Their own are NaN.
+    # The layers whose weights are quantised in the checkpoint. Their own are NaN. Empty once they
+    # are packed, so that no file stays mapped.
     quantized: WeightSources = field(default_factory=dict)
 
     @property

@@ -180,7 +180,9 @@ def _quantize(
     if quantization is not None:
         kept = probe_weights(model.network).read_elsewhere
         sources = rounded_weights(model.network, quantization, kept)
-    return pack_quantized(model.network, sources, implementation, progress)
+    packed = pack_quantized(model.network, sources, implementation, progress)
+    sources.clear()
+    return packed
 
 
 def _replace_parts(

@@ -1,6 +1,6 @@
 """Where the quantised weights of a model's layers come from."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from kernels.quantized import Bits, QuantizedWeight, quantize
 
 # Weights are made one at a time, when they are packed, so that memory holds few of them.
 WeightSource = Callable[[], QuantizedWeight]
-WeightSources = Mapping[nn.Module, WeightSource]
+WeightSources = dict[nn.Module, WeightSource]
 
 
 @dataclass(frozen=True)
