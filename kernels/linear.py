@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels.dispatch import Implementation
 from kernels.fused import Activation, gated_activation_reference
@@ -35,15 +35,10 @@ class PackedWeight:
     @classmethod
     def of(cls, weight: Tensor, implementation: Implementation) -> Self:
         """Pack a copy of `weight`, of one of WEIGHT_DTYPES."""
-        width = torch.ops.quire.panel_width(implementation.isa)
-        num_outputs, num_inputs = weight.shape
-        padded = pad(weight, (0, 0, 0, -num_outputs % width))
-        if _is_paired(weight, implementation):
-            pairs = padded.view(torch.int32).view(-1, width, num_inputs // 2).transpose(1, 2)
-            panels = pairs.contiguous().unsqueeze(-1).view(torch.bfloat16)
-        else:
-            panels = padded.view(-1, width, num_inputs).transpose(1, 2).contiguous()
-        return cls(panels, num_outputs, implementation, weight.dtype)
+        panels = torch.ops.quire.pack_panels(
+            weight, _is_paired(weight, implementation), implementation.isa
+        )
+        return cls(panels, len(weight), implementation, weight.dtype)
 
     @classmethod
     def of_quantized(
@@ -74,6 +69,10 @@ class PackedWeight:
         first = weights[0]
         if len({weight.is_quantized for weight in weights}) != 1:
             raise ValueError("weights of which some are quantised")
+        if first._goes_on_with(weights[1:]):
+            panels = torch.ops.quire.join_panels([weight.panels for weight in weights])
+            num_outputs = sum(weight.num_outputs for weight in weights)
+            return cls(panels, num_outputs, first.implementation, first.dtype)
         if first.is_quantized:
             joined = QuantizedWeight.joined([weight.unpacked() for weight in weights])
             return cls.of_quantized(joined, first.implementation, first.dtype)
@@ -88,6 +87,14 @@ class PackedWeight:
         """Whether one call may multiply with both: see `gated_linear`."""
         alike: bool = torch.ops.quire.are_alike(self.panels, other.panels)
         return alike and self.num_outputs == other.num_outputs
+
+    def _goes_on_with(self, others: Sequence[Self]) -> bool:
+        """Whether the panels of all, one after the other, are those of one weight."""
+        width = torch.ops.quire.panel_width(self.implementation.isa)
+        return all(
+            before.num_outputs % width == 0 and torch.ops.quire.are_alike(self.panels, after.panels)
+            for before, after in pairwise([self, *others])
+        )
 
     def unpacked(self) -> QuantizedWeight:
         """The quantised weight as it was packed."""

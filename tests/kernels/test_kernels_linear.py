@@ -239,11 +239,15 @@ def test_rows_are_looked_up(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)], ids=str)
+@pytest.mark.parametrize("counts", [(33, 8, 100), (64, 32, 33)], ids=str)
 def test_products_are_joined(
-    implementation: Implementation, biased: tuple[int, ...], dtype: torch.dtype
+    implementation: Implementation,
+    counts: tuple[int, ...],
+    biased: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
-    counts, states = (33, 8, 100), torch.randn(5, 40).to(dtype)
+    states = torch.randn(5, 40).to(dtype)
     products = [
         PackedLinear(
             PackedWeight.of(torch.randn(count, 40).to(dtype), implementation),
@@ -256,6 +260,8 @@ def test_products_are_joined(
     parts = joined(states).split(counts, -1)
     for part, product in zip(parts, products, strict=True):
         assert part.equal(product(states))
+    rows = [product.weight.rows(torch.arange(product.weight.num_outputs)) for product in products]
+    assert joined.weight.rows(torch.arange(sum(counts))).equal(torch.cat(rows))
 
 
 @pytest.mark.parametrize("num_inputs", [39, 41])

@@ -210,16 +210,17 @@ def test_scales_that_float16_lacks_stay_as_they_are(implementation: Implementati
         assert found.equal(scaled.scales.half().float() if is_rounded else scaled.scales)
 
 
-def test_products_are_joined(implementation: Implementation) -> None:
+@pytest.mark.parametrize("counts", [(33, 8), (64, 32, 9)], ids=str)
+def test_products_are_joined(implementation: Implementation, counts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     states = torch.randn(5, 64)
-    weights = [random_weight(33, 64, 4, 32), random_weight(8, 64, 4, 32)]
+    weights = [random_weight(count, 64, 4, 32) for count in counts]
     products = [
         PackedLinear(PackedWeight.of_quantized(one, implementation, torch.float32), None)
         for one in weights
     ]
     joined = PackedLinear.joined(products)
-    parts = joined(states).split([33, 8], -1)
+    parts = joined(states).split(counts, -1)
     for part, product in zip(parts, products, strict=True):
         assert part.equal(product(states))
     wide = PackedLinear(PackedWeight.of(torch.randn(8, 64), implementation), None)
