@@ -1,12 +1,16 @@
-"""References of a schema that lead back to themselves. Pure."""
+"""References of a schema that lead back to themselves, and names for them. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import urldefrag, urljoin
 
 from gateway_svc.structured.schema_parts import child, local_pointer, refused
 
 # Keywords whose schemas apply to the same value.
 _IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
+# Of documents without an `$id`.
+_BASE: Final = "http://schema.invalid/"
+_NAMES_OF_ROOT: Final = ("json-schema:/", "json-schema://", "json-schema:///")
 
 
 def check_references(by_path: Mapping[str, dict[str, Any]], root: str) -> None:
@@ -29,6 +33,24 @@ def check_references(by_path: Mapping[str, dict[str, Any]], root: str) -> None:
                 )
             if target in by_path and target not in checked:
                 open_paths[target] = _applied(target, by_path, root)
+
+
+def check_ids(by_path: Mapping[str, dict[str, Any]], root: str) -> None:
+    """FormatError for two schemas of one `$id`, of which the library takes the last one, even for
+    the whole document."""
+    own = by_path[root].get("$id")
+    base = urljoin(_BASE, own) if isinstance(own, str) else _BASE
+    known = {*_NAMES_OF_ROOT, urldefrag(base).url}
+    for path, part in by_path.items():
+        name = part.get("$id")
+        # A name of a place, in older versions.
+        is_anchor = isinstance(name, str) and name.startswith("#") and len(name) > 1
+        if path == root or not isinstance(name, str) or is_anchor:
+            continue
+        resolved = urldefrag(urljoin(base, name)).url
+        if resolved in known:
+            raise refused("$id", path, "is that of another schema, too; use another one")
+        known.add(resolved)
 
 
 def _applied(path: str, by_path: Mapping[str, dict[str, Any]], root: str) -> list[tuple[str, str]]:

@@ -46,6 +46,9 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             {"$ref": "#/x/a", "x": {"a": {"$ref": "#/x/b"}, "b": {"$ref": "#/x/a"}}},
             "$ref at #/x/b leads back",
         ),
+        ({"items": {"$id": "#", **NULL}}, "$id at #/items is that of another schema, too"),
+        ({"$id": "http://a/b", "items": {"$id": "b", **NULL}}, "$id at #/items is that of another"),
+        ({"prefixItems": [{"$id": "x"}, {"$id": "./x"}]}, "$id at #/prefixItems/1 is that of"),
         ({"dependentRequired": {"items": ["a"]}}, "dependentRequired at # is not supported"),
         ({"$ref": "#"}, "$ref at # leads back to itself"),
         ({"anyOf": [{"$ref": "#"}, NULL]}, "$ref at #/anyOf/0 leads back"),
@@ -127,6 +130,7 @@ def test_what_is_no_schema_is_refused(
         {"then": False, "else": False, "minContains": 3, "maxContains": 0, "const": [1]},
         {"enum": [1, "a", None, {"b": [1]}, True, 1.5, "/", "\x7f"]},
         {"const": None},
+        {"$id": "http://a/b", "$ref": "c", "$defs": {"x": {"$id": "c", "type": "null"}}},
         {"x-meta": {"items": [1], "pattern": 5, "multipleOf": -1}, "type": "null"},
         {"type": "object", "properties": {"a": NULL, "b": False}, "required": ["a"]},
         {
