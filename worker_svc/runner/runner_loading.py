@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
@@ -85,6 +86,9 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     own_processors = load_processors(settings.logits_processors)
     progress = LoadProgress(settings.progress_file)
     model = _load_model(settings, device, progress)
+    vocabulary = ThreadPoolExecutor(1, "vocabulary")
+    loaded_grammars = vocabulary.submit(load_grammars, model.weights[0].parent, model.vocab_size)
+    vocabulary.shutdown(wait=False)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
     if settings.enable_torch_compile and implementation.is_cpp:
         raise WrongSettingError(
@@ -124,7 +128,7 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     progress.begin("reading the vocabulary")
-    grammars = load_grammars(model.weights[0].parent, model.vocab_size)
+    grammars = loaded_grammars.result()
     progress.begin("warming up")
     runner = start_runner(
         model,
