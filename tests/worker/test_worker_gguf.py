@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import Reference
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 from worker_driver import Driver, LaneClient, Sequence, served_model
 
 from gateway_svc.text.model_files import load as load_files
@@ -16,8 +25,10 @@ from kernels.dispatch import Implementation
 from worker_svc.cache.kv_scales import read_scales
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.loading import LoadedModel, load_model
+from worker_svc.model.quantized import gguf_file
 from worker_svc.model.quantized.gguf_blocks import BLOCK_KINDS, weight_of
 from worker_svc.model.quantized.gguf_folder import make_folder
+from worker_svc.model.quantized.gguf_header import GgufTensor
 from worker_svc.model.quantized.packing import pack_quantized
 
 gguf = pytest.importorskip("gguf")
@@ -192,3 +203,32 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_scales_of_caches_are_not_sought_in_it(tmp_path: Path) -> None:
     assert read_scales([served_folder(tmp_path) / "model.gguf"], 2) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("llama", LlamaConfig),
+        ("qwen2", Qwen2Config),
+        ("qwen3", Qwen3Config),
+        ("gemma2", Gemma2Config),
+        ("gemma3", Gemma3TextConfig),
+        ("phi3", Phi3Config),
+    ],
+)
+def test_every_parameter_has_a_name_in_files(architecture: str, config: Any) -> None:
+    one_layer = config(num_hidden_layers=1)
+    network_class = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    names = gguf_file.parameter_names(architecture, network_class, one_layer)
+    with torch.device("meta"):
+        parameters = set(network_class(one_layer).state_dict())
+    # Always tied to the embedding.
+    tied = {"lm_head.weight"} if architecture == "gemma2" else set()
+    assert parameters - {*names.values()} == tied
+    assert architecture in gguf_file.ARCHITECTURES
+
+
+def test_norms_of_gemma_are_stored_plus_one() -> None:
+    tensor = GgufTensor("blk.0.attn_norm.weight", "F32", (2,), np.float32([1.5, 3]).view(np.uint8))
+    processor = gguf_file.TENSOR_PROCESSORS["gemma2"]({})
+    assert gguf_file.plain_tensor(tensor, processor).tolist() == [0.5, 2.0]

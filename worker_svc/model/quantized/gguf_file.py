@@ -1,9 +1,9 @@
-"""Reads the tensors of GGUF files, by transformers' tables of names, which need the package
-`gguf`."""
+"""Reads the tensors of GGUF files under the names that transformers has for them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Self
@@ -11,11 +11,7 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from kernels.quantized import QuantizedWeight
 from worker_svc.model.checkpoint import ModelError
@@ -71,11 +67,7 @@ def find_tensors(
     ModelError for types that are not served."""
     text_config = config.get_text_config()
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(text_config.to_dict())
-    with torch.device("meta"):
-        network = network_class(config)
-    names = get_gguf_hf_weights_map(
-        network, processor, file.architecture, text_config.num_hidden_layers
-    )
+    names = parameter_names(file.architecture, network_class, config)
     plain, quantized = {}, {}
     for tensor in file.tensors:
         if tensor.name in ROTARY_FACTORS:
@@ -84,7 +76,7 @@ def find_tensors(
             raise ModelError(f"{file.path}: {network_class.__name__} has no tensor {tensor.name}")
         name = names[tensor.name]
         if tensor.kind in _DTYPES:
-            plain[name] = _plain(tensor, processor)
+            plain[name] = plain_tensor(tensor, processor)
         elif tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2 and name.endswith(".weight"):
             read = partial(_read, tensor, processor)
             stored = StoredWeight((tensor.shape[0], tensor.shape[1]), (tensor.name,), read)
@@ -95,7 +87,24 @@ def find_tensors(
     return plain, quantized
 
 
-def _plain(tensor: GgufTensor, processor: Any) -> Tensor:
+def parameter_names(architecture: str, network_class: Any, config: Any) -> Mapping[str, str]:
+    """transformers' names of parameters by those of files. transformers has the same function, but
+    it looks each name up once for every module that contains it."""
+    gguf = import_module("gguf")
+    [number] = [n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    known = gguf.get_tensor_name_map(number, config.get_text_config().num_hidden_layers)
+    with torch.device("meta"):
+        parameters = network_class(config).state_dict()
+    names = {}
+    for parameter in parameters:
+        name, _, suffix = parameter.rpartition(".")
+        # An output layer that is always tied has none.
+        if (own := known.get_name(name)) is not None:
+            names[f"{own}.{suffix}"] = parameter
+    return names
+
+
+def plain_tensor(tensor: GgufTensor, processor: Any) -> Tensor:
     """A tensor in its own type, as transformers' model has it."""
     dtype = _DTYPES[tensor.kind]
     plain = torch.from_numpy(tensor.data).view(dtype).view(tensor.shape)
