@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
@@ -19,7 +19,7 @@ from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name, with_cache_dtype
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock
-from worker_svc.grammar.compiler import load_grammars
+from worker_svc.grammar.compiler import GrammarCompiler, load_grammars
 from worker_svc.logits.entry_points import load_processors
 from worker_svc.model.attention import PagedAttention, choose_attention
 from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
@@ -86,9 +86,7 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     own_processors = load_processors(settings.logits_processors)
     progress = LoadProgress(settings.progress_file)
     model = _load_model(settings, device, progress)
-    vocabulary = ThreadPoolExecutor(1, "vocabulary")
-    loaded_grammars = vocabulary.submit(load_grammars, model.weights[0].parent, model.vocab_size)
-    vocabulary.shutdown(wait=False)
+    loaded_grammars = _begin_to_load_grammars(model)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
     if settings.enable_torch_compile and implementation.is_cpp:
         raise WrongSettingError(
@@ -143,6 +141,14 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     identity = _identity(model, settings, pool)
     on_arrival = no_op if grammars is None else grammars.prepare_for
     return LoadedRunner(MultiStepRunner(runner), identity, on_arrival)
+
+
+def _begin_to_load_grammars(model: LoadedModel) -> Future[GrammarCompiler | None]:
+    """Read the vocabulary in a thread, while weights are packed in others."""
+    thread = ThreadPoolExecutor(1, "vocabulary")
+    loaded = thread.submit(load_grammars, model.weights[0].parent, model.vocab_size)
+    thread.shutdown(wait=False)
+    return loaded
 
 
 def _identity(model: LoadedModel, settings: WorkerSettings, pool: KvPool) -> Identity:
