@@ -153,7 +153,7 @@ def test_compose_passes_every_setting_on(settings: type[ServiceSettings]) -> Non
     files = "".join(
         (ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.tls.yml")
     )
-    passed_on = set(re.findall(r"^ +(QUIRE_[A-Z_]+):", files, re.MULTILINE))
+    passed_on = set(re.findall(r"^ +(QUIRE_[A-Z0-9_]+):", files, re.MULTILINE))
     own = {
         *("LISTEN", "ADDRESS_FILE", "HTTP_LISTEN", "HTTP_ADDRESS_FILE"),
         *("HEALTH_LISTEN", "PROGRESS_FILE"),

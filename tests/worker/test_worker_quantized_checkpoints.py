@@ -82,6 +82,16 @@ async def test_equals_generate_on_the_dequantised_weights(name: str, tmp_path: P
     assert sequence.tokens[len(_PROMPT) :] == expected
 
 
+def test_inputs_are_rounded_where_a_setting_allows_it(write: Write) -> None:
+    folder = write("awq")
+    plain, rounded = load(folder), load(folder, int8_activations=True)
+    assert {source().int8_activations for source in plain.quantized.values()} == {False}
+    assert {source().int8_activations for source in rounded.quantized.values()} == {True}
+    assert plain.fingerprint != rounded.fingerprint
+    with pytest.raises(WrongSettingError, match=r"--int8-activations: .* no quantised weights"):
+        load(folder / "expected", int8_activations=True)
+
+
 def test_the_model_computes_in_the_type_that_is_set(write: Write) -> None:
     folder = write("gptq-4")
     model = load(folder, "bfloat16")

@@ -36,7 +36,7 @@ from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
 from worker_svc.model.quantized.formats import GGUF, find_weights, quantization_of
 from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
 from worker_svc.model.quantized.network import load_network
-from worker_svc.model.quantized.sources import WeightSources
+from worker_svc.model.quantized.sources import RoundedInputs, WeightSources
 from worker_svc.model.split_forward import FinalStates, split_forward
 from worker_svc.settings import WrongSettingError, size_text
 
@@ -109,10 +109,12 @@ def load_model(
     max_model_len: int | None,
     progress: LoadProgress | None = None,
     quantization: str | None = None,
+    int8_activations: bool = False,
 ) -> LoadedModel:
     """Load a folder or, if there is none of that name, a model of the hub. The weights are those of
     the checkpoint; `quantization` only checks that they can be rounded, and is a part of the
-    fingerprint.
+    fingerprint. `int8_activations` allows products of the checkpoint's quantised weights to round
+    their inputs.
 
     ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
     `max_model_len` is larger than the model's own, or a quantisation that is not possible.
@@ -124,6 +126,10 @@ def load_model(
     network_class = _network_class(config)
     stored = quantization_of(config, weights)
     _check_quantization(quantization, stored, device)
+    if int8_activations and quantization is None:
+        if stored is None:
+            raise WrongSettingError("--int8-activations: the checkpoint has no quantised weights")
+        quantization = "int8 activations"
     length = _max_model_len(config.get_text_config(), max_model_len)
     num_bytes = sum(path.stat().st_size for path in weights)
     progress.begin(f"reading {size_text(num_bytes)} of weights")
@@ -139,6 +145,8 @@ def load_model(
         )
     else:
         network, sources = _load_quantized(network_class, config, stored, weights, options)
+        if int8_activations:
+            sources = {layer: RoundedInputs(source) for layer, source in sources.items()}
     network.to(device).eval()
     layers = _probe_layers(network, probe, device)
     log.info("model loaded", model=model, type=network_class.__name__, device=str(device))

@@ -176,6 +176,7 @@ def _load_model(
         settings.max_model_len,
         progress,
         settings.quantization,
+        settings.int8_activations,
     )
 
 

@@ -1,7 +1,7 @@
 """Where the quantised weights of a model's layers come from."""
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,16 @@ class RoundedWeight:
 
     def __call__(self) -> QuantizedWeight:
         return quantize(self.layer.weight.detach(), self.bits)
+
+
+@dataclass(frozen=True)
+class RoundedInputs:
+    """A weight whose products may round their inputs to 8 bits."""
+
+    source: WeightSource
+
+    def __call__(self) -> QuantizedWeight:
+        return replace(self.source(), int8_activations=True)
 
 
 def rounded_weights(
