@@ -23,6 +23,16 @@ struct WideningStep {
   QUIRE_INLINE void add(Floats& sum, Floats x, Floats weights) { sum += x * weights; }
 };
 
+// Up to so many rows a tile is limited by memory.
+constexpr int kFewRows = 4;
+
+QUIRE_INLINE void prefetch_line(const char* line, bool is_near) {
+  if (is_near)
+    __builtin_prefetch(line, 0, 3);
+  else
+    __builtin_prefetch(line, 0, 2);
+}
+
 // Adds the products of kRows rows and one panel to their sums. Each step reads four bytes of a row.
 template <int kRows, typename Step>
 QUIRE_INLINE void multiply_tile(const char* rows, int64_t row_bytes, const char* panel,
@@ -37,13 +47,14 @@ QUIRE_INLINE void multiply_tile(const char* rows, int64_t row_bytes, const char*
   const char* groups[(kRows + kGroup - 1) / kGroup];
 #pragma GCC unroll 2
   for (const char*& group : groups) group = rows, rows += kGroup * row_bytes;
+  const bool is_near = kRows <= kFewRows && prefetch.is_near;
   int64_t k = 0;
   for (const PrefetchSpan* span = prefetch.spans; k < num_steps; ++span) {
     const int64_t end = span->end, step = span->step;
     const char* due = span->due;
     for (; k < end; ++k, due += step) {
-      __builtin_prefetch(due, 0, 2);
-      if (step > kLine) __builtin_prefetch(due + kLine, 0, 2);
+      prefetch_line(due, is_near);
+      if (step > kLine) prefetch_line(due + kLine, is_near);
       const auto left = Step::weights(panel, 0), right = Step::weights(panel, 1);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {

@@ -104,6 +104,7 @@ static void multiply_integers(const char* rows, const Quantization& quantization
   const int64_t places[kIntegerRows] = {0, once, 2 * once, thrice, 4 * once, five_times};
   const int64_t group_steps = quantization.group_steps(), scale_bytes = quantization.scale_bytes;
   const int64_t scales_bytes = quantization.scales_bytes(kPanelWidth);
+  const bool is_near = kRows <= kFewRows && prefetch.is_near;
   const PrefetchSpan* span = prefetch.spans;
   int64_t due_steps = span->end, due_step = span->step, done = 0;
   const char *due = span->due, *row = rows, *row_sums = rows + layout.sums_at;
@@ -119,9 +120,9 @@ static void multiply_integers(const char* rows, const Quantization& quantization
       }
       const int64_t count = std::min(group_steps - step, due_steps - done);
       for (int64_t i = 0; i < count; ++i, due += due_step) {
-        __builtin_prefetch(due, 0, 2);
-        if (due_step > kLine) __builtin_prefetch(due + kLine, 0, 2);
-        if (due_step > 2 * kLine) __builtin_prefetch(due + 2 * kLine, 0, 2);
+        prefetch_line(due, is_near);
+        if (due_step > kLine) prefetch_line(due + kLine, is_near);
+        if (due_step > 2 * kLine) prefetch_line(due + 2 * kLine, is_near);
         add_step<kRows, kBits>(row, places, panel, sums);
         row += kStepInputs;
         panel += 2 * sizeof(Ints);
