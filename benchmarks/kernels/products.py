@@ -16,12 +16,14 @@ from benchmarks.report import Cell, Column, Part
 from kernels.dispatch import Implementation, choose
 from kernels.fused import Activation
 from kernels.linear import PackedWeight, gated_linear, linear
+from kernels.quantized import Bits, QuantizedWeight
 
 _ROWS = (1, 4, 16, 64, 256, 2048)
 # Up to here reading the weights from memory dominates.
 _FEW_ROWS = 4
 # oneDNN packs a weight for this number of rows. Weights are packed once, as in a server.
 _ONEDNN_ROWS = 64
+_GROUP_SIZE = 32
 _FLOPS_PER_PASS = 2 * 10**9
 _ROUNDS = 10
 
@@ -36,11 +38,17 @@ class Product:
     num_inputs: int
     num_outputs: int
     gated: bool = False
-    dtype: torch.dtype = torch.float32  # of weights and rows
+    dtype: torch.dtype = torch.float32  # of rows, and of weights that are not quantised
+    bits: Bits | None = None
 
     @property
     def weight_bytes(self) -> int:
-        return (1 + self.gated) * self.num_inputs * self.num_outputs * self.dtype.itemsize
+        count = (1 + self.gated) * self.num_inputs * self.num_outputs
+        if self.bits is None:
+            return count * self.dtype.itemsize
+        # With a scale and an offset of 16 bits per group.
+        groups = 0 if self.bits == 8 else count // _GROUP_SIZE
+        return count * self.bits // 8 + 4 * groups
 
     def moved_bytes(self, num_rows: int) -> int:
         """Return the bytes of weights, rows and results, each moved once."""
@@ -53,7 +61,8 @@ class Product:
     @property
     def title(self) -> str:
         outputs = f"2 x {self.num_outputs}, gated" if self.gated else str(self.num_outputs)
-        return f"{self.num_inputs} to {outputs}, {str(self.dtype)[6:]}"
+        kind = str(self.dtype)[6:] if self.bits is None else f"int{self.bits}"
+        return f"{self.num_inputs} to {outputs}, {kind}"
 
 
 # Of a model with 30 million parameters: keys and values, queries and outputs, gate and up, down,
@@ -68,6 +77,10 @@ _PRODUCTS = (
     # Of a model with 600 million parameters.
     Product(1024, 3072, gated=True, dtype=torch.bfloat16),
     Product(3072, 1024, dtype=torch.bfloat16),
+    Product(1024, 3072, gated=True, dtype=torch.bfloat16, bits=8),
+    Product(3072, 1024, dtype=torch.bfloat16, bits=8),
+    Product(1024, 3072, gated=True, dtype=torch.bfloat16, bits=4),
+    Product(3072, 1024, dtype=torch.bfloat16, bits=4),
 )
 
 
@@ -83,7 +96,9 @@ def products(limits: Limits) -> Part:
             "of that of torch's product of large matrices of the same dtype. *Torch* is its linear "
             "layer, *oneDNN* the same on weights packed by oneDNN: their times over that of the "
             "kernel. Gates are SiLU; for torch and oneDNN, activation and multiplication are "
-            "torch's."
+            "torch's. Rows of *int8* and *int4* products are bfloat16, and may be rounded to 8 "
+            f"bits; int8 has a scale per output, int4 groups of {_GROUP_SIZE} inputs. torch and "
+            "oneDNN multiply with weights of bfloat16, whose rate is the limit for many rows."
         ],
         columns=[
             Column("shape", "product"),
@@ -109,7 +124,7 @@ def _rows(limits: Limits, product: Product) -> list[Row]:
     weights = [torch.randn(size).to(product.dtype) for _ in range(count)]
     implementation = choose("cpu", (product.dtype,))
     systems = {
-        "ours": [_ours(weight, implementation) for weight in weights],
+        "ours": [_ours(product, weight, implementation) for weight in weights],
         "torch": [_joined([partial(torch_linear, weight=part) for part in w]) for w in weights],
     }
     if _onednn_has(product.dtype):
@@ -155,11 +170,28 @@ def _pass(calls: list[Multiply], states: Tensor, num_calls: int) -> Callable[[],
     return run
 
 
-def _ours(weight: Tensor, implementation: Implementation) -> Multiply:
-    packed = [PackedWeight.of(part, implementation) for part in weight]
+def _ours(product: Product, weight: Tensor, implementation: Implementation) -> Multiply:
+    packed = [_packed(product, part, implementation) for part in weight]
     if len(packed) == 1:
         return partial(linear, weight=packed[0])
     return partial(gated_linear, gate=packed[0], up=packed[1], activation=Activation.SILU)
+
+
+def _packed(product: Product, weight: Tensor, implementation: Implementation) -> PackedWeight:
+    if product.bits is None:
+        return PackedWeight.of(weight, implementation)
+    # Any numbers: rounding would take longer than all products.
+    group_size = product.num_inputs if product.bits == 8 else _GROUP_SIZE
+    scales = torch.full((product.num_outputs, product.num_inputs // group_size), 0.01)
+    quantized = QuantizedWeight(
+        values=torch.randint(2**product.bits, weight.shape, dtype=torch.uint8),
+        bits=product.bits,
+        scales=scales,
+        offsets=scales * 2 ** (product.bits - 1),
+        group_size=group_size,
+        int8_activations=True,
+    )
+    return PackedWeight.of_quantized(quantized, implementation, product.dtype)
 
 
 def _joined(multiplies: Sequence[Multiply]) -> Multiply:

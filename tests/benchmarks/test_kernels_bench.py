@@ -29,7 +29,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sampling, "_VOCAB_SIZE", 512)
     monkeypatch.setattr(logits, "_VOCAB_SIZE", 512)
     monkeypatch.setattr(products, "_ROWS", (1, 16))
-    sizes = (products.Product(64, 32, gated=True), products.Product(64, 32, dtype=torch.bfloat16))
+    sizes = (
+        products.Product(64, 32, gated=True),
+        products.Product(64, 32, dtype=torch.bfloat16),
+        products.Product(64, 32, dtype=torch.bfloat16, bits=4),
+    )
     monkeypatch.setattr(products, "_PRODUCTS", sizes)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
