@@ -46,7 +46,8 @@ def multiplied(
 ) -> QuantizedWeight:
     """What a product of such rows multiplies with: parts of bfloat16 are rounded to it."""
     narrow = dtype == torch.bfloat16 and implementation.isa >= Implementation.CPP_AVX512_BF16.isa
-    if rounds_rows(weight, implementation) or not narrow or weight.group_size % 2:
+    has_parts = narrow and weight.bits == 8 and weight.group_size % 2 == 0
+    if rounds_rows(weight, implementation) or not has_parts:
         return weight
     numbers = weight.dequantize().bfloat16().float()
     order = weight.permutation

@@ -85,8 +85,8 @@ struct Functions {
   Multiplier plain;     // for plain panels
   // For all panels and rows: panels are converted to float32.
   const Multiplier* converting;
-  // For rows of bfloat16 and panels of pairs, or quantised panels converted to pairs.
-  const Multiplier *paired, *converting_to_pairs;
+  // For rows of bfloat16: panels of pairs, quantised panels converted to pairs, and of 4 bits.
+  const Multiplier *paired, *converting_to_pairs, *nibbles;
   // For quantised panels and rows that may be rounded to 8 bits.
   const Multiplier* integers;
 
@@ -98,6 +98,7 @@ struct Functions {
       default: {
         const Quantization& quantization = weight.quantization;
         if (quantization.int8_activations && integers) return *integers;
+        if (narrow && quantization.bits == 4 && nibbles) return *nibbles;
         const bool has_pairs = quantization.group_size % 2 == 0;
         return narrow && has_pairs && converting_to_pairs ? *converting_to_pairs : *converting;
       }

@@ -8,20 +8,19 @@
 #include "linear/blocked.h"
 #include "linear/converting.h"
 
-constexpr Functions kFunctions{kPanelWidth, kPlain, &kConverting, nullptr, nullptr, nullptr};
+constexpr Functions kFunctions{kPanelWidth, kPlain, &kConverting, nullptr, nullptr, nullptr, nullptr};
 
 #if defined(QUIRE_HAS_DOT_PRODUCTS) && QUIRE_LANES == 16
 #include "linear/bfloat16.h"
+#include "linear/grouped.h"
 #include "linear/integers.h"
+#include "linear/nibbles.h"
 
-constexpr Functions kVnniFunctions{kPanelWidth, kPlain, &kConverting,
-                                   nullptr,     nullptr, &integers::kIntegers};
-constexpr Functions kBFloat16Functions{kPanelWidth,
-                                       kPlain,
-                                       &kConverting,
-                                       &bfloat16::kPaired,
-                                       &bfloat16::kConvertingToPairs,
-                                       &integers::kIntegers};
+constexpr Functions kVnniFunctions{kPanelWidth, kPlain,  &kConverting, nullptr,
+                                   nullptr,     nullptr, &kIntegers};
+constexpr Functions kBFloat16Functions{
+    kPanelWidth, kPlain,    &kConverting, &bfloat16::kPaired, &bfloat16::kConvertingToPairs,
+    &kNibbles,   &kIntegers};
 #endif
 
 #if defined(QUIRE_HAS_AMX) && QUIRE_LANES == 16
@@ -35,5 +34,5 @@ constexpr Functions kBFloat16Functions{kPanelWidth,
 // Panels of bfloat16 are paired by AMX itself.
 constexpr Functions kAmxFunctions{
     kPanelWidth, amx::kPlain, &kConverting, nullptr, &bfloat16::kConvertingToPairs,
-    &integers::kIntegers};
+    &kNibbles,   &kIntegers};
 #endif
