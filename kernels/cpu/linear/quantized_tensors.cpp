@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <tuple>
+#include <vector>
 
 #include "linear/weight_tensors.h"
 #include "tensors.h"
@@ -27,19 +28,53 @@ struct OutputGroup {
   Byte* scale() const { return begin + lane * quantization.scale_bytes; }
   Byte* offset() const { return scale() + width * quantization.scale_bytes; }
 
-  // The byte with the value of the group's input k.
-  Byte* value(int64_t k) const {
-    const int64_t step = k / quantization.step_inputs();
-    return begin + quantization.scales_bytes(width) + step * quantization.step_bytes(width) +
-           lane * 4 + k % 4;
+  // Writes the group's values.
+  void write(const uint8_t* values) const {
+    visit_steps([&](Byte* to, int64_t first, int64_t count, int64_t upper_count) {
+      uint32_t lower = 0, upper = 0;
+      std::memcpy(&lower, values + first, count);
+      std::memcpy(&upper, values + first + count, upper_count);
+      const uint32_t both = lower | upper << 4;
+      std::memcpy(to, &both, sizeof both);
+    });
   }
-  // The value's first bit.
-  int shift(int64_t k) const { return quantization.bits == 4 && k % 8 >= 4 ? 4 : 0; }
+
+  // Reads them.
+  void read(uint8_t* values) const {
+    const uint32_t mask = quantization.bits == 4 ? 0x0F0F0F0F : 0xFFFFFFFF;
+    visit_steps([&](Byte* from, int64_t first, int64_t count, int64_t upper_count) {
+      uint32_t both;
+      std::memcpy(&both, from, sizeof both);
+      const uint32_t lower = both & mask, upper = both >> 4 & mask;
+      std::memcpy(values + first, &lower, count);
+      std::memcpy(values + first + count, &upper, upper_count);
+    });
+  }
 
   const Quantization& quantization;
   const int64_t width;
   Byte* const begin;
   const int64_t lane;
+
+ private:
+  // Calls `visit` with the four bytes of each step, the first of its inputs, and the numbers of inputs
+  // in the bytes' lower halves, or in whole bytes, and in their upper halves.
+  template <typename Visit>
+  void visit_steps(Visit visit) const {
+    Byte* at = begin + quantization.scales_bytes(width) + lane * 4;
+    const int64_t step_inputs = quantization.step_inputs(), end = quantization.group_size;
+    for (int64_t k = 0; k < end; k += step_inputs, at += quantization.step_bytes(width)) {
+      const int64_t left = std::min(end - k, step_inputs);
+      if (left == 8)
+        visit(at, k, 4, 4);
+      else if (left > 4)
+        visit(at, k, 4, left - 4);
+      else if (left == 4)
+        visit(at, k, 4, 0);
+      else
+        visit(at, k, left, 0);
+    }
+  }
 };
 
 float read_scale(const char* from, int64_t scale_bytes) {
@@ -113,8 +148,7 @@ Tensor pack_quantized(const Tensor& values, int64_t bits, const Tensor& scales, 
         const OutputGroup<char> place(weight, bytes + offset, output, group);
         write_scale(place.scale(), weight.quantization.scale_bytes, scale[number]);
         write_scale(place.offset(), weight.quantization.scale_bytes, off[number]);
-        for (int64_t k = 0; k < group_size; ++k)
-          *place.value(k) |= static_cast<char>(value[number * group_size + k] << place.shift(k));
+        place.write(value + number * group_size);
       }
   }));
   return packed;
@@ -141,7 +175,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, bool> unpack_quanti
   const char* const from = panels_of(weight, panels, nullptr).first;
   auto* const value = values.mutable_data_ptr<uint8_t>();
   auto *const scale = scales.mutable_data_ptr<float>(), *const offset = offsets.mutable_data_ptr<float>();
-  const int mask = (1 << quantization.bits) - 1;
   run(range_stage(num_outputs, kOutputsPerChunk, [=, &weight](int64_t begin, int64_t end) {
     for (int64_t output = begin; output < end; ++output)
       for (int64_t group = 0; group < num_groups; ++group) {
@@ -149,9 +182,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, bool> unpack_quanti
         const OutputGroup<const char> place(weight, from, output, group);
         scale[number] = read_scale(place.scale(), weight.quantization.scale_bytes);
         offset[number] = read_scale(place.offset(), weight.quantization.scale_bytes);
-        for (int64_t k = 0; k < group_size; ++k)
-          value[number * group_size + k] =
-              static_cast<uint8_t>(static_cast<uint8_t>(*place.value(k)) >> place.shift(k) & mask);
+        place.read(value + number * group_size);
       }
   }));
   return {values, scales, offsets, permutation, quantization.bits, group_size,
@@ -161,15 +192,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, bool> unpack_quanti
 template <typename Number>
 void dequantize_row(const Weight& weight, const char* panels, int64_t output, Number* out) {
   const Quantization& quantization = weight.quantization;
-  const int mask = (1 << quantization.bits) - 1;
+  const int32_t* const permutation = quantization.permutation;
+  std::vector<uint8_t> values(quantization.group_size);
   for (int64_t group = 0, column = 0; group < quantization.num_groups; ++group) {
     const OutputGroup<const char> place(weight, panels, output, group);
     const float scale = read_scale(place.scale(), quantization.scale_bytes);
     const float offset = read_scale(place.offset(), quantization.scale_bytes);
-    for (int64_t k = 0; k < quantization.group_size; ++k, ++column) {
-      const int value = static_cast<uint8_t>(*place.value(k)) >> place.shift(k) & mask;
-      out[quantization.permutation ? quantization.permutation[column] : column] =
-          static_cast<Number>(scale * static_cast<float>(value) - offset);
+    place.read(values.data());
+    for (const uint8_t value : values) {
+      const auto number = static_cast<Number>(scale * static_cast<float>(value) - offset);
+      out[permutation ? permutation[column] : column] = number;
+      ++column;
     }
   }
 }
