@@ -36,8 +36,9 @@ _MODULES = {
     "pydantic-settings": ("pydantic_settings", "pydantic", "pydantic_core"),
     "pytest-xdist": ("xdist",),
 }
-# Imported only to test whether they are installed, or in an environment of their own.
-_OPTIONAL = {"flash_attn", "vllm", "xgrammar"}
+# Imported only to test whether they are installed, or in an environment of their own. Without
+# `gguf`, tests are skipped.
+_OPTIONAL = {"flash_attn", "gguf", "openvino", "openvino_genai", "vllm", "xgrammar"}
 
 
 def imported(folder: str) -> dict[str, str]:
