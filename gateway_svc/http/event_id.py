@@ -15,6 +15,7 @@ _CHOICES = r"((\d{1,9}e?|e)(\*\d{1,3})?)"
 _PROMPTS = rf"((-|{_CHOICES}(\.{_CHOICES})*)(x\d{{1,4}})?)"
 _ID = re.compile(rf"{_PROMPTS}(,{_PROMPTS})*")
 _UNOPENED = "-"
+_REMEDY = "send the id of an event of this request, or no id for the stream from its beginning"
 # No request has more; repetitions in the text of an id could otherwise describe any number.
 _MAX_PROMPTS, _MAX_CHOICES = 1024, 16
 
@@ -45,6 +46,20 @@ class EventId:
             prompt, _, count = part.partition("x")
             prompts += [_parse_prompt(prompt)] * _count(count, _MAX_PROMPTS - len(prompts))
         return cls(prompts)
+
+    def check(self, num_prompts: int, num_choices: int) -> None:
+        """RequestError if it is not the id of an event of a request with so many prompts, and
+        choices per prompt."""
+        if len(self._prompts) > num_prompts:
+            raise _invalid(
+                f"is for {len(self._prompts)} prompts; the request has {num_prompts}; {_REMEDY}"
+            )
+        for prompt, choices in enumerate(self._prompts):
+            if choices and len(choices) != num_choices:
+                raise _invalid(
+                    f"is for {len(choices)} choices of prompt {prompt}; the request has "
+                    f"{num_choices}; {_REMEDY}"
+                )
 
     def is_open(self, prompt: int) -> bool:
         """Whether the client has any event of the prompt."""
@@ -107,5 +122,5 @@ def _count(text: str, most: int) -> int:
     return count
 
 
-def _invalid() -> RequestError:
-    return invalid("Last-Event-ID", "INVALID_EVENT_ID", "is not the id of an event")
+def _invalid(reason: str = "is not the id of an event") -> RequestError:
+    return invalid("Last-Event-ID", "INVALID_EVENT_ID", reason)

@@ -60,7 +60,8 @@ class Generations:
                     yield update
 
     async def resume(self, request_id: str, event_id: EventId, tenant: Tenant) -> Updates:
-        """Yield the updates of a request that runs or has ended, after the client's last event."""
+        """Yield the updates of a request that runs or has ended, after the client's last event.
+        RequestError, before the first update, if the event is of a request of another shape."""
         with self._metrics.resumed_request() as times:
 
             def source(prompt: int) -> Updates:
@@ -74,9 +75,14 @@ class Generations:
             merge = Merge[PromptUpdate]()
             merge.add(source(0))
             num_prompts = 1
+            is_checked = False
             async with aclosing(merge.items()) as updates:
                 async for update in updates:
                     state = update.generation.state
+                    if not is_checked:
+                        in_all = state.http.num_prompts if state is not None else 1
+                        event_id.check(max(in_all, 1), len(update.generation.choices))
+                        is_checked = True
                     # Any prompt's state has their number.
                     while state is not None and num_prompts < state.http.num_prompts:
                         merge.add(source(num_prompts))

@@ -1,6 +1,7 @@
 """Requests over HTTP: their ids, events that are resumed, cancellation, disconnected clients."""
 
 import asyncio
+import json
 import math
 import socket
 
@@ -54,6 +55,46 @@ async def test_a_stream_is_resumed_after_the_last_event(http: Http) -> None:
         assert rest[-1].data == "[DONE]"
     response = await http.client.get("/v1/requests/r/events", headers={"last-event-id": "done"})
     assert response.status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("last_id", "reason"),
+    [
+        ("0", "is for 1 choices of prompt 0; the request has 2"),
+        ("5", "is for 1 choices of prompt 0; the request has 2"),
+        ("e", "is for 1 choices of prompt 0; the request has 2"),
+        ("0*3", "has 3 entries; the request has 2 choices"),
+        ("0,0", "is for 2 prompts; the request has 1"),
+        ("0*2,0*2,0*2", "is for 3 prompts; the request has 1"),
+        ("-x2", "is for 2 prompts; the request has 1"),
+        ("3*2", "is 3; the choice has ended with 2 tokens"),
+    ],
+)
+async def test_an_event_id_of_another_request_is_refused(
+    http: Http, last_id: str, reason: str
+) -> None:
+    body = {"prompt": "The", "n": 2, "stream": True, "resume_window_s": 30}
+    scheduler = http.stack.scheduler
+    ids = http.stack.encode("a fox")
+    async with http.stream("/v1/completions", body, x_request_id="r"):
+        sent = await http.submission()
+        scheduler.accept(sent)
+        headers = {"last-event-id": last_id}
+        events = asyncio.create_task(http.client.get("/v1/requests/r/events", headers=headers))
+        attachment = await scheduler.attachments.get()
+        scheduler.accept(attachment, sent.opaque)
+        scheduler.send(deltas=deltas(*(Delta(attachment, 0, ids, at) for at in (0, 1))))
+        for choice in (0, 1):
+            scheduler.end(attachment, len(ids), choice=choice)
+        response = await events
+    if response.status_code == 200:
+        # Known only at the end of the choice, when the stream has begun.
+        error = json.loads(response.text.split("data: ")[-1].splitlines()[0])["error"]
+    else:
+        assert response.status_code == 400
+        error = response.json()["error"]
+    assert error["param"].startswith("Last-Event-ID")
+    assert reason in error["message"]
 
 
 def _text(events: list, choice: int) -> str:
