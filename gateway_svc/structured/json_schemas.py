@@ -16,7 +16,7 @@ from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.json_values import read_json
 from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
 from gateway_svc.structured.schema_parts import document_parts, is_number, refused
-from gateway_svc.structured.schema_references import check_ids, check_references
+from gateway_svc.structured.schema_references import check_ids, check_references, check_targets
 from gateway_svc.structured.schema_values import prepare
 
 # As Python's json.dumps writes it, so that no output consists of white space, and all punctuation
@@ -56,8 +56,9 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
         by_path = document_parts(schema, root)
     except RecursionError as error:
         raise FormatError(f"{whole}is nested too deeply") from error
-    check_references(by_path, root)
     check_ids(by_path, root)
+    check_targets(schema, by_path, root)
+    check_references(by_path, root)
     found = list(by_path.items())
     _check_patterns(found)
     # Parts of `allOf` are merged, and so are their numbers.

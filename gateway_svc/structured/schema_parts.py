@@ -1,5 +1,6 @@
 """The schemas within a JSON Schema, each with its place as a JSON pointer. Pure."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
@@ -21,6 +22,13 @@ SCHEMAS: Final = frozenset(
         *("additionalProperties", "propertyNames", "unevaluatedProperties"),
     )
 )
+
+_VERSION_4: Final = re.compile(r"draft-0[34]\b")
+
+
+def is_version_4(dialect: str) -> bool:
+    """Whether a `$schema` names version 4 or 3."""
+    return bool(_VERSION_4.search(dialect))
 
 
 def refused(keyword: str, path: str, reason: str) -> FormatError:
@@ -53,7 +61,7 @@ def document_parts(schema: Mapping[str, Any], root: str) -> dict[str, dict[str, 
         pointer = local_pointer(new.pop())
         if pointer is None or f"{root}{pointer}" in found:
             continue
-        for path, part in parts(_resolved(schema, pointer), f"{root}{pointer}"):
+        for path, part in parts(resolved(schema, pointer), f"{root}{pointer}"):
             if path not in found:
                 found[path] = part
                 new.append(part)
@@ -68,13 +76,18 @@ def local_pointer(part: dict[str, Any]) -> str | None:
     return unquote(reference.removeprefix("#"))
 
 
-def _resolved(schema: Any, pointer: str) -> Any:
+def resolved(schema: Any, pointer: str) -> Any:
     """The value at a JSON pointer; None if there is none."""
     for name in pointer.split("/")[1:]:
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict) and key in schema:
             schema = schema[key]
-        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+        elif (
+            isinstance(schema, list)
+            and key.isascii()
+            and key.isdecimal()
+            and int(key) < len(schema)
+        ):
             schema = schema[int(key)]
         else:
             return None

@@ -1,16 +1,59 @@
-"""References of a schema that lead back to themselves, and names for them. Pure."""
+"""References of a schema that are not followed or have no end, and names for them. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
-from urllib.parse import urldefrag, urljoin
+from urllib.parse import unquote, urldefrag, urljoin
 
-from gateway_svc.structured.schema_parts import child, local_pointer, refused
+from gateway_svc.structured.schema_parts import (
+    child,
+    is_version_4,
+    local_pointer,
+    refused,
+    resolved,
+)
 
 # Keywords whose schemas apply to the same value.
 _IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
 # Of documents without an `$id`.
 _BASE: Final = "http://schema.invalid/"
 _NAMES_OF_ROOT: Final = ("json-schema:/", "json-schema://", "json-schema:///")
+
+
+def check_targets(
+    schema: Mapping[str, Any], by_path: Mapping[str, dict[str, Any]], root: str
+) -> None:
+    """FormatError at a reference that the library may resolve to what is not among `by_path`, the
+    parts of `schema` that are checked."""
+    dialects = (part.get("$schema") for part in by_path.values())
+    is_old = any(isinstance(one, str) and is_version_4(one) for one in dialects)
+    keywords = ("$id", "id") if is_old else ("$id",)
+    for path, part in by_path.items():
+        reference = part.get("$ref")
+        if not isinstance(reference, str):
+            continue
+        address, _, place = reference.partition("#")
+        if address and place:
+            reason = "which has an address and a place; use the place alone"
+        elif place and not place.startswith("/"):
+            reason = "an anchor, which is not followed; use a place, such as #/$defs/name"
+        elif not address and not isinstance(resolved(schema, unquote(place)), dict | bool):
+            reason = "where no schema is"
+        elif not address and _has_inner_id(schema, path.removeprefix(root), keywords):
+            reason = "within a schema that has an $id of its own; remove this $id"
+        else:
+            continue
+        raise refused("$ref", path, f"is {reference:.80}, {reason}")
+
+
+def _has_inner_id(schema: Mapping[str, Any], pointer: str, keywords: Iterable[str]) -> bool:
+    """Whether the value at a place below the whole, or one around it, has an address of its own."""
+    names = pointer.split("/")[1:]
+    for end in range(len(names)):
+        around = resolved(schema, "/" + "/".join(names[: end + 1]))
+        ids = [around.get(keyword) for keyword in keywords] if isinstance(around, dict) else []
+        if any(isinstance(one, str) and not one.startswith("#") for one in ids):
+            return True
+    return False
 
 
 def check_references(by_path: Mapping[str, dict[str, Any]], root: str) -> None:

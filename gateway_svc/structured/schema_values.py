@@ -8,11 +8,14 @@ from itertools import groupby
 from typing import Any, Final
 
 from gateway_svc.structured.patterns import without_nul
-from gateway_svc.structured.schema_parts import is_number, refused
+from gateway_svc.structured.schema_parts import is_number, is_version_4, refused
 
 # The library's numbers are doubles, written with 15 digits.
 _MAX_DIGITS: Final = 15
 _MAX_INTEGER: Final = 2**53
+# The last bound of 15 digits that the library's int64 holds. Both bounds at or below -2**63 end the
+# process; above 2**63 they allow one number, which is wrong.
+_MAX_BOUND: Final = 9_223_372_036_854_770_000
 _BOUNDS: Final = {
     "minimum": ROUND_CEILING,
     "exclusiveMinimum": ROUND_CEILING,
@@ -40,8 +43,15 @@ _DEPENDENT: Final = {
     "maxContains": "contains",
 }
 # Texts for readers, and options of the library's own.
-_UNREAD: Final = ("title", "description", "$comment", "default", "examples", "x-guidance")
-_VERSION_4: Final = re.compile(r"draft-0[34]\b")
+_UNREAD: Final = (
+    "title",
+    "description",
+    "$comment",
+    "default",
+    "examples",
+    "contentSchema",
+    "x-guidance",
+)
 # In these, `items` may be a list.
 _LISTED_ITEMS: Final = re.compile(r"draft-0\d\b|2019-09")
 
@@ -63,6 +73,7 @@ def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
             _check_written(keyword, path, number)
     for keyword, rounding in _BOUNDS.items():
         if is_number(part.get(keyword)):
+            _check_bound(keyword, path, part[keyword], rounding)
             part[keyword] = _rounded(part[keyword], rounding)
     if isinstance(part.get("pattern"), str):
         part["pattern"] = without_nul(part["pattern"])
@@ -86,7 +97,7 @@ def _is_without_effect(keyword: str, part: dict[str, Any]) -> bool:
 
 def _check_dialect(path: str, part: dict[str, Any], dialect: str) -> None:
     for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
-        if isinstance(part.get(keyword), bool) and not _VERSION_4.search(dialect):
+        if isinstance(part.get(keyword), bool) and not is_version_4(dialect):
             raise refused(
                 keyword, path, "is no number; booleans are of draft-04, which $schema would name"
             )
@@ -140,8 +151,21 @@ def _num_digits(number: float) -> int:
     return len(Decimal(str(number)).normalize().as_tuple().digits)
 
 
+def _check_bound(keyword: str, path: str, number: float, rounding: str) -> None:
+    """FormatError for a bound of which only numbers that the library does not hold are left."""
+    if rounding == ROUND_CEILING and number > _MAX_BOUND:
+        reason = f"at most {_MAX_BOUND} can be followed; lower it or remove it"
+    elif rounding == ROUND_FLOOR and number < -_MAX_BOUND:
+        reason = f"at least {-_MAX_BOUND} can be followed; raise it or remove it"
+    else:
+        return
+    raise refused(keyword, path, f"is {number}; {reason}")
+
+
 def _rounded(number: float, rounding: str) -> float:
     """A bound that the library reads exactly, and that allows nothing more."""
+    if abs(number) > _MAX_BOUND:
+        return _MAX_BOUND if number > 0 else -_MAX_BOUND
     if isinstance(number, int) and abs(number) <= _MAX_INTEGER:
         return number
     exact = Decimal(str(number))

@@ -25,6 +25,8 @@ VERSION_7 = "http://json-schema.org/draft-07/schema#"
 VERSION_4 = "http://json-schema.org/draft-04/schema#"
 VERSION_4_BOUND = {"exclusiveMaximum": True}
 NULL = {"type": "null"}
+# The library has no such number, and compiling the schema would end the process.
+OUTSIDE = {"type": "integer", "minimum": -2e19, "maximum": -1e19}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,21 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"$id": "http://a/b", "items": {"$id": "b", **NULL}}, "$id at #/items is that of another"),
         ({"prefixItems": [{"$id": "x"}, {"$id": "./x"}]}, "$id at #/prefixItems/1 is that of"),
         ({"dependentRequired": {"items": ["a"]}}, "dependentRequired at # is not supported"),
+        *(
+            ({"$ref": f"{address}#/x", "$id": "http://a/b", "x": OUTSIDE}, "$ref at # is")
+            for address in ("json-schema:///", "http://a/b", "b", "http://c/d")
+        ),
+        (
+            {"items": {"$id": "c", "not": {"$ref": "#/x"}, "x": OUTSIDE}, "x": NULL},
+            "$ref at #/items/not is #/x, within a schema that has an $id of its own",
+        ),
+        (
+            {"$schema": VERSION_4, "items": {"id": "c", "$ref": "#/x", "x": OUTSIDE}, "x": NULL},
+            "$ref at #/items is #/x, within",
+        ),
+        ({"$ref": "#/x/+0", "x": [OUTSIDE]}, "$ref at # is #/x/+0, where no schema is"),
+        ({"$ref": "http://c/d", "contentSchema": {"$id": "http://c/d", **OUTSIDE}}, "$ref at #"),
+        ({"$ref": "#x", "$defs": {"a": {"$anchor": "x"}}}, "$ref at # is #x, an anchor, which is"),
         ({"$ref": "#"}, "$ref at # leads back to itself"),
         ({"anyOf": [{"$ref": "#"}, NULL]}, "$ref at #/anyOf/0 leads back"),
         (
@@ -78,7 +95,13 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"type": "object", "additionalProperties": False, "required": ["x"]}, "additionalProp"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"minimum": "x"}}}, "minimum at #/$defs/a"),
         ({"$schema": "nope"}, "$schema at #"),
-        ({"type": "integer", "minimum": -(10**30)}, "minimum at #"),
+        (OUTSIDE, "maximum at # is -1e+19; at least -9223372036854770000 can be followed"),
+        ({"minimum": 1e30, "maximum": 1e30 + 5}, "minimum at # is 1e+30; at most 922337203685477"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "maximum at # is -9223"),
+        ({"anyOf": [NULL, {"exclusiveMinimum": 10**19}]}, "exclusiveMinimum at #/anyOf/1 is 1000"),
+        ({"exclusiveMaximum": -1e300}, "exclusiveMaximum at # is -1e+300"),
+        ({"allOf": [{"type": "integer"}, OUTSIDE]}, "maximum at #/allOf/1 is"),
+        ({"$ref": "#/foo/%62ar", "foo": {"bar": OUTSIDE}}, "maximum at #/foo/bar is"),
         ({"multipleOf": -2}, "multipleOf at # is -2"),
         ({"items": [NULL]}, "items at # is a list; use prefixItems"),
         ({"type": "integer", "exclusiveMaximum": True}, "exclusiveMaximum at # is no number"),
@@ -154,6 +177,13 @@ def test_what_is_no_schema_is_refused(
         {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 10**4},
         {"type": "number", "minimum": 123456789.123456789, "maximum": 123456789.2},
         {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        *(
+            {"type": kind, "minimum": -low, "exclusiveMaximum": high}
+            for kind in ("integer", "number")
+            for low, high in ((2e19, 5), (1e19, -(10**18)), (-3, 10**30), (1e300, 1e300))
+        ),
+        {"type": "integer", "minimum": -(10**30)},
+        {"type": "integer", "exclusiveMinimum": -(2**63), "maximum": 1e19},
         {
             "$ref": "#/components/schemas/a~1b",
             "components": {

@@ -200,3 +200,25 @@ def test_control_characters_in_texts_of_a_tag(compiler: StructuredOutputCompiler
     text = "".join(map(chr, range(1, 0xA0)))
     definition = definition_of(compiler, tag(format={"type": "const_string", "value": text}))
     assert accepts(definition, text)
+
+
+@pytest.mark.parametrize("kind", ["json", "lark"])
+def test_bounds_of_schemas_in_grammars_are_checked(
+    compiler: StructuredOutputCompiler, kind: str
+) -> None:
+    """Of one that is compiled the process would end."""
+    schema = '%json {"type": "integer", "minimum": -1e19, "maximum": -1e19}'
+    text = schema if kind == "json" else f"%lark {{ start: {schema}\n}}"
+    assert refusal(compiler, grammar(f"start: {text}")).startswith(
+        "the keyword maximum at %json[0]"
+    )
+
+
+def test_bounds_of_schemas_in_tags_are_checked(compiler: StructuredOutputCompiler) -> None:
+    schema = {"type": "integer", "exclusiveMinimum": -2e19, "exclusiveMaximum": -1e19}
+    form = {"type": "json_schema", "json_schema": schema}
+    reason = "the keyword exclusiveMaximum at #/format/json_schema is -1e+19"
+    assert refusal(compiler, tag(format=form)).startswith(reason)
+    structures = [{"begin": "<", "end": ">", "schema": schema}]
+    reason = "the keyword exclusiveMaximum at #/structures/0/schema is -1e+19"
+    assert refusal(compiler, tag(structures=structures, triggers=["<"])).startswith(reason)
