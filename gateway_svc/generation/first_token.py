@@ -13,7 +13,14 @@ def check_first_token(changes: logits_pb2.LogitsParams, first: FirstTokens) -> N
     stops, allowed = set(changes.stop_token_ids), set(changes.allowed_token_ids)
     bad_words = _single_tokens(changes)
     ends = (stops & allowed if allowed else stops) - bad_words
-    if changes.grammar.begins_after_token_ids or (first.may_end and ends):
+    begins_after = changes.grammar.begins_after_token_ids
+    if begins_after and not first.may_end and not stops.isdisjoint(begins_after):
+        raise invalid(
+            "sampling_params.stop_token_ids",
+            "NO_POSSIBLE_TOKEN",
+            "excludes a token of the end of the reasoning, behind which the format can begin",
+        )
+    if begins_after or (first.may_end and ends):
         return
     if allowed:
         field, is_possible = (

@@ -137,6 +137,20 @@ def test_output_is_free_up_to_a_sequence_of_tokens(guide: Guide) -> None:
     assert guide.texts(row) == {"a"}
 
 
+def test_no_stop_token_is_possible_before_the_grammar_begins(guide: Guide) -> None:
+    """The end of the reasoning is that of no output, unless the empty text has the format."""
+    stops, begin = _stops(guide), tuple(guide.tokenizer.encode("yx").ids)
+    everything = set(range(guide.vocab_size))
+    row = guide.row('start: "a"', stops, begin)
+    assert guide.possible(row) == everything - set(stops.tolist())
+    guide.write(row, "aayyy")
+    assert guide.possible(row) == everything - set(stops.tolist())
+    guide.write(row, "x")
+    assert guide.texts(row) == {"a"}
+    for lark in ('start: "a"?', r"start: /(.|\n)*/", 'start: TEXT ("<" "a" TEXT)*\nTEXT: /[^<]*/'):
+        assert guide.possible(guide.row(lark, stops, begin)) == everything
+
+
 def test_a_token_that_the_grammar_refuses_is_an_error(guide: Guide) -> None:
     row = guide.row('start: "x"')
     guide.write(row, "y")

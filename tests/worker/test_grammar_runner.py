@@ -116,6 +116,29 @@ def test_output_is_free_before_the_grammar_begins(loaded: LoadedRunner) -> None:
     assert _outputs(loaded, [row]) == _outputs(loaded, [free])
 
 
+@pytest.mark.parametrize("kind", ["alone", "pipelined", "rounds"])
+def test_output_does_not_end_before_the_grammar_begins(
+    loaded: LoadedRunner, pipelined: LoadedRunner, kind: str
+) -> None:
+    """Its stop tokens are those that the model would write."""
+    free = dataclasses.replace(_row(0), params=None)
+    [expected] = _outputs(loaded, [free])
+    definition = LLMatcher.grammar_from_lark(LARKS[0])
+    for stops in (expected[:1], expected[3:9]):
+        params = LogitsParams(
+            stop_token_ids=np.array([*STOPS, *stops]), grammar=Grammar(definition, (*STOPS,) * 2)
+        )
+        row = dataclasses.replace(_row(0), params=params)
+        driver = RowDriver(pipelined if kind == "pipelined" else loaded, LOOKAHEAD)
+        driver.run([row], num_rounds=4 if kind == "rounds" else 1)
+        assert row.failure is None
+        assert len(row.output) == MAX_TOKENS
+        assert not {*stops, *STOPS.tolist()} & {*row.output}
+        for done in (1, 7):
+            again = dataclasses.replace(_row(0), params=params, output=row.output[:done])
+            assert _outputs(loaded, [again]) == [row.output]
+
+
 def test_rows_without_grammars_are_not_changed(loaded: LoadedRunner) -> None:
     free = [dataclasses.replace(_row(number), params=None) for number in range(2)]
     expected = _outputs(loaded, free)

@@ -52,6 +52,8 @@ class TokenMasks:
     def _complete(self, mask: Words, row: RowGrammar, may_end: bool) -> None:
         if row.is_free:
             mask[:] = _ALL
+            for token_id in () if row.may_end_free else row.stop_token_ids:
+                mask[token_id // _WORD] &= _ALL ^ 1 << token_id % _WORD
             return
         if not row.needs_mask:
             mask[:] = 0

@@ -10,9 +10,10 @@ from llguidance import LLMatcher
 class RowGrammar:
     """Follows one sequence's output.
 
-    Output is free up to `begins_after`, guided behind it, and ended by a stop token. Where only one
-    text can follow, its tokens are forced: they are decided once, where the text begins, so that
-    they are the same whether tokens are sampled one by one or several are appended at once.
+    Output is free up to `begins_after`, guided behind it, and ended by a stop token; before the
+    grammar begins only if the grammar allows the empty text. Where only one text can follow, its
+    tokens are forced: they are decided once, where the text begins, so that they are the same
+    whether tokens are sampled one by one or several are appended at once.
     """
 
     def __init__(
@@ -26,6 +27,8 @@ class RowGrammar:
         `num_tokens` on are impossible."""
         self.matcher = matcher
         self.is_free = bool(begins_after)
+        # Whether the output may end before its grammar begins.
+        self.may_end_free = self.is_free and bool(matcher.is_accepting())
         self.has_ended = False
         # The library's reason why the output does not follow the grammar, or None.
         self.error: str | None = None
