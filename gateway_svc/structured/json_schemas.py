@@ -51,7 +51,9 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
         raise FormatError(f"{whole}is neither an object nor true, as a schema is")
     dialect = schema.get("$schema")
     try:
-        for path, part in document_parts(schema, root).items():
+        # References may name one part in several ways; it is changed once.
+        found = {id(part): (path, part) for path, part in document_parts(schema, root).items()}
+        for path, part in found.values():
             prepare(path, part, dialect if isinstance(dialect, str) else "")
         by_path = document_parts(schema, root)
     except RecursionError as error:
@@ -59,12 +61,12 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
     check_ids(by_path, root)
     check_targets(schema, by_path, root)
     check_references(by_path, root)
-    found = list(by_path.items())
-    _check_patterns(found)
+    every = list(by_path.items())
+    _check_patterns(every)
     # Parts of `allOf` are merged, and so are their numbers.
-    merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in found)
-    _check_multiples(found, merges)
-    _check_ranges(found, merges)
+    merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in every)
+    _check_multiples(every, merges)
+    _check_ranges(every, merges)
     return schema
 
 

@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.lark_source import LarkSource, read_lark
-from gateway_svc.structured.patterns import num_quantifiers
+from gateway_svc.structured.patterns import ends_in_backslash, num_quantifiers
 
 _ASCII_CLASSES: Final = "dw"
 _EBNF_RULE: Final = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
@@ -37,7 +37,9 @@ def grammar_to_lark(grammar: str) -> LarkSource:
 
 def regex_to_lark(pattern: str) -> LarkSource:
     """A grammar of one rule, `start`, that is this regular expression. As in JavaScript, the
-    classes of digits and word characters have those of ASCII."""
+    classes of digits and word characters have those of ASCII. FormatError if it is refused."""
+    if ends_in_backslash(pattern):
+        raise FormatError("ends in a backslash that escapes nothing; remove or double it")
     text = f"start: /{llguidance.regex_to_lark(pattern, _ASCII_CLASSES)}/"
     return LarkSource(text, Counter({"": num_quantifiers(pattern)}))
 

@@ -8,10 +8,18 @@ from typing import Final
 # and nothing ends it: 1,000 take up to 0.3 s.
 MAX_QUANTIFIERS: Final = 1000
 _QUANTIFIER: Final = re.compile(r"[?*+]|\{\d|\|\)|\(\|")
-# Python reads these otherwise than the library: sets within sets, and properties of characters.
-_UNREAD: Final = re.compile(r"\[|&&|~~|--|\|\||\\[pPuU]")
-_PROPERTY: Final = re.compile(r"\\[pP](\{[^}]*\}|.)", re.DOTALL)
+# Python does not know properties of characters.
+_UNREAD: Final = re.compile(r"\\[pPuU]")
+_PROPERTY: Final = re.compile(r"\\[pP](\{[^}]{0,99}\}|.)", re.DOTALL)
 _WITHOUT_NUL: Final = r"[{}&&[^\x00]]"
+# A set is everything up to a bracket; one in front is one of the set.
+_SET: Final = re.compile(r"\[(\^?+)(\]?+(?:\\.|[^\\\]])*)\]", re.DOTALL)
+_ONE_OF_SET: Final = re.compile(
+    r"\\(?:[xu]\{[^}]{0,99}\}|x[\da-fA-F]{2}|u[\da-fA-F]{4}|[pP](?:\{[^}]{0,99}\}|.)|.)|.", re.DOTALL
+)
+_SEVERAL: Final = ("\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P")
+# Of these, some pairs are operators to the library, or will be to Python.
+_ESCAPED: Final = frozenset("[]&~-^|")
 
 
 def num_quantifiers(pattern: str) -> int:
@@ -19,56 +27,67 @@ def num_quantifiers(pattern: str) -> int:
     return len(_QUANTIFIER.findall(pattern))
 
 
-def without_nul(pattern: str) -> str:
-    """The expression with U+0000 taken out of sets of characters that lack `"` or a backslash.
+def ends_in_backslash(pattern: str) -> bool:
+    """Whether the last backslash of a regular expression escapes nothing, which the library
+    ignores."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
-    llguidance 1.9 quotes a set of all control characters as if it had both, so that `[^"]` matches
-    a quotation mark. Without U+0000 it quotes one by one.
+
+def of_schema(pattern: str) -> str:
+    """The pattern of a schema as the library reads it well. A set of characters has only those that
+    are written in it, as in ECMAScript, and no sets or operators.
+
+    llguidance 1.9 quotes a set of all control characters as if it had `"` and the backslash, so
+    that `[^"]` matches a quotation mark. Without U+0000 it quotes one by one.
     """
     written: list[str] = []
     at = 0
     while at < len(pattern):
-        if pattern[at] == "[":
-            end = _end_of_set(pattern, at)
-            if end is None:
-                # The library refuses it.
-                return pattern
-            found = pattern[at:end]
-            written.append(_WITHOUT_NUL.format(found) if _is_misread(found) else found)
-        elif property_ := _PROPERTY.match(pattern, at):
-            end = property_.end()
-            written.append(_WITHOUT_NUL.format(property_[0]))
+        end = at + (2 if pattern[at] == "\\" else 1)
+        if found := _SET.match(pattern, at):
+            shown = f"[{found[1]}{_escaped(found[2])}]"
+            written.append(_WITHOUT_NUL.format(shown) if _is_misread(shown) else shown)
+            end = found.end()
+        elif found := _PROPERTY.match(pattern, at):
+            written.append(_WITHOUT_NUL.format(found[0]))
+            end = found.end()
+        elif pattern[at] == "[":
+            # A set without an end, which the library refuses.
+            return pattern
         else:
-            end = at + (2 if pattern[at] == "\\" else 1)
             written.append(pattern[at:end])
         at = end
     return "".join(written)
 
 
-def _end_of_set(pattern: str, start: int) -> int | None:
-    """The position behind the set that begins at `start`, with the sets within it; None if it has
-    no end."""
-    depth, at = 0, start
-    while at < len(pattern):
-        if pattern[at] == "\\":
-            at += 1
-        elif pattern[at] == "[":
-            depth += 1
-            # A bracket in front is one of the set.
-            first = next((one for one in ("^]", "]") if pattern.startswith(one, at + 1)), "")
-            at += len(first)
-        elif pattern[at] == "]":
-            depth -= 1
-            if not depth:
-                return at + 1
-        at += 1
-    return None
+def _escaped(characters: str) -> str:
+    """What is between the brackets of a set, with escapes where the library reads operators."""
+    ones = _ONE_OF_SET.findall(characters)
+    written: list[str] = []
+    at = 0
+    while at < len(ones):
+        is_range = at + 2 < len(ones) and ones[at + 1] == "-"
+        ends = (ones[at], ones[at + 2]) if is_range else (ones[at],)
+        if is_range and any(end.startswith(_SEVERAL) for end in ends):
+            # The mark stands for itself.
+            written += [_escaped_one(ones[at]), r"\-"]
+            at += 2
+        else:
+            written.append("-".join(map(_escaped_one, ends)))
+            at += 3 if is_range else 1
+    return "".join(written)
+
+
+def _escaped_one(one: str) -> str:
+    if one == r"\b":
+        return r"\x08"
+    return f"\\{one}" if one in _ESCAPED else one
 
 
 @lru_cache(1024)
 def _is_misread(found: str) -> bool:
     """Whether a set has U+0000 and lacks one of the two, as far as that is known."""
-    if _UNREAD.search(found[1:]):
+    if _UNREAD.search(found):
         return True
     try:
         matches = re.compile(found, re.ASCII).match

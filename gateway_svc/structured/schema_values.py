@@ -7,7 +7,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from itertools import groupby
 from typing import Any, Final
 
-from gateway_svc.structured.patterns import without_nul
+from gateway_svc.structured.patterns import ends_in_backslash, of_schema
 from gateway_svc.structured.schema_parts import is_number, is_version_4, refused
 
 # The library's numbers are doubles, written with 15 digits.
@@ -75,12 +75,26 @@ def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
         if is_number(part.get(keyword)):
             _check_bound(keyword, path, part[keyword], rounding)
             part[keyword] = _rounded(part[keyword], rounding)
-    if isinstance(part.get("pattern"), str):
-        part["pattern"] = without_nul(part["pattern"])
-    if isinstance(part.get("patternProperties"), dict):
-        part["patternProperties"] = {
-            without_nul(pattern): inner for pattern, inner in part["patternProperties"].items()
+    _prepare_patterns(path, part)
+
+
+def _prepare_patterns(path: str, part: dict[str, Any]) -> None:
+    pattern, by_pattern = part.get("pattern"), part.get("patternProperties")
+    if isinstance(pattern, str):
+        part["pattern"] = _prepared_pattern("pattern", path, pattern)
+    if isinstance(by_pattern, dict):
+        part["patternProperties"] = prepared = {
+            _prepared_pattern("patternProperties", path, one): by_pattern[one] for one in by_pattern
         }
+        if len(prepared) < len(by_pattern):
+            raise refused("patternProperties", path, "has a pattern in two forms; remove one")
+
+
+def _prepared_pattern(keyword: str, path: str, pattern: str) -> str:
+    if ends_in_backslash(pattern):
+        reason = f"ends in a backslash that escapes nothing: {pattern:.80}; remove or double it"
+        raise refused(keyword, path, reason)
+    return of_schema(pattern)
 
 
 def _is_without_effect(keyword: str, part: dict[str, Any]) -> bool:

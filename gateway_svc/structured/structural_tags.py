@@ -56,6 +56,8 @@ class _Writer:
         self.source = LarkSource()
         self.rules: list[str] = []
         self._tokenizer = tokenizer
+        # A part of places that the client writes otherwise.
+        self._schema_key = ("", "")
         any_schema = (dict, bool)
         ends = (str, list)
         flags = {"at_least_one": bool, "stop_after_first": bool}
@@ -93,16 +95,11 @@ class _Writer:
         for at, structure in enumerate(_objects(tag, "structures", "#")):
             path = f"#/structures/{at}"
             _check_keys(structure, path, {"begin": str, "end": str}, {"schema": (dict, bool)})
-            schema = prepare_schema(structure.get("schema", True), f"{path}/schema")
-            content = {"type": "json_schema", "json_schema": schema}
+            content = {"type": "json_schema", "json_schema": structure.get("schema", True)}
             tags.append({"begin": structure["begin"], "content": content, "end": structure["end"]})
         node = {"triggers": tag["triggers"], "structures": tags}
-        start = self._triggered_tags(node, "#", "structures")
-        found = self.source.schemas.items()
-        self.source.schemas = {
-            place.replace("/content/json_schema", "/schema"): schema for place, schema in found
-        }
-        return start
+        self._schema_key = ("/content/json_schema", "/schema")
+        return self._triggered_tags(node, "#", "structures")
 
     def _triggered_tags(self, node: _Node, path: str, key: str = "tags") -> str:
         """Text, with a tag wherever a trigger occurs. With `at_least_one` it begins with a tag."""
@@ -180,14 +177,18 @@ class _Writer:
         ]
 
     def _json_schema(self, node: _Node, path: str) -> str:
-        place = f"{path}/json_schema"
+        place = f"{path}/json_schema".replace(*self._schema_key)
         schema = prepare_schema(node["json_schema"], place)
         self.source.add_schema(schema, place)
         return json_terminal(schema)
 
     def _regex(self, node: _Node, path: str) -> str:
-        source = regex_to_lark(node["pattern"])
-        self.source.add(source, f"{path}/pattern")
+        place = f"{path}/pattern"
+        try:
+            source = regex_to_lark(node["pattern"])
+        except FormatError as error:
+            raise FormatError(f"{error}, in the pattern at {place}") from error
+        self.source.add(source, place)
         return self._terminal(source.text.removeprefix("start: "))
 
     def _grammar(self, node: _Node, path: str) -> str:

@@ -18,7 +18,7 @@ from format_grammars import (
 
 from gateway_svc.structured import schema_errors
 from gateway_svc.structured.compiler import StructuredOutputCompiler
-from gateway_svc.structured.patterns import without_nul
+from gateway_svc.structured.patterns import of_schema as prepared_pattern
 from quire.service.errors import RequestError
 
 VERSION_7 = "http://json-schema.org/draft-07/schema#"
@@ -67,6 +67,9 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"$ref": "#/x/+0", "x": [OUTSIDE]}, "$ref at # is #/x/+0, where no schema is"),
         ({"$ref": "http://c/d", "contentSchema": {"$id": "http://c/d", **OUTSIDE}}, "$ref at #"),
         ({"$ref": "#x", "$defs": {"a": {"$anchor": "x"}}}, "$ref at # is #x, an anchor, which is"),
+        ({"pattern": "a\\"}, "pattern at # ends in a backslash that escapes nothing: a\\; remove"),
+        ({"patternProperties": {"\\": NULL}}, "patternProperties at # ends in a backslash"),
+        ({"patternProperties": {"[&]": NULL, r"[\&]": NULL}}, "patternProperties at # has a pa"),
         ({"$ref": "#"}, "$ref at # leads back to itself"),
         ({"anyOf": [{"$ref": "#"}, NULL]}, "$ref at #/anyOf/0 leads back"),
         (
@@ -219,12 +222,52 @@ def test_sets_of_characters_match_quotes_as_python_does(
 
 
 def test_only_sets_that_are_misread_change() -> None:
-    kept = r"^[a-z\]]+\[[^\s][\w.]{2}(a|\\)$"
-    assert without_nul(kept) == kept
-    assert without_nul(r'\[[^"]') == r'\[[[^"]&&[^\x00]]'
-    assert without_nul(r"\P{Po}") == r"[\P{Po}&&[^\x00]]"
+    kept = r"^[a-z\]]+\[[^\s][\w.]{2}(a|\\)[*--]$"
+    assert prepared_pattern(kept) == kept.replace("--]", r"-\-]")
+    assert prepared_pattern(r'\[[^"]') == r'\[[[^"]&&[^\x00]]'
+    assert prepared_pattern(r"\P{Po}") == r"[\P{Po}&&[^\x00]]"
     # Without an end: the library refuses it.
-    assert without_nul("[^'\"](?:[^]") == "[^'\"](?:[^]"
+    assert prepared_pattern("[^'\"](?:[^]") == "[^'\"](?:[^]"
+
+
+@pytest.mark.filterwarnings("ignore:Possible")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^[[:a]$",
+        "^[[:alpha:]]{2}$",
+        "^[a&&b]$",
+        "^[+--]$",
+        "^[--/]$",
+        "^[a~~b-]$",
+        "^[|||a]$",
+        r"^[\[a&&[^b]]$",
+        r"^[\^\-\]^-]$",
+        r"^[]a[b]$",
+        r"^[\x5b-\x5d&]$",
+        r"^[\u005b-a]$",
+        r"^[^[&&~-]$",
+        r"^[^[\\\"]$",
+        r"^[\b]$",
+    ],
+)
+def test_sets_of_characters_have_no_operators(
+    compiler: StructuredOutputCompiler, pattern: str
+) -> None:
+    definition = definition_of(compiler, of_schema({"type": "string", "pattern": pattern}))
+    for text in [*map(chr, range(1, 127)), "a]]", "ab", "nd", "b]", "[]"]:
+        shown = json.dumps(text, ensure_ascii=False)
+        assert accepts(definition, shown) == bool(re.search(pattern, text)), text
+
+
+def test_a_mark_beside_a_class_is_one_of_the_set(compiler: StructuredOutputCompiler) -> None:
+    definition = definition_of(compiler, of_schema({"type": "string", "pattern": r"^[\w-.]$"}))
+    assert [one for one in "a-.," if accepts(definition, f'"{one}"')] == ["a", "-", "."]
+
+
+def test_a_part_with_two_places_is_changed_once(compiler: StructuredOutputCompiler) -> None:
+    schema = {"anyOf": [{"$ref": "#/x/0"}, {"$ref": "#/x/00"}], "x": [{"pattern": '^[^"]$'}]}
+    assert accepts(definition_of(compiler, of_schema(schema)), '"a"')
 
 
 def test_the_search_for_a_keyword_ends(compiler: StructuredOutputCompiler) -> None:

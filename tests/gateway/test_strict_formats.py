@@ -163,6 +163,10 @@ def test_unfinished_texts_are_refused_in_time(
             "is refused at #/format/content/pattern: regex parse error: error: look-around",
         ),
         (
+            {"format": {"type": "regex", "pattern": "a\\"}},
+            "ends in a backslash that escapes nothing; remove or double it, in the pattern at #",
+        ),
+        (
             {"format": {"type": "grammar", "grammar": 'start: x\nx[capture]: "a"'}},
             "has the attribute 'capture' at the rule x, which is not served",
         ),

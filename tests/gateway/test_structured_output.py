@@ -153,6 +153,7 @@ def test_numbers_that_the_library_reads_well_are_served(compiler: StructuredOutp
         (_schema(title="a" * MAX_FORMAT_BYTES), f"at most {MAX_FORMAT_BYTES}"),
         (pb.StructuredOutput(regex="a(?!b)"), "look-around"),
         (pb.StructuredOutput(regex="("), "refused"),
+        (pb.StructuredOutput(regex="a\\\\\\"), "ends in a backslash that escapes nothing; remove"),
         (pb.StructuredOutput(regex="a?" * 1001), "has 1001 quantifiers; at most 1000"),
         (pb.StructuredOutput(grammar=f"start: /{'(a|)' * 1001}/"), "has 1001 quantifiers"),
         (pb.StructuredOutput(choice=pb.Texts()), "has no texts"),
