@@ -165,7 +165,8 @@ async def _changes_of_logits(
     message = None if grammar is None else grammar.to_proto()
     changes = await logits_params.build(request.sampling_params, model, limits, message)
     if grammar is not None:
-        check_first_token(changes, grammar.compiled.first_tokens)
+        sets_stop_tokens = bool(request.sampling_params.stop_token_ids)
+        check_first_token(changes, grammar.compiled.first_tokens, sets_stop_tokens)
     return changes
 
 

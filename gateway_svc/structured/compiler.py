@@ -165,7 +165,7 @@ def _source(
         case "grammar":
             return grammar_to_lark(output.grammar)
         case _:
-            return structural_tag_to_lark(output.structural_tag, vocabulary.tokenizer)
+            return structural_tag_to_lark(output.structural_tag, vocabulary.special_tokenizer)
 
 
 def _explain_part(vocabulary: GrammarVocabulary, source: LarkSource) -> str | None:

@@ -9,10 +9,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer
+
+from quire.service.plain_tokenizer import PlainTokenizer
 
 # A token that no model has. A mask that has it says that the output may end.
 _END: Final = "<|quire: the format ends here|>"
@@ -39,7 +41,10 @@ class NoGrammarsError(Exception):
 class GrammarVocabulary:
     """A model's vocabulary as grammars use it. Ids from the tokenizer's size on are impossible."""
 
+    # The text of a special token is spelled by ordinary ones.
     tokenizer: LLTokenizer
+    # Another one, which reads such texts as the special tokens.
+    special_tokenizer: LLTokenizer
     # The bit of a mask that says that the output may end; not a token of the model.
     end_id: int
 
@@ -61,7 +66,11 @@ class GrammarVocabulary:
         assert end_id is not None
         try:
             size = max(vocab_size, end_id + 1)
-            return cls(LLTokenizer(extended.to_str(), n_vocab=size, eos_token=end_id), end_id)
+            special = LLTokenizer(extended.to_str(), n_vocab=size, eos_token=end_id)
+            # The library takes any object with the members of its own wrapper.
+            wrapper = cast(TokenizerWrapper, PlainTokenizer(special))
+            plain = LLTokenizer(wrapper, n_vocab=size, eos_token=end_id)
+            return cls(plain, special, end_id)
         except ValueError as error:
             raise NoGrammarsError(first_line(error)) from error
 

@@ -76,7 +76,15 @@ def test_the_field_that_excludes_every_first_token_is_named(
     message_pattern = rf"^{field}: excludes (every|a) token .* can begin$"
     refused = pytest.raises(RequestError, match=message_pattern)
     with refused if field is not None else nullcontext():
-        check_first_token(message, compiled.first_tokens)
+        check_first_token(message, compiled.first_tokens, sets_stop_tokens=True)
+
+
+def test_stop_tokens_that_the_request_does_not_set_are_not_named() -> None:
+    output = pb.StructuredOutput(grammar="start: <|end|> /a/")
+    compiled = asyncio.run(COMPILER.compile("f", output))
+    message = LogitsParams(stop_token_ids=EOS, grammar=Grammar(field="f"))
+    with pytest.raises(RequestError, match=r"^f: begins with a special token that ends the output"):
+        check_first_token(message, compiled.first_tokens, sets_stop_tokens=False)
 
 
 async def test_such_a_request_does_not_reach_the_scheduler(stack: Stack) -> None:

@@ -1,7 +1,11 @@
 """Masks of grammars: which tokens may follow, and where the output may end."""
 
+import json
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +114,59 @@ def test_special_tokens_and_padded_ids_are_in_no_text(guide: Guide) -> None:
     assert added not in possible
     assert guide.possible(guide.row(f"start: <[{added}]>")) == {added}
     assert guide.possible(guide.row(f"start: <[{guide.vocab_size - 1}]>")) == set()
+
+
+TEXTS_OF_SPECIAL_TOKENS = (
+    SPECIAL[0],
+    f"x{SPECIAL[0]}y{SPECIAL[1]}{ADDED}",
+    f"<{SPECIAL[0]}>é<s></s>",
+)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_the_text_of_a_special_token_is_spelled_by_ordinary_ones(
+    make: Callable[[], Tokenizer],
+) -> None:
+    guide = Guide(make(), padding=3)
+    tokenizer = guide.vocabulary.tokenizer
+    names = [*SPECIAL, ADDED, "<s>", "</s>"]
+    special = set(map(guide.tokenizer.token_to_id, names)) - {None}
+    stops = np.array([*special])
+    for text in TEXTS_OF_SPECIAL_TOKENS:
+        schemas: list[dict[str, Any]] = [{"const": text}, {"enum": [text, "zz"]}]
+        for definition in (
+            *(LLMatcher.grammar_from_json_schema(json.dumps(schema)) for schema in schemas),
+            LLMatcher.grammar_from_lark(f"start: {json.dumps(text, ensure_ascii=False)}"),
+            LLMatcher.grammar_from_regex(re.escape(text)),
+        ):
+            matcher = guide.compiler.prepare(definition).result().deep_copy()
+            row = RowGrammar(matcher, (), stops.tolist(), guide.vocabulary.end_id)
+            output: list[int] = []
+            while not row.has_ended:
+                assert len(output) < 200
+                # In the place of a choice, the text and not "zz".
+                possible = sorted(
+                    guide.possible(row), key=lambda one: tokenizer.decode_bytes([one])
+                )
+                output.append(possible[0])
+                row.append(output[-1])
+            assert not special & {*output[:-1]}
+            written = tokenizer.decode_bytes(output[:-1]).decode()
+            assert written in (text, json.dumps(text, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_other_texts_have_the_tokens_of_the_model_s_tokenizer(
+    make: Callable[[], Tokenizer],
+) -> None:
+    vocabulary = Guide(make(), padding=3).vocabulary
+    plain, special = vocabulary.tokenizer, vocabulary.special_tokenizer
+    for text in ("", "a", ' ab {"one": "trone"} ', "é€ <|en", "<|end>|", "a  b\n"):
+        assert plain.tokenize_str(text) == special.tokenize_str(text)
+    assert plain.vocab_size == special.vocab_size
+    for token_id in range(plain.vocab_size):
+        assert plain.decode_bytes([token_id]) == special.decode_bytes([token_id])
+        assert plain.is_special_token(token_id) == special.is_special_token(token_id)
 
 
 def test_the_bit_of_the_end_does_not_reach_the_model(guide: Guide) -> None:

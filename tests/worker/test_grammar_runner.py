@@ -203,6 +203,12 @@ CONTRADICTIONS = {
         InvalidField("sampling_params.stop_token_ids", "NO_POSSIBLE_TOKEN"),
         "stop tokens are no part of a format",
     ),
+    "special stop token": (
+        _contradicting('start: "a" <|end|> "b"'),
+        1,
+        InvalidField(FIELD, "NO_POSSIBLE_TOKEN"),
+        "needs the special token <|end|>, which ends the output",
+    ),
     "limit": (
         _contradicting('start: "a" (' + " | ".join(f'"{n} "' for n in range(3000)) + ")+"),
         1,

@@ -65,9 +65,10 @@ class TokenMasks:
             row.error = row.matcher.get_error()
             mask[:] = 0
             return
-        is_changed = False
+        stopped_by = None
         for token_id in row.stop_token_ids:
             word, bit = token_id // _WORD, 1 << token_id % _WORD
-            is_changed |= bool(int(mask[word]) & bit)
+            if int(mask[word]) & bit:
+                stopped_by = token_id
             mask[word] = int(mask[word]) | bit if may_end else int(mask[word]) & ~bit
-        row.is_stopped = is_changed and not mask.any()
+        row.stopped_by = None if mask.any() else stopped_by

@@ -23,11 +23,11 @@ from worker_svc.plan.logits_params import Grammar, LogitsParams
 log = structlog.get_logger()
 
 _MAX_THREADS: Final = 8
-_STOPPED: Final = RowFailure(
+_STOPPED: Final = (
     "has all tokens with which the format of the output could go on, and stop tokens are no part "
-    "of a format; leave them out",
-    InvalidField("sampling_params.stop_token_ids", REASON),
+    "of a format; leave them out"
 )
+_STOP_TOKENS: Final = InvalidField("sampling_params.stop_token_ids", REASON)
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class GrammarProcessor:
         for row, one in zip(rows.tolist(), followed, strict=True):
             if one.error is not None:
                 failures[row] = _failure(one.error, self._fields[row])
-            elif one.is_stopped:
-                failures[row] = _STOPPED
+            elif one.stopped_by is not None:
+                failures[row] = self._stopped(one.stopped_by, self._fields[row])
         if failures:
             raise FailedRows(failures)
 
@@ -140,6 +140,19 @@ class GrammarProcessor:
                 refused = InvalidField(self._fields[row], "INVALID_FORMAT")
                 failures[row] = RowFailure(f"is refused: {summary(error)}", refused)
         return failures
+
+    def _stopped(self, token_id: int, field: str) -> RowFailure:
+        """The failure of a row whose format goes on with this stop token. The model's own ones are
+        special tokens, which a format has by their names alone."""
+        assert self._compiler is not None
+        tokenizer = self._compiler.vocabulary.special_tokenizer
+        if not tokenizer.is_special_token(token_id):
+            return RowFailure(_STOPPED, _STOP_TOKENS)
+        return RowFailure(
+            f"needs the special token {tokenizer.decode_str([token_id])}, which ends the output; "
+            "leave it out",
+            InvalidField(field, REASON),
+        )
 
     def forced_token(self, row: int) -> int | None:
         """The next token of the row, where its grammar leaves no choice."""

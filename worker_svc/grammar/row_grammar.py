@@ -32,8 +32,9 @@ class RowGrammar:
         self.has_ended = False
         # The library's reason why the output does not follow the grammar, or None.
         self.error: str | None = None
-        # The grammar goes on with stop tokens alone, which end the output: no token is possible.
-        self.is_stopped = False
+        # A stop token, if the grammar goes on with these alone: no token is possible then, as they
+        # end the output.
+        self.stopped_by: int | None = None
         self.forced: deque[int] = deque()
         self._begins_after = begins_after
         self._last = deque[int](maxlen=len(begins_after))
