@@ -15,7 +15,7 @@ _WITHOUT_NUL: Final = r"[{}&&[^\x00]]"
 # A set is everything up to a bracket; one in front is one of the set.
 _SET: Final = re.compile(r"\[(\^?+)(\]?+(?:\\.|[^\\\]])*)\]", re.DOTALL)
 _ONE_OF_SET: Final = re.compile(
-    r"\\(?:[xu]\{[^}]{0,99}\}|x[\da-fA-F]{2}|u[\da-fA-F]{4}|[pP](?:\{[^}]{0,99}\}|.)|.)|.", re.DOTALL
+    r"\\(?:[xupP]\{[^}]{0,99}\}|x[\da-fA-F]{2}|u[\da-fA-F]{4}|[pP].|.)|.", re.DOTALL
 )
 _SEVERAL: Final = ("\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P")
 # Of these, some pairs are operators to the library, or will be to Python.
