@@ -17,7 +17,7 @@ from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.context import RequestContext
-from gateway_svc.http.errors import to_http
+from gateway_svc.http.errors import CHAT_NAMES, to_http
 from gateway_svc.http.generation_response import INTERNAL_ERROR
 from gateway_svc.http.generation_routes import GenerationRoutes
 from gateway_svc.http.generations import Generations
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 # The client's names of the tokenizer's fields, by path.
 _NAMES = {
-    "/tokenize": {"text": "prompt", "conversation": "messages"},
+    "/tokenize": {"text": "prompt", **CHAT_NAMES},
     "/detokenize": {"token_ids": "tokens"},
 }
 _BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)

@@ -46,7 +46,20 @@ _CODES = {
     "UNKNOWN_KEY": "invalid_api_key",
 }
 # Fields of the gRPC API, as `invalid` names them, and what precedes them.
+_INDEX = re.compile(r"\[\d+\]")
 _PREFIX = re.compile(r"^(sampling_params|conversation)\.")
+
+
+# Names of chats: the fields of tools and calls are those of an object within.
+CHAT_NAMES = {
+    "conversation": "messages",
+    "tools[]": "function",
+    "tool_choice.name": "tool_choice.function.name",
+    **{
+        f"messages[].tool_calls[].{name}": f"messages[].tool_calls[].function.{name}"
+        for name in ("name", "arguments")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,8 @@ class HttpError:
 
 def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpError:
     """Convert an error. `renamed` has the client's names of fields that have others in gRPC; for
-    `field[]`, the name of the object within each of its entries that has the fields."""
+    `field[]`, the name of the object within each of its entries that has the fields. A longer path
+    with `[]` stands for any indices."""
     info = _detail(error, error_details_pb2.ErrorInfo())
     reason = info.reason if info is not None else ""
     status = 408 if reason == BODY_TIMEOUT else _STATUSES.get(error.code, 500)
@@ -102,12 +116,21 @@ def is_resumable(error: RequestError) -> bool:
 def _param(field: str, renamed: dict[str, str]) -> str:
     """The client's name of a field: that of the longest renamed path that it begins with."""
     name = _PREFIX.sub("", field).replace("token_ids.ids", "token_ids", 1)
+    path = _INDEX.sub("[]", name)
+    if "." in path and "[]" in path and path in renamed:
+        return _with_indices(renamed[path], name)
     head = re.split(r"[.\[]", name, maxsplit=1)[0]
     if (inner := renamed.get(f"{head}[]")) is not None:
         name = re.sub(r"^(\w+\[\d+\])\.", rf"\1.{inner}.", name)
     ends = [match.start() for match in re.finditer(r"[.\[]", name)] + [len(name)]
     found = next((end for end in reversed(ends) if name[:end] in renamed), None)
     return name if found is None else renamed[name[:found]] + name[found:]
+
+
+def _with_indices(path: str, name: str) -> str:
+    """A path with the indices of a name of as many."""
+    indices = iter(_INDEX.findall(name))
+    return re.sub(r"\[\]", lambda _: next(indices), path)
 
 
 def _detail(error: RequestError, kind: D) -> D | None:

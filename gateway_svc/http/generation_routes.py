@@ -11,6 +11,7 @@ from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.fields import GenerationMessage, request_id_of
 from gateway_svc.http.bodies.sampling import SamplingFields
 from gateway_svc.http.context import RequestContext
+from gateway_svc.http.errors import CHAT_NAMES
 from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.chat import ChatFormat
 from gateway_svc.http.formats.completion import CompletionFormat
@@ -82,9 +83,8 @@ class GenerationRoutes:
         messages = [body.message(request_id)]
         states = [_state(body, gateway_pb2.FORMAT_CHAT, 1)]
         renamed = {
-            "conversation": "messages",
+            **CHAT_NAMES,
             "logprobs": "top_logprobs",
-            "tools[]": "function",
             "request_id": _REQUEST_ID,
             **body.format_names,
         }

@@ -217,7 +217,7 @@ REFUSED_FORMATS = {
     "no json_schema": (
         {"response_format": {"type": "json_schema"}},
         "response_format.json_schema",
-        "json_schema alone",
+        "is required",
     ),
     "triggers of an object": (
         {"response_format": {"type": "json_object", "triggers": ["a"]}},

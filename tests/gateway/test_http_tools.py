@@ -129,6 +129,11 @@ async def test_the_prompt_of_tools_is_tokenized(tools: Http) -> None:
     assert '<|tool|>{"type": "function"' in decode(response.json()["tokens"])
 
 
+def call(name: str, arguments: str, call_id: str = "c") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
@@ -142,8 +147,23 @@ async def test_the_prompt_of_tools_is_tokenized(tools: Http) -> None:
         ({"tool_choice": "required"}, "tool_choice", "no_tools"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS},
-            "tool_choice.name",
+            "tool_choice.function.name",
             "unknown_tool",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [call("f", "[1]")]}]},
+            "messages[1].tool_calls[0].function.arguments",
+            "no_object",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [call("a b", "{}")]}]},
+            "messages[1].tool_calls[0].function.name",
+            "tool_name",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [call("f", "{}", "i" * 999)]}]},
+            "messages[1].tool_calls[0].id",
+            "id_length",
         ),
         ({"function_call": {"name": "x"}}, "function_call", "unsupported_field"),
         ({"reasoning_effort": "maximum"}, "reasoning_effort", "invalid_field"),

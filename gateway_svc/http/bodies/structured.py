@@ -59,12 +59,14 @@ class OutputFormat(HttpRequest):
 
     def to_proto(self) -> structured_output_pb2.StructuredOutput | None:
         """None for text."""
-        if (self.json_schema is not None) != (self.type == "json_schema"):
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise invalid("response_format.json_schema", "MISSING_FIELD", "is required")
+            return of_schema("response_format.json_schema.schema", self.json_schema.schema_)
+        if self.json_schema is not None:
             raise invalid(
                 "response_format.json_schema", "INVALID_FIELD", "is for the type json_schema alone"
             )
-        if self.type == "json_schema" and self.json_schema is not None:
-            return of_schema("response_format.json_schema.schema", self.json_schema.schema_)
         tag = {
             name: value
             for name in ("structures", "triggers", "format")
