@@ -25,11 +25,23 @@ _LAST: Final = ("type", "properties", *_DEFINITIONS)
 _SIZES: Final = frozenset(
     f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
 )
+_TOO_LARGE: Final = (
+    "its regular expressions, with what they repeat or leave out, are too large; use fewer "
+    "quantifiers or shorter ones"
+)
 # For the library's texts, by their beginnings.
 _WORDS: Final = {
     "recursion limit exceeded": "is nested too deeply",
     "NoExtensionBias": "it matches no text, or refers to itself without an end",
     "Unsatisfiable schema: Regex is empty": "it matches no text",
+    "oneOf constraints are not supported": (
+        "its options do not exclude each other by types or constants, as they have to; use anyOf"
+    ),
+    "Failed to generate regex for integer range": "a bound of 19 digits needs the other bound, too",
+    "Failed to generate regex for float range": "a bound of 19 digits needs the other bound, too",
+    "lexer error: too many expressions": _TOO_LARGE,
+    "lexer precomputation failed": _TOO_LARGE,
+    "initial lexer configuration (grammar) too big": _TOO_LARGE,
     "Unsatisfiable schema: ": "nothing follows it: ",
 }
 _MAX_CHARACTERS: Final = 300

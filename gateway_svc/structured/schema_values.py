@@ -13,9 +13,9 @@ from gateway_svc.structured.schema_parts import is_number, is_version_4, refused
 # The library's numbers are doubles, written with 15 digits.
 _MAX_DIGITS: Final = 15
 _MAX_INTEGER: Final = 2**53
-# The last bound of 15 digits that the library's int64 holds. Both bounds at or below -2**63 end the
-# process; above 2**63 they allow one number, which is wrong.
-_MAX_BOUND: Final = 9_223_372_036_854_770_000
+# The last double of 15 digits that the library's int64 holds. Both bounds at or below -2**63 end
+# the process; above 2**63 they allow one number, which is wrong.
+_MAX_BOUND: Final = 9_223_372_036_854_400_000
 _BOUNDS: Final = {
     "minimum": ROUND_CEILING,
     "exclusiveMinimum": ROUND_CEILING,
@@ -183,8 +183,13 @@ def _rounded(number: float, rounding: str) -> float:
     if isinstance(number, int) and abs(number) <= _MAX_INTEGER:
         return number
     exact = Decimal(str(number))
-    if len(exact.normalize().as_tuple().digits) <= _MAX_DIGITS:
-        return number
     unit = Decimal(1).scaleb(exact.adjusted() - _MAX_DIGITS + 1)
-    rounded = (exact / unit).to_integral_value(rounding) * unit
+    if rounding == ROUND_FLOOR:
+        unit = -unit
+    rounded = (exact / unit).to_integral_value(ROUND_CEILING) * unit
+    # The doubles of large numbers are others than their digits say.
+    while abs(rounded) > _MAX_INTEGER and (Decimal(float(rounded)) - exact) * unit < 0:
+        rounded += unit
+    if rounded == exact:
+        return number
     return int(rounded) if isinstance(number, int) else float(rounded)

@@ -70,6 +70,19 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"pattern": "a\\"}, "pattern at # ends in a backslash that escapes nothing: a\\; remove"),
         ({"patternProperties": {"\\": NULL}}, "patternProperties at # ends in a backslash"),
         ({"patternProperties": {"[&]": NULL, r"[\&]": NULL}}, "patternProperties at # has a pa"),
+        (
+            {"type": "integer", "minimum": 10**18},
+            "minimum at # is refused: a bound of 19 digits ne",
+        ),
+        ({"type": "number", "maximum": -2e18}, "maximum at # is refused: a bound of 19 digits ne"),
+        (
+            {"oneOf": [{"type": "string"}, {"minLength": 2}]},
+            "oneOf at # is refused: its options do not exclude each other by types or constants",
+        ),
+        (
+            {"type": "string", "pattern": f"^{'a?' * 999}$"},
+            "pattern at # is refused: its regular expressions, with what they repeat or leave out",
+        ),
         ({"$ref": "#"}, "$ref at # leads back to itself"),
         ({"anyOf": [{"$ref": "#"}, NULL]}, "$ref at #/anyOf/0 leads back"),
         (
@@ -98,8 +111,8 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"type": "object", "additionalProperties": False, "required": ["x"]}, "additionalProp"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"minimum": "x"}}}, "minimum at #/$defs/a"),
         ({"$schema": "nope"}, "$schema at #"),
-        (OUTSIDE, "maximum at # is -1e+19; at least -9223372036854770000 can be followed"),
-        ({"minimum": 1e30, "maximum": 1e30 + 5}, "minimum at # is 1e+30; at most 922337203685477"),
+        (OUTSIDE, "maximum at # is -1e+19; at least -9223372036854400000 can be followed"),
+        ({"minimum": 1e30, "maximum": 1e30 + 5}, "minimum at # is 1e+30; at most 922337203685440"),
         ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "maximum at # is -9223"),
         ({"anyOf": [NULL, {"exclusiveMinimum": 10**19}]}, "exclusiveMinimum at #/anyOf/1 is 1000"),
         ({"exclusiveMaximum": -1e300}, "exclusiveMaximum at # is -1e+300"),
@@ -186,6 +199,11 @@ def test_what_is_no_schema_is_refused(
             for low, high in ((2e19, 5), (1e19, -(10**18)), (-3, 10**30), (1e300, 1e300))
         ),
         {"type": "integer", "minimum": -(10**30)},
+        *(
+            {"type": kind, "minimum": low, "maximum": low + 30_000}
+            for kind in ("integer", "number")
+            for low in (9_223_372_036_854_360_000, -9_223_372_036_854_390_000, 10**17 + 10**3 + 1)
+        ),
         {"type": "integer", "exclusiveMinimum": -(2**63), "maximum": 1e19},
         {
             "$ref": "#/components/schemas/a~1b",

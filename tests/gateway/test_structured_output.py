@@ -154,6 +154,8 @@ def test_numbers_that_the_library_reads_well_are_served(compiler: StructuredOutp
         (pb.StructuredOutput(regex="a(?!b)"), "look-around"),
         (pb.StructuredOutput(regex="("), "refused"),
         (pb.StructuredOutput(regex="a\\\\\\"), "ends in a backslash that escapes nothing; remove"),
+        (pb.StructuredOutput(regex="a?" * 999), "is refused: its regular expressions, with what"),
+        (pb.StructuredOutput(regex="[a-z]?" * 999), "is refused: its regular expressions, with"),
         (pb.StructuredOutput(regex="a?" * 1001), "has 1001 quantifiers; at most 1000"),
         (pb.StructuredOutput(grammar=f"start: /{'(a|)' * 1001}/"), "has 1001 quantifiers"),
         (pb.StructuredOutput(choice=pb.Texts()), "has no texts"),
