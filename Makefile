@@ -108,7 +108,7 @@ test: kernels ## Run the tests (minutes).
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: kernels ## Run the long tests.
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-pythons: ## Run the tests on the other supported Pythons that are installed.
 	@for version in $(PYTHONS); do \
