@@ -74,7 +74,7 @@ def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
     for keyword, rounding in _BOUNDS.items():
         if is_number(part.get(keyword)):
             _check_bound(keyword, path, part[keyword], rounding)
-            part[keyword] = _rounded(part[keyword], rounding)
+            part[keyword] = _rounded(part[keyword], rounding, keyword.startswith("exclusive"))
     _prepare_patterns(path, part)
 
 
@@ -176,11 +176,12 @@ def _check_bound(keyword: str, path: str, number: float, rounding: str) -> None:
     raise refused(keyword, path, f"is {number}; {reason}")
 
 
-def _rounded(number: float, rounding: str) -> float:
-    """A bound that the library reads exactly, and that allows nothing more."""
+def _rounded(number: float, rounding: str, is_exclusive: bool) -> float:
+    """A bound that the library reads exactly, and that allows nothing more. To the library, large
+    ones are not exclusive: one more or less is the same double."""
     if abs(number) > _MAX_BOUND:
         return _MAX_BOUND if number > 0 else -_MAX_BOUND
-    if isinstance(number, int) and abs(number) <= _MAX_INTEGER:
+    if isinstance(number, int) and abs(number) <= _MAX_INTEGER - is_exclusive:
         return number
     exact = Decimal(str(number))
     unit = Decimal(1).scaleb(exact.adjusted() - _MAX_DIGITS + 1)
@@ -188,7 +189,10 @@ def _rounded(number: float, rounding: str) -> float:
         unit = -unit
     rounded = (exact / unit).to_integral_value(ROUND_CEILING) * unit
     # The doubles of large numbers are others than their digits say.
-    while abs(rounded) > _MAX_INTEGER and (Decimal(float(rounded)) - exact) * unit < 0:
+    while abs(rounded) > _MAX_INTEGER:
+        distance = (Decimal(float(rounded)) - exact) * unit
+        if distance > 0 or (distance == 0 and not is_exclusive):
+            break
         rounded += unit
     if rounded == exact:
         return number

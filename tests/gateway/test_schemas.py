@@ -199,6 +199,8 @@ def test_what_is_no_schema_is_refused(
             for low, high in ((2e19, 5), (1e19, -(10**18)), (-3, 10**30), (1e300, 1e300))
         ),
         {"type": "integer", "minimum": -(10**30)},
+        {"type": "integer", "minimum": 10**18 - 10**5, "exclusiveMaximum": 10**18},
+        {"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 999},
         *(
             {"type": kind, "minimum": low, "maximum": low + 30_000}
             for kind in ("integer", "number")
