@@ -275,7 +275,7 @@ def test_sets_of_characters_have_no_operators(
     compiler: StructuredOutputCompiler, pattern: str
 ) -> None:
     definition = definition_of(compiler, of_schema({"type": "string", "pattern": pattern}))
-    for text in [*map(chr, range(1, 127)), "a]]", "ab", "nd", "b]", "[]"]:
+    for text in [*map(chr, range(1, 127)), "a]]", "ab", "xy", "b]", "[]"]:
         shown = json.dumps(text, ensure_ascii=False)
         assert accepts(definition, shown) == bool(re.search(pattern, text)), text
 
