@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from llguidance import LLMatcher
@@ -50,13 +52,10 @@ class StructuredOutputCompiler:
     """The formats of one model. Keeps the grammars used last, so that they are checked once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Takes a second for 100,000 tokens."""
-        self._vocabulary: GrammarVocabulary | None = None
-        self._reason = ""
-        try:
-            self._vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, vocab_size)
-        except NoGrammarsError as error:
-            self._reason = str(error)
+        """The vocabulary is read for the first format, which takes a second for 100,000 tokens: a
+        gateway that serves none should not start later and need memory for it."""
+        self._read_vocabulary = partial(GrammarVocabulary.from_tokenizer, tokenizer, vocab_size)
+        self._vocabulary: Future[GrammarVocabulary] | None = None
         self._threads = compiler_threads(_NUM_THREADS, "formats")
         # By format, the ones used last at the end.
         self._formats: OrderedDict[bytes, CompiledFormat] = OrderedDict()
@@ -68,8 +67,13 @@ class StructuredOutputCompiler:
         """The grammar for workers. RequestError at a field within `field` if the format is
         refused."""
         if self._vocabulary is None:
-            reason = f"is not served: the model's tokenizer is not readable ({self._reason})"
-            raise invalid(field, "NO_STRUCTURED_OUTPUT", reason)
+            self._vocabulary = self._threads.submit(self._read_vocabulary)
+        try:
+            # Shielded: a request that is cancelled must not cancel it for all.
+            vocabulary = await asyncio.shield(asyncio.wrap_future(self._vocabulary))
+        except NoGrammarsError as error:
+            reason = f"is not served: the model's tokenizer is not readable ({error})"
+            raise invalid(field, "NO_STRUCTURED_OUTPUT", reason) from error
         name = output.WhichOneof("format")
         if name is None:
             raise invalid(field, "NO_FORMAT", "has no format")
@@ -84,7 +88,7 @@ class StructuredOutputCompiler:
         compiled = self._formats.get(key)
         if compiled is None:
             compiled = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._compile, self._vocabulary, f"{field}.{name}", output
+                self._threads, self._compile, vocabulary, f"{field}.{name}", output
             )
         self._keep(key, compiled)
         return compiled

@@ -16,7 +16,13 @@ _LINES_OF_OUTPUT = 20
 
 def is_compiled() -> bool:
     """Whether an up-to-date library exists."""
-    return complete_mark(build_folder()).exists()
+    return complete_mark(_folder()).exists()
+
+
+@cache
+def _folder() -> Path:
+    """That of this process's build: finding it reads all sources."""
+    return build_folder()
 
 
 @cache
@@ -39,5 +45,5 @@ def load_extension() -> bool:
             reason = "\n".join(output.splitlines()[-_LINES_OF_OUTPUT:])
             warnings.warn(f"no C++ kernels, so models run slowly: {reason}", stacklevel=2)
             return False
-    torch.ops.load_library(str(library_file(build_folder())))  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(library_file(_folder())))  # type: ignore[no-untyped-call]
     return True

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -57,7 +58,24 @@ class GrammarVocabulary:
     def from_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int) -> "GrammarVocabulary":
         """`vocab_size` is the model's, which may exceed the tokenizer's. Takes a second for 100,000
         tokens. NoGrammarsError if the library does not read this tokenizer."""
-        extended = Tokenizer.from_str(tokenizer.to_str())
+        return cls._extending(Tokenizer.from_str(tokenizer.to_str()), vocab_size)
+
+    @classmethod
+    def from_file(cls, path: Path, vocab_size: int) -> "GrammarVocabulary":
+        """That of a `tokenizer.json`. Holds the interpreter for half a second for 100,000 tokens.
+        NoGrammarsError if there is no such file, or no library reads it."""
+        if not path.is_file():
+            raise NoGrammarsError(f"{path}: no such file")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            # The tokenizer library raises bare exceptions.
+            raise NoGrammarsError(first_line(error)) from error
+        return cls._extending(tokenizer, vocab_size)
+
+    @classmethod
+    def _extending(cls, extended: Tokenizer, vocab_size: int) -> "GrammarVocabulary":
+        """From a tokenizer that nothing else uses; it is changed."""
         # Settings of a training run, saved with the vocabulary.
         extended.no_truncation()
         extended.no_padding()

@@ -17,7 +17,7 @@ from worker_driver import Sequence, admit
 
 from quire.internal.v1 import worker_pb2
 from quire.service.grammars import GrammarError, GrammarVocabulary, NoGrammarsError
-from worker_svc.grammar.compiler import GrammarCompiler, load_grammars
+from worker_svc.grammar.compiler import GrammarCompiler, find_grammars
 from worker_svc.grammar.masks import TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
 from worker_svc.plan.inputs import Ints
@@ -34,7 +34,7 @@ class Guide:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size() + padding
         self.vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, self.vocab_size)
-        self.compiler = GrammarCompiler(self.vocabulary)
+        self.compiler = GrammarCompiler(lambda: self.vocabulary)
         self.masks = TokenMasks(self.vocabulary, self.vocab_size, 8, num_threads=2)
 
     def row(
@@ -278,7 +278,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
 
 
 def test_the_compiler_keeps_the_grammars_used_last(guide: Guide) -> None:
-    compiler = GrammarCompiler(guide.vocabulary, max_grammars=2)
+    compiler = GrammarCompiler(lambda: guide.vocabulary, max_grammars=2)
     a, b, c = (LLMatcher.grammar_from_lark(f'start: "{text}"') for text in "abc")
     first = compiler.prepare(a)
     compiler.prepare(b)
@@ -301,15 +301,37 @@ def test_a_grammar_that_cannot_be_compiled(guide: Guide) -> None:
 
 
 def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) -> None:
-    assert load_grammars(tmp_path, 10) is None
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert load_grammars(tmp_path, 10) is None
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    assert load_grammars(tmp_path, 300) is not None
+    assert find_grammars(tmp_path, 10) is None
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    unreadable = find_grammars(tmp_path, 10)
+    assert unreadable is not None
+    definition = LLMatcher.grammar_from_lark('start: "a"')
+    with pytest.raises(NoGrammarsError):
+        unreadable.prepare(definition).result()
+    byte_level().save(str(file))
+    readable = find_grammars(tmp_path, 300)
+    assert readable is not None
+    assert readable.prepare(definition).result().is_accepting() is False
+
+
+def test_the_vocabulary_is_read_once_and_for_the_first_grammar(guide: Guide) -> None:
+    reads = []
+
+    def read() -> GrammarVocabulary:
+        reads.append(1)
+        return guide.vocabulary
+
+    compiler = GrammarCompiler(read)
+    assert not reads
+    grammars = [LLMatcher.grammar_from_lark(f'start: "{text}"') for text in "abc"]
+    for compiled in [compiler.prepare(grammar) for grammar in grammars]:
+        compiled.result()
+    assert len(reads) == 1
 
 
 def test_grammars_are_compiled_when_their_plan_arrives(guide: Guide) -> None:
-    compiler = GrammarCompiler(guide.vocabulary)
+    compiler = GrammarCompiler(lambda: guide.vocabulary)
     message = worker_pb2.BatchPlan()
     for row, lark in enumerate(('start: "a"', None, 'start: "a"')):
         admit(message, Sequence(row, [1], 1))

@@ -17,7 +17,7 @@ from worker_driver import worker_settings
 from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
-from worker_svc.grammar.compiler import load_grammars
+from worker_svc.grammar.compiler import find_grammars
 from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.logits_params import Grammar, LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
@@ -343,5 +343,5 @@ def _pipelined(folder: Path) -> PipelinedRunner:
         runner._implementation,
         HostStreams(),
         HostCapturer(),
-        grammars=load_grammars(folder, TOKENIZER.get_vocab_size() + 5),
+        grammars=find_grammars(folder, TOKENIZER.get_vocab_size() + 5),
     )

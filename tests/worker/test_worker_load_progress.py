@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 from scripted_hub import HUB_MODEL, serve_hub
@@ -28,16 +29,45 @@ def test_details_are_written_at_intervals_and_logged_rarely(tmp_path: Path) -> N
         assert read_progress(file) == Progress("downloading")
         time_s[0] += 0.125
         progress.count_bytes("downloading", 2 * _MIB, 4 * _MIB)
-        assert read_progress(file) == Progress("downloading", "2 MiB of 4 MiB")
+        assert read_progress(file) == Progress("downloading", "2 MiB of 4 MiB, 0 s")
         time_s[0] += 10.0
         progress.count_bytes("downloading", 3 * _MIB, 4 * _MIB)
-        progress.count("packing weights", 0, 7)
-    assert read_progress(file) == Progress("packing weights")
+        progress.count_layers("packing weights", 1, 7, 0, 4 * _MIB)
+        time_s[0] += 3.0
+        progress.count_layers("packing weights", 2, 7, _MIB, 4 * _MIB)
+        progress.end()
+    detail = "layer 2 of 7, 1 MiB of 4 MiB"
+    assert read_progress(file) == Progress("packing weights", f"{detail}, 13 s")
     assert [{k: v for k, v in line.items() if k != "log_level"} for line in logs] == [
-        {"event": "loading", "step": "downloading"},
-        {"event": "loading", "step": "downloading", "done": "3 MiB of 4 MiB"},
-        {"event": "loading", "step": "packing weights"},
+        {"event": "loading", "step": "downloading", "seconds": 0.0},
+        {"event": "loading", "step": "downloading", "done": "3 MiB of 4 MiB", "seconds": 10.1},
+        {"event": "loading", "step": "packing weights", "seconds": 10.1},
+        {"event": "loading", "step": "packing weights", "done": detail, "seconds": 13.1},
+        {"event": "loaded", "seconds": 13.1},
     ]
+
+
+def test_a_terminal_has_one_line_that_is_rewritten() -> None:
+    terminal, time_s = StringIO(), [0.0]
+    progress = LoadProgress(clock=lambda: time_s[0], terminal=terminal)
+    with capture_logs():
+        progress.begin("reading")
+        for layer in (1, 2):
+            time_s[0] += 1.0
+            progress.count_layers("packing", layer, 2, layer * _MIB, 2 * _MIB)
+        time_s[0] += 1.0
+        progress.count_layers("packing", 2, 2, 2 * _MIB, 2 * _MIB)
+        progress.end()
+    text = terminal.getvalue()
+    assert "\n" not in text
+    lines = [line for line in text.split("\r\x1b[K") if line]
+    assert lines == [
+        "reading",
+        "packing",
+        "packing, layer 2 of 2, 2 MiB of 2 MiB, 2 s",
+        "packing, layer 2 of 2, 2 MiB of 2 MiB, 3 s",
+    ]
+    assert text.endswith("\r\x1b[K")
 
 
 def test_a_model_is_loaded_without_a_place_for_the_file(tmp_path: Path) -> None:
@@ -51,7 +81,7 @@ def test_the_steps_of_loading_a_model(tmp_path: Path) -> None:
     steps = [line["step"] for line in logs if line["event"] == "loading"]
     assert steps[0].startswith("reading ")
     assert steps[0].endswith(" of weights")
-    assert steps[-3:] == ["allocating the cache", "reading the vocabulary", "warming up"]
+    assert steps[-2:] == ["allocating the cache", "warming up"]
     assert read_progress(file) == Progress("warming up")
 
 

@@ -2,20 +2,16 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 from llguidance import LLMatcher
-from tokenizers import Tokenizer
 
-from quire.service.grammars import (
-    GrammarVocabulary,
-    NoGrammarsError,
-    compiler_threads,
-    first_line,
-)
+from quire.service.grammars import GrammarVocabulary, compiler_threads
 from worker_svc.plan.plans import Plan
 
 log = structlog.get_logger()
@@ -30,8 +26,15 @@ _NICENESS: Final = 10
 class GrammarCompiler:
     """Compiled grammars by their definitions. All methods may be called on any thread."""
 
-    def __init__(self, vocabulary: GrammarVocabulary, max_grammars: int = _MAX_GRAMMARS) -> None:
-        self.vocabulary = vocabulary
+    def __init__(
+        self,
+        read_vocabulary: Callable[[], GrammarVocabulary],
+        max_grammars: int = _MAX_GRAMMARS,
+    ) -> None:
+        """`read_vocabulary` is called once, before the first grammar is compiled."""
+        self._read_vocabulary = read_vocabulary
+        self._vocabulary: GrammarVocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
         self._max_grammars = max_grammars
         self._threads = compiler_threads(_NUM_THREADS, "grammar", _NICENESS)
         self._lock = threading.Lock()
@@ -41,13 +44,22 @@ class GrammarCompiler:
     def __len__(self) -> int:
         return len(self._compiled)
 
+    @property
+    def vocabulary(self) -> GrammarVocabulary:
+        """Read at the first use: it takes a second and more than 100 MB for 150,000 tokens, which
+        a worker without grammars should not pay. NoGrammarsError if it cannot be read."""
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+            return self._vocabulary
+
     def prepare(self, definition: str) -> Future[LLMatcher]:
         """Start to compile a grammar, unless it is there. The future's matcher is at the start of
-        the grammar, for copies; its error is a GrammarError."""
+        the grammar, for copies; its error is a GrammarError, or that of the vocabulary."""
         with self._lock:
             compiled = self._compiled.pop(definition, None)
             if compiled is None:
-                compiled = self._threads.submit(self.vocabulary.compile, definition)
+                compiled = self._threads.submit(self._compile, definition)
             self._compiled[definition] = compiled
             while len(self._compiled) > self._max_grammars:
                 self._compiled.popitem(last=False)
@@ -61,17 +73,15 @@ class GrammarCompiler:
             if params is not None and params.grammar is not None:
                 self.prepare(params.grammar.definition)
 
+    def _compile(self, definition: str) -> LLMatcher:
+        return self.vocabulary.compile(definition)
 
-def load_grammars(folder: Path, vocab_size: int) -> GrammarCompiler | None:
-    """The compiler for a model's tokenizer; None, with a line in the log, if it has none that the
-    grammar library reads. Rows with grammars fail then; gateways refuse such requests."""
+
+def find_grammars(folder: Path, vocab_size: int) -> GrammarCompiler | None:
+    """The compiler for a model's tokenizer, which is not read yet; None, with a line in the log, if
+    there is none. Rows with grammars fail then; gateways refuse such requests."""
     path = folder / "tokenizer.json"
-    try:
-        if not path.is_file():
-            raise NoGrammarsError(f"{path}: no such file")
-        tokenizer = Tokenizer.from_file(str(path))
-        return GrammarCompiler(GrammarVocabulary.from_tokenizer(tokenizer, vocab_size))
-    except Exception as error:
-        # The tokenizer library raises bare exceptions.
-        log.info("no structured output", reason=first_line(error))
+    if not path.is_file():
+        log.info("no structured output", reason=f"{path}: no such file")
         return None
+    return GrammarCompiler(partial(GrammarVocabulary.from_file, path, vocab_size))

@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -11,7 +12,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from kernels.logits import apply_bitmask
-from quire.service.grammars import is_rejection, summary
+from quire.service.grammars import NoGrammarsError, is_rejection, summary
 from worker_svc.grammar.masks import TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
 from worker_svc.logits.exclusions import REASON
@@ -23,6 +24,7 @@ from worker_svc.plan.logits_params import Grammar, LogitsParams
 log = structlog.get_logger()
 
 _MAX_THREADS: Final = 8
+_NO_TOKENIZER: Final = "the worker's model has no tokenizer for structured output"
 _STOPPED: Final = (
     "has all tokens with which the format of the output could go on, and stop tokens are no part "
     "of a format; leave them out"
@@ -60,19 +62,23 @@ class GrammarProcessor:
     def __init__(self, context: ProcessorContext) -> None:
         """Without a compiler of grammars, rows that have one fail."""
         self._context = context
-        self._compiler = compiler = context.grammars
+        self._compiler = context.grammars
         # Rows whose grammars are compiled, and those that wait for it.
         self._rows: dict[int, RowGrammar] = {}
         self._waiting: dict[int, _WaitingRow] = {}
         self._fields: dict[int, str] = {}  # of the requests, which the grammars are made of
-        if compiler is not None:
-            cores = len(os.sched_getaffinity(0))
-            self._masks = TokenMasks(
-                compiler.vocabulary,
-                context.vocab_size,
-                context.max_num_seqs,
-                min(cores, _MAX_THREADS),
-            )
+
+    @cached_property
+    def _masks(self) -> TokenMasks:
+        """Made for the first row, because they need the vocabulary."""
+        assert self._compiler is not None
+        cores = len(os.sched_getaffinity(0))
+        return TokenMasks(
+            self._compiler.vocabulary,
+            self._context.vocab_size,
+            self._context.max_num_seqs,
+            min(cores, _MAX_THREADS),
+        )
 
     def admit(
         self, row: int, params: LogitsParams, token_ids: Ints, num_prompt_tokens: int
@@ -80,7 +86,7 @@ class GrammarProcessor:
         if params.grammar is None:
             return False
         if self._compiler is None:
-            raise LogitsError("the worker's model has no tokenizer for structured output")
+            raise LogitsError(_NO_TOKENIZER)
         compiled = self._compiler.prepare(params.grammar.definition)
         output = token_ids[num_prompt_tokens:].tolist()
         self._waiting[row] = _WaitingRow(params.grammar, params.stop_token_ids, output, compiled)
@@ -135,6 +141,9 @@ class GrammarProcessor:
             try:
                 self._rows[row] = self._waiting[row].begin(self._masks.end_id)
                 del self._waiting[row]
+            except NoGrammarsError as error:
+                log.warning("no structured output", reason=str(error))
+                failures[row] = RowFailure(_NO_TOKENIZER)
             except Exception as error:
                 # Whatever the library raises fails this row alone.
                 refused = InvalidField(self._fields[row], "INVALID_FORMAT")

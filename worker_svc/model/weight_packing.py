@@ -1,8 +1,9 @@
 """Packs a model's weights into the layout of the kernel that multiplies with them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
@@ -13,6 +14,7 @@ from kernels.fused import Activation
 from kernels.linear import WEIGHT_DTYPES, PackedLinear, PackedWeight, gated_linear
 from worker_svc.model.elementwise_fusion import GatedMlp
 from worker_svc.model.load_progress import LoadProgress
+from worker_svc.model.weight_progress import WeightProgress
 
 
 def pack(
@@ -20,19 +22,21 @@ def pack(
     implementation: Implementation,
     kept: Container[nn.Module] = (),
     progress: LoadProgress | None = None,
+    files: Iterable[Path] = (),
 ) -> Counter[str]:
     """Replace the products of linear layers but those `kept`; return counts. A weight that nothing
     else reads is freed as soon as it is packed, so at most one weight is in memory twice.
 
-    Tied embeddings read their rows from the packed weight. A freed weight reads as NaN.
+    Tied embeddings read their rows from the packed weight. A freed weight reads as NaN. `files` are
+    those of the weights; their pages are released as the weights are packed.
     """
     packed: Counter[str] = Counter()
     if not implementation.is_cpp:
         return packed
-    progress = progress or LoadProgress()
     weights = modules_by_weight(network)
-    for number, users in enumerate(weights):
-        progress.count("packing weights", number, len(weights))
+    counted = WeightProgress("packing weights", network, weights, progress, files)
+    for users in weights:
+        counted.begin(users)
         linears = [user for user in users if is_unpacked(user)]
         embeddings = [user for user in users if is_plain_embedding(user)]
         if not linears or linears[0].weight.dtype not in WEIGHT_DTYPES:

@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
@@ -19,7 +18,7 @@ from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name, with_cache_dtype
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock
-from worker_svc.grammar.compiler import GrammarCompiler, load_grammars
+from worker_svc.grammar.compiler import find_grammars
 from worker_svc.logits.entry_points import load_processors
 from worker_svc.model.attention import PagedAttention, choose_attention
 from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
@@ -36,7 +35,7 @@ from worker_svc.plan.tables import RowTables
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
-from worker_svc.service.process import keep_freed_memory
+from worker_svc.service.process import keep_freed_memory, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 log = structlog.get_logger()
@@ -84,9 +83,8 @@ def convert_out_of_memory() -> Iterator[None]:
 
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     own_processors = load_processors(settings.logits_processors)
-    progress = LoadProgress(settings.progress_file)
+    progress = _progress(settings)
     model = _load_model(settings, device, progress)
-    loaded_grammars = _begin_to_load_grammars(model)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
     if settings.enable_torch_compile and implementation.is_cpp:
         raise WrongSettingError(
@@ -108,6 +106,8 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         model = _load_model(settings, device, progress)
         replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
     log.info("kernels", implementation=implementation, **replaced)
+    # Packing has freed buffers, which would count beside the cache.
+    return_freed_memory()
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
     cache = set_up_cache(model, settings, implementation, flash, meter)
@@ -125,8 +125,7 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         num_blocks=pool.size.num_blocks,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
-    progress.begin("reading the vocabulary")
-    grammars = loaded_grammars.result()
+    grammars = find_grammars(model.weights[0].parent, model.vocab_size)
     progress.begin("warming up")
     runner = start_runner(
         model,
@@ -139,16 +138,15 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         own_processors=own_processors,
     )
     identity = _identity(model, settings, pool)
+    progress.end()
     on_arrival = no_op if grammars is None else grammars.prepare_for
     return LoadedRunner(MultiStepRunner(runner), identity, on_arrival)
 
 
-def _begin_to_load_grammars(model: LoadedModel) -> Future[GrammarCompiler | None]:
-    """Read the vocabulary in a thread, while weights are packed in others."""
-    thread = ThreadPoolExecutor(1, "vocabulary")
-    loaded = thread.submit(load_grammars, model.weights[0].parent, model.vocab_size)
-    thread.shutdown(wait=False)
-    return loaded
+def _progress(settings: WorkerSettings) -> LoadProgress:
+    """A launcher that reads the file shows the progress itself."""
+    shown = sys.stderr.isatty() and settings.progress_file is None
+    return LoadProgress(settings.progress_file, terminal=sys.stderr if shown else None)
 
 
 def _identity(model: LoadedModel, settings: WorkerSettings, pool: KvPool) -> Identity:
@@ -191,7 +189,7 @@ def _quantize(
     if quantization is not None:
         kept = probe_weights(model.network).read_elsewhere
         sources = rounded_weights(model.network, quantization, kept)
-    packed = pack_quantized(model.network, sources, implementation, progress)
+    packed = pack_quantized(model.network, sources, implementation, progress, model.weights)
     sources.clear()
     return packed
 
@@ -214,7 +212,7 @@ def _replace_parts(
         probed = probe_weights(network)
     calls = record_layer_calls(network, implementation)
     replaced = fuse(network, implementation)
-    replaced += pack(network, implementation, probed.read_elsewhere, progress)
+    replaced += pack(network, implementation, probed.read_elsewhere, progress, model.weights)
     replaced += fuse_layers(calls) + fuse_forward(network, model.max_model_len)
     if probed.is_finite and not has_finite_logits(network):
         return None

@@ -52,12 +52,18 @@ def prepare_memory() -> None:
         glibc.mallopt(_M_ARENA_MAX, 1)
 
 
+def return_freed_memory() -> None:
+    """Return unused memory to the system. Does nothing where the C library is not glibc."""
+    if glibc := _glibc():
+        glibc.malloc_trim(0)
+
+
 def keep_freed_memory() -> None:
     """To be called when the model is loaded. Returns unused memory to the system; from here on
     freed memory stays with the process, because steps allocate the same sizes again and again, and
     new memory costs a page fault per page. Does nothing where the C library is not glibc."""
+    return_freed_memory()
     if glibc := _glibc():
-        glibc.malloc_trim(0)
         glibc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
         if not glibc.mallopt(_M_MMAP_THRESHOLD, _LARGE):
             glibc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)

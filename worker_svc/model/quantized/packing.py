@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from worker_svc.model.weight_packing import (
     packed_linear,
     set_forward,
 )
+from worker_svc.model.weight_progress import WeightProgress
 
 
 def pack_quantized(
@@ -27,18 +29,20 @@ def pack_quantized(
     sources: WeightSources,
     implementation: Implementation,
     progress: LoadProgress | None = None,
+    files: Iterable[Path] = (),
 ) -> Counter[str]:
     """Replace the weights of the layers that have a source; return counts. A tied embedding reads
     its rows from the packed weight.
 
     Without C++ kernels, layers get the weights that the integers stand for, in the model's dtype.
-    ModelError if a weight has another shape than its layer.
+    ModelError if a weight has another shape than its layer. `files` are those of the weights; their
+    pages are released as the weights are packed.
     """
     packed: Counter[str] = Counter()
-    progress = progress or LoadProgress()
     groups = [users for users in modules_by_weight(network) if any(u in sources for u in users)]
-    for number, users in enumerate(groups):
-        progress.count("packing quantised weights", number, len(groups))
+    counted = WeightProgress("packing quantised weights", network, groups, progress, files)
+    for users in groups:
+        counted.begin(users)
         weight = next(sources[user] for user in users if user in sources)()
         expected = users[0].get_parameter("weight").shape
         if weight.values.shape != expected:
