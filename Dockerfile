@@ -35,9 +35,10 @@ RUN /opt/quire/bin/pip install --quiet --no-deps --no-build-isolation --target /
 
 # Common to all images: the interpreter, an unprivileged user, the paths.
 FROM ${BASE_IMAGE} AS base
-# The mount point of the hub's cache; a new volume takes its owner.
+# The mount points of the caches; a new volume takes its owner.
 RUN useradd --uid 10001 --create-home quire \
-  && install --directory --owner=quire --group=quire /home/quire/.cache/huggingface
+  && install --directory --owner=quire --group=quire /home/quire/.cache/huggingface \
+    /home/quire/.cache/quire/weights
 ENV PATH=/app/bin:/opt/quire/bin:$PATH \
   PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /home/quire

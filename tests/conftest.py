@@ -16,6 +16,8 @@ from quire.launcher.redis import EmbeddedRedis
 # Services that tests start inherit these.
 # Models are tiny; a worker's default cache of 1 GiB costs two seconds of page faults.
 os.environ.setdefault("QUIRE_WORKER_KV_CACHE_MEMORY", "64MiB")
+# Nothing is left behind in the user's cache.
+os.environ.setdefault("QUIRE_WORKER_WEIGHT_CACHE_SIZE", "0")
 # More processes than cores: OpenMP's threads would spin on the cores that others need.
 os.environ.setdefault("GOMP_SPINCOUNT", "100")
 

@@ -153,6 +153,23 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="Host memory for blocks of swapped-out sequences, such as 4GiB; 0: none.",
     )
+    weight_cache: Path | None = Field(
+        None,
+        description="Folder in which a worker on a CPU keeps packed weights, which its next "
+        "start maps; `$XDG_CACHE_HOME/quire/weights`, or `~/.cache/quire/weights`, if absent.",
+    )
+    weight_cache_size: Bytes = Field(
+        20 * 10**9,
+        ge=0,
+        validate_default=True,
+        description="Most bytes in --weight-cache, such as 20GB; those used longest ago are "
+        "removed; 0: weights are not cached.",
+    )
+    weight_cache_shared: bool = Field(
+        False,
+        description="Leaves cached weights mapped, so that workers of one machine share their "
+        "memory, instead of copying them into huge pages, which are read faster.",
+    )
     record: Path | None = Field(
         None, description="File that receives every plan and result, for `quire replay`."
     )

@@ -14,10 +14,10 @@ from worker_driver import BLOCK_SIZE, worker_settings, written_by
 
 from benchmarks.engines.workload import Work
 from kernels.attention import PagedBatch
-from worker_svc.model.attention import PagedAttention
+from worker_svc.model import torch_compile
 from worker_svc.model.loading import LoadedModel
+from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.torch_compile import attention_operation, compile_model
-from worker_svc.runner import runner_loading
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner, StepRunner
 from worker_svc.settings import WrongSettingError
@@ -45,7 +45,7 @@ def written(runner: StepRunner) -> list[list[int]]:
 
 
 def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_loading, "compile_model", partial(compile_model, backend=backend))
+    monkeypatch.setattr(torch_compile, "compile_model", partial(compile_model, backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_model_that_torch_cannot_compile_is_refused(
         layer.mlp.forward = asks
         compile_model(model, *args, backend="eager")
 
-    monkeypatch.setattr(runner_loading, "compile_model", compile_broken)
+    monkeypatch.setattr(torch_compile, "compile_model", compile_broken)
     model = save_model(llama(), tmp_path)
     with pytest.raises(
         WrongSettingError, match=r"LlamaForCausalLM: .*data-dependent.*; do without it"

@@ -22,7 +22,7 @@ from transformers import (
 from kernels.dispatch import Implementation, cpp_implementations
 from kernels.inputs.paged_batch import PagedBatch
 from worker_svc.cache.kv_scales import KvScales
-from worker_svc.model.attention import PagedAttention, set_attention
+from worker_svc.model.attention import set_attention
 from worker_svc.model.decoder_layers import (
     DecoderLayer,
     LayerStack,
@@ -30,6 +30,7 @@ from worker_svc.model.decoder_layers import (
     record_layer_calls,
 )
 from worker_svc.model.elementwise_fusion import fuse
+from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.weight_packing import pack
 
 

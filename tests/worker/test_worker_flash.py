@@ -17,10 +17,11 @@ from kernels.flash import FlashAttention, FlashBatch, PackageFlash, TorchFlash
 from kernels.flash_dispatch import FLASH_SETTINGS, FlashKind
 from worker_svc.cache.kv_pool import AttentionSpec, KvPool
 from worker_svc.cache.pool_size import PoolSize
-from worker_svc.model import attention
-from worker_svc.model.attention import PagedAttention, choose_attention
+from worker_svc.model import paged_attention
 from worker_svc.model.loading import load_model
-from worker_svc.runner.runner_loading import load_runner, require_e4m3
+from worker_svc.model.paged_attention import PagedAttention, choose_attention
+from worker_svc.runner.model_preparation import require_e4m3
+from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda")
@@ -115,7 +116,7 @@ def test_the_log_has_the_attention_and_the_reasons_against_each_library(
     torch_s, package_s = TorchFlash(lambda: None), PackageFlash(lambda: None, lambda: None)
     found: dict[FlashKind, FlashAttention] = {FlashKind.TORCH: torch_s}
     missing = {FlashKind.PACKAGE: "not installed"}
-    monkeypatch.setattr(attention, "find_flash", lambda: (found, missing))
+    monkeypatch.setattr(paged_attention, "find_flash", lambda: (found, missing))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     with capture_logs() as logs:
         assert choose_attention(_LAYERS, torch.bfloat16, 256, _GPU, "auto") is torch_s

@@ -24,8 +24,8 @@ from worker_svc.cache.kv_pool import AttentionSpec, KvPool
 from worker_svc.cache.kv_scales import KvScales
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.cache.profiling import largest_batch
-from worker_svc.model.attention import PagedAttention
 from worker_svc.model.loading import LoadedModel, load_model
+from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.plan.plans import BlockMoves
 
 _CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from worker_driver import (
 )
 
 from quire.internal.v1 import worker_pb2
-from worker_svc.model.split_forward import FinalStates
+from worker_svc.model.served_model import FinalStates
 from worker_svc.runner import prompt_slices
 
 # More places than in the test of sampled tokens, so a larger difference among them.

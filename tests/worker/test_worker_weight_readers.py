@@ -14,7 +14,7 @@ from worker_driver import Driver, LaneClient, Sequence, served_model
 from kernels.dispatch import cpp_implementations
 from worker_svc.model.weight_packing import pack
 from worker_svc.model.weight_readers import ProbedWeights, probe_weights
-from worker_svc.runner import runner_loading
+from worker_svc.runner import model_preparation
 
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
 
@@ -134,7 +134,7 @@ async def test_a_read_that_the_probe_did_not_show_keeps_all_weights(
     longcat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        runner_loading, "probe_weights", lambda network: ProbedWeights(frozenset(), True)
+        model_preparation, "probe_weights", lambda network: ProbedWeights(frozenset(), True)
     )
     await check_output(longcat)
     assert "the model keeps its own" in capsys.readouterr().out

@@ -28,7 +28,7 @@ from worker_svc.gpu.device_memory import MemoryMeter
 from worker_svc.gpu.graphs import graph_sizes
 from worker_svc.gpu.staging import largest_step_bytes
 from worker_svc.logits.penalties import largest_counts_bytes
-from worker_svc.model.loading import LoadedModel
+from worker_svc.model.served_model import ServedModel
 from worker_svc.service.process import host_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
@@ -48,7 +48,7 @@ class CacheSetup:
 
 
 def set_up_cache(
-    model: LoadedModel,
+    model: ServedModel,
     settings: WorkerSettings,
     implementation: Implementation,
     flash: FlashAttention | None,
@@ -78,7 +78,7 @@ def set_up_cache(
     return CacheSetup(layers, _size(model, layers, settings, memory), scales)
 
 
-def _known_scales(model: LoadedModel, dtype: torch.dtype) -> tuple[KvScales, ...] | None:
+def _known_scales(model: ServedModel, dtype: torch.dtype) -> tuple[KvScales, ...] | None:
     """1.0 for a cache of 16 or 32 bits, else the checkpoint's, or None if it has none."""
     if dtype.itemsize > 1:
         return (KvScales(),) * len(model.layers)
@@ -106,21 +106,17 @@ def _log_scales(scales: tuple[KvScales, ...], dtype: torch.dtype, source: str) -
 
 
 def _batch(
-    model: LoadedModel, settings: WorkerSettings, num_tokens: int, num_rows: int
+    model: ServedModel, settings: WorkerSettings, num_tokens: int, num_rows: int
 ) -> ProfileBatch:
     return largest_batch(
-        num_tokens, num_rows, model.max_model_len, settings.block_size, _vocab_size(model)
+        num_tokens, num_rows, model.max_model_len, settings.block_size, model.vocab_size
     )
 
 
-def _vocab_size(model: LoadedModel) -> int:
-    return int(model.network.config.get_text_config().vocab_size)
-
-
-def _allocated_later(model: LoadedModel, settings: WorkerSettings, peak_activations: int) -> int:
+def _allocated_later(model: ServedModel, settings: WorkerSettings, peak_activations: int) -> int:
     num_rows, num_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     width = -(-model.max_model_len // settings.block_size)
-    vocab_size = _vocab_size(model)
+    vocab_size = model.vocab_size
     of_tables = (
         (num_rows + 1) * width * 4
         + largest_step_bytes(num_rows, num_tokens, width)
@@ -137,7 +133,7 @@ def _allocated_later(model: LoadedModel, settings: WorkerSettings, peak_activati
 
 
 def _profile(
-    model: LoadedModel,
+    model: ServedModel,
     batch: ProfileBatch,
     implementation: Implementation,
     flash: FlashAttention | None,
@@ -154,7 +150,7 @@ def _profile(
 
 
 def _size(
-    model: LoadedModel,
+    model: ServedModel,
     layers: AttentionSpecs,
     settings: WorkerSettings,
     memory: DeviceMemory | None,

@@ -18,8 +18,8 @@ from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.kv_scales import KvMaxima
 from worker_svc.cache.pool_size import DeviceMemory, PoolSize
 from worker_svc.gpu.device_memory import MemoryMeter
-from worker_svc.model.attention import PagedAttention
-from worker_svc.model.loading import LoadedModel
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.inputs import InputBuffers, StepInputs, prepare_inputs
 from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
 
@@ -107,7 +107,7 @@ class ProfileRun:
 
 @torch.inference_mode()
 def run_batch(
-    model: LoadedModel,
+    model: ServedModel,
     batch: ProfileBatch,
     implementation: Implementation,
     flash: FlashAttention | None = None,

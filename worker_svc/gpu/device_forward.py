@@ -10,9 +10,8 @@ from kernels.attention import PagedBatch
 from worker_svc.gpu.device_inputs import BlockChanges, ForwardInputs, padding_arrays
 from worker_svc.gpu.graphs import Capturer, DecodeGraphs, capture_decode
 from worker_svc.gpu.staging import Staging
-from worker_svc.model.attention import PagedAttention
-from worker_svc.model.loading import LoadedModel
-from worker_svc.model.split_forward import FinalStates
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.model.served_model import FinalStates, ServedModel
 
 
 class DeviceForward:
@@ -20,7 +19,7 @@ class DeviceForward:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ServedModel,
         attention: PagedAttention,
         block_size: int,
         max_num_seqs: int,

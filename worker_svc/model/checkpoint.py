@@ -50,6 +50,13 @@ def weights_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
+def rounding_name(quantization: str | None, int8_activations: bool) -> str | None:
+    """What the settings round weights or inputs to, as a part of the fingerprint."""
+    if int8_activations and quantization is None:
+        return "int8 activations"
+    return quantization
+
+
 def model_fingerprint(
     folder: Path, dtype: str, weights: tuple[Path, ...], quantization: str | None = None
 ) -> bytes:

@@ -22,8 +22,9 @@ from kernels.decoder import DecoderWeights, LayerWeights
 from kernels.dispatch import Implementation
 from kernels.fused import Activation, qk_norm_rope, rms_norm
 from kernels.linear import PackedLinear
-from worker_svc.model.attention import PagedAttention, set_attention
+from worker_svc.model.attention import set_attention
 from worker_svc.model.elementwise_fusion import ROUNDED_TOLERANCE, RmsNorm
+from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.weight_packing import PackedGatedMlp, products_of
 
 log = structlog.get_logger()

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from kernels.attention import PagedBatch
 from kernels.decoder import EmbeddingAndHead
 from kernels.linear import PackedLinear, PackedWeight
-from worker_svc.model.attention import PagedAttention, temporary_attention
+from worker_svc.model.attention import temporary_attention
 from worker_svc.model.decoder_layers import LayerStack
 from worker_svc.model.elementwise_fusion import RmsNorm
+from worker_svc.model.paged_attention import PagedAttention
 
 log = structlog.get_logger()
 

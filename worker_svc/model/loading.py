@@ -17,7 +17,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from quire.service.model_files import WEIGHTS_FILES
 from worker_svc.cache.kv_pool import AttentionSpecs, dtype_name
 from worker_svc.model.attention import (
-    AttentionFunction,
     LayerProbe,
     UnsupportedModelError,
     register_attention,
@@ -27,6 +26,7 @@ from worker_svc.model.checkpoint import (
     ModelError,
     find_model,
     model_fingerprint,
+    rounding_name,
     weights_files,
 )
 from worker_svc.model.fused_forward import FusedForward
@@ -37,7 +37,8 @@ from worker_svc.model.quantized.formats import GGUF, find_weights, quantization_
 from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
 from worker_svc.model.quantized.network import load_network
 from worker_svc.model.quantized.sources import RoundedInputs, WeightSources
-from worker_svc.model.split_forward import FinalStates, split_forward
+from worker_svc.model.served_model import AttentionFunction, FinalStates
+from worker_svc.model.split_forward import split_forward
 from worker_svc.settings import WrongSettingError, size_text
 
 log = structlog.get_logger()
@@ -126,10 +127,8 @@ def load_model(
     network_class = _network_class(config)
     stored = quantization_of(config, weights)
     _check_quantization(quantization, stored, device)
-    if int8_activations and quantization is None:
-        if stored is None:
-            raise WrongSettingError("--int8-activations: the checkpoint has no quantised weights")
-        quantization = "int8 activations"
+    if int8_activations and quantization is None and stored is None:
+        raise WrongSettingError("--int8-activations: the checkpoint has no quantised weights")
     length = _max_model_len(config.get_text_config(), max_model_len)
     num_bytes = sum(path.stat().st_size for path in weights)
     progress.begin(f"reading {size_text(num_bytes)} of weights")
@@ -149,6 +148,7 @@ def load_model(
             sources = {layer: RoundedInputs(source) for layer, source in sources.items()}
     network.to(device).eval()
     layers = _probe_layers(network, probe, device)
+    rounding = rounding_name(quantization, int8_activations)
     log.info("model loaded", model=model, type=network_class.__name__, device=str(device))
     return LoadedModel(
         network=network,
@@ -156,24 +156,10 @@ def load_model(
         dtype=network.dtype,
         device=device,
         max_model_len=length,
-        fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights, quantization),
+        fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights, rounding),
         weights=weights,
         quantized=sources,
     )
-
-
-def find_device(device: str) -> torch.device:
-    """The device of a setting; `auto` selects a GPU if there is one. WrongSettingError if there is
-    no GPU for `cuda`."""
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise WrongSettingError(
-            f"--device: cuda, but torch {torch.__version__} finds no GPU; set auto or cpu, or "
-            "check the driver and the devices of the container"
-        )
-    if device == "auto":
-        device = "cuda" if has_gpu else "cpu"
-    return torch.device(device)
 
 
 def _check_quantization(

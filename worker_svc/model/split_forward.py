@@ -3,25 +3,12 @@ logits of any of them. So logits of many tokens are computed in slices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from worker_svc.model.fused_forward import FusedForward
-
-
-@dataclass(frozen=True)
-class FinalStates:
-    """Final hidden states of a flat batch."""
-
-    states: Tensor  # [num_tokens, hidden_size]
-    head: Callable[[Tensor], Tensor]  # of states [1, any, hidden_size]: logits of the same shape
-
-    def logits(self, indices: Tensor) -> Tensor:
-        """Float32 `[len(indices), vocab_size]` of these tokens."""
-        flat: Tensor = self.head(self.states.index_select(0, indices).unsqueeze(0))[0]
-        return flat.float()
+from worker_svc.model.served_model import FinalStates
 
 
 def split_forward(network: Any, input_ids: Tensor, positions: Tensor) -> FinalStates:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.dispatch import Implementation
 from kernels.sampling import TokenLogprobs, token_logprobs
-from worker_svc.model.split_forward import FinalStates
+from worker_svc.model.served_model import FinalStates
 
 # Of the float32 logits of a slice.
 _SLICE_BYTES: Final = 64 * 2**20

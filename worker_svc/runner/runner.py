@@ -14,9 +14,8 @@ from kernels.sampling import NO_TOKEN as NO_TOKEN_ID
 from kernels.sampling import SamplingTensors, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.logits.pipeline import LogitsPipeline
-from worker_svc.model.attention import PagedAttention
-from worker_svc.model.loading import LoadedModel
-from worker_svc.model.split_forward import FinalStates
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.model.served_model import FinalStates, ServedModel
 from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import jump
@@ -36,7 +35,7 @@ class Runner:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ServedModel,
         pool: KvPool,
         attention: PagedAttention,
         tables: RowTables,

@@ -1,44 +1,34 @@
 """Loads a model, sizes its cache, and starts its runner."""
 
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 
-import structlog
 import torch
-from huggingface_hub.utils.tqdm import disable_progress_bars
-from transformers.utils.logging import disable_progress_bar
 
-from kernels.cpu.extension import is_compiled
-from kernels.dispatch import Implementation, NoSuchKernel, choose
+from kernels.dispatch import Implementation
+from kernels.flash import FlashAttention
 from worker_svc.cache.cache_setup import set_up_cache
-from worker_svc.cache.kv_pool import KvPool, dtype_name, with_cache_dtype
+from worker_svc.cache.kv_pool import KvPool, dtype_name
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock
 from worker_svc.grammar.compiler import find_grammars
 from worker_svc.logits.entry_points import load_processors
-from worker_svc.model.attention import PagedAttention, choose_attention
-from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
-from worker_svc.model.elementwise_fusion import fuse
-from worker_svc.model.fused_forward import fuse_forward
 from worker_svc.model.load_progress import LoadProgress
-from worker_svc.model.loading import LoadedModel, find_device, load_model
-from worker_svc.model.quantized.packing import pack_quantized, restore_weights
-from worker_svc.model.quantized.sources import rounded_weights
-from worker_svc.model.torch_compile import compile_model
-from worker_svc.model.weight_packing import pack
-from worker_svc.model.weight_readers import has_finite_logits, probe_weights
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.model.served_model import ServedModel
+from worker_svc.packed.model_cache import ModelCache
 from worker_svc.plan.tables import RowTables
+from worker_svc.runner.devices import find_device
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
 from worker_svc.service.process import keep_freed_memory, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
-
-log = structlog.get_logger()
 
 
 def load_runner(settings: WorkerSettings) -> LoadedRunner:
@@ -49,10 +39,6 @@ def load_runner(settings: WorkerSettings) -> LoadedRunner:
     """
     if settings.model is None:
         raise WrongSettingError("--model / QUIRE_WORKER_MODEL: required to run a model")
-    if not sys.stderr.isatty():
-        # Progress bars would garble the log.
-        disable_progress_bars()
-        disable_progress_bar()
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = find_device(settings.device)
@@ -84,37 +70,18 @@ def convert_out_of_memory() -> Iterator[None]:
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     own_processors = load_processors(settings.logits_processors)
     progress = _progress(settings)
-    model = _load_model(settings, device, progress)
-    implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
-    if settings.enable_torch_compile and implementation.is_cpp:
-        raise WrongSettingError(
-            f"--enable-torch-compile: the kernels {implementation} replace what it would compile; "
-            "set --kernels=torch or leave it out"
-        )
-    flash = choose_attention(
-        model.layers,
-        with_cache_dtype(model.layers, settings.kv_cache_dtype)[0].dtype,
-        settings.block_size,
-        device,
-        settings.attention,
-        settings.kernels,
-    )
-    replaced = _replace_parts(model, settings.quantization, implementation, progress)
-    if replaced is None:
-        log.warning("packed weights give logits that are not finite: the model keeps its own")
-        del model
-        model = _load_model(settings, device, progress)
-        replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
-    log.info("kernels", implementation=implementation, **replaced)
+    source = _load_model(settings, device, progress)
+    model, implementation = source.model, source.implementation
     # Packing has freed buffers, which would count beside the cache.
     return_freed_memory()
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
-    cache = set_up_cache(model, settings, implementation, flash, meter)
+    cache = set_up_cache(model, settings, implementation, source.flash, meter)
     pool = KvPool(cache.layers, cache.size, settings.block_size, device)
-    attention = PagedAttention(pool.layers, implementation, cache.scales, flash)
+    attention = PagedAttention(pool.layers, implementation, cache.scales, source.flash)
     if settings.enable_torch_compile:
-        compile_model(model, attention, settings.block_size)
+        compiling = import_module("worker_svc.model.torch_compile")
+        compiling.compile_model(model, attention, settings.block_size)
     else:
         model.set_attention(attention)
     keep_freed_memory()
@@ -138,9 +105,45 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         own_processors=own_processors,
     )
     identity = _identity(model, settings, pool)
+    source.is_ready()
     progress.end()
     on_arrival = no_op if grammars is None else grammars.prepare_for
     return LoadedRunner(MultiStepRunner(runner), identity, on_arrival)
+
+
+@dataclass(frozen=True)
+class _LoadedModel:
+    """A model in memory, and how it is run."""
+
+    model: ServedModel
+    implementation: Implementation
+    flash: FlashAttention | None
+    # To be called once when it can serve.
+    is_ready: Callable[[], object]
+
+
+def _load_model(
+    settings: WorkerSettings, device: torch.device, progress: LoadProgress
+) -> _LoadedModel:
+    """The model from the cache of packed weights, else from its checkpoint."""
+    cache = ModelCache.of(settings, device, progress)
+    if cache is not None and (packed := cache.load(progress)) is not None:
+        reading = cache.read_ahead()
+
+        def is_ready() -> None:
+            reading.join()
+            cache.begin_to_serve()
+
+        return _LoadedModel(packed, packed.implementation, None, is_ready)
+    # transformers takes seconds to import.
+    preparation = import_module("worker_svc.runner.model_preparation")
+    prepared = preparation.prepare_model(settings, device, progress)
+
+    def store() -> None:
+        if cache is not None and prepared.packed is not None:
+            cache.store(prepared.packed)
+
+    return _LoadedModel(prepared.model, prepared.implementation, prepared.flash, store)
 
 
 def _progress(settings: WorkerSettings) -> LoadProgress:
@@ -149,7 +152,7 @@ def _progress(settings: WorkerSettings) -> LoadProgress:
     return LoadProgress(settings.progress_file, terminal=sys.stderr if shown else None)
 
 
-def _identity(model: LoadedModel, settings: WorkerSettings, pool: KvPool) -> Identity:
+def _identity(model: ServedModel, settings: WorkerSettings, pool: KvPool) -> Identity:
     return Identity(
         model_fingerprint=model.fingerprint,
         block_size=settings.block_size,
@@ -160,85 +163,3 @@ def _identity(model: LoadedModel, settings: WorkerSettings, pool: KvPool) -> Ide
         max_model_len=model.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
-
-
-def _load_model(
-    settings: WorkerSettings, device: torch.device, progress: LoadProgress
-) -> LoadedModel:
-    assert settings.model is not None
-    return load_model(
-        settings.model,
-        settings.revision,
-        settings.dtype,
-        device,
-        settings.max_model_len,
-        progress,
-        settings.quantization,
-        settings.int8_activations,
-    )
-
-
-def _quantize(
-    model: LoadedModel,
-    quantization: str | None,
-    implementation: Implementation,
-    progress: LoadProgress,
-) -> Counter[str]:
-    """Give the model its quantised weights; return counts."""
-    sources = model.quantized
-    if quantization is not None:
-        kept = probe_weights(model.network).read_elsewhere
-        sources = rounded_weights(model.network, quantization, kept)
-    packed = pack_quantized(model.network, sources, implementation, progress, model.weights)
-    sources.clear()
-    return packed
-
-
-def _replace_parts(
-    model: LoadedModel,
-    quantization: str | None,
-    implementation: Implementation,
-    progress: LoadProgress,
-) -> Counter[str] | None:
-    """Replace parts of the model by faster ones; return counts. None if it has no finite logits
-    any more: some code reads a weight in a way that the probe did not show."""
-    network = model.network
-    quantized = _quantize(model, quantization, implementation, progress)
-    if not implementation.is_cpp:
-        return quantized + fuse(network, implementation)
-    probed = probe_weights(network)
-    if restored := restore_weights(probed.read_elsewhere):
-        quantized["restored weights"] = restored
-        probed = probe_weights(network)
-    calls = record_layer_calls(network, implementation)
-    replaced = fuse(network, implementation)
-    replaced += pack(network, implementation, probed.read_elsewhere, progress, model.weights)
-    replaced += fuse_layers(calls) + fuse_forward(network, model.max_model_len)
-    if probed.is_finite and not has_finite_logits(network):
-        return None
-    return quantized + replaced
-
-
-def _implementation(
-    model: LoadedModel, kv_cache_dtype: str, setting: str, progress: LoadProgress
-) -> Implementation:
-    """WrongSettingError if the setting names kernels that cannot serve the model."""
-    wants_cpp = setting == "auto" or setting.startswith("cpp")
-    if wants_cpp and model.device.type == "cpu" and not is_compiled():
-        progress.begin("compiling kernels, which takes about a minute")
-    cached = with_cache_dtype(model.layers, kv_cache_dtype)
-    if cached[0].dtype == torch.float8_e4m3fn and model.device.type == "cuda":
-        require_e4m3(torch.cuda.get_device_capability(model.device))
-    dtypes = {model.dtype, *(layer.dtype for layer in (*model.layers, *cached))}
-    try:
-        return choose(model.device.type, dtypes, setting)
-    except NoSuchKernel as error:
-        raise WrongSettingError(f"--kernels: {error}") from error
-
-
-def require_e4m3(capability: tuple[int, int]) -> None:
-    if capability < (8, 9):
-        raise WrongSettingError(
-            "--kv-cache-dtype: fp8_e4m3 needs a GPU of compute capability 8.9, this one has "
-            f"{'.'.join(map(str, capability))}; fp8_e5m2 does not"
-        )

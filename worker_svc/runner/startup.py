@@ -25,8 +25,8 @@ from worker_svc.gpu.streams import CudaStreams, Streams
 from worker_svc.grammar.compiler import GrammarCompiler
 from worker_svc.logits.built_in import ProcessorFactory, make_pipeline
 from worker_svc.logits.processor import ProcessorContext
-from worker_svc.model.attention import PagedAttention
-from worker_svc.model.loading import LoadedModel
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.runner import Runner
@@ -39,7 +39,7 @@ _SAMPLING: Final = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 20, 1.0), (1.0, 0, 0.9),
 
 
 def start_runner(
-    model: LoadedModel,
+    model: ServedModel,
     pool: KvPool,
     attention: PagedAttention,
     tables: RowTables,
@@ -69,7 +69,7 @@ def start_runner(
 
 
 def _context(
-    model: LoadedModel,
+    model: ServedModel,
     tables: RowTables,
     implementation: Implementation | None,
     upload: Callable[[NDArray[Any], torch.device], Tensor],
@@ -92,7 +92,7 @@ def _copy(array: NDArray[Any], device: torch.device) -> Tensor:
 
 @torch.inference_mode()
 def start_pipelined(
-    model: LoadedModel,
+    model: ServedModel,
     pool: KvPool,
     attention: PagedAttention,
     tables: RowTables,

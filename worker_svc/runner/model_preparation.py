@@ -1,0 +1,155 @@
+"""Loads a checkpoint by transformers and replaces parts of the model by kernels. Imported when that
+is needed: transformers takes seconds to import."""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+import structlog
+import torch
+from huggingface_hub.utils.tqdm import disable_progress_bars
+from transformers.utils.logging import disable_progress_bar
+
+from kernels.dispatch import Implementation, NoSuchKernel, choose
+from kernels.flash import FlashAttention
+from worker_svc.cache.kv_pool import with_cache_dtype
+from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
+from worker_svc.model.elementwise_fusion import fuse
+from worker_svc.model.fused_forward import fuse_forward
+from worker_svc.model.kernel_build import announce_compilation
+from worker_svc.model.load_progress import LoadProgress
+from worker_svc.model.loading import LoadedModel, load_model
+from worker_svc.model.paged_attention import choose_attention
+from worker_svc.model.quantized.packing import pack_quantized, restore_weights
+from worker_svc.model.quantized.sources import rounded_weights
+from worker_svc.model.weight_packing import pack
+from worker_svc.model.weight_readers import has_finite_logits, probe_weights
+from worker_svc.packed.capture import packed_network
+from worker_svc.packed.packed_model import PackedNetwork
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model whose weights are in their final form, and how it is run."""
+
+    model: LoadedModel
+    implementation: Implementation
+    flash: FlashAttention | None
+    packed: PackedNetwork | None  # if the model consists of packed weights alone
+
+
+def prepare_model(
+    settings: WorkerSettings, device: torch.device, progress: LoadProgress
+) -> PreparedModel:
+    """Load the model, choose its kernels and give it its weights. ModelError and
+    WrongSettingError as in `load_model`."""
+    if not sys.stderr.isatty():
+        # Progress bars would garble the log.
+        disable_progress_bars()
+        disable_progress_bar()
+    model = _load_model(settings, device, progress)
+    implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
+    if settings.enable_torch_compile and implementation.is_cpp:
+        raise WrongSettingError(
+            f"--enable-torch-compile: the kernels {implementation} replace what it would compile; "
+            "set --kernels=torch or leave it out"
+        )
+    flash = choose_attention(
+        model.layers,
+        with_cache_dtype(model.layers, settings.kv_cache_dtype)[0].dtype,
+        settings.block_size,
+        device,
+        settings.attention,
+        settings.kernels,
+    )
+    replaced = _replace_parts(model, settings.quantization, implementation, progress)
+    if replaced is None:
+        log.warning("packed weights give logits that are not finite: the model keeps its own")
+        del model
+        model = _load_model(settings, device, progress)
+        replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
+    log.info("kernels", implementation=implementation, **replaced)
+    return PreparedModel(model, implementation, flash, packed_network(model))
+
+
+def _load_model(
+    settings: WorkerSettings, device: torch.device, progress: LoadProgress
+) -> LoadedModel:
+    assert settings.model is not None
+    return load_model(
+        settings.model,
+        settings.revision,
+        settings.dtype,
+        device,
+        settings.max_model_len,
+        progress,
+        settings.quantization,
+        settings.int8_activations,
+    )
+
+
+def _quantize(
+    model: LoadedModel,
+    quantization: str | None,
+    implementation: Implementation,
+    progress: LoadProgress,
+) -> Counter[str]:
+    """Give the model its quantised weights; return counts."""
+    sources = model.quantized
+    if quantization is not None:
+        kept = probe_weights(model.network).read_elsewhere
+        sources = rounded_weights(model.network, quantization, kept)
+    packed = pack_quantized(model.network, sources, implementation, progress, model.weights)
+    sources.clear()
+    return packed
+
+
+def _replace_parts(
+    model: LoadedModel,
+    quantization: str | None,
+    implementation: Implementation,
+    progress: LoadProgress,
+) -> Counter[str] | None:
+    """Replace parts of the model by faster ones; return counts. None if it has no finite logits
+    any more: some code reads a weight in a way that the probe did not show."""
+    network = model.network
+    quantized = _quantize(model, quantization, implementation, progress)
+    if not implementation.is_cpp:
+        return quantized + fuse(network, implementation)
+    probed = probe_weights(network)
+    if restored := restore_weights(probed.read_elsewhere):
+        quantized["restored weights"] = restored
+        probed = probe_weights(network)
+    calls = record_layer_calls(network, implementation)
+    replaced = fuse(network, implementation)
+    replaced += pack(network, implementation, probed.read_elsewhere, progress, model.weights)
+    replaced += fuse_layers(calls) + fuse_forward(network, model.max_model_len)
+    if probed.is_finite and not has_finite_logits(network):
+        return None
+    return quantized + replaced
+
+
+def _implementation(
+    model: LoadedModel, kv_cache_dtype: str, setting: str, progress: LoadProgress
+) -> Implementation:
+    """WrongSettingError if the setting names kernels that cannot serve the model."""
+    announce_compilation(setting, model.device, progress)
+    cached = with_cache_dtype(model.layers, kv_cache_dtype)
+    if cached[0].dtype == torch.float8_e4m3fn and model.device.type == "cuda":
+        require_e4m3(torch.cuda.get_device_capability(model.device))
+    dtypes = {model.dtype, *(layer.dtype for layer in (*model.layers, *cached))}
+    try:
+        return choose(model.device.type, dtypes, setting)
+    except NoSuchKernel as error:
+        raise WrongSettingError(f"--kernels: {error}") from error
+
+
+def require_e4m3(capability: tuple[int, int]) -> None:
+    if capability < (8, 9):
+        raise WrongSettingError(
+            "--kv-cache-dtype: fp8_e4m3 needs a GPU of compute capability 8.9, this one has "
+            f"{'.'.join(map(str, capability))}; fp8_e5m2 does not"
+        )
