@@ -43,10 +43,11 @@ def paged_attention(
     `sliding_window` keys. `sinks [num_heads]` are scores of a key without a value. Caches of 8-bit
     numbers hold keys divided by `k_scale` and values divided by `v_scale`.
 
-    Computes in float32. Returns `out`, `[num_tokens, num_heads, v_head_dim]`, allocated in the
-    query's dtype if absent. A query that sees no key gets zeros. Unseen keys and values have no
-    effect, even if they are NaN. `partition_keys` sets the size of the partitions of long
-    sequences' keys, which the implementation chooses otherwise.
+    Computes in float32; softmax weights may be rounded to bfloat16 if the queries are. Returns
+    `out`, `[num_tokens, num_heads, v_head_dim]`, allocated in the query's dtype if absent. A query
+    that sees no key gets zeros. Unseen keys and values have no effect, even if they are NaN.
+    `partition_keys` sets the size of the partitions of long sequences' keys, which the
+    implementation chooses otherwise.
     """
     if implementation is None:
         implementation = choose(query.device.type, (query.dtype, k_cache.dtype))

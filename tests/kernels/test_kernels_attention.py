@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from implementations import OF_ATTENTION
 from kernel_internals import attention_items
-from paged_cases import FP8, PagedCase, implementations, paged_case, relative_rms, threads
+from paged_cases import FP8, PagedCase, paged_case, relative_rms, threads
 from pairwise import pairwise
 
 from kernels.attention import paged_attention, paged_attention_reference
-from kernels.dispatch import cpp_implementations
+from kernels.dispatch import Implementation, cpp_implementations
 
 _SCALE = 0.2
 # Whole prompts, chunks, prefix-cached prompts and decoded tokens; a row without a query, and exact
@@ -23,6 +24,8 @@ _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 _SINGLE = (torch.float32, torch.float32)
 _HALVES = [(dtype, dtype) for dtype in (torch.float16, torch.bfloat16)]
 _EIGHT_BITS = list(product((torch.float32, torch.float16, torch.bfloat16), FP8))
+# It differs from AVX-512 in queries of bfloat16.
+_OF_BFLOAT16 = Implementation.CPP_AVX512_BF16
 _FACTORS = {
     "heads": [(4, 4), (8, 2), (5, 1), (32, 8)],
     "head_dim": [64, 80, 96, 128, 256],
@@ -35,6 +38,13 @@ _FACTORS = {
 }
 
 
+def implementations(query_dtype: torch.dtype = torch.float32) -> list[Implementation]:
+    """The implementations for such queries that this processor runs, except the reference."""
+    wide = query_dtype != torch.bfloat16
+    one_for_all = [one for one in OF_ATTENTION if not (wide and one == _OF_BFLOAT16)]
+    return [Implementation.TORCH, *one_for_all]
+
+
 def assert_all_equal_the_reference(
     case: PagedCase, options: dict[str, Any], partition_keys: tuple[int | None, ...] = (None,)
 ) -> None:
@@ -45,7 +55,7 @@ def assert_all_equal_the_reference(
     with threads(1):
         expected = paged_attention_reference(*arguments, scale=_SCALE, **options)
         assert expected.isfinite().all()
-        for implementation, keys in product(implementations(), partition_keys):
+        for implementation, keys in product(implementations(case.query.dtype), partition_keys):
             out = torch.full_like(expected, torch.nan)
             with threads(num_threads if implementation.is_cpp else 1):
                 paged_attention(
@@ -171,25 +181,67 @@ def test_caches_of_8_bits(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     assert_all_equal_the_reference(case, options | {"sinks": torch.ones(8), "sliding_window": 64})
 
 
-@pytest.mark.parametrize("cache_dtype", [*FP8, torch.float16, torch.bfloat16])
-def test_every_number_of_a_format_is_read_right(cache_dtype: torch.dtype) -> None:
-    """Attention to one key is its value."""
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        *product((torch.float32,), (*FP8, torch.float16, torch.bfloat16)),
+        *product((torch.bfloat16,), (*FP8, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_every_number_of_a_format_is_read_right(
+    dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    """Attention to one key is its value. Dot products of bfloat16 read the smallest numbers, which
+    are not normalised, as zeros."""
     size = cache_dtype.itemsize
     bits = torch.arange(256**size).to(torch.uint8 if size == 1 else torch.uint16)
     values = bits.view(cache_dtype).view(-1, 1, 1, 256)
+    if dtype == cache_dtype:
+        values = values.masked_fill(values.float().abs() < torch.finfo(dtype).tiny, 0.0)
     num_seqs = values.shape[0]
     case = paged_case([1] * num_seqs, [1] * num_seqs, 1, (1, 1), 1)
     batch = replace(case.batch, block_table=torch.arange(num_seqs, dtype=torch.int32).unsqueeze(1))
-    for implementation in implementations():
+    for implementation in implementations(dtype):
         out = paged_attention(
-            torch.ones(num_seqs, 1, 1),
+            torch.ones(num_seqs, 1, 1).to(dtype),
             torch.ones(num_seqs, 1, 1, 1).to(cache_dtype),
             values,
             batch,
             scale=1.0,
             implementation=implementation,
         )
-        assert torch.equal(out.nan_to_num(9e9), values.float().view_as(out).nan_to_num(9e9))
+        expected = values.float().view_as(out)
+        assert torch.equal(out.float().nan_to_num(9e9), expected.nan_to_num(9e9))
+
+
+@pytest.mark.skipif(_OF_BFLOAT16 not in OF_ATTENTION, reason="the processor has no bfloat16")
+@pytest.mark.parametrize("query_lens", [[1, 1, 4], [1, 90, 300]])
+@pytest.mark.parametrize("cache_dtype", [*FP8, torch.bfloat16])
+def test_rounded_weights_add_up_to_one(query_lens: list[int], cache_dtype: torch.dtype) -> None:
+    case = paged_case(query_lens, [9, 190, 300], 16, (4, 2), 64).to(torch.bfloat16, cache_dtype)
+    out = paged_attention(
+        case.query,
+        case.k_cache,
+        torch.ones_like(case.v_cache),
+        case.batch,
+        scale=_SCALE,
+        implementation=_OF_BFLOAT16,
+    )
+    assert (out == 1).all()
+
+
+@pytest.mark.skipif(_OF_BFLOAT16 not in OF_ATTENTION, reason="the processor has no bfloat16")
+@pytest.mark.parametrize("query_lens", [[1, 1, 4], [1, 90, 300]])
+@pytest.mark.parametrize("cache_dtype", [*FP8, torch.bfloat16])
+def test_rounded_weights_add_less_error_than_the_output_has(
+    query_lens: list[int], cache_dtype: torch.dtype
+) -> None:
+    case = paged_case(query_lens, [9, 190, 300], 16, (4, 2), 64).to(torch.bfloat16, cache_dtype)
+    arguments = (case.k_cache, case.v_cache, case.batch)
+    exact = paged_attention_reference(case.query.float(), *arguments, scale=_SCALE)
+    out = paged_attention(case.query, *arguments, scale=_SCALE, implementation=_OF_BFLOAT16)
+    assert relative_rms(out, exact) < 2**0.5 * relative_rms(exact.bfloat16(), exact)
 
 
 @pytest.mark.parametrize("query_len", [1, 3, 40])

@@ -1,61 +1,68 @@
 // Attention of few rows, as in decoding: keys and values are streamed from the cache without packing,
 // at the speed of memory. Included once per instruction set, after item_rows.h and few_rows_tile.h.
 //
-// Both are read once, one token or a few at a time, all key heads together, which are adjacent in
-// memory. Keys of a tile alternate with values of the previous tile, whose softmax weights are known:
-// two streams in the order of addresses, without a pause between tiles. Cache lines are prefetched
-// token by token and at an even pace, since blocks lie anywhere and the hardware prefetcher stops at
-// the end of each.
-//
-// One token at a time is read faster; with a few at a time, a query or a sum is loaded only once.
+// Both are read once, a few tokens at a time, all key heads together, which are adjacent in memory.
+// Keys of a tile alternate with values of the previous tile, whose softmax weights are known: two
+// streams in the order of addresses, without a pause between tiles. Cache lines are prefetched at an
+// even pace, since blocks lie anywhere and the hardware prefetcher stops at the end of each; into the
+// second-level cache, as more reads can be under way to it than to the first.
 
-// Rows to be prefetched, in order, a share at a time.
+// Rows of a cache that are to be prefetched, in order, a share at a time.
+template <typename T>
 class PrefetchQueue {
  public:
-  void add(const void* from, int64_t num_bytes) {
-    rows_[count_++] = {static_cast<const char*>(from), num_bytes};
-  }
+  PrefetchQueue() = default;
+  PrefetchQueue(const T* first, const int64_t* offsets, int64_t num_rows, int64_t row_numbers)
+      : first_(first), offsets_(offsets), num_rows_(num_rows), row_numbers_(row_numbers) {}
 
-  inline __attribute__((always_inline)) void prefetch(int64_t num_bytes) {
-    while (num_bytes > 0 && next_ < count_) {
-      const int64_t end = std::min(at_ + num_bytes, rows_[next_].num_bytes);
-      num_bytes -= end - at_;
-      const char* from = rows_[next_].from;
-#pragma GCC unroll 4
-      for (; at_ < end; at_ += 64) __builtin_prefetch(from + at_);
-      if (end == rows_[next_].num_bytes) ++next_, at_ = 0;
+  inline __attribute__((always_inline)) void prefetch(int64_t num_numbers) {
+    while (num_numbers > 0 && next_ < num_rows_) {
+      const int64_t end = std::min(at_ + num_numbers, row_numbers_);
+      num_numbers -= end - at_;
+      const T* from = first_ + offsets_[next_];
+      for (; at_ < end; at_ += kLineNumbers) __builtin_prefetch(from + at_, 0, 2);
+      if (at_ >= row_numbers_) ++next_, at_ = 0;
     }
   }
 
+  void prefetch_all() { prefetch(num_rows_ * row_numbers_); }
+
  private:
-  struct Row {
-    const char* from;
-    int64_t num_bytes;
-  };
-  Row rows_[2 * kStep];
-  int64_t count_ = 0, next_ = 0, at_ = 0;
+  static constexpr int64_t kLineNumbers = 64 / sizeof(T);
+
+  const T* first_ = nullptr;
+  const int64_t* offsets_ = nullptr;
+  int64_t num_rows_ = 0, row_numbers_ = 0, next_ = 0, at_ = 0;
 };
 
-template <typename T>
+// `Products` multiplies: Widened<T> or Paired<T>.
+template <typename Products>
 class FewRowsAttention {
+  using T = typename Products::Number;
+  using Weight = typename Products::Weight;
+
  public:
   FewRowsAttention(ItemRows& rows, float* scratch)
       : rows_(rows),
         call_(rows.call),
         item_(rows.item),
         layout_(rows.layout),
+        factor_(rows.score_factor()),
         scores_(scratch + layout_.scores),
         weights_(scores_ + layout_.score_floats),
-        products_(scratch + layout_.products),
+        zeros_(reinterpret_cast<const T*>(scratch + layout_.zeros)),
         first_key_(head_numbers<T>(call_.keys, item_, 0)),
         first_value_(head_numbers<T>(call_.values, item_, 0)),
-        key_bytes_(dense_bytes(call_.keys)),
-        value_bytes_(dense_bytes(call_.values)),
-        ahead_(tokens_ahead()) {}
+        key_numbers_(adjacent_numbers(call_.keys)),
+        value_numbers_(adjacent_numbers(call_.values)),
+        ahead_(keys_ahead()) {
+    std::memset(scratch + layout_.zeros, 0, layout_.sum_stride * sizeof(float));
+  }
 
   void run() {
     for (int64_t key = item_.first_key; key < item_.end_key; key += kStreamedKeys) {
       tile_.find(call_, item_, key);
+      if (key == item_.first_key) keys_due(0, ahead_).prefetch_all();
       seen_ = {seen(0).begin, seen(layout_.rows - 1).end};
       attend_tile();
       update_rows();
@@ -63,140 +70,73 @@ class FewRowsAttention {
       previous_ = tile_;
       weighed_ = seen_;
     }
+    tile_ = {};
     seen_ = {0, 0};
     attend_tile();
+    order_sums();
   }
 
  private:
   // Computes scores of the tile, and adds the values of the previous one.
-  void attend_tile() { by_token() ? attend_by_token() : attend_by_step(); }
-
-  // Where reading takes longer than computing: few rows, and numbers that are cheap to widen.
-  bool by_token() const { return layout_.rows <= kTokenRows && sizeof(T) > 1; }
-
-  void attend_by_token() {
-    for (int64_t j = 0; j < kStreamedKeys; ++j) {
-      if (j >= seen_.begin && j < seen_.end) score_token(j);
-      if (j >= weighed_.begin && j < weighed_.end) add_token(j);
-    }
-  }
-
-  void score_token(int64_t j) {
-    for_row_blocks<kTokenRows>(layout_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
-      multiply_heads<count>(row, j);
-    });
-    if (j % kStep == kStep - 1 || j == seen_.end - 1) add_up_scores(j / kStep * kStep);
-  }
-
-  // Products of kRows rows from `row` on with one token's keys, for all heads.
-  template <int kRows>
-  inline __attribute__((always_inline)) void multiply_heads(int64_t row, int64_t j) {
-    const int64_t dim = call_.keys.head_dim, key_stride = call_.keys.head_stride;
-    const int64_t query_stride = layout_.query_stride, padded_rows = layout_.padded_rows;
-    const T *key = first_key_ + tile_.keys[j], *next = first_key_ + tile_.keys[j + ahead_];
-    const float* queries = rows_.queries(0, row);
-    float* products = products_ + (rows_.index(0, row) * kStep + j % kStep) * kLanes;
-    for (int64_t left = item_.num_heads; left > 0; --left) {
-      prefetch_row(next, dim);
-      multiply_key<kRows>(queries, query_stride, key, dim, products);
-      key += key_stride, next += key_stride;
-      queries += padded_rows * query_stride, products += padded_rows * kStep * kLanes;
+  void attend_tile() {
+    for (int64_t j = 0; j < kStreamedKeys; j += kGroup) {
+      score_group(j);
+      add_group(j);
     }
   }
 
   // Scores of keys that are not seen are undefined.
-  void add_up_scores(int64_t j) {
-    const float* products = products_;
-    float* scores = scores_ + j;
-    for (int64_t left = item_.num_heads * layout_.padded_rows; left > 0; --left) {
-      add_up(products, scores);
-      products += kStep * kLanes, scores += kStreamedKeys;
+  void score_group(int64_t first) {
+    PrefetchQueue<T> due = keys_due(first + ahead_, kGroup);
+    for (int64_t j = first; j < first + kGroup; j += kStep) {
+      if (j < seen_.end && j + kStep > seen_.begin) score_step(j, due);
     }
+    due.prefetch_all();
   }
 
-  void add_token(int64_t j) {
-    for_row_blocks<kTokenRows>(layout_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
-      add_heads<count>(row, j);
-    });
-  }
-
-  // Adds one token's values to the sums of kRows rows from `row` on, for all heads.
-  template <int kRows>
-  inline __attribute__((always_inline)) void add_heads(int64_t row, int64_t j) {
-    const int64_t dim = call_.values.head_dim, value_stride = call_.values.head_stride;
-    const int64_t sum_stride = layout_.sum_stride, padded_rows = layout_.padded_rows;
-    const T* value = first_value_ + previous_.values[j];
-    const T* next = first_value_ + previous_.values[j + ahead_];
-    const float* weights = weights_ + rows_.index(0, row) * kStreamedKeys + j;
-    float* sums = rows_.sums(0, row);
-    for (int64_t left = item_.num_heads; left > 0; --left) {
-      prefetch_row(next, dim);
-      add_value<kRows>(weights, value, dim, sums, sum_stride);
-      value += value_stride, next += value_stride;
-      weights += padded_rows * kStreamedKeys, sums += padded_rows * sum_stride;
-    }
-  }
-
-  void attend_by_step() {
-    for (int64_t j = 0; j < kStreamedKeys; j += kStep) {
-      const Span keys = within(seen_, j), values = within(weighed_, j);
-      const bool any_keys = keys.begin < keys.end, any_values = values.begin < values.end;
-      PrefetchQueue due;
-      for (int64_t i = j + ahead_; i < j + ahead_ + kStep; ++i) {
-        if (any_keys) due.add(first_key_ + tile_.keys[i], key_bytes_);
-        if (any_values) due.add(first_value_ + previous_.values[i], value_bytes_);
-      }
-      if (any_keys) {
-        for_row_blocks(layout_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
-          score_step<count>(row, j, due);
-        });
-      }
-      if (any_values) {
-        for_row_blocks(layout_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
-          add_step<count>(row, values, due);
-        });
-      }
-    }
-  }
-
-  // Scores of kRows rows from `row` on with kStep keys, for all heads.
-  template <int kRows>
-  inline __attribute__((always_inline)) void score_step(int64_t row, int64_t j, PrefetchQueue& due) {
+  void score_step(int64_t j, PrefetchQueue<T>& due) {
     const int64_t dim = call_.keys.head_dim, query_stride = layout_.query_stride;
-    const int64_t share = row == 0 ? dim * int64_t{kStep * sizeof(T)} : 0;
     const T* key[kStep];
 #pragma GCC unroll 4
     for (int i = 0; i < kStep; ++i) key[i] = first_key_ + tile_.keys[j + i];
-    const float* queries = rows_.queries(0, row);
-    float* scores = scores_ + rows_.index(0, row) * kStreamedKeys + j;
-    for (int64_t left = item_.num_heads; left > 0; --left) {
-      due.prefetch(share);
-      score_keys<T, kRows>(queries, query_stride, key, dim, scores);
+    for (int64_t head = 0; head < item_.num_heads; ++head) {
+      due.prefetch(dim * kStep);
+      for_row_blocks(layout_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
+        Products::template score_keys<count>(rows_.queries(head, row), query_stride, key, dim, factor_,
+                                             scores_ + rows_.index(head, row) * kStreamedKeys + j);
+      });
 #pragma GCC unroll 4
       for (int i = 0; i < kStep; ++i) key[i] += call_.keys.head_stride;
-      queries += layout_.padded_rows * query_stride, scores += layout_.padded_rows * kStreamedKeys;
     }
   }
 
-  // Adds the values of `keys` to the sums of kRows rows from `row` on, for all heads.
-  template <int kRows>
-  inline __attribute__((always_inline)) void add_step(int64_t row, Span keys, PrefetchQueue& due) {
+  void add_group(int64_t first) {
+    PrefetchQueue<T> due = values_due(first + ahead_);
+    const Span keys{std::max(weighed_.begin - first, int64_t{0}),
+                    std::min(weighed_.end - first, int64_t{kGroup})};
+    if (keys.begin < keys.end) add_keys(first, keys, due);
+    due.prefetch_all();
+  }
+
+  // Adds the values of `keys`, of the group from `first` on. The others are read as zeros.
+  void add_keys(int64_t first, Span keys, PrefetchQueue<T>& due) {
     const int64_t dim = call_.values.head_dim, sum_stride = layout_.sum_stride;
-    const int64_t share = row == 0 ? dim * int64_t{kStep * sizeof(T)} : 0;
-    const T* value[kStep];
-    const int64_t num_keys = keys.end - keys.begin;
-    for (int64_t i = 0; i < num_keys; ++i) value[i] = first_value_ + previous_.values[keys.begin + i];
-    const float* weights = weights_ + rows_.index(0, row) * kStreamedKeys + keys.begin;
-    float* sums = rows_.sums(0, row);
-    for (int64_t left = item_.num_heads; left > 0; --left) {
-      due.prefetch(share);
-      if (num_keys == kStep) {
-        add_values<T, kRows>(weights, value, kStep, dim, sums, sum_stride);
-      } else {
-        add_values<T, kRows>(weights, value, num_keys, dim, sums, sum_stride);
-      }
-      for (int64_t i = 0; i < num_keys; ++i) value[i] += call_.values.head_stride;
-      weights += layout_.padded_rows * kStreamedKeys, sums += layout_.padded_rows * sum_stride;
+    const T* value[kGroup];
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const bool is_seen = i >= keys.begin && i < keys.end;
+      value[i] = is_seen ? first_value_ + previous_.values[first + i] : zeros_;
+    }
+    for (int64_t head = 0; head < item_.num_heads; ++head) {
+      for_row_blocks(layout_.rows, [&](int64_t row, auto count) __attribute__((always_inline)) {
+        const auto tick = [&](int64_t num_numbers) __attribute__((always_inline)) {
+          if (row == 0) due.prefetch(num_numbers);
+        };
+        const float* row_weights = weights_ + rows_.index(head, row) * kStreamedKeys;
+        Products::template add_values<count>(reinterpret_cast<const Weight*>(row_weights) + first,
+                                             value, keys, dim, rows_.sums(head, row), sum_stride,
+                                             tick);
+      });
+      for (int64_t i = keys.begin; i < keys.end; ++i) value[i] += call_.values.head_stride;
     }
   }
 
@@ -204,42 +144,61 @@ class FewRowsAttention {
     const Span span{seen_.begin / kLanes * kLanes, rounded_up(seen_.end, kLanes)};
     for (int64_t head = 0; head < item_.num_heads; ++head) {
       for (int64_t row = 0; row < layout_.rows; ++row) {
-        rows_.update_row(head, row, scores_ + rows_.index(head, row) * kStreamedKeys,
-                         tile_.first_key, span, seen(row));
+        rows_.update_row<Weight>(head, row, scores_ + rows_.index(head, row) * kStreamedKeys,
+                                 tile_.first_key, span, seen(row));
       }
     }
   }
 
-  int64_t tokens_ahead() const {
+  void order_sums() {
+    for (int64_t head = 0; head < item_.num_heads; ++head) {
+      for (int64_t row = 0; row < layout_.rows; ++row) {
+        Products::order(rows_.sums(head, row), layout_.sum_stride);
+      }
+    }
+  }
+
+  // Keys of the tile and of the next one.
+  PrefetchQueue<T> keys_due(int64_t first, int64_t count) const {
+    const int64_t num_rows = std::min(count, tile_.num_found - first);
+    return {first_key_, tile_.keys + first, num_rows, key_numbers_};
+  }
+
+  // Values of the previous tile and of this one.
+  PrefetchQueue<T> values_due(int64_t first) const {
+    const bool is_previous = first < kStreamedKeys;
+    const auto& tile = is_previous ? previous_ : tile_;
+    if (!is_previous) first -= kStreamedKeys;
+    const int64_t num_rows = std::min<int64_t>(kGroup, tile.num_keys - first);
+    return {first_value_, tile.values + first, num_rows, value_numbers_};
+  }
+
+  // The distance of prefetching, whole groups of keys.
+  int64_t keys_ahead() const {
     const int64_t token_bytes = item_.num_heads * call_.keys.head_dim * sizeof(T);
-    return std::clamp<int64_t>(kPrefetchBytes / token_bytes, kLeastAhead, kMostAhead);
+    return std::clamp<int64_t>(rounded_up(kPrefetchBytes / token_bytes, kGroup), kGroup, kMostAhead);
   }
 
-  // Bytes of a token's heads if they are adjacent, as is usual; else 0: nothing is prefetched.
-  int64_t dense_bytes(const Cache& cache) const {
-    return cache.head_stride == cache.head_dim ? item_.num_heads * cache.head_dim * sizeof(T) : 0;
-  }
-
-  static Span within(Span span, int64_t j) {
-    return {std::max(span.begin, j), std::min<int64_t>(span.end, j + kStep)};
+  // A token's numbers of all heads if these are adjacent, as is usual; else 0: nothing is prefetched.
+  int64_t adjacent_numbers(const Cache& cache) const {
+    return cache.head_stride == cache.head_dim ? item_.num_heads * cache.head_dim : 0;
   }
 
   Span seen(int64_t row) const { return rows_.seen(row, tile_.first_key, tile_.num_keys); }
 
-  // The most rows that are processed token by token.
-  static constexpr int kTokenRows = 2;
-  // The distance of prefetching: bytes of keys, and bounds in tokens.
+  // The least distance of prefetching in bytes of keys, and the greatest in keys.
   static constexpr int64_t kPrefetchBytes = 4096;
-  static constexpr int kLeastAhead = 4, kMostAhead = 16;
+  static constexpr int kMostAhead = 32;
 
   ItemRows& rows_;
   const AttentionCall& call_;
   const WorkItem& item_;
   const Layout& layout_;
+  const float factor_;
   float *scores_, *weights_;  // of the tile, and of the previous one
-  float* products_;           // of a step's keys and all rows
+  const T* const zeros_;      // a value
   const T *first_key_, *first_value_;
-  const int64_t key_bytes_, value_bytes_, ahead_;
-  TileOffsets<kStreamedKeys, kMostAhead + kStep> tile_, previous_;
+  const int64_t key_numbers_, value_numbers_, ahead_;
+  TileOffsets<kStreamedKeys, kMostAhead> tile_, previous_;
   Span seen_{0, 0}, weighed_{0, 0};
 };

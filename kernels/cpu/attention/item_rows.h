@@ -5,18 +5,21 @@
 // read once for all of them. Keys are processed tile by tile, with an online softmax, as in Dao et
 // al., "FlashAttention" (2022).
 
-// The layout of an item's scratch memory. Rows are padded to whole blocks.
+// The layout of an item's scratch memory, in floats. Rows are padded to whole blocks. If numbers are
+// multiplied as pairs, queries, packed keys and packed values are bfloat16.
 struct Layout {
-  bool is_streamed;
+  bool is_streamed, is_paired;
   int64_t rows, padded_rows, query_stride, sum_stride, tile_keys;
-  int64_t queries, sums, scores, score_floats, products, key_panels, value_panels, states, end;
+  int64_t queries, sums, scores, score_floats, zeros, key_panels, value_panels, states, end;
 
-  Layout(const AttentionCall& call, const WorkItem& item)
+  Layout(const AttentionCall& call, const WorkItem& item, bool is_paired)
       : is_streamed(item.num_tokens * call.group_size() <= kMostStreamedRows),
+        is_paired(is_paired),
         rows(item.num_tokens * call.group_size()),
         padded_rows(rounded_up(rows, is_streamed ? 1 : kRowBlock)),
-        query_stride(padded(call.keys.head_dim)),
-        sum_stride(rounded_up(call.values.head_dim, kPanel)),
+        query_stride(is_paired ? rounded_up(call.keys.head_dim, kPairedRow) / 2
+                               : padded(call.keys.head_dim)),
+        sum_stride(rounded_up(call.values.head_dim, is_paired ? kPairedRow : kPanel)),
         tile_keys(is_streamed ? int64_t{kStreamedKeys} : kPackedKeys) {
     const int64_t all_rows = item.num_heads * padded_rows;
     const int64_t packed_keys = is_streamed ? 0 : tile_keys;
@@ -25,25 +28,25 @@ struct Layout {
     scores = sums + all_rows * sum_stride;
     score_floats = (is_streamed ? all_rows : kRowBlock) * tile_keys;
     // When streaming, one tile's weights are used while the next tile's scores are computed.
-    products = scores + (is_streamed ? 2 : 1) * score_floats;
-    key_panels = products + (is_streamed ? all_rows * kStep * kLanes : 0);
+    zeros = scores + (is_streamed ? 2 : 1) * score_floats;
+    key_panels = zeros + (is_streamed ? sum_stride : 0);
     value_panels = key_panels + packed_keys * query_stride;
-    states = value_panels + packed_keys * sum_stride;
+    states = value_panels + packed_keys * sum_stride / (is_paired ? 2 : 1);
     end = rounded_up(states + 2 * all_rows, 16);
   }
 };
 
 static int64_t scratch_floats(const AttentionCall& call, const WorkItem& item) {
-  return Layout(call, item).end;
+  return Layout(call, item, false).end;
 }
 
 // The rows of an item: queries, running softmax and sums; independent of the caches' format.
 class ItemRows {
  public:
-  ItemRows(const AttentionCall& call, const WorkItem& item, float* scratch)
+  ItemRows(const AttentionCall& call, const WorkItem& item, bool is_paired, float* scratch)
       : call(call),
         item(item),
-        layout(call, item),
+        layout(call, item, is_paired),
         queries_(scratch + layout.queries),
         sums_(scratch + layout.sums),
         states_(reinterpret_cast<RowState*>(scratch + layout.states)),
@@ -62,6 +65,8 @@ class ItemRows {
     return queries_ + index(head, row) * layout.query_stride;
   }
   float* sums(int64_t head, int64_t row) { return sums_ + index(head, row) * layout.sum_stride; }
+  // What products of queries and stored keys are multiplied by.
+  float score_factor() const { return call.scale * call.keys.scale; }
   int64_t index(int64_t head, int64_t row) const { return head * layout.padded_rows + row; }
 
   // The keys that a row sees, of `num_keys` from `first_key` on.
@@ -74,12 +79,13 @@ class ItemRows {
 
   // Replaces a row's scores of the keys in `span`, whole vectors of the tile at `first_key`, by
   // weights. The row sees the keys in `seen`.
+  template <typename Weight>
   void update_row(int64_t head, int64_t row, float* scores, int64_t first_key, Span span,
                   Span seen) {
     if (call.softcap > 0.0f || call.alibi_slopes != nullptr) {
       adjust_scores(scores, head, row, first_key, span);
     }
-    const float factor = update_softmax(scores, span, seen, states_[index(head, row)]);
+    const float factor = update_softmax<Weight>(scores, span, seen, states_[index(head, row)]);
     if (factor == 1.0f) return;
     float* sum = sums(head, row);
     for (int64_t d = 0; d < layout.sum_stride; d += kLanes) store(sum + d, load(sum + d) * factor);
@@ -92,7 +98,6 @@ class ItemRows {
  private:
   void load_queries() {
     const HeadsView& query = call.query;
-    const float factor = call.scale * call.keys.scale;
     for (int64_t head = 0; head < item.num_heads; ++head) {
       for (int64_t row = 0; row < layout.padded_rows; ++row) {
         states_[index(head, row)] = {kMinusInfinity, 0.0f};
@@ -103,11 +108,18 @@ class ItemRows {
         }
         const int64_t offset =
             token(row) * query.token_stride + query_head(head, row) * query.head_stride;
-        widen_row(query.format,
-                  static_cast<const char*>(query.data) + offset * bytes_of(query.format),
-                  queries(head, row), call.keys.head_dim, factor);
+        load_query(static_cast<const char*>(query.data) + offset * bytes_of(query.format),
+                   queries(head, row));
       }
     }
+  }
+
+  // As pairs, queries stay as they are: their products are exact, and scaled afterwards.
+  void load_query(const char* from, float* to) {
+    const int64_t dim = call.keys.head_dim;
+    if (!layout.is_paired) return widen_row(call.query.format, from, to, dim, score_factor());
+    std::memset(to, 0, layout.query_stride * sizeof(float));
+    std::memcpy(to, from, dim * sizeof(BFloat16));
   }
 
   // Applies the soft-cap, then the ALiBi bias by distance (Press et al., "Train Short, Test Long",
@@ -157,27 +169,26 @@ class ItemRows {
 
 // Offsets of a tile's keys and values, from the first number of a key head.
 //
-// The first kBeyond offsets of the next tile follow, for loops that prefetch. Missing entries repeat
-// the last one, for loops that process several keys at a time.
+// Up to kBeyond offsets of the next tile's keys follow, for prefetching. Missing keys repeat the last
+// one, for loops that process several at a time.
 template <int kKeys, int kBeyond>
 struct TileOffsets {
-  int64_t first_key, num_keys;
+  int64_t first_key = 0, num_keys = 0, num_found = 0;
   int64_t keys[kKeys + kBeyond], values[kKeys + kBeyond];
 
   void find(const AttentionCall& call, const WorkItem& item, int64_t from) {
     first_key = from;
     num_keys = std::min<int64_t>(kKeys, item.end_key - from);
-    const int64_t count = std::min<int64_t>(kKeys + kBeyond, item.end_key - from);
+    num_found = std::min<int64_t>(kKeys + kBeyond, item.end_key - from);
     const int32_t* block =
         call.block_table + item.seq * call.block_table_stride + from / call.block_size;
     int64_t slot = from % call.block_size;
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t j = 0; j < num_found; ++j) {
       keys[j] = *block * call.keys.block_stride + slot * call.keys.slot_stride;
       values[j] = *block * call.values.block_stride + slot * call.values.slot_stride;
       if (++slot == call.block_size) ++block, slot = 0;
     }
-    std::fill(keys + count, std::end(keys), keys[count - 1]);
-    std::fill(values + count, std::end(values), values[count - 1]);
+    std::fill(keys + num_found, std::end(keys), keys[num_found - 1]);
   }
 };
 

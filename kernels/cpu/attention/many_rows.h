@@ -1,17 +1,21 @@
 // Attention of many rows: tiles of keys and values are packed and multiplied as matrices. Included
 // once per instruction set, after item_rows.h and many_rows_tile.h.
 
-template <typename T>
+// `Tile` packs and multiplies: WidenedTile<T> or PairedTile<T>.
+template <typename Tile>
 class ManyRowsAttention {
+  using T = typename Tile::Number;
+  using Weight = typename Tile::Weight;
+
  public:
   ManyRowsAttention(ItemRows& rows, float* scratch)
       : rows_(rows),
         call_(rows.call),
         item_(rows.item),
         layout_(rows.layout),
+        factor_(rows.score_factor()),
         scores_(scratch + layout_.scores),
-        key_panels_(scratch + layout_.key_panels),
-        value_panels_(scratch + layout_.value_panels) {}
+        tile_{scratch + layout_.key_panels, scratch + layout_.value_panels} {}
 
   void run() {
     for (int64_t key = item_.first_key; key < item_.end_key; key += kPackedKeys) {
@@ -22,11 +26,9 @@ class ManyRowsAttention {
 
  private:
   void attend_tile(int64_t head) {
-    const int64_t num_keys = offsets_.num_keys;
-    pack_keys(head_numbers<T>(call_.keys, item_, head), offsets_.keys, num_keys,
-              call_.keys.head_dim, key_panels_);
-    pack_values(head_numbers<T>(call_.values, item_, head), offsets_.values, num_keys,
-                call_.values.head_dim, value_panels_);
+    tile_.pack(head_numbers<T>(call_.keys, item_, head), offsets_.keys, call_.keys.head_dim,
+               head_numbers<T>(call_.values, item_, head), offsets_.values, call_.values.head_dim,
+               offsets_.num_keys);
     for (int64_t row = 0; row < layout_.rows; row += kRowBlock) attend_block(head, row);
   }
 
@@ -38,26 +40,24 @@ class ManyRowsAttention {
     score_block(head, row, span);
     const Span vectors{span.begin / kLanes * kLanes, rounded_up(span.end, kLanes)};
     for (int64_t i = row; i < end_row; ++i) {
-      rows_.update_row(head, i, scores_ + (i - row) * kPackedKeys, offsets_.first_key, vectors,
-                       seen(i));
+      rows_.update_row<Weight>(head, i, scores_ + (i - row) * kPackedKeys, offsets_.first_key,
+                               vectors, seen(i));
     }
     add_block(head, row, span);
   }
 
   void score_block(int64_t head, int64_t row, Span span) {
-    const int64_t dim = call_.keys.head_dim;
     for (int64_t j = span.begin / kPanel * kPanel; j < span.end; j += kPanel) {
-      multiply<false>(rows_.queries(head, row), layout_.query_stride, key_panels_ + j * dim, dim,
-                      scores_ + j, kPackedKeys, span.end - j);
+      tile_.score(rows_.queries(head, row), layout_.query_stride, j, span.end - j,
+                  call_.keys.head_dim, factor_, scores_);
     }
   }
 
   void add_block(int64_t head, int64_t row, Span span) {
     const int64_t dim = call_.values.head_dim;
     for (int64_t d = 0; d < dim; d += kPanel) {
-      multiply<true>(scores_ + span.begin, kPackedKeys,
-                     value_panels_ + d * kPackedKeys + span.begin * kPanel, span.end - span.begin,
-                     rows_.sums(head, row) + d, layout_.sum_stride, dim - d);
+      tile_.add(reinterpret_cast<const Weight*>(scores_), span.begin, span.end, d, dim - d,
+                rows_.sums(head, row), layout_.sum_stride);
     }
   }
 
@@ -67,6 +67,8 @@ class ManyRowsAttention {
   const AttentionCall& call_;
   const WorkItem& item_;
   const Layout& layout_;
-  float *scores_, *key_panels_, *value_panels_;
+  const float factor_;
+  float* scores_;
+  const Tile tile_;
   TileOffsets<kPackedKeys, 0> offsets_;
 };

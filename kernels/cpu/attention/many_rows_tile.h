@@ -1,5 +1,5 @@
-// Inner loops over packed keys and values: packing, and products of small matrices. Included once per
-// instruction set, after tile_shapes.h.
+// Inner loops over packed keys and values, widened: packing, and products of small matrices. Included
+// once per instruction set, after tile_shapes.h.
 
 // c [kRowBlock, kVectors vectors] = a [kRowBlock, depth] * b [depth, …], or += with kAdd. b is a
 // packed panel.
@@ -78,3 +78,35 @@ static void pack_values(const T* values, const int64_t* at, int64_t num_keys, in
     }
   }
 }
+
+// Packed keys and values of type T, widened, and their products with float32 queries and weights.
+template <typename T>
+struct WidenedTile {
+  using Number = T;
+  using Weight = float;
+
+  float *key_panels, *value_panels;
+
+  void pack(const T* keys, const int64_t* key_at, int64_t dim, const T* values,
+            const int64_t* value_at, int64_t value_dim, int64_t num_keys) const {
+    pack_keys(keys, key_at, num_keys, dim, key_panels);
+    pack_values(values, value_at, num_keys, value_dim, value_panels);
+  }
+
+  // scores [kRowBlock, kPackedKeys] of `num_keys` keys from the panel at `first_key` on. Queries are
+  // scaled already.
+  void score(const float* queries, int64_t query_stride, int64_t first_key, int64_t num_keys,
+             int64_t dim, float, float* scores) const {
+    multiply<false>(queries, query_stride, key_panels + first_key * dim, dim, scores + first_key,
+                    kPackedKeys, num_keys);
+  }
+
+  // sums [kRowBlock, num_columns from `d` on] += weights [kRowBlock, kPackedKeys] * values, of the
+  // keys in [first_key, end_key).
+  void add(const float* weights, int64_t first_key, int64_t end_key, int64_t d,
+           int64_t num_columns, float* sums, int64_t sum_stride) const {
+    multiply<true>(weights + first_key, kPackedKeys,
+                   value_panels + d * kPackedKeys + first_key * kPanel, end_key - first_key,
+                   sums + d, sum_stride, num_columns);
+  }
+};

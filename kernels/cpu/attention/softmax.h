@@ -12,11 +12,21 @@ struct RowState {
   float maximum, total;
 };
 
+QUIRE_INLINE Floats store_weights(float* to, Floats weights) {
+  store(to, weights);
+  return weights;
+}
+
 // Replaces the scores in `tile`, which is whole vectors, by weights; those outside `seen` become 0.
-// Returns the factor for the sums so far, as the maximum may have risen.
+// Weights lie as an array of their own from `scores` on. Returns the factor for the sums so far, as
+// the maximum may have risen.
+//
+// Rounded weights are also added up as such: then the outputs' weights add up to 1.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+template <typename Weight>
 QUIRE_INLINE float update_softmax(float* scores, Span tile, Span seen, RowState& state) {
+  auto* const weights = reinterpret_cast<Weight*>(scores);
   Floats most = broadcast(state.maximum);
   for (int64_t j = tile.begin; j < tile.end; j += kLanes) {
     Floats x = load(scores + j);
@@ -31,9 +41,7 @@ QUIRE_INLINE float update_softmax(float* scores, Span tile, Span seen, RowState&
   const float base = maximum == kMinusInfinity ? 0.0f : maximum;
   Floats totals{};
   for (int64_t j = tile.begin; j < tile.end; j += kLanes) {
-    const Floats weights = exponential(load(scores + j) - base);
-    store(scores + j, weights);
-    totals += weights;
+    totals += store_weights(weights + j, exponential(load(scores + j) - base));
   }
   // Sums are zeros where nothing had been seen.
   const bool keep = state.maximum == maximum || state.total == 0.0f;

@@ -7,8 +7,11 @@ constexpr int kPanel = 2 * kLanes;
 constexpr int kRowBlock = kLanes == 16 ? 12 : 6;
 // The most rows per key head for which keys and values are streamed.
 constexpr int kMostStreamedRows = 8;
-// Keys of a streamed tile, and those of them that are processed together.
-constexpr int kStreamedKeys = 64, kStep = 4;
+// Keys of a streamed tile, those whose values are processed together, and those whose scores are.
+constexpr int kStreamedKeys = 64, kGroup = 8, kStep = 4;
+
+// Rows of numbers that are multiplied as pairs are padded to a multiple of this.
+constexpr int kPairedRow = 64;
 
 QUIRE_INLINE int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 

@@ -3,6 +3,7 @@
 // IEEE-like numbers of a sign, kExponent bits of exponent and kMantissa bits of mantissa.
 template <int kExponent, int kMantissa, bool kHasInfinity>
 struct SmallFloat {
+  static constexpr int kMantissaBits = kMantissa;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kShift = 23 - kMantissa;
   static constexpr int kSignShift = 31 - kExponent - kMantissa;

@@ -50,7 +50,9 @@ Isa find_best_isa() {
   if (!avx512) return Isa::kAvx2;
 #ifdef QUIRE_HAS_DOT_PRODUCTS
   if (!__builtin_cpu_supports("avx512vnni")) return Isa::kAvx512;
-  if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Vnni;
+  const bool bfloat16 =
+      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  if (!bfloat16) return Isa::kAvx512Vnni;
   return may_use_amx() ? Isa::kAmx : Isa::kAvx512Bf16;
 #else
   return Isa::kAvx512;

@@ -14,7 +14,8 @@ namespace quire {
 #endif
 
 // Each includes those before it. kAvx512: F, BW, DQ and VL. kAvx512Vnni: dot products of 8-bit
-// integers. kAvx512Bf16: dot products of bfloat16. kAmx: matrix products by AMX tiles.
+// integers. kAvx512Bf16: dot products of bfloat16, and VBMI, permutations of bytes. kAmx: matrix
+// products by AMX tiles.
 enum class Isa : int { kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
 
 // The most capable set that this processor has and that this process may use; requests permission
