@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.dispatch import Implementation
 from kernels.fused import Activation, gated_activation_reference
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedWeight, fit_float16
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -57,7 +57,7 @@ class PackedWeight:
             weight.group_size,
             None if weight.permutation is None else weight.permutation.contiguous(),
             weight.int8_activations,
-            has_groups and _fit_float16(weight.scales) and _fit_float16(weight.offsets),
+            has_groups and fit_float16(weight.scales) and fit_float16(weight.offsets),
             implementation.isa,
         )
         return cls(panels, weight.num_outputs, implementation, dtype)
@@ -123,14 +123,6 @@ class PackedWeight:
 def _is_paired(weight: Tensor, implementation: Implementation) -> bool:
     has_pairs = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
     return has_pairs and bool(torch.ops.quire.pairs_bfloat16(implementation.isa))
-
-
-def _fit_float16(numbers: Tensor) -> bool:
-    """Whether float16 has them with its full precision."""
-    limits = torch.finfo(torch.float16)
-    sizes = numbers.abs()
-    fit = (sizes == 0) | ((sizes >= limits.smallest_normal) & (sizes <= limits.max))
-    return bool(fit.all())
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,17 @@ class QuantizedWeight:
     def num_inputs(self) -> int:
         return self.values.shape[1]
 
+    def to(self, device: torch.device) -> Self:
+        """The same weight on another device."""
+        order = self.permutation
+        return replace(
+            self,
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            offsets=self.offsets.to(device),
+            permutation=None if order is None else order.to(device),
+        )
+
     def dequantize(self) -> Tensor:
         """Float32 `[num_outputs, num_inputs]`, inputs in their original order."""
         groups = self.values.view(self.num_outputs, -1, self.group_size).float()
@@ -147,6 +158,14 @@ def _asymmetric(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = _nonzero((high - low) / 15)
     values = groups.sub_(low.unsqueeze(-1)).div_(scales.unsqueeze(-1)).round_()
     return values.clamp_(0, 15), scales, -low
+
+
+def fit_float16(numbers: Tensor) -> bool:
+    """Whether float16 has them with its full precision."""
+    limits = torch.finfo(torch.float16)
+    sizes = numbers.abs()
+    fit = (sizes == 0) | ((sizes >= limits.smallest_normal) & (sizes <= limits.max))
+    return bool(fit.all())
 
 
 def _nonzero(scales: Tensor) -> Tensor:

@@ -67,12 +67,13 @@ class WorkerSettings(ServiceSettings):
     quantization: Literal["int8", "int4"] | None = Field(
         None,
         description="Rounds the weights of linear layers to 8 or 4 bits when the model is loaded; "
-        "on CPUs, for checkpoints of 16 or 32 bits.",
+        "for checkpoints of 16 or 32 bits.",
     )
     int8_activations: bool = Field(
         False,
         description="Rounds the inputs of products to 8 bits, one scale per token, also where a "
-        "quantised checkpoint has 16 (GPTQ, AWQ, GGUF, W8A16, W4A16): faster, and less exact.",
+        "quantised checkpoint has 16 (GPTQ, AWQ, GGUF, W8A16, W4A16): faster, and less exact; on a "
+        "GPU for symmetric weights of 8 bits with one scale per output.",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",

@@ -14,6 +14,7 @@ import torch
 from benchmarks import results
 from benchmarks.gpu.device import CudaDevice, device_description
 from benchmarks.gpu.kernels import decode, prefill, writes
+from benchmarks.gpu.products import products
 from benchmarks.gpu.serving import idle, throughput
 from benchmarks.gpu.systems import ROOT
 from benchmarks.machine import description, moment
@@ -42,6 +43,7 @@ PARTS: Mapping[str, Benchmark] = {
     "kv_write": _of_kernel(writes, "writes"),
     "decode": _of_kernel(decode, "attention"),
     "prefill": _of_kernel(prefill, "attention"),
+    "products": _of_kernel(products, "products"),
     "idle": Benchmark(idle),
     "throughput": Benchmark(throughput),
 }

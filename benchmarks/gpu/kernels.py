@@ -23,17 +23,17 @@ def writes(device: Device, num_tokens: int = 65_536) -> Part:
     return Part(
         name="kv_write",
         title="Writes to the cache",
-        notes=[_OF_COPY_NOTE],
+        notes=[OF_COPY_NOTE],
         columns=[*_WHAT, Column("gbs", "GB/s", ",.0f"), *_SHARE],
         rows=rows,
-        targets=[_target(f"kv_write, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows],
+        targets=[target(f"kv_write, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows],
     )
 
 
 def _write_row(device: Device, num_tokens: int, block_size: int) -> Row:
     num_heads, head_dim, where = 8, 128, device.torch_device
     num_bytes = 2 * 2 * num_tokens * num_heads * head_dim * DTYPE.itemsize
-    num_sets = _num_working_sets(device, num_bytes)
+    num_sets = num_working_sets(device, num_bytes)
     size = (num_sets, 2, num_tokens, num_heads, head_dim)
     states = torch.randn(size, device=where, dtype=DTYPE)
     caches = torch.zeros(
@@ -49,7 +49,7 @@ def _write_row(device: Device, num_tokens: int, block_size: int) -> Row:
             partial(kv_write, keys, values, k_cache, v_cache, slots)
             for (keys, values), (k_cache, v_cache) in zip(states, caches, strict=True)
         ],
-        "copy": _copies(device, num_bytes),
+        "copy": copies(device, num_bytes),
     }
     seconds = device.median_seconds(functions)
     what = f"{num_tokens} tokens of {num_heads} heads of {head_dim}, blocks of {block_size}"
@@ -77,25 +77,25 @@ def decode(device: Device, scale: int = 1) -> Part:
         name="decode",
         title="Attention of decoded tokens",
         notes=[
-            f"Sequences x length; bytes are those of keys and values, read once. {_OF_COPY_NOTE} "
+            f"Sequences x length; bytes are those of keys and values, read once. {OF_COPY_NOTE} "
             "*Torch*: the time of torch's attention on contiguous keys and values over that of "
             "Quire's kernel."
         ],
         columns=[*_WHAT, Column("gbs", "GB/s", ",.0f"), *_SHARE, Column("torch", "torch", ".2f")],
         rows=rows,
-        targets=[_target(f"decode, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows],
+        targets=[target(f"decode, {r['what']}", _OF_COPIES, r["of_copy"]) for r in rows],
     )
 
 
 def _decode_row(device: Device, shape: Shape) -> Row:
-    num_sets = _num_working_sets(device, shape.read_bytes)
+    num_sets = num_working_sets(device, shape.read_bytes)
     batches = [PagedTensors(shape, device.torch_device) for _ in range(num_sets)]
     for batch in batches:
         batch.check()
     functions: dict[str, Calls] = {
         "ours": [batch.attend for batch in batches],
         "torch": [partial(batch.attend_in_order, flash=False) for batch in batches],
-        "copy": _copies(device, shape.read_bytes),
+        "copy": copies(device, shape.read_bytes),
     }
     seconds = device.median_seconds(functions)
     row = _share_row(shape.title, shape.read_bytes, seconds)
@@ -131,12 +131,12 @@ def prefill(device: Device, scale: int = 1) -> Part:
             Column("of_flash", "of flash", ".2f"),
         ],
         rows=rows,
-        targets=[_target(f"prefill, {r['what']}", _OF_FLASH, r["of_flash"]) for r in rows],
+        targets=[target(f"prefill, {r['what']}", _OF_FLASH, r["of_flash"]) for r in rows],
     )
 
 
 def _prefill_row(device: Device, shape: Shape) -> Row:
-    num_sets = _num_working_sets(device, shape.read_bytes)
+    num_sets = num_working_sets(device, shape.read_bytes)
     batches = [PagedTensors(shape, device.torch_device) for _ in range(num_sets)]
     for batch in batches:
         batch.check()
@@ -153,15 +153,15 @@ def _prefill_row(device: Device, shape: Shape) -> Row:
     }
 
 
-def _num_working_sets(device: Device, num_bytes: int) -> int:
+def num_working_sets(device: Device, num_bytes: int) -> int:
     """Return how many working sets exceed the device's cache."""
     return 2 + _TIMES_THE_CACHE * device.cache_bytes // num_bytes
 
 
-def _copies(device: Device, num_bytes: int) -> Calls:
+def copies(device: Device, num_bytes: int) -> Calls:
     """Return copies that read and write `num_bytes` in all."""
     half = num_bytes // 2
-    size = (_num_working_sets(device, num_bytes), 2, half)
+    size = (num_working_sets(device, num_bytes), 2, half)
     parts = torch.randint(0, 127, size, device=device.torch_device, dtype=torch.uint8)
     return [partial(target.copy_, source) for source, target in parts]
 
@@ -175,14 +175,14 @@ def _share_row(what: str, num_bytes: int, seconds: dict[str, float]) -> Row:
     }
 
 
-def _target(what: str, aim: float, measured: Cell) -> Target:
+def target(what: str, aim: float, measured: Cell) -> Target:
     assert isinstance(measured, float)
     return Target(what, f"at least {aim}", f"{measured:.2f}", measured >= aim)
 
 
 _WHAT = [Column("what", "what"), Column("us", "us", ",.1f")]
 _SHARE = [Column("of_copy", "of copies", ".2f")]
-_OF_COPY_NOTE = (
+OF_COPY_NOTE = (
     "*Of copies*: the rate of bytes read and written as a share of that of a copy within the "
     "device that moves as many bytes, measured alternately."
 )

@@ -15,6 +15,7 @@ from benchmarks.gpu import serving
 from benchmarks.gpu.device import Calls
 from benchmarks.gpu.kernels import decode, prefill, writes
 from benchmarks.gpu.paged import PagedTensors, Shape
+from benchmarks.gpu.products import products
 from benchmarks.gpu.runner_alone import covered, load
 from benchmarks.gpu.serving import (
     idle_part,
@@ -60,6 +61,15 @@ def test_kernels_are_measured() -> None:
 
 def test_prefill_is_measured() -> None:
     assert len(prefill(HostDevice(), 64).rows) == 6
+
+
+def test_products_are_measured() -> None:
+    part = products(HostDevice(), 64)
+    assert len(part.rows) == 24
+    assert all(row["times_torch"] > 0 for row in part.rows)
+    # A single row is limited by the bandwidth.
+    assert len(part.targets) == 6
+    assert part.title in markdown(part)
 
 
 def test_a_wrong_kernel_is_not_measured() -> None:

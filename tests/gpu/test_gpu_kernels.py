@@ -8,7 +8,9 @@ from paged_cases import FP8, PagedCase, paged_case, relative_rms
 
 from kernels.attention import paged_attention, paged_attention_reference
 from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
+from kernels.inputs.tiled_weight import TiledWeight
 from kernels.kv_write import kv_write, kv_write_reference
+from kernels.quantized import Bits, quantize
 from kernels.sampling import (
     NO_TOKEN,
     SamplingTensors,
@@ -19,6 +21,7 @@ from kernels.sampling import (
     token_logprobs,
     token_logprobs_reference,
 )
+from kernels.tiled_linear import tiled_linear, tiled_linear_reference
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -126,6 +129,46 @@ def test_writes(
     kv_write_reference(key, value, caches[0], caches[1], slots)
     kv_write(key.to(device), value.to(device), there[0], there[1], slots.to(device))
     assert there.cpu().view(torch.uint8).equal(caches.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", _FLOATS)
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 100, 2048])
+@pytest.mark.parametrize("size", [(4096, 4096), (1000, 2048), (129, 480)], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "group_size", "integers"),
+    [
+        (8, None, True),
+        (8, None, False),
+        (8, 16, False),
+        (8, 32, False),
+        (4, 16, False),
+        (4, 32, False),
+        (4, 96, False),
+        (4, None, False),
+    ],
+)
+def test_products(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_rows: int,
+    size: tuple[int, int],
+    bits: Bits,
+    group_size: int | None,
+    integers: bool,
+) -> None:
+    """Against the reference; and those of each row alone."""
+    if group_size is not None and size[1] % group_size:
+        pytest.skip(f"groups of {group_size} do not divide {size[1]} inputs")
+    weight = replace(quantize(torch.randn(size), bits, group_size), int8_activations=integers)
+    tiled, bias = TiledWeight.of(weight, dtype), torch.randn(size[0])
+    states = torch.randn(num_rows, size[1]).to(dtype)
+    expected = tiled_linear_reference(states, tiled, bias)
+    there = tiled.to(device)
+    actual = tiled_linear(states.to(device), there, bias.to(device))
+    assert relative_rms(actual.cpu(), expected) < _TOLERANCES[dtype]
+    for row in {0, num_rows // 2, num_rows - 1}:
+        alone = tiled_linear(states[row : row + 1].to(device), there, bias.to(device))
+        assert alone.equal(actual[row : row + 1])
 
 
 def test_copies_and_swaps(device: torch.device) -> None:

@@ -219,6 +219,17 @@ def test_logits_of_a_graph_on_a_cache_of_8_bits(llama_model: Path, kv_cache_dtyp
     check_graphs(loaded, 3, _TOLERANCES["bfloat16"])
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_a_graph_of_quantised_weights(
+    llama_model: Path, quantization: str, dtype: str
+) -> None:
+    with capture_logs() as logs:
+        loaded = load(llama_model, dtype=dtype, quantization=quantization)
+    assert not [entry for entry in logs if entry["log_level"] == "warning"]
+    check_graphs(loaded, 3, _TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("family", sorted(MIXTURES))
 def test_logits_of_a_graph_of_experts(family: str, tmp_path: Path) -> None:
     """In the type in which torch need not ask how many tokens each of them has."""

@@ -16,6 +16,7 @@ from kernels.gpu.launch import (
     padded_dim,
     stride_unit,
 )
+from kernels.gpu.linear_launch import ROW_TILES, linear_launch, num_splits
 
 H200 = Gpu((9, 0), 132)
 A100 = Gpu((8, 0), 108)
@@ -90,3 +91,35 @@ def test_a_program_writes_some_rows() -> None:
     assert kv_write_rows(128, 2) == 32
     assert kv_write_rows(16, 1) == 512
     assert kv_write_rows(8192, 4) == 1
+
+
+@pytest.mark.parametrize("gpu", [H200, A100, L40], ids=["H200", "A100", "L40"])
+def test_tiles_of_products_fit_into_shared_memory(gpu: Gpu) -> None:
+    formats = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+    for dtype, rows, splits, (step_bytes, step_inputs) in product(
+        formats, (1, 17, 4096), (1, 4), ((16, 16), (64, 128), (128, 128))
+    ):
+        launch = linear_launch(gpu, rows, splits, dtype, step_bytes, step_inputs, splits % 2)
+        row_bytes = launch.tile_rows * step_inputs * dtype.itemsize
+        stages = max(launch.num_stages - 1, 1)
+        assert (launch.tile_outputs * step_bytes + row_bytes) * stages < gpu.shared_bytes
+        assert launch.tile_rows >= min(rows, 32)
+        assert launch.split_programs == (splits > 1 and rows == 1)
+
+
+def test_products_with_few_outputs_are_divided() -> None:
+    assert num_splits(H200, 4096, 4096) == 4
+    assert num_splits(H200, 1024, 65_536) == 8
+    # Too few inputs, and enough outputs.
+    assert num_splits(H200, 1024, 1024) == 1
+    assert num_splits(H200, 151_936, 8192) == 1
+    assert num_splits(A100, 4096, 14_336) == 3
+    assert num_splits(H200, 1, 1) == 1
+
+
+def test_the_warm_up_knows_all_sizes_of_tiles() -> None:
+    found = {
+        linear_launch(H200, rows, 1, torch.bfloat16, 64, 128, 1).tile_rows
+        for rows in range(1, 5000)
+    }
+    assert found == set(ROW_TILES)

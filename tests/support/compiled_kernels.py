@@ -1,7 +1,7 @@
 """Compiles the launches of Triton kernels for a GPU that is not present, and describes the code.
 
-For a process of its own without TRITON_INTERPRET: `python -m compiled_attention` and
-`python -m compiled_sampling`.
+For a process of its own without TRITON_INTERPRET: `python -m compiled_attention`,
+`python -m compiled_linear` and `python -m compiled_sampling`.
 """
 
 import re
@@ -25,6 +25,7 @@ _POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",

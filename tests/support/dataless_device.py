@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kernels.dispatch import Implementation
+from kernels.tiled_linear import TiledEmbedding, TiledLinear
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.gpu.graphs import Capturer
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
@@ -39,7 +40,11 @@ _KERNELS = {
         "filter_kernel",
         "merge_splits_kernel",
     ),
+    "round_rows": ("_round_rows_kernel",),
+    "tiled_linear": ("tiled_linear_kernel", "int8_linear_kernel", "add_splits_kernel"),
 }
+# Of quantised weights.
+PRODUCTS = {*_KERNELS["round_rows"], *_KERNELS["tiled_linear"]}
 
 
 class Crossings(TorchFunctionMode):
@@ -104,6 +109,9 @@ def dataless(loaded: LoadedRunner, capturer: Capturer | None = None) -> Pipeline
     runner = loaded.runner.runner
     assert isinstance(runner, Runner)
     network: Any = runner._model.network
+    for module in network.modules():
+        if isinstance(module.forward, TiledLinear | TiledEmbedding):
+            module.forward = replace(module.forward, weight=module.forward.weight.to(_DEVICE))
     model = replace(runner._model, network=network.to(_DEVICE), device=_DEVICE)
     pool = KvPool(model.layers, runner._pool.size, runner._pool.block_size, _DEVICE)
     attention = PagedAttention(pool.layers, Implementation.TRITON)

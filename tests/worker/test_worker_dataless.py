@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dataless_device import Crossings, dataless, idle_kernels
+from dataless_device import PRODUCTS, Crossings, dataless, idle_kernels
 from host_device import HostCapturer, HostStreams
 from tiny_models import FAMILIES, VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
+from kernels.dispatch import interprets_triton
 from quire.internal.v1 import worker_pb2
 from quire.internal.v1.logits_pb2 import LogitsParams
 from worker_svc.gpu.device_forward import DeviceForward
@@ -64,7 +65,33 @@ def test_a_launch_does_not_wait_for_the_device(
     # All of a step's inputs at once.
     assert crossings.found == ["copy_"] * len(launched)
     # No sequence is long enough to be cut, and no row has a logits processor.
-    assert idle == {"merge_partitions_kernel", "_bitmask_kernel", "_penalties_kernel"}
+    assert idle == {"merge_partitions_kernel", "_bitmask_kernel", "_penalties_kernel", *PRODUCTS}
+
+
+@pytest.mark.skipif(not interprets_triton(), reason="Triton's kernels are not interpreted")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_products_of_integers_do_not_wait_for_the_device(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding in 8 bits among them: it is tied to the head."""
+    config = llama()
+    config.tie_word_embeddings = True
+    folder = save_model(config, tmp_path)
+    settings = worker_settings(
+        folder, device="cpu", kernels="triton", max_num_seqs=20, quantization=quantization
+    )
+    loaded = load_runner(settings)
+    kernels = idle_kernels(monkeypatch)
+    runner = dataless(loaded, HostCapturer())
+    before = {name: kernels[name].num_launches for name in PRODUCTS}
+    with Crossings() as crossings:
+        for plan in plans():
+            runner.launch(plan)
+    assert crossings.found == ["copy_"] * len(plans())
+    launched = {name for name in PRODUCTS if kernels[name].num_launches > before[name]}
+    # No weight has as many inputs as a split.
+    of_layers = {"tiled_linear_kernel"} if quantization == "int4" else set()
+    assert launched == {"_round_rows_kernel", "int8_linear_kernel", *of_layers}
 
 
 def test_logits_processors_do_not_wait_for_the_device(

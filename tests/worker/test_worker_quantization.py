@@ -8,9 +8,11 @@ import torch
 from implementations import WITHOUT_PRODUCTS
 from tiny_models import FAMILIES, MIXTURES, llama, qwen3, random_logits, random_network, save_model
 from torch import Tensor, nn
+from triton_devices import DEVICES
 from worker_driver import worker_settings
 
 from kernels.dispatch import Implementation, cpp_implementations
+from kernels.inputs.tiled_weight import TiledWeight
 from kernels.linear import PackedWeight, round_rows
 from kernels.quantized import QuantizedWeight, quantize
 from worker_svc.model.checkpoint import ModelError
@@ -21,10 +23,15 @@ from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WrongSettingError
 
 _CPU = torch.device("cpu")
+_TRITON = pytest.param(Implementation.TRITON, marks=DEVICES[0].marks)
+_PACKED = pytest.mark.parametrize("implementation", [*cpp_implementations()[-1:], _TRITON])
 # Of C++, one that multiplies rows as they are, and one that may round them to 8 bits.
 _IMPLEMENTATIONS = pytest.mark.parametrize(
     "implementation",
-    dict.fromkeys((Implementation.TORCH, *WITHOUT_PRODUCTS[-1:], *cpp_implementations()[-1:])),
+    [
+        *dict.fromkeys((Implementation.TORCH, *WITHOUT_PRODUCTS[-1:], *cpp_implementations()[-1:])),
+        _TRITON,
+    ],
 )
 
 
@@ -33,9 +40,11 @@ def is_freed(weight: Tensor) -> bool:
 
 
 def multiplied(weight: QuantizedWeight, implementation: Implementation) -> Tensor:
-    """The numbers that a product multiplies with: C++ packs some scales as float16."""
+    """The numbers that a product multiplies with: some scales are packed as float16."""
     if implementation.is_cpp:
         weight = PackedWeight.of_quantized(weight, implementation, torch.float32).unpacked()
+    if implementation == Implementation.TRITON:
+        weight = TiledWeight.of(weight, torch.float32).unpacked()
     return weight.dequantize()
 
 
@@ -79,16 +88,18 @@ def test_models_compute_with_the_rounded_weights(
         # A number near the middle of two integers is rounded to either.
         tolerance = 2e-2
         for layer in rounded.modules():
-            if type(layer) is nn.Linear:
+            # Triton's products of 4 bits do not round rows.
+            is_head = type(layer) is nn.Linear and layer.weight is rounded.lm_head.weight
+            if type(layer) is nn.Linear and (implementation.is_cpp or is_head):
                 layer.register_forward_pre_hook(lambda _, args: round_rows(*args))
     expected = random_logits(rounded)
     assert (random_logits(network) - expected).abs().max() < tolerance * expected.abs().max()
-    if implementation.is_cpp and family == "qwen3":
+    if implementation != Implementation.TORCH and family == "qwen3":
         assert all(is_freed(m.weight) for m in network.modules() if type(m) is nn.Linear)
         assert is_freed(network.model.embed_tokens.weight) == tied
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+@_PACKED
 def test_an_embedding_of_its_own(implementation: Implementation) -> None:
     class Scaled(nn.Embedding):
         def forward(self, indices: Tensor) -> Tensor:
@@ -107,7 +118,7 @@ def test_an_embedding_of_its_own(implementation: Implementation) -> None:
         assert is_freed(embedding.weight) == (kind is nn.Embedding)
 
 
-@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+@_PACKED
 def test_restored_weights_are_those_of_the_integers(implementation: Implementation) -> None:
     layer = nn.Linear(32, 8)
     weight = quantize(layer.weight.detach(), 8)
@@ -127,10 +138,18 @@ def test_a_weight_of_another_shape() -> None:
         pack_quantized(nn.ModuleList([layer]), {layer: other}, Implementation.TORCH)
 
 
-def test_not_on_a_gpu(tmp_path: Path) -> None:
-    folder = save_model(llama(), tmp_path)
-    with pytest.raises(WrongSettingError, match=r"--quantization: int8.*on cuda.*--device=cpu"):
-        load_model(str(folder), None, "auto", torch.device("cuda"), None, quantization="int8")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_products_of_triton_are_not_compiled(quantization: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    settings = worker_settings(
+        save_model(llama(), tmp_path),
+        device="cpu",
+        kernels="triton",
+        quantization=quantization,
+        enable_torch_compile=True,
+    )
+    with pytest.raises(WrongSettingError, match="--enable-torch-compile: torch does not compile"):
+        load_runner(settings)
 
 
 def test_the_fingerprint_names_the_quantization(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from triton_devices import DEVICES
 from worker_driver import Driver, LaneClient, Sequence, served_model
 
 from kernels.dispatch import Implementation
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.loading import LoadedModel, load_model
 from worker_svc.model.quantized.integers import permutation_of, unpack
+from worker_svc.model.quantized.network import move_stand_ins
 from worker_svc.model.quantized.packing import pack_quantized
 from worker_svc.settings import WrongSettingError
 
@@ -82,6 +84,25 @@ async def test_equals_generate_on_the_dequantised_weights(name: str, tmp_path: P
     assert sequence.tokens[len(_PROMPT) :] == expected
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["gptq-4-act-order", "awq", "w4a16-zeros", "w8a16"])
+def test_triton_multiplies_with_the_integers(
+    name: str, device: str, written: dict[str, Path]
+) -> None:
+    folder = written[name]
+    model = load_model(str(folder), None, "auto", torch.device(device), None)
+    layers = list(model.quantized)
+    pack_quantized(model.network, model.quantized, Implementation.TRITON)
+    assert all(layer.weight.stride() == (0, 0) for layer in layers)
+    expected = AutoModelForCausalLM.from_pretrained(folder / "expected")
+    tokens = torch.tensor([_PROMPT])
+    model.network.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        found = model.network(tokens.to(device)).logits.cpu()
+        wanted = expected(tokens).logits
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
 def test_inputs_are_rounded_where_a_setting_allows_it(write: Write) -> None:
     folder = write("awq")
     plain, rounded = load(folder), load(folder, int8_activations=True)
@@ -105,6 +126,17 @@ def test_integers_before_they_are_read_take_no_memory(write: Write) -> None:
     weights = [layer.weight for layer in model.quantized]
     assert len(weights) == 14
     assert all(weight.stride() == (0, 0) and weight.isnan().all() for weight in weights)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_integers_before_they_are_read_take_no_memory_on_a_gpu(tied: bool, tmp_path: Path) -> None:
+    model = load(write_checkpoint(FORMATS["awq"], tmp_path, tied=tied))
+    shapes = {layer: layer.weight.shape for layer in model.quantized}
+    move_stand_ins(model.quantized, torch.device("meta"))
+    model.network.to("meta")
+    for layer, shape in shapes.items():
+        assert (layer.weight.shape, layer.weight.stride()) == (shape, (0, 0))
+        assert layer.weight.is_meta
 
 
 def test_unpacking_by_hand() -> None:
@@ -284,9 +316,3 @@ def test_quantised_weights_are_not_rounded_again(write: Write) -> None:
     folder = write("awq")
     with pytest.raises(WrongSettingError, match="int8, but the checkpoint is quantised by awq"):
         load(folder, quantization="int8")
-
-
-def test_not_on_a_gpu(write: Write) -> None:
-    folder = write("awq")
-    with pytest.raises(ModelError, match=r"by awq: there are no kernels .* on cuda"):
-        load_model(str(folder), None, "auto", torch.device("cuda"), None)

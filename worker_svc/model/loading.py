@@ -35,7 +35,7 @@ from worker_svc.model.longrope import choose_longrope_factors, longrope_default
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
 from worker_svc.model.quantized.formats import GGUF, find_weights, quantization_of
 from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
-from worker_svc.model.quantized.network import load_network
+from worker_svc.model.quantized.network import load_network, move_stand_ins
 from worker_svc.model.quantized.sources import RoundedInputs, WeightSources
 from worker_svc.model.served_model import AttentionFunction, FinalStates
 from worker_svc.model.split_forward import split_forward
@@ -126,7 +126,7 @@ def load_model(
     config = _read_config(folder)
     network_class = _network_class(config)
     stored = quantization_of(config, weights)
-    _check_quantization(quantization, stored, device)
+    _check_quantization(quantization, stored)
     if int8_activations and quantization is None and stored is None:
         raise WrongSettingError("--int8-activations: the checkpoint has no quantised weights")
     length = _max_model_len(config.get_text_config(), max_model_len)
@@ -146,6 +146,7 @@ def load_model(
         network, sources = _load_quantized(network_class, config, stored, weights, options)
         if int8_activations:
             sources = {layer: RoundedInputs(source) for layer, source in sources.items()}
+    move_stand_ins(sources, device)
     network.to(device).eval()
     layers = _probe_layers(network, probe, device)
     rounding = rounding_name(quantization, int8_activations)
@@ -162,25 +163,13 @@ def load_model(
     )
 
 
-def _check_quantization(
-    quantization: str | None, stored: Mapping[str, Any] | None, device: torch.device
-) -> None:
-    """Refuse to round weights that are quantised already, and integers on a GPU."""
-    method = None if stored is None else stored["quant_method"]
-    if quantization is not None and method is not None:
+def _check_quantization(quantization: str | None, stored: Mapping[str, Any] | None) -> None:
+    """Refuse to round weights that are quantised already."""
+    if quantization is not None and stored is not None:
         raise WrongSettingError(
-            f"--quantization: {quantization}, but the checkpoint is quantised by {method} already; "
-            "leave it out"
+            f"--quantization: {quantization}, but the checkpoint is quantised by "
+            f"{stored['quant_method']} already; leave it out"
         )
-    if device.type == "cpu":
-        return
-    reason = f"there are no kernels for such weights on {device.type}"
-    if quantization is not None:
-        raise WrongSettingError(
-            f"--quantization: {quantization}, but {reason}; leave it out, or set --device=cpu"
-        )
-    if method is not None:
-        raise ModelError(f"the checkpoint is quantised by {method}: {reason}; set --device=cpu")
 
 
 def _load_quantized(

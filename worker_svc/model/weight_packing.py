@@ -61,8 +61,11 @@ def pack(
 
 def packed_linear(layer: nn.Linear, weight: PackedWeight) -> PackedLinear:
     """The forward pass of a linear layer whose weight was packed."""
-    bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
-    return PackedLinear(weight, bias)
+    return PackedLinear(weight, float32_bias(layer))
+
+
+def float32_bias(layer: nn.Linear) -> Tensor | None:
+    return None if layer.bias is None else layer.bias.detach().float().contiguous()
 
 
 @dataclass(frozen=True)

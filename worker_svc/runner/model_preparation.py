@@ -20,7 +20,11 @@ from worker_svc.model.kernel_build import announce_compilation
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.loading import LoadedModel, load_model
 from worker_svc.model.paged_attention import choose_attention
-from worker_svc.model.quantized.packing import pack_quantized, restore_weights
+from worker_svc.model.quantized.packing import (
+    multiplies_integers,
+    pack_quantized,
+    restore_weights,
+)
 from worker_svc.model.quantized.sources import rounded_weights
 from worker_svc.model.weight_packing import pack
 from worker_svc.model.weight_readers import has_finite_logits, probe_weights
@@ -52,11 +56,8 @@ def prepare_model(
         disable_progress_bar()
     model = _load_model(settings, device, progress)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
-    if settings.enable_torch_compile and implementation.is_cpp:
-        raise WrongSettingError(
-            f"--enable-torch-compile: the kernels {implementation} replace what it would compile; "
-            "set --kernels=torch or leave it out"
-        )
+    if settings.enable_torch_compile:
+        _check_compiling(model, settings, implementation)
     flash = choose_attention(
         model.layers,
         with_cache_dtype(model.layers, settings.kv_cache_dtype)[0].dtype,
@@ -73,6 +74,23 @@ def prepare_model(
         replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
     log.info("kernels", implementation=implementation, **replaced)
     return PreparedModel(model, implementation, flash, packed_network(model))
+
+
+def _check_compiling(
+    model: LoadedModel, settings: WorkerSettings, implementation: Implementation
+) -> None:
+    """WrongSettingError if kernels replace what torch would compile."""
+    if implementation.is_cpp:
+        raise WrongSettingError(
+            f"--enable-torch-compile: the kernels {implementation} replace what it would compile; "
+            "set --kernels=torch or leave it out"
+        )
+    is_quantized = model.quantized or settings.quantization is not None
+    if is_quantized and multiplies_integers(implementation):
+        raise WrongSettingError(
+            "--enable-torch-compile: torch does not compile the products of quantised weights; "
+            "leave it out, or set --kernels=torch, which multiplies weights of 16 bits"
+        )
 
 
 def _load_model(
@@ -117,12 +135,14 @@ def _replace_parts(
     any more: some code reads a weight in a way that the probe did not show."""
     network = model.network
     quantized = _quantize(model, quantization, implementation, progress)
-    if not implementation.is_cpp:
+    if not implementation.is_cpp and not (quantized and multiplies_integers(implementation)):
         return quantized + fuse(network, implementation)
     probed = probe_weights(network)
     if restored := restore_weights(probed.read_elsewhere):
         quantized["restored weights"] = restored
         probed = probe_weights(network)
+    if not implementation.is_cpp:
+        return quantized if probed.is_finite else None
     calls = record_layer_calls(network, implementation)
     replaced = fuse(network, implementation)
     replaced += pack(network, implementation, probed.read_elsewhere, progress, model.weights)

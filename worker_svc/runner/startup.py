@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.dispatch import Implementation
+from kernels.gpu.linear_launch import ROW_TILES
 from kernels.logits import apply_bitmask, apply_penalties, bitmask_width
 from kernels.sampling import SamplingTensors, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
@@ -159,13 +160,18 @@ def dummy_batch(query_lens: list[int], seq_lens: list[int], padding_row: int) ->
 
 
 def _batches(tables: RowTables) -> Iterator[tuple[list[int], list[int]]]:
-    """Lengths of queries and sequences: a full batch of prompts, then decode batches, small and
-    large, short and long."""
+    """Lengths of queries and sequences: batches of prompts, the largest first, then decode batches,
+    small and large, short and long. Products with few, some and many rows have kernels of their
+    own, those of layers by the number of tokens, those of the head by that of sampled rows."""
     longest, most_rows = tables.max_model_len, tables.max_num_seqs
-    whole, rest = divmod(tables.max_num_batched_tokens, longest)
-    prompts = [longest] * whole + [rest] * bool(rest)
-    yield prompts[:most_rows], prompts[:most_rows]
-    num_rows = min(most_rows, tables.max_num_batched_tokens)
+    most_tokens = tables.max_num_batched_tokens
+    for num_tokens in (most_tokens, *(size for size in ROW_TILES if size < most_tokens)):
+        whole, rest = divmod(num_tokens, longest)
+        prompts = [longest] * whole + [rest] * bool(rest)
+        yield prompts[:most_rows], prompts[:most_rows]
+    num_rows = min(most_rows, most_tokens)
+    for count in (size for size in ROW_TILES if size < num_rows):
+        yield [1] * count, [1] * count
     for seq_lens in ([1], [longest], [1] * num_rows, [min(longest, _LONG)] * num_rows):
         yield [1] * len(seq_lens), seq_lens
 

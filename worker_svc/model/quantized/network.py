@@ -57,6 +57,18 @@ def load_network(
     return network, _sources(network, stand_ins, quantized)
 
 
+def move_stand_ins(sources: WeightSources, device: torch.device) -> None:
+    """Move the weights of layers that have a source, which are NaN, so that they take no memory on
+    the device either."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in sources:
+        weight = module.get_parameter("weight")
+        if id(weight) not in moved:
+            there = weight.detach()[:1, :1].to(device).expand(weight.shape)
+            moved[id(weight)] = nn.Parameter(there, requires_grad=False)
+        module.weight = moved[id(weight)]
+
+
 def _dtype(setting: str, config: Any, plain: Mapping[str, Tensor]) -> torch.dtype:
     """That of the setting, or of the config, or of the first tensor."""
     if setting != "auto":

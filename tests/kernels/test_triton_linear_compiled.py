@@ -1,0 +1,106 @@
+"""The code of products with quantised weights that is compiled for an H200, without one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SHARED_BYTES = 227 * 1024
+Launch = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def launches() -> list[Launch]:
+    """Compiled in a process that does not interpret."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = f"{_ROOT / 'tests' / 'support'}:{_ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "compiled_linear"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: list[Launch] = json.loads(done.stdout)
+    return found
+
+
+def of(launches: list[Launch], kernel: str, **what: str) -> list[Launch]:
+    found = [
+        launch
+        for launch in launches
+        if launch["kernel"] == kernel
+        and all(launch.get(name) == value for name, value in what.items())
+    ]
+    assert found
+    return found
+
+
+def instructions(launch: Launch, pattern: str) -> int:
+    return len(re.findall(pattern, launch["ptx"]))
+
+
+def test_all_fit_and_nothing_is_spilled(launches: list[Launch]) -> None:
+    for launch in launches:
+        described = {name: value for name, value in launch.items() if name != "ptx"}
+        assert launch["spilled_bytes"] == 0, described
+        assert launch["shared_bytes"] <= _SHARED_BYTES, described
+
+
+def test_products_run_on_groups_of_warps(launches: list[Launch]) -> None:
+    for launch in of(launches, "tiled_linear_kernel", dtype="torch.bfloat16"):
+        assert instructions(launch, r"wgmma\.mma_async\.sync\.aligned\S*\.f32\.bf16\.bf16") > 0
+        assert instructions(launch, r"mma\.sync") == 0
+    for launch in of(launches, "int8_linear_kernel"):
+        assert instructions(launch, r"wgmma\.mma_async\.sync\.aligned\S*\.s32\.s8\.s8") > 0
+        assert instructions(launch, r"mma\.sync") == 0
+
+
+def test_values_are_converted_in_registers(launches: list[Launch]) -> None:
+    """By permutations of bytes, four at a time, on their way to tensor cores."""
+    for launch in of(launches, "tiled_linear_kernel", dtype="torch.bfloat16", num_rows="1"):
+        assert instructions(launch, r"cvt\.rn\.bf16\.s|cvt\.rn\.f32\.s") == 0
+        assert instructions(launch, r"prmt") > 0
+
+
+def test_weights_and_rows_are_fetched_ahead(launches: list[Launch]) -> None:
+    """Weights that are converted to 16 bits on their way to tensor cores by 8 bytes, the rest by
+    16. A tile of a group of 16 has fewer bytes per thread."""
+    for launch in of(launches, "int8_linear_kernel"):
+        assert instructions(launch, r"cp\.async\.cg[^;]*, 0x10,") > 0
+    for launch in of(launches, "tiled_linear_kernel"):
+        assert instructions(launch, r"cp\.async\.c[ag][^;]*, 0x(8|10),") > 0
+        if launch.get("group_size") != "16" and launch.get("dtype") != "torch.float32":
+            assert instructions(launch, r"cp\.async\.ca[^;]*, 0x[124],") == 0
+            assert launch.get("num_rows") == "1" or instructions(launch, r"cp\.async\.cg") > 0
+
+
+def test_decoding_leaves_room_for_a_second_program(launches: list[Launch]) -> None:
+    for kernel in ("tiled_linear_kernel", "int8_linear_kernel"):
+        for launch in of(launches, kernel, num_rows="1"):
+            assert launch["shared_bytes"] <= _SHARED_BYTES // 2
+            assert launch["registers"] * 128 <= 65536 // 2
+
+
+def test_steps_of_any_size_run_the_same_code(launches: list[Launch]) -> None:
+    """A new size must not cause a compilation while requests wait."""
+    for kernel, kinds in (
+        # Groups whose sums are divided have tiles of two sizes.
+        ("tiled_linear_kernel", 2),
+        ("int8_linear_kernel", 3),
+        ("_round_rows_kernel", 1),
+        # Sums of numbers, and of integers.
+        ("add_splits_kernel", 2),
+    ):
+        found = of(launches, kernel, steps="many")
+        assert len(found) >= 2 * kinds
+        assert len({launch["ptx"] for launch in found}) == kinds
