@@ -1,6 +1,7 @@
 """Attention: decode, limited by memory bandwidth, and prefill, limited by compute."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,8 @@ from benchmarks.kernels.timing import best_seconds
 from benchmarks.report import Cell, Column, Part, Target
 
 _SEQ_LEN = 1024
+# Of short conversations.
+_DECODED_LEN = 180
 _ROUNDS, _FEW_ROUNDS = 20, 5
 # Torch has no attention over 8-bit formats: no comparison for these.
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -30,6 +33,12 @@ def decode(limits: Limits) -> Part:
         Shape(1, enough(1, 4, 64, 4), 1),
         Shape(enough(_SEQ_LEN, 8, 128, 4), _SEQ_LEN, 1, 32, 8, 128),
         *(Shape(enough(_SEQ_LEN, 4, 64, d.itemsize), _SEQ_LEN, 1, dtype=d) for d in _DTYPES),
+        *(
+            Shape(
+                enough(_DECODED_LEN, 8, 128, 2), _DECODED_LEN, 1, 8 * group, 8, 128, torch.bfloat16
+            )
+            for group in (1, 2, 4, 8)
+        ),
     ]
     rows = [_decode_row(limits, shape) for shape in (first, *others)]
     return Part(
@@ -83,13 +92,14 @@ def prefill(limits: Limits) -> Part:
     shapes = [Shape(limits.enough(length * token_bytes), length, length) for length in sizes]
     # More than six times as large, per token.
     shapes.append(Shape(-(-shapes[0].num_seqs // 4), _SEQ_LEN, _SEQ_LEN, 32, 8, 128))
+    shapes.extend(replace(shape, dtype=torch.bfloat16) for shape in shapes[1:])
     rows = [_prefill_row(limits, shape) for shape in shapes]
     return Part(
         name="prefill",
         title="Attention of whole prompts",
         notes=[
             "Prompts x length. *GFLOP* exclude masked keys. *Of limit* is their rate as a share of "
-            "that of torch's product of large float32 matrices. *Contiguous* as above."
+            "that of torch's product of large matrices of the same type. *Contiguous* as above."
         ],
         columns=[
             *_COLUMNS,

@@ -24,6 +24,11 @@ class Shape:
     dtype: torch.dtype = torch.float32  # of the cache
 
     @property
+    def query_dtype(self) -> torch.dtype:
+        """That of a model which is served with such a cache; bfloat16 where it has 8 bits."""
+        return torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
+
+    @property
     def read_bytes(self) -> int:
         """Bytes of keys and values, each read once."""
         numbers = 2 * self.num_seqs * self.seq_len * self.num_kv_heads * self.head_dim
@@ -60,7 +65,8 @@ class PagedTensors:
             _BLOCK_SIZE,
         )
         num_tokens = shape.num_seqs * shape.query_len
-        self.query = torch.randn(num_tokens, shape.num_heads, shape.head_dim)
+        query = torch.randn(num_tokens, shape.num_heads, shape.head_dim)
+        self.query = query.to(shape.query_dtype)
         self.out = torch.empty_like(self.query)
 
     def attend(self) -> Tensor:

@@ -228,7 +228,7 @@ def test_torchs_attention_agrees_with_the_kernel(dtype: torch.dtype) -> None:
     assert theirs.shape == DenseTensors(shape).attend().shape
     ours = paged.attend().view(3, 1, 8, 64).transpose(1, 2)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(theirs.float(), ours, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(theirs.float(), ours.float(), atol=tolerance, rtol=tolerance)
 
 
 def test_results_without_amounts_are_shown() -> None:

@@ -55,6 +55,7 @@ class FewRowsAttention {
         first_value_(head_numbers<T>(call_.values, item_, 0)),
         key_numbers_(adjacent_numbers(call_.keys)),
         value_numbers_(adjacent_numbers(call_.values)),
+        group_(keys_together()),
         ahead_(keys_ahead()) {
     std::memset(scratch + layout_.zeros, 0, layout_.sum_stride * sizeof(float));
   }
@@ -79,7 +80,7 @@ class FewRowsAttention {
  private:
   // Computes scores of the tile, and adds the values of the previous one.
   void attend_tile() {
-    for (int64_t j = 0; j < kStreamedKeys; j += kGroup) {
+    for (int64_t j = 0; j < kStreamedKeys; j += group_) {
       score_group(j);
       add_group(j);
     }
@@ -87,8 +88,8 @@ class FewRowsAttention {
 
   // Scores of keys that are not seen are undefined.
   void score_group(int64_t first) {
-    PrefetchQueue<T> due = keys_due(first + ahead_, kGroup);
-    for (int64_t j = first; j < first + kGroup; j += kStep) {
+    PrefetchQueue<T> due = keys_due(first + ahead_, group_);
+    for (int64_t j = first; j < first + group_; j += kStep) {
       if (j < seen_.end && j + kStep > seen_.begin) score_step(j, due);
     }
     due.prefetch_all();
@@ -113,7 +114,7 @@ class FewRowsAttention {
   void add_group(int64_t first) {
     PrefetchQueue<T> due = values_due(first + ahead_);
     const Span keys{std::max(weighed_.begin - first, int64_t{0}),
-                    std::min(weighed_.end - first, int64_t{kGroup})};
+                    std::min(weighed_.end - first, group_)};
     if (keys.begin < keys.end) add_keys(first, keys, due);
     due.prefetch_all();
   }
@@ -121,8 +122,8 @@ class FewRowsAttention {
   // Adds the values of `keys`, of the group from `first` on. The others are read as zeros.
   void add_keys(int64_t first, Span keys, PrefetchQueue<T>& due) {
     const int64_t dim = call_.values.head_dim, sum_stride = layout_.sum_stride;
-    const T* value[kGroup];
-    for (int64_t i = 0; i < kGroup; ++i) {
+    const T* value[kMostGroup];
+    for (int64_t i = 0; i < group_; ++i) {
       const bool is_seen = i >= keys.begin && i < keys.end;
       value[i] = is_seen ? first_value_ + previous_.values[first + i] : zeros_;
     }
@@ -169,14 +170,21 @@ class FewRowsAttention {
     const bool is_previous = first < kStreamedKeys;
     const auto& tile = is_previous ? previous_ : tile_;
     if (!is_previous) first -= kStreamedKeys;
-    const int64_t num_rows = std::min<int64_t>(kGroup, tile.num_keys - first);
+    const int64_t num_rows = std::min(group_, tile.num_keys - first);
     return {first_value_, tile.values + first, num_rows, value_numbers_};
+  }
+
+  // Keys whose values are added together. Where computing takes longer than reading, sums should be
+  // loaded and stored seldom; else keys and values should alternate often.
+  int64_t keys_together() const {
+    return layout_.rows > 2 || sizeof(T) == 1 ? kMostGroup : kMostGroup / 2;
   }
 
   // The distance of prefetching, whole groups of keys.
   int64_t keys_ahead() const {
     const int64_t token_bytes = item_.num_heads * call_.keys.head_dim * sizeof(T);
-    return std::clamp<int64_t>(rounded_up(kPrefetchBytes / token_bytes, kGroup), kGroup, kMostAhead);
+    const int64_t wanted = rounded_up(kPrefetchBytes / token_bytes, group_);
+    return std::clamp<int64_t>(wanted, group_, kMostAhead);
   }
 
   // A token's numbers of all heads if these are adjacent, as is usual; else 0: nothing is prefetched.
@@ -188,7 +196,7 @@ class FewRowsAttention {
 
   // The least distance of prefetching in bytes of keys, and the greatest in keys.
   static constexpr int64_t kPrefetchBytes = 4096;
-  static constexpr int kMostAhead = 32;
+  static constexpr int kMostAhead = 2 * kMostGroup;
 
   ItemRows& rows_;
   const AttentionCall& call_;
@@ -198,7 +206,7 @@ class FewRowsAttention {
   float *scores_, *weights_;  // of the tile, and of the previous one
   const T* const zeros_;      // a value
   const T *first_key_, *first_value_;
-  const int64_t key_numbers_, value_numbers_, ahead_;
+  const int64_t key_numbers_, value_numbers_, group_, ahead_;
   TileOffsets<kStreamedKeys, kMostAhead> tile_, previous_;
   Span seen_{0, 0}, weighed_{0, 0};
 };

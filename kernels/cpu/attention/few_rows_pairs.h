@@ -46,7 +46,7 @@ struct Paired {
     }
   }
 
-  // sums [kRows, dim] += weights [kRows, kGroup of kWeightStride] * the values at `value`, those in
+  // sums [kRows, dim] += weights [kRows, keys of kWeightStride] * the values at `value`, those in
   // `keys`; the others are zeros. Calls `tick(n)` for every n numbers. Sums are in the order of pairs.
   template <int kRows, typename Tick>
   QUIRE_INLINE void add_values(const Weight* weights, const T* const* value, Span keys, int64_t dim,

@@ -93,7 +93,7 @@ struct Widened {
     }
   }
 
-  // sums [kRows, dim] += weights [kRows, kGroup of kStreamedKeys] * the values at `value`, those in
+  // sums [kRows, dim] += weights [kRows, keys of kStreamedKeys] * the values at `value`, those in
   // `keys`; the others have weight 0. Calls `tick(n)` for every n numbers.
   template <int kRows, typename Tick>
   QUIRE_INLINE void add_values(const float* weights, const T* const* value, Span keys, int64_t dim,

@@ -7,8 +7,8 @@ constexpr int kPanel = 2 * kLanes;
 constexpr int kRowBlock = kLanes == 16 ? 12 : 6;
 // The most rows per key head for which keys and values are streamed.
 constexpr int kMostStreamedRows = 8;
-// Keys of a streamed tile, those whose values are processed together, and those whose scores are.
-constexpr int kStreamedKeys = 64, kGroup = 8, kStep = 4;
+// Keys of a streamed tile, the most whose values are processed together, and those whose scores are.
+constexpr int kStreamedKeys = 64, kMostGroup = 16, kStep = 4;
 
 // Rows of numbers that are multiplied as pairs are padded to a multiple of this.
 constexpr int kPairedRow = 64;
