@@ -81,6 +81,16 @@ def test_tokens_that_continue_the_grammar_are_possible(guide: Guide) -> None:
     assert guide.texts(row) == {"a", "b", "ab", "y"}
 
 
+@pytest.mark.parametrize("alone_s", [-1.0, 1e-6, 100.0])
+def test_masks_are_the_same_whichever_thread_computes_them(guide: Guide, alone_s: float) -> None:
+    shared = TokenMasks(guide.vocabulary, guide.vocab_size, 8, num_threads=2, alone_s=alone_s)
+    rows = [guide.row(f'start: "x" /[ab]{{{count}}}/ "y"') for count in range(1, 9)]
+    for row in rows[::2]:
+        guide.write(row, "xa")
+    expected = [guide.masks.compute([row])[0].copy() for row in rows]
+    assert (shared.compute(rows) == np.stack(expected)).all()
+
+
 def test_stop_tokens_are_possible_where_the_grammar_may_end_and_nowhere_else(guide: Guide) -> None:
     stops = _stops(guide)
     row = guide.row('start: "x" /[ab]{1,2}/', stops)

@@ -128,6 +128,16 @@ class LogitsPipeline:
         """The same for the others: int64 on the host, of rows that did not fail."""
         self._append(True, rows, token_ids)
 
+    def forced_rows(self, rows: Ints) -> Ints:
+        """Those of the rows in which some processor leaves only one token."""
+        if not self._has_work:
+            return _NONE
+        found: set[int] = set()
+        for index, processor in self._forcing:
+            changed = rows[self._changes[index, rows]].tolist()
+            found.update(row for row in changed if processor.forced_token(row) is not None)
+        return np.array([row for row in rows.tolist() if row in found], np.int64)
+
     def forced_tokens(self, row: int, most: int) -> Iterator[int]:
         """The tokens that must follow in a row, at most so many. Each is added to the row, as a
         sampled one is, before the next one is sought. None in rows of several processors."""

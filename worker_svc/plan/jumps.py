@@ -51,14 +51,14 @@ def lookahead_rows(plan: Plan) -> dict[int, int]:
     return {row: count for row, count in pairs if count}
 
 
-def jump(plan: Plan, tables: RowTables, sampled: Ints, forced_tokens: ForcedTokens) -> Jumps:
-    """Append the forced tokens of the rows that have just sampled, but for rows with
+def jump(plan: Plan, tables: RowTables, rows: Ints, forced_tokens: ForcedTokens) -> Jumps:
+    """Append the forced tokens of `rows`, which have just sampled, but for rows with
     log-probabilities: forced tokens have none."""
     jumps = Jumps()
-    if not plan.num_lookahead_tokens.any():
+    if not (len(rows) and plan.num_lookahead_tokens.any()):
         return jumps
     lookahead = lookahead_rows(plan)
-    for row in sampled.tolist():
+    for row in rows.tolist():
         room = tables.max_model_len - int(tables.num_tokens[row])
         most = 0 if tables.num_logprobs[row] else min(lookahead.get(row, 0), room)
         for token_id in forced_tokens(row, most) if most > 0 else ():

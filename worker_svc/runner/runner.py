@@ -73,7 +73,9 @@ class Runner:
             self._fail(dict.fromkeys(prompt.failing_rows, NO_TOKEN), failures)
         forwarded_ns = time.monotonic_ns()
         sampling, token_ids, logprobs = self._sample(plan, logits, rows, inputs, failures)
-        jumps = jump(plan, self._tables, sampling, self._processors.forced_tokens)
+        processors = self._processors
+        forced = processors.forced_rows(sampling)
+        jumps = jump(plan, self._tables, forced, processors.forced_tokens)
         ended_ns = time.monotonic_ns()
         self._idle_since_ns = ended_ns
         self.last_finished_step = plan.step
