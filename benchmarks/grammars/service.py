@@ -1,8 +1,10 @@
 """Guided requests against free ones of the same lengths, through all services and in vLLM."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,10 +38,21 @@ QUIRE, VLLM = "Quire", "vLLM"
 FOLDER = ROOT / ".cache/engines"
 _MAX_LOSS = 0.05
 _TIMEOUT_S = 10.0
-_TITLES = {FREE: "free", REGEX: "guided by a regex", SCHEMA: "guided by a schema"}
+# Free requests without any stop token; no request of a model with an end of sequence is like that.
+ENDLESS = "endless"
+_TITLES = {
+    FREE: "free",
+    ENDLESS: "free, without stop tokens",
+    REGEX: "guided by a regex",
+    SCHEMA: "guided by a schema",
+}
 
-# Seconds of one run of the work, by its name.
-Run = Callable[[str], float]
+
+@dataclass(frozen=True)
+class _System:
+    name: str
+    works: Sequence[str]
+    run: Callable[[str], float]  # returns the seconds of one run of the work
 
 
 def stack(**settings: str) -> LocalStack:
@@ -68,17 +81,17 @@ def service(environment: Path | None, num_rounds: int) -> Part:
     works = formats(NUM_REQUESTS)
     with ExitStack() as opened:
         quire = _Quire(opened, given, works)
-        systems: dict[str, Run] = {QUIRE: quire.run}
+        systems = [_System(QUIRE, [ENDLESS, *works], quire.run)]
         version = None
         if (python := vllm_python(environment)) is not None:
             with left_out_if_foreign(VLLM_SYSTEM):
                 host = opened.enter_context(_vllm(python, given, works))
                 version = host.call("version")
-                systems[VLLM] = lambda name: _seconds(host.call(name))
-        for run in systems.values():
-            for name in works:
-                run(name)
-        rounds = [_round(systems, list(works), number) for number in range(num_rounds)]
+                systems.append(_System(VLLM, list(works), lambda name: _seconds(host.call(name))))
+        for system in systems:
+            for name in system.works:
+                system.run(name)
+        rounds = [_round(systems, number) for number in range(num_rounds)]
         jumped = quire.share_of_jumps()
     return _part(rounds, version, jumped)
 
@@ -91,17 +104,28 @@ class _Quire:
         self._client = opened.enter_context(Client(local.address))
         self._operations = opened.enter_context(Operations(local.scheduler_address))
         self._prompts = given
-        self._params = {name: [_params(one) for one in each] for name, each in works.items()}
+        self._params = {ENDLESS: [_params(seed, []) for seed in range(len(given))]}
         self._num_runs = 0
+        # Outputs depend on the seeds alone, so this token ends none of them.
+        unused = _unused_token_id(self._outputs(ENDLESS))
+        for name, each in works.items():
+            stop_token_id = unused if name == FREE else STOP_TOKEN_ID
+            self._params[name] = [
+                _params(seed, [stop_token_id], one) for seed, one in enumerate(each)
+            ]
 
     def run(self, name: str) -> float:
         self._operations.reset_prefix_cache(_TIMEOUT_S)
         self._num_runs += name == SCHEMA
         began_s = time.perf_counter()
-        written = self._client.generate_all(list(self._prompts), self._params[name])
+        outputs = self._outputs(name)
         seconds = time.perf_counter() - began_s
-        _check(QUIRE, [len(request.outputs[0].token_ids) for request in written])
+        _check(QUIRE, list(map(len, outputs)))
         return seconds
+
+    def _outputs(self, name: str) -> list[list[int]]:
+        written = self._client.generate_all(list(self._prompts), self._params[name])
+        return [list(request.outputs[0].token_ids) for request in written]
 
     def share_of_jumps(self) -> float:
         """Of the tokens of the runs with schemas."""
@@ -110,14 +134,19 @@ class _Quire:
         return sum(worker.num_forced_tokens for worker in status.workers) / num_tokens
 
 
-def _params(one: Format) -> SamplingParams:
-    output = None if one is None else StructuredOutput(**one)
+def _unused_token_id(outputs: Iterable[Iterable[int]]) -> int:
+    used = set(chain.from_iterable(outputs))
+    return next(token_id for token_id in count() if token_id not in used)
+
+
+def _params(seed: int, stop_token_ids: list[int], one: Format = None) -> SamplingParams:
     return SamplingParams(
         temperature=1.0,
+        seed=seed,
         max_tokens=NUM_TOKENS,
-        ignore_eos=output is None,
-        stop_token_ids=None if output is None else [STOP_TOKEN_ID],
-        structured_output=output,
+        ignore_eos=one is None,
+        stop_token_ids=stop_token_ids,
+        structured_output=None if one is None else StructuredOutput(**one),
     )
 
 
@@ -149,13 +178,14 @@ def _check(system: str, num_outputs: Sequence[int]) -> None:
         raise EngineError(f"{system}: outputs of {wrong} tokens instead of {NUM_TOKENS}")
 
 
-def _round(
-    systems: Mapping[str, Run], names: Sequence[str], number: int
-) -> dict[tuple[str, str], float]:
+def _round(systems: Iterable[_System], number: int) -> dict[tuple[str, str], float]:
     """Seconds by system and work. The order alternates between rounds, so that a machine that
     becomes slower or faster favours nothing."""
-    order = list(names)[:: -1 if number % 2 else 1]
-    return {(system, name): run(name) for system, run in systems.items() for name in order}
+    return {
+        (system.name, work): system.run(work)
+        for system in systems
+        for work in system.works[:: -1 if number % 2 else 1]
+    }
 
 
 def _part(
@@ -170,8 +200,10 @@ def _part(
         notes=[
             f"{NUM_REQUESTS} requests at once through the gateway{beside}: prompts of "
             f"{PROMPT_LENGTH} tokens, outputs of {NUM_TOKENS}, at temperature 1; {len(rounds)} "
-            "rounds. Ratios are medians of the rounds'. Every guided request follows another "
-            "format, compiled before. The regex forces no token; the schema's names and "
+            "rounds. Ratios are medians of the rounds'. Quire's requests have a stop token, which "
+            "no free one samples: as those of any model with an end of sequence, they may end "
+            "before their last token, so a plan has fewer rounds. Every guided request follows "
+            "another format, compiled before. The regex forces no token; the schema's names and "
             f"punctuation are forced, and {jumped:.0%} of its tokens in Quire were jumps.",
         ],
         columns=[

@@ -102,10 +102,7 @@ class LogitsPipeline:
         failures: dict[int, RowFailure] = {}
         if not self._has_work:
             return failures
-        for processor, changes in zip(self._processors, self._changes[:, rows], strict=True):
-            lines = changes.nonzero()[0]
-            if not len(lines):
-                continue
+        for processor, lines in self._work(rows):
             try:
                 processor.apply(logits, lines, rows[lines])
             except FailedRows as error:
@@ -163,9 +160,15 @@ class LogitsPipeline:
     def _append(self, on_host: bool, rows: Ints, token_ids: Tensor) -> None:
         if not self._has_work:
             return
-        for processor, changes in zip(self._processors, self._changes[:, rows], strict=True):
-            if processor.needs_token_ids == on_host and len(lines := changes.nonzero()[0]):
+        for processor, lines in self._work(rows):
+            if processor.needs_token_ids == on_host:
                 processor.append(token_ids, lines, rows[lines])
+
+    def _work(self, rows: Ints) -> Iterator[tuple[LogitsProcessor, Ints]]:
+        """The processors that change any of the rows, in order, with the indices of these rows."""
+        changes = self._changes[:, rows]
+        for index in changes.any(axis=1).nonzero()[0].tolist():
+            yield self._processors[index], changes[index].nonzero()[0]
 
     def _own_changes(self, row: int) -> list[str]:
         """The names of own processors that change a row."""

@@ -96,10 +96,14 @@ class RowTables:
         lookahead = plan.num_lookahead_tokens
         if failures:
             lookahead = lookahead[~np.isin(plan.rows, list(failures))]
-        num_computed = self.num_computed_tokens[rows]
+        num_tokens, num_computed = self.num_tokens[rows], self.num_computed_tokens[rows]
         room = self.num_blocks[rows] * self._block_size - num_computed
-        room[self.num_tokens[rows] >= self.max_model_len] = 0
-        wanted = np.minimum(self.num_tokens[rows] - num_computed, counts + lookahead)
+        room[num_tokens >= self.max_model_len] = 0
+        known = num_tokens - num_computed
+        if (known == counts).all() and (room >= counts).all():
+            # The common case: no row has jumped.
+            return rows, counts, failures
+        wanted = np.minimum(known, counts + lookahead)
         possible = np.where(lookahead > 0, np.minimum(wanted, room), counts)
         # The budget has room for what is scheduled; jumps share the rest, in order.
         most = self._max_num_batched_tokens - int(np.minimum(possible, counts).sum())

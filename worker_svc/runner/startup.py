@@ -88,7 +88,8 @@ def _context(
 
 
 def _copy(array: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.tensor(array, device=device)
+    """On the host a copy by NumPy is the fastest by far."""
+    return torch.from_numpy(array.copy()).to(device)
 
 
 @torch.inference_mode()
