@@ -18,6 +18,8 @@ from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.grammar.compiler import find_grammars
+from worker_svc.grammar.processor import GrammarProcessor
+from worker_svc.logits.processor import ProcessorContext
 from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.logits_params import Grammar, LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
@@ -137,6 +139,37 @@ def test_output_does_not_end_before_the_grammar_begins(
         for done in (1, 7):
             again = dataclasses.replace(_row(0), params=params, output=row.output[:done])
             assert _outputs(loaded, [again]) == [row.output]
+
+
+def _sampled(folder: Path, begun: list[int] | None) -> torch.Tensor:
+    """The tokens of a few steps of four rows; masks of the rows `begun` are begun before some."""
+    grammars, size = find_grammars(folder, VOCABULARY.size), VOCABULARY.size
+    context = ProcessorContext(size, 8, 64, torch.device("cpu"), None, torch.tensor, grammars)
+    processor = GrammarProcessor(context)
+    rows = np.arange(4)
+    for row in rows.tolist():
+        params = _row(row).params
+        assert params is not None
+        assert processor.admit(row, params, np.array(DIGITS), len(DIGITS))
+    outputs = []
+    for step in range(6):
+        if step % 3 == 1 and begun:
+            # This step fails, and another one follows.
+            processor.begin(rows[:1])
+        if step % 3 and begun:
+            processor.begin(np.array(begun))
+        logits = torch.arange(4.0 * size).view(4, size).mul_(step + 1).sin_()
+        processor.apply(logits, rows, rows)
+        outputs.append(logits.argmax(-1))
+        processor.append(outputs[-1], rows, rows)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("begun", [[0, 1, 2, 3], [0, 1], [1, 2, 3]])
+def test_masks_begun_beside_the_forward_pass_change_no_token(
+    folder: Path, begun: list[int]
+) -> None:
+    assert _sampled(folder, begun).equal(_sampled(folder, None))
 
 
 def test_rows_without_grammars_are_not_changed(loaded: LoadedRunner) -> None:

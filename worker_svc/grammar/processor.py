@@ -1,7 +1,7 @@
 """The logits processor of grammars."""
 
 import os
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.logits import apply_bitmask
 from quire.service.grammars import NoGrammarsError, is_rejection, summary
-from worker_svc.grammar.masks import TokenMasks
+from worker_svc.grammar.masks import Bits, TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
 from worker_svc.logits.exclusions import REASON
 from worker_svc.logits.processor import FailedRows, LogitsError, ProcessorContext
@@ -67,6 +67,9 @@ class GrammarProcessor:
         self._rows: dict[int, RowGrammar] = {}
         self._waiting: dict[int, _WaitingRow] = {}
         self._fields: dict[int, str] = {}  # of the requests, which the grammars are made of
+        self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        # Masks that are computed beside a forward pass, with their rows.
+        self._begun: tuple[list[int], Future[Bits]] | None = None
 
     @cached_property
     def _masks(self) -> TokenMasks:
@@ -94,6 +97,7 @@ class GrammarProcessor:
         return True
 
     def release(self, row: int) -> None:
+        self._join()
         self._rows.pop(row, None)
         self._waiting.pop(row, None)
         del self._fields[row]
@@ -113,14 +117,24 @@ class GrammarProcessor:
             if row in self._rows:  # else it has failed
                 self._rows[row].append(token_id)
 
+    def begin(self, rows: Ints) -> None:
+        """Start the masks of rows whose grammars are compiled."""
+        self._join()
+        ready = [row for row in rows.tolist() if row in self._rows]
+        followed = [self._rows[row] for row in ready]
+        if followed:
+            self._begun = ready, self._thread.submit(self._masks.compute, followed)
+
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
+        begun = self._join(rows)
         failures = self._begin(rows)
         if failures:
-            begun = ~np.isin(rows, list(failures))
-            lines, rows = lines[begun], rows[begun]
+            going_on = ~np.isin(rows, list(failures))
+            lines, rows = lines[going_on], rows[going_on]
         followed = [self._rows[row] for row in rows.tolist()]
         if followed:
-            masks, upload = self._masks.compute(followed), self._context.upload
+            masks = self._masks.compute(followed) if begun is None else begun
+            upload = self._context.upload
             apply_bitmask(
                 logits, upload(masks), upload(lines), implementation=self._context.implementation
             )
@@ -131,6 +145,15 @@ class GrammarProcessor:
                 failures[row] = self._stopped(one.stopped_by, self._fields[row])
         if failures:
             raise FailedRows(failures)
+
+    def _join(self, rows: Ints | None = None) -> Bits | None:
+        """The masks that were begun, if they are those of exactly these rows."""
+        if self._begun is None:
+            return None
+        begun, computed = self._begun
+        self._begun = None
+        masks = computed.result()
+        return masks if rows is not None and rows.tolist() == begun else None
 
     def _begin(self, rows: Ints) -> dict[int, RowFailure]:
         """Begin with the rows that wait, once their grammars are compiled. The failing rows."""

@@ -15,6 +15,7 @@ from worker_svc.logits.processor import (
     ForcingProcessor,
     LogitsError,
     LogitsProcessor,
+    OverlappingProcessor,
     PreparingProcessor,
 )
 from worker_svc.logits.typical_p import TypicalP
@@ -59,7 +60,11 @@ class LogitsPipeline:
             for index, processor in enumerate(self._processors)
             if isinstance(processor, ForcingProcessor)
         ]
-
+        self._overlapping = [
+            (index, processor)
+            for index, processor in enumerate(self._processors)
+            if isinstance(processor, OverlappingProcessor)
+        ]
         self._preparing = [one for one in self._processors if isinstance(one, PreparingProcessor)]
 
     def change_rows(self, plan: Plan) -> dict[int, RowFailure]:
@@ -96,6 +101,13 @@ class LogitsPipeline:
         """Those of the rows that some processor has not prepared, after waiting for one of them for
         at most so long."""
         return [row for each in self._preparing for row in each.unready(rows, wait_s)]
+
+    def begin(self, rows: Ints) -> None:
+        """Start what can be done beside the forward pass, after which these rows sample."""
+        for index, processor in self._overlapping if self._has_work else ():
+            changes = self._changes[index, rows]
+            if changes.any():
+                processor.begin(rows[changes])
 
     def apply(self, logits: Tensor, rows: Ints) -> dict[int, RowFailure]:
         """Change logits in place; line i is that of `rows[i]`. The failing rows."""
