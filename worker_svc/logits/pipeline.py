@@ -179,7 +179,7 @@ class LogitsPipeline:
     def _work(self, rows: Ints) -> Iterator[tuple[LogitsProcessor, Ints]]:
         """The processors that change any of the rows, in order, with the indices of these rows."""
         changes = self._changes[:, rows]
-        for index in changes.any(axis=1).nonzero()[0].tolist():
+        for index in np.flatnonzero(changes.any(axis=1)).tolist():
             yield self._processors[index], changes[index].nonzero()[0]
 
     def _own_changes(self, row: int) -> list[str]:
