@@ -83,6 +83,8 @@ class IdleKernel:
 
     def __init__(self) -> None:
         self.num_launches = 0
+        # What Triton compiles separately: the types of tensors, absent arguments, constants.
+        self.variants: set[tuple[Any, ...]] = set()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(isinstance(size, int) and size > 0 for size in grid)
@@ -90,6 +92,8 @@ class IdleKernel:
 
     def _launch(self, *args: object, **named: object) -> None:
         self.num_launches += 1
+        kinds = [each.dtype if isinstance(each, Tensor) else each is None for each in args]
+        self.variants.add((*kinds, *sorted((name, str(named[name])) for name in named)))
         tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
         assert {tensor.device for tensor in tensors} == {_DEVICE}
 

@@ -42,6 +42,15 @@ def plans() -> list[Plan]:
     return [plan_from_proto(each) for each in (prompts, decoding, mixed, nothing)]
 
 
+def plan_of_a_prompt(num_tokens: int, num_prompt_logprobs: int) -> Plan:
+    plan = worker_pb2.BatchPlan(step=5)
+    sampling = Sampling(num_prompt_logprobs=num_prompt_logprobs)
+    blocks = [*range(50, 60)]
+    admit(plan, Sequence(5, [1] * num_tokens, num_tokens, 0, blocks, sampling))
+    schedule(plan, 5, num_tokens)
+    return plan_from_proto(plan)
+
+
 @pytest.mark.parametrize("capturer", [None, HostCapturer], ids=["eager", "graphs"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_launch_does_not_wait_for_the_device(
@@ -84,10 +93,14 @@ def test_products_of_integers_do_not_wait_for_the_device(
     kernels = idle_kernels(monkeypatch)
     runner = dataless(loaded, HostCapturer())
     before = {name: kernels[name].num_launches for name in PRODUCTS}
+    variants = {name: set(kernels[name].variants) for name in PRODUCTS}
+    steps = [*plans(), plan_of_a_prompt(40, num_prompt_logprobs=2)]
     with Crossings() as crossings:
-        for plan in plans():
+        for plan in steps:
             runner.launch(plan)
-    assert crossings.found == ["copy_"] * len(plans())
+    assert crossings.found == ["copy_"] * len(steps)
+    # Of layers and of the head, nothing is compiled while requests wait.
+    assert {name: kernels[name].variants for name in PRODUCTS} == variants
     launched = {name for name in PRODUCTS if kernels[name].num_launches > before[name]}
     # No weight has as many inputs as a split.
     of_layers = {"tiled_linear_kernel"} if quantization == "int4" else set()

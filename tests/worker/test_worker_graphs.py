@@ -205,7 +205,8 @@ def test_all_kinds_of_steps_run_again_behind_the_recording(
     monkeypatch.setattr(DeviceForward, "capture", noted_capture)
     monkeypatch.setattr(KvPool, "warm_up", lambda self: events.append("moved"))
     pipelined(loaded, HostCapturer())
-    # A prompt as long as the model takes beside the rest of a step, one row, all rows.
-    kinds = [(100, 2), (1, 1), (1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS)]
-    assert events[:6] == [*kinds, "moved"]
+    # A prompt as long as the model takes beside the rest of a step, prompts of as many tokens as
+    # tiles of products have, one row, all rows.
+    kinds = [(100, 2), (16, 1), (64, 1), (1, 1), (1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS)]
+    assert events[:8] == [*kinds, "moved"]
     assert events[events.index("recorded") + 1 :] == kinds

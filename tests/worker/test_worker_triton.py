@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from host_device import HostCapturer, pipelined
+from quantized_checkpoints import FORMATS, write_checkpoint
 from tiny_models import Reference, llama, save_model
 from worker_driver import worker_settings, written_by
 
@@ -47,3 +48,19 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     ]
     # The graph of four rows, too, one of which is padding.
     assert capturer.num_replays[0]
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_weights_that_integers_stand_for(tmp_path: Path) -> None:
+    model = write_checkpoint(FORMATS["gptq-4-act-order"], tmp_path, tied=True)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "num_blocks": _NUM_BLOCKS}
+    settings = worker_settings(
+        model, device="cpu", kernels="triton", block_size=_BLOCK_SIZE, **limits
+    )
+    work = Work([[5, 6, 7], [*range(8, 28)]], [3, 2])
+    written = written_by(load_runner(settings).runner, work, block_size=_BLOCK_SIZE, **limits)
+    reference = Reference(tmp_path / "expected")
+    assert written == [
+        reference.generate(prompt, count)
+        for prompt, count in zip(work.prompts, work.num_outputs, strict=True)
+    ]

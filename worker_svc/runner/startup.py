@@ -138,9 +138,11 @@ def _warm_up(
     for query_lens, seq_lens in _batches(tables):
         tensors = staging.send(dummy_batch(query_lens, seq_lens, device_forward.padding_row))
         inputs = ForwardInputs(**tensors)
-        logits = device_forward.launch(
-            inputs, inputs.query_start_loc[1:] - 1, max(query_lens), max(seq_lens)
-        )
+        sampled = inputs.query_start_loc[1:] - 1
+        if sum(query_lens) <= ROW_TILES[-1]:
+            # As of prompts whose log-probabilities are wanted.
+            sampled = torch.arange(sum(query_lens), device=device_forward.model.device)
+        logits = device_forward.launch(inputs, sampled, max(query_lens), max(seq_lens))
     # The null block may hold anything, so its logits may be NaN.
     logits = torch.randn_like(logits)
     _change(logits, implementation)
@@ -163,7 +165,7 @@ def dummy_batch(query_lens: list[int], seq_lens: list[int], padding_row: int) ->
 def _batches(tables: RowTables) -> Iterator[tuple[list[int], list[int]]]:
     """Lengths of queries and sequences: batches of prompts, the largest first, then decode batches,
     small and large, short and long. Products with few, some and many rows have kernels of their
-    own, those of layers by the number of tokens, those of the head by that of sampled rows."""
+    own: those of layers by the number of tokens, those of the head by that of rows of logits."""
     longest, most_rows = tables.max_model_len, tables.max_num_seqs
     most_tokens = tables.max_num_batched_tokens
     for num_tokens in (most_tokens, *(size for size in ROW_TILES if size < most_tokens)):
@@ -171,8 +173,6 @@ def _batches(tables: RowTables) -> Iterator[tuple[list[int], list[int]]]:
         prompts = [longest] * whole + [rest] * bool(rest)
         yield prompts[:most_rows], prompts[:most_rows]
     num_rows = min(most_rows, most_tokens)
-    for count in (size for size in ROW_TILES if size < num_rows):
-        yield [1] * count, [1] * count
     for seq_lens in ([1], [longest], [1] * num_rows, [min(longest, _LONG)] * num_rows):
         yield [1] * len(seq_lens), seq_lens
 
