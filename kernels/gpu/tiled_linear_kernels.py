@@ -156,7 +156,7 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
 def _first_tile(tiles, first, output, num_outputs, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pointers to the values `[outputs, STEP]` of the tile `first`. 64 bits: a large weight has
     more than 2^31 bytes."""
-    place = (output + first * num_outputs.to(tl.int64)) * STEP
+    place = (first.to(tl.int64) * num_outputs + output) * STEP
     return tiles + place[:, None] + tl.arange(0, STEP)[None, :]
 
 
