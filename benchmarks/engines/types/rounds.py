@@ -25,6 +25,7 @@ class Memory:
     ready_s: float | None
     # Quire's worker only.
     peak_rss_mb: float | None
+    cached_ready_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class _Running:
                 started.weight_bytes,
                 started.ready_s,
                 started.runner.call("peak_rss_mb") if variant.engine == QUIRE else None,
+                started.cached_ready_s,
             )
             for variant, started in self._started.items()
         }

@@ -56,6 +56,8 @@ class Started:
     weight_bytes: int
     # From the start of its process; None where each load starts one.
     ready_s: float | None
+    # The same with packed weights in its cache; Quire's only.
+    cached_ready_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Setup:
         settings = quire_settings(variant, self.shape)
         job = {"model": str(self.checkpoints.model), "settings": settings}
         host = self._host(variant, sys.executable, job, {}, stack)
-        return Started(host, quire_weight_bytes(self.shape, variant.type), host.call("ready_s"))
+        num_bytes = quire_weight_bytes(self.shape, variant.type)
+        return Started(host, num_bytes, host.call("ready_s"), host.call("cached_ready_s"))
 
     def _foreign(
         self, variant: Variant, model: Path, environment: Mapping[str, str], stack: ExitStack
