@@ -16,7 +16,7 @@ _KNOWN: Final = frozenset(
         *("TARGET", "API_KEY", "TLS", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_SERVER_NAME"),
         # Of docker-compose.yml and its builds, which may be set in the same shell.
         *("CERTIFICATES", "DRAIN_GRACE_S", "HTTP_PORT", "HTTP_PORT_2", "HUB_CACHE", "IMAGE"),
-        *("MODEL", "MODEL_DIR", "MODEL_NAME", "PORT", "PORT_2", "TAG"),
+        *("MODEL", "MODEL_DIR", "MODEL_NAME", "PORT", "PORT_2", "TAG", "WEIGHT_CACHE"),
         # Of the kernels' builds and the tests.
         *("KERNEL_CACHE", "TEST_DEVICE"),
     )
