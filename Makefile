@@ -14,8 +14,10 @@ TEST_PROCESSES ?= 3
 # Run by `make check` besides the linters; none of these starts a service or a model.
 CHECK_TESTS := $(wildcard tests/test_architecture.py tests/test_words.py tests/test_docs.py) \
   tests/service tests/store tests/scheduler
-# For `make test-pythons`.
-PYTHONS ?= 3.12 3.13
+# For `make test-pythons`: those that run all tests but the kernels', and those in between, which
+# run the tests of `make check` and of the clients.
+PYTHONS ?= 3.13
+PYTHONS_BETWEEN ?= 3.12
 # The kernels depend on torch and Triton, whose versions are the same.
 PYTHONS_ARGS ?= --ignore tests/kernels
 BENCH_ARGS ?=
@@ -111,11 +113,14 @@ test-slow: kernels ## Run the long tests.
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-pythons: ## Run the tests on the other supported Pythons that are installed.
-	@for version in $(PYTHONS); do \
-	  python=$$(scripts/find-python.sh $$version) || { echo "Python $$version is not installed: skipped."; continue; }; \
-	  echo "Python $$version: $$python"; \
-	  $(MAKE) --no-print-directory test VENV=.cache/venv-$$version PYTHON=$$python \
-	    PYTEST_ARGS='$(PYTEST_ARGS) $(PYTHONS_ARGS)' || exit 1; \
+	@run_tests() { \
+	  python=$$(scripts/find-python.sh $$1) || { echo "Python $$1 is not installed: skipped."; return 0; }; \
+	  echo "Python $$1: $$python"; \
+	  $(MAKE) --no-print-directory test VENV=.cache/venv-$$1 PYTHON=$$python PYTEST_ARGS="$$2"; \
+	}; \
+	for version in $(PYTHONS); do run_tests $$version '$(PYTEST_ARGS) $(PYTHONS_ARGS)' || exit 1; done; \
+	for version in $(PYTHONS_BETWEEN); do \
+	  run_tests $$version '$(PYTEST_ARGS) $(CHECK_TESTS) tests/client' || exit 1; \
 	done
 
 test-gpu: $(GPU_READY) ## Run the tests that need a GPU, and the worker's tests on it (minutes).
