@@ -13,6 +13,8 @@ from benchmarks.engines.types.serving import Prompt, serve_engine
 
 _TIMEOUT_S = 600.0
 _DATA = "data: "
+# The server closes connections that are idle while other systems are measured.
+_NEW_CONNECTIONS = httpx2.Limits(max_keepalive_connections=0)
 
 
 class LlamaServer:
@@ -60,7 +62,9 @@ def main() -> None:
     given = job()
     with (
         http_server(given["command"], Path(given["log"])) as url,
-        httpx2.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False) as client,
+        httpx2.Client(
+            base_url=url, timeout=_TIMEOUT_S, trust_env=False, limits=_NEW_CONNECTIONS
+        ) as client,
     ):
         serve_engine(LlamaServer(client), given)
 
