@@ -1,52 +1,19 @@
 """The code of attention and of cache writes that is compiled for an H200, without one."""
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
+from compiled_launches import Launch, compiled_by, instructions, of
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-_ROOT = Path(__file__).resolve().parents[2]
 _SHARED_BYTES = 227 * 1024
-Launch = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def launches() -> list[Launch]:
     """Compiled in a process that does not interpret."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{_ROOT / 'tests' / 'support'}:{_ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "compiled_attention"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: list[Launch] = json.loads(done.stdout)
+    found: list[Launch] = compiled_by("compiled_attention")
     return found
-
-
-def of(launches: list[Launch], kernel: str, **what: str) -> list[Launch]:
-    found = [
-        launch
-        for launch in launches
-        if launch["kernel"] == kernel
-        and all(launch.get(name) == value for name, value in what.items())
-    ]
-    assert found
-    return found
-
-
-def instructions(launch: Launch, pattern: str) -> int:
-    return len(re.findall(pattern, launch["ptx"]))
 
 
 def test_all_fit_into_shared_memory(launches: list[Launch]) -> None:

@@ -1,41 +1,20 @@
 """The code of the sampler, of changes of logits and of block copies that is compiled for an H200,
 without one."""
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
+from compiled_launches import Launch, compiled_by, instructions
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
-_ROOT = Path(__file__).resolve().parents[2]
-Launches = dict[str, list[dict[str, Any]]]
+Launches = dict[str, list[Launch]]
 
 
 @pytest.fixture(scope="module")
 def launches() -> Launches:
     """By the kind of data; compiled in a process that does not interpret."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{_ROOT / 'tests' / 'support'}:{_ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "compiled_sampling"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: Launches = json.loads(done.stdout)
+    found: Launches = compiled_by("compiled_sampling")
     return found
-
-
-def instructions(launch: dict[str, Any], pattern: str) -> int:
-    return len(re.findall(pattern, launch["ptx"]))
 
 
 def test_nothing_is_spilled(launches: Launches) -> None:

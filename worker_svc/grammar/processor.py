@@ -127,7 +127,7 @@ class GrammarProcessor:
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
         begun = self._join(rows)
-        failures = self._begin(rows)
+        failures = self._begin_waiting(rows)
         if failures:
             going_on = ~np.isin(rows, list(failures))
             lines, rows = lines[going_on], rows[going_on]
@@ -152,10 +152,10 @@ class GrammarProcessor:
             return None
         begun, computed = self._begun
         self._begun = None
-        masks = computed.result()
-        return masks if rows is not None and rows.tolist() == begun else None
+        wait([computed])
+        return computed.result() if rows is not None and rows.tolist() == begun else None
 
-    def _begin(self, rows: Ints) -> dict[int, RowFailure]:
+    def _begin_waiting(self, rows: Ints) -> dict[int, RowFailure]:
         """Begin with the rows that wait, once their grammars are compiled. The failing rows."""
         failures: dict[int, RowFailure] = {}
         for row in rows.tolist() if self._waiting else ():
