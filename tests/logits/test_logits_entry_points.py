@@ -198,3 +198,34 @@ def test_a_worker_loads_them_by_its_setting(package: None, tmp_path: Path) -> No
 @pytest.mark.parametrize("setting", [None, "", " , "])
 def test_there_need_not_be_any(setting: str | None) -> None:
     assert not load_processors(setting)
+
+
+class FailingBeside:
+    """Fails beside the forward pass; `apply` leaves the first two tokens."""
+
+    needs_token_ids = False
+
+    def __init__(self, context: object) -> None:
+        pass
+
+    def admit(self, row: int, params: LogitsParams, token_ids: Ints, num_prompt: int) -> bool:
+        return True
+
+    def release(self, row: int) -> None:
+        pass
+
+    def append(self, token_ids: torch.Tensor, lines: Ints, rows: Ints) -> None:
+        pass
+
+    def begin_apply(self, rows: Ints) -> None:
+        raise KeyError("begin_apply")
+
+    def apply(self, logits: torch.Tensor, lines: Ints, rows: Ints) -> None:
+        logits[lines, 2:] = -INF
+
+
+def test_an_error_beside_the_forward_pass_fails_no_row() -> None:
+    processors = pipeline(5, own={"failing": FailingBeside})
+    assert not processors.change_rows(changes([admission(0, LogitsParams(min_tokens=1), [0])]))
+    processors.begin_apply(np.array([0]))
+    assert applied(processors, 0) == [[0, 1]]

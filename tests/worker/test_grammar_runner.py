@@ -155,9 +155,9 @@ def _sampled(folder: Path, begun: list[int] | None) -> torch.Tensor:
     for step in range(6):
         if step % 3 == 1 and begun:
             # This step fails, and another one follows.
-            processor.begin(rows[:1])
+            processor.begin_apply(rows[:1])
         if step % 3 and begun:
-            processor.begin(np.array(begun))
+            processor.begin_apply(np.array(begun))
         logits = torch.arange(4.0 * size).view(4, size).mul_(step + 1).sin_()
         processor.apply(logits, rows, rows)
         outputs.append(logits.argmax(-1))

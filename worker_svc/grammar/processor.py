@@ -117,7 +117,7 @@ class GrammarProcessor:
             if row in self._rows:  # else it has failed
                 self._rows[row].append(token_id)
 
-    def begin(self, rows: Ints) -> None:
+    def begin_apply(self, rows: Ints) -> None:
         """Start the masks of rows whose grammars are compiled."""
         self._join()
         ready = [row for row in rows.tolist() if row in self._rows]

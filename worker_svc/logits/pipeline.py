@@ -102,12 +102,17 @@ class LogitsPipeline:
         at most so long."""
         return [row for each in self._preparing for row in each.unready(rows, wait_s)]
 
-    def begin(self, rows: Ints) -> None:
-        """Start what can be done beside the forward pass, after which these rows sample."""
+    def begin_apply(self, rows: Ints) -> None:
+        """Start what can be done beside the forward pass, after which these rows sample. An error
+        is logged; `apply` follows all the same."""
         for index, processor in self._overlapping if self._has_work else ():
             changes = self._changes[index, rows]
-            if changes.any():
-                processor.begin(rows[changes])
+            if not changes.any():
+                continue
+            try:
+                processor.begin_apply(rows[changes])
+            except Exception as error:
+                _unexpected(self._processors[index], error)
 
     def apply(self, logits: Tensor, rows: Ints) -> dict[int, RowFailure]:
         """Change logits in place; line i is that of `rows[i]`. The failing rows."""

@@ -72,7 +72,7 @@ class PreparingProcessor(Protocol):
 class OverlappingProcessor(Protocol):
     """What a processor adds to `LogitsProcessor` if it can work beside the forward pass."""
 
-    def begin(self, rows: Ints) -> None:
+    def begin_apply(self, rows: Ints) -> None:
         """Start in a thread what `apply` needs of these rows. No row's state is changed before
         `apply`, which may be called for fewer rows, or not at all if the step fails."""
         ...

@@ -128,7 +128,7 @@ class Runner:
             for array in (inputs.input_ids, inputs.positions, inputs.logits_indices)
         )
         targets = self._tables.prompt_targets(rows, inputs)
-        self._processors.begin(rows[inputs.sampling_mask])
+        self._processors.begin_apply(rows[inputs.sampling_mask])
         before_blocking()
         prompt = None
         if targets is None:
