@@ -38,7 +38,9 @@ _MODULES = {
 }
 # Imported only to test whether they are installed, or in an environment of their own. Without
 # `gguf`, tests are skipped.
-_OPTIONAL = {"flash_attn", "gguf", "openvino", "openvino_genai", "vllm", "xgrammar"}
+_OPTIONAL = {
+    *("awq", "flash_attn", "gguf", "gptqmodel", "openvino", "openvino_genai", "vllm", "xgrammar"),
+}
 
 
 def imported(folder: str) -> dict[str, str]:
