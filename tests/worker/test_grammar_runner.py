@@ -141,16 +141,22 @@ def test_output_does_not_end_before_the_grammar_begins(
             assert _outputs(loaded, [again]) == [row.output]
 
 
-def _sampled(folder: Path, begun: list[int] | None) -> torch.Tensor:
-    """The tokens of a few steps of four rows; masks of the rows `begun` are begun before some."""
+def _admitted(folder: Path) -> tuple[GrammarProcessor, int]:
+    """A processor with four rows, and the size of the vocabulary."""
     grammars, size = find_grammars(folder, VOCABULARY.size), VOCABULARY.size
     context = ProcessorContext(size, 8, 64, torch.device("cpu"), None, torch.tensor, grammars)
     processor = GrammarProcessor(context)
-    rows = np.arange(4)
-    for row in rows.tolist():
+    for row in range(4):
         params = _row(row).params
         assert params is not None
         assert processor.admit(row, params, np.array(DIGITS), len(DIGITS))
+    return processor, size
+
+
+def _sampled(folder: Path, begun: list[int] | None) -> torch.Tensor:
+    """The tokens of a few steps of four rows; masks of the rows `begun` are begun before some."""
+    processor, size = _admitted(folder)
+    rows = np.arange(4)
     outputs = []
     for step in range(6):
         if step % 3 == 1 and begun:
@@ -170,6 +176,20 @@ def test_masks_begun_beside_the_forward_pass_change_no_token(
     folder: Path, begun: list[int]
 ) -> None:
     assert _sampled(folder, begun).equal(_sampled(folder, None))
+
+
+def test_masks_may_be_begun_for_more_rows_than_sample(folder: Path) -> None:
+    changed = []
+    for begins in (False, True):
+        processor, size = _admitted(folder)
+        rows = np.array([3, 1])
+        if begins:
+            processor.begin_apply(np.arange(4))
+        logits = torch.ones(2, size)
+        processor.apply(logits, np.arange(2), rows)
+        changed.append(logits)
+    assert changed[0].equal(changed[1])
+    assert not changed[0][0].equal(changed[0][1])
 
 
 def test_rows_without_grammars_are_not_changed(loaded: LoadedRunner) -> None:

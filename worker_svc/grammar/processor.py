@@ -1,9 +1,9 @@
 """The logits processor of grammars."""
 
 import os
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kernels.logits import apply_bitmask
 from quire.service.grammars import NoGrammarsError, is_rejection, summary
-from worker_svc.grammar.masks import Bits, TokenMasks
+from worker_svc.grammar.beside import BesideThread
+from worker_svc.grammar.masks import Bits, MaskWork, TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
 from worker_svc.logits.exclusions import REASON
 from worker_svc.logits.processor import FailedRows, LogitsError, ProcessorContext
@@ -67,9 +68,9 @@ class GrammarProcessor:
         self._rows: dict[int, RowGrammar] = {}
         self._waiting: dict[int, _WaitingRow] = {}
         self._fields: dict[int, str] = {}  # of the requests, which the grammars are made of
-        self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        # Masks that are computed beside a forward pass, with their rows.
-        self._begun: tuple[list[int], Future[Bits]] | None = None
+        self._thread = BesideThread("grammar-masks")
+        # Masks that this thread computes, with the rows' numbers.
+        self._begun: tuple[list[int], MaskWork] | None = None
 
     @cached_property
     def _masks(self) -> TokenMasks:
@@ -80,7 +81,7 @@ class GrammarProcessor:
             self._compiler.vocabulary,
             self._context.vocab_size,
             self._context.max_num_seqs,
-            min(cores, _MAX_THREADS),
+            max(1, min(cores - 1, _MAX_THREADS)),
         )
 
     def admit(
@@ -97,7 +98,7 @@ class GrammarProcessor:
         return True
 
     def release(self, row: int) -> None:
-        self._join()
+        self._drop_masks()
         self._rows.pop(row, None)
         self._waiting.pop(row, None)
         del self._fields[row]
@@ -119,14 +120,15 @@ class GrammarProcessor:
 
     def begin_apply(self, rows: Ints) -> None:
         """Start the masks of rows whose grammars are compiled."""
-        self._join()
+        self._drop_masks()
         ready = [row for row in rows.tolist() if row in self._rows]
-        followed = [self._rows[row] for row in ready]
-        if followed:
-            self._begun = ready, self._thread.submit(self._masks.compute, followed)
+        if ready:
+            work = self._masks.plan([self._rows[row] for row in ready])
+            self._thread.begin(partial(self._masks.fill, work))
+            self._begun = ready, work
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
-        begun = self._join(rows)
+        begun = self._join(rows.tolist())
         failures = self._begin_waiting(rows)
         if failures:
             going_on = ~np.isin(rows, list(failures))
@@ -146,14 +148,24 @@ class GrammarProcessor:
         if failures:
             raise FailedRows(failures)
 
-    def _join(self, rows: Ints | None = None) -> Bits | None:
-        """The masks that were begun, if they are those of exactly these rows."""
+    def _join(self, rows: list[int]) -> Bits | None:
+        """The masks of these rows, if all were begun."""
         if self._begun is None:
             return None
-        begun, computed = self._begun
-        self._begun = None
-        wait([computed])
-        return computed.result() if rows is not None and rows.tolist() == begun else None
+        begun, work = self._begun
+        self._drop_masks()
+        if rows == begun:
+            return self._masks.complete(work)
+        lines = {row: line for line, row in enumerate(begun)}
+        if not lines.keys() >= {*rows}:
+            return None
+        return self._masks.complete(work)[[lines[row] for row in rows]]
+
+    def _drop_masks(self) -> None:
+        """Forget masks that were begun for a step that has failed or comes without these rows."""
+        if self._begun is not None:
+            self._begun = None
+            self._thread.join()
 
     def _begin_waiting(self, rows: Ints) -> dict[int, RowFailure]:
         """Begin with the rows that wait, once their grammars are compiled. The failing rows."""

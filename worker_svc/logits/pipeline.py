@@ -1,7 +1,7 @@
 """The logits processors in their order, and the rows that each of them changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import structlog
@@ -27,6 +27,15 @@ from worker_svc.plan.plans import Admission, Plan
 log = structlog.get_logger()
 
 _NONE: Final[Ints] = np.empty(0, np.int64)
+
+
+class _Work(NamedTuple):
+    """What one processor changes among some rows."""
+
+    number: int  # the index of the processor
+    processor: LogitsProcessor
+    lines: Ints  # the indices of the changed rows
+    rows: Ints
 
 
 class LogitsPipeline:
@@ -55,16 +64,18 @@ class LogitsPipeline:
         # Of the rows that are changed: the failure, should no token be possible.
         self._exclusions: dict[int, RowFailure] = {}
         self._num_releases = np.zeros(max_num_seqs, np.int64)  # of each row
-        self._forcing = [
-            (index, processor)
+        self._forcing = {
+            index: processor
             for index, processor in enumerate(self._processors)
             if isinstance(processor, ForcingProcessor)
-        ]
-        self._overlapping = [
-            (index, processor)
+        }
+        self._overlapping = {
+            index: processor
             for index, processor in enumerate(self._processors)
             if isinstance(processor, OverlappingProcessor)
-        ]
+        }
+        # The work of the last rows; None where rows were admitted or released since.
+        self._last_work: tuple[bytes, list[_Work]] | None = None
         self._preparing = [one for one in self._processors if isinstance(one, PreparingProcessor)]
 
     def change_rows(self, plan: Plan) -> dict[int, RowFailure]:
@@ -103,30 +114,26 @@ class LogitsPipeline:
         return [row for each in self._preparing for row in each.unready(rows, wait_s)]
 
     def begin_apply(self, rows: Ints) -> None:
-        """Start what can be done beside the forward pass, after which these rows sample. An error
-        is logged; `apply` follows all the same."""
-        for index, processor in self._overlapping if self._has_work else ():
-            changes = self._changes[index, rows]
-            if not changes.any():
-                continue
-            try:
-                processor.begin_apply(rows[changes])
-            except Exception as error:
-                _unexpected(self._processors[index], error)
+        """Start what can be done before the next step's logits are there, in which some or all of
+        these rows sample again. An error is logged; `apply` follows all the same."""
+        for number, processor, _, changed in self._work(rows):
+            if (overlapping := self._overlapping.get(number)) is not None:
+                try:
+                    overlapping.begin_apply(changed)
+                except Exception as error:
+                    _unexpected(processor, error)
 
     def apply(self, logits: Tensor, rows: Ints) -> dict[int, RowFailure]:
         """Change logits in place; line i is that of `rows[i]`. The failing rows."""
         failures: dict[int, RowFailure] = {}
-        if not self._has_work:
-            return failures
-        for processor, lines in self._work(rows):
+        for _, processor, lines, changed in self._work(rows):
             try:
-                processor.apply(logits, lines, rows[lines])
+                processor.apply(logits, lines, changed)
             except FailedRows as error:
                 failures |= error.failures
             except Exception as error:
                 failure = _unexpected(processor, error)
-                failures |= dict.fromkeys(rows[lines].tolist(), failure)
+                failures |= dict.fromkeys(changed.tolist(), failure)
         return failures
 
     def apply_typical_p(self, logits: Tensor, rows: Ints) -> None:
@@ -144,18 +151,17 @@ class LogitsPipeline:
 
     def forced_rows(self, rows: Ints) -> Ints:
         """Those of the rows in which some processor leaves only one token."""
-        if not self._has_work:
-            return _NONE
         found: set[int] = set()
-        for index, processor in self._forcing:
-            changed = rows[self._changes[index, rows]].tolist()
-            found.update(row for row in changed if processor.forced_token(row) is not None)
-        return np.array([row for row in rows.tolist() if row in found], np.int64)
+        for number, _, _, changed in self._work(rows):
+            if (forcing := self._forcing.get(number)) is not None:
+                token_of = forcing.forced_token
+                found.update(row for row in changed.tolist() if token_of(row) is not None)
+        return rows[np.isin(rows, list(found))] if found else _NONE
 
     def forced_tokens(self, row: int, most: int) -> Iterator[int]:
         """The tokens that must follow in a row, at most so many. Each is added to the row, as a
         sampled one is, before the next one is sought. None in rows of several processors."""
-        forcing = [processor for index, processor in self._forcing if self._changes[index, row]]
+        forcing = [self._forcing[index] for index in self._forcing if self._changes[index, row]]
         if self._changes[:, row].sum() > len(forcing):
             # Another processor may exclude the token.
             return
@@ -175,17 +181,25 @@ class LogitsPipeline:
         return self._num_releases[rows]
 
     def _append(self, on_host: bool, rows: Ints, token_ids: Tensor) -> None:
-        if not self._has_work:
-            return
-        for processor, lines in self._work(rows):
+        for _, processor, lines, changed in self._work(rows):
             if processor.needs_token_ids == on_host:
-                processor.append(token_ids, lines, rows[lines])
+                processor.append(token_ids, lines, changed)
 
-    def _work(self, rows: Ints) -> Iterator[tuple[LogitsProcessor, Ints]]:
-        """The processors that change any of the rows, in order, with the indices of these rows."""
-        changes = self._changes[:, rows]
-        for index in np.flatnonzero(changes.any(axis=1)).tolist():
-            yield self._processors[index], changes[index].nonzero()[0]
+    def _work(self, rows: Ints) -> Sequence[_Work]:
+        """Of the processors that change any of these rows, in order. Most calls have the rows of
+        the call before."""
+        if not self._has_work:
+            return ()
+        key = rows.tobytes()
+        if self._last_work is None or self._last_work[0] != key:
+            lines = [changes.nonzero()[0] for changes in self._changes[:, rows]]
+            work = [
+                _Work(index, self._processors[index], each, rows[each])
+                for index, each in enumerate(lines)
+                if len(each)
+            ]
+            self._last_work = key, work
+        return self._last_work[1]
 
     def _own_changes(self, row: int) -> list[str]:
         """The names of own processors that change a row."""
@@ -196,6 +210,7 @@ class LogitsPipeline:
         row, params = admission.row, admission.logits_params
         if params is None:
             return None
+        self._last_work = None
         failure = self._unknown_args(params)
         self._typical_p.admit(row, admission.temperature, params.typical_p)
         for index, processor in enumerate(self._processors):
@@ -242,6 +257,7 @@ class LogitsPipeline:
         self._typical_p.release(row)
         changes: NDArray[np.bool_] = self._changes[:, row]
         if changes.any():
+            self._last_work = None
             for index in changes.nonzero()[0].tolist():
                 self._processors[index].release(row)
             changes[:] = False

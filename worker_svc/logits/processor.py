@@ -70,11 +70,13 @@ class PreparingProcessor(Protocol):
 
 @runtime_checkable
 class OverlappingProcessor(Protocol):
-    """What a processor adds to `LogitsProcessor` if it can work beside the forward pass."""
+    """What a processor adds to `LogitsProcessor` if it can begin `apply` before the logits are
+    there: beside the end of a step and the next forward pass."""
 
     def begin_apply(self, rows: Ints) -> None:
-        """Start in a thread what `apply` needs of these rows. No row's state is changed before
-        `apply`, which may be called for fewer rows, or not at all if the step fails."""
+        """Start in a thread what `apply` needs of these rows, which have got their tokens. No
+        token is appended before `apply`, which may be called for other rows, or not at all if the
+        step fails; rows may be released and admitted."""
         ...
 
 

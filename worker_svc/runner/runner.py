@@ -76,6 +76,7 @@ class Runner:
         processors = self._processors
         forced = processors.forced_rows(sampling)
         jumps = jump(plan, self._tables, forced, processors.forced_tokens)
+        processors.begin_apply(sampling)
         ended_ns = time.monotonic_ns()
         self._idle_since_ns = ended_ns
         self.last_finished_step = plan.step
@@ -128,7 +129,6 @@ class Runner:
             for array in (inputs.input_ids, inputs.positions, inputs.logits_indices)
         )
         targets = self._tables.prompt_targets(rows, inputs)
-        self._processors.begin_apply(rows[inputs.sampling_mask])
         before_blocking()
         prompt = None
         if targets is None:
