@@ -36,6 +36,9 @@ class Quarantine:
         """The assigned suspect with the fewest crashes. One that has crashed a worker waits until
         this worker has run others, if there are any."""
         assigned = self._table.assigned
+        if not assigned:
+            # The common case, several times per step.
+            return None
         suspects = [other for other in assigned if other.is_suspect and not other.is_ended]
         suspect = min(suspects, key=lambda other: other.lone_crashes.num_crashes, default=None)
         if suspect is None or not suspect.lone_crashes.num_crashes or self._has_served(suspect):

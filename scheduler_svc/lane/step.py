@@ -41,8 +41,9 @@ class Step:
         self._num_usable_blocks = num_usable_blocks
         self._stats = stats
         self.release = StepRelease(builder, table, stats)
-        self._decision: StepDecision[Sequence] = StepDecision()
-        self._admission = StepAdmission(builder, table, self._decision, stats)
+        # Set by the decision.
+        self._decision: StepDecision[Sequence]
+        self._admission: StepAdmission
 
     @property
     def is_empty(self) -> bool:

@@ -149,5 +149,7 @@ class Pool:
 
 def _without_hashes(commit: Commit) -> Commit:
     """Drop publications and fills. The commit then omits admissions that expect hits."""
+    if not (commit.publications or commit.admissions):
+        return commit
     admissions = tuple(replace(admission, fill_hashes=()) for admission in commit.admissions)
     return replace(commit, publications=(), admissions=admissions)
