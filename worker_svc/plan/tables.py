@@ -226,6 +226,27 @@ class RowTables:
         self.num_blocks[row] += len(ids)
 
     def _check_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
+        # The reason is sought afterwards: this runs in every step, and each array operation counts.
+        if not self._is_valid(rows, num_scheduled_tokens):
+            self._refuse_schedule(rows, num_scheduled_tokens)
+
+    def _is_valid(self, rows: Ints, num_scheduled_tokens: Ints) -> bool:
+        """Whether `_refuse_schedule` has no reason."""
+        if rows.max(initial=0) >= self.max_num_seqs:
+            return False
+        num_tokens = self.num_tokens[rows]
+        seq_lens = self.num_computed_tokens[rows] + num_scheduled_tokens
+        # A free row has no tokens, so that nothing fits.
+        fitting = seq_lens <= np.minimum(num_tokens, self.num_blocks[rows] * self._block_size)
+        fitting &= (num_scheduled_tokens > 0) & (num_tokens < self.max_model_len)
+        return bool(
+            fitting.all()
+            and num_scheduled_tokens.sum() <= self._max_num_batched_tokens
+            and (len(rows) < 2 or np.bincount(rows).max() == 1)
+        )
+
+    def _refuse_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
+        """PlanError with what is wrong."""
         self._refuse("no such row", rows, rows >= self.max_num_seqs)
         self._refuse("no sequence held", rows, self.num_tokens[rows] == 0)
         if np.bincount(rows).max(initial=0) > 1:

@@ -13,6 +13,7 @@ from kernels.dispatch import Implementation
 from kernels.sampling import NO_TOKEN as NO_TOKEN_ID
 from kernels.sampling import SamplingTensors, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
+from worker_svc.logits.batch_cache import BatchCache
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import FinalStates, ServedModel
@@ -51,6 +52,8 @@ class Runner:
         self._device = model.device
         self._is_on_host = model.device.type == "cpu"
         self._implementation = implementation
+        # Sampling parameters of the last batch of rows. Those of a row change when it is admitted.
+        self._columns = BatchCache(lambda _, rows: self._sampling_columns(rows))
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
 
@@ -103,6 +106,8 @@ class Runner:
 
     def _apply(self, plan: Plan, before_blocking: Callback) -> None:
         self._tables.apply(plan)
+        if plan.admissions:
+            self._columns.clear()
         for row, failure in self._processors.change_rows(plan).items():
             self._tables.fail(row, failure)
         if plan.moves_blocks:
@@ -182,7 +187,8 @@ class Runner:
         logprobs = None
         if described is not None:
             logprobs = self._logprobs(described, tokens, num_logprobs, valid)
-        sampling, token_ids = sampling[valid], token_ids[valid]
+        if failures:
+            sampling, token_ids = sampling[valid], token_ids[valid]
         self._processors.append_on_host(sampling, torch.from_numpy(token_ids))
         self._tables.write_sampled(sampling, token_ids)
         return sampling, token_ids, logprobs
@@ -221,15 +227,20 @@ class Runner:
                 failures[row] = failure
 
     def _params(self, rows: Ints) -> SamplingTensors:
+        positions = self._tensor(self._tables.num_tokens[rows])
+        return SamplingTensors(**self._columns.of(_NO_ROWS, rows), positions=positions)
+
+    def _sampling_columns(self, rows: Ints) -> dict[str, Tensor]:
+        """The fields of SamplingTensors but for the positions."""
         tables = self._tables
-        return SamplingTensors(
-            temperatures=self._tensor(tables.temperatures[rows]),
-            top_ks=self._tensor(tables.top_ks[rows]),
-            top_ps=self._tensor(tables.top_ps[rows]),
-            min_ps=self._tensor(tables.min_ps[rows]),
-            seeds=self._tensor(tables.seeds[rows].view(np.int64)),
-            positions=self._tensor(tables.num_tokens[rows]),
-        )
+        columns: dict[str, NDArray[Any]] = {
+            "temperatures": tables.temperatures,
+            "top_ks": tables.top_ks,
+            "top_ps": tables.top_ps,
+            "min_ps": tables.min_ps,
+            "seeds": tables.seeds.view(np.int64),
+        }
+        return {name: self._tensor(column[rows]) for name, column in columns.items()}
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, num_logprobs: Ints, valid: NDArray[np.bool_]
