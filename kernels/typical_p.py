@@ -4,7 +4,10 @@ impossible (Meister et al., "Locally Typical Sampling", 2023)."""
 import torch
 from torch import Tensor
 
-from kernels.dispatch import Implementation, choose
+from kernels.dispatch import HAS_TRITON, Implementation, choose
+
+if HAS_TRITON:
+    from kernels.gpu.typical_p import apply_typical_p_triton
 
 
 def apply_typical_p(
@@ -26,6 +29,8 @@ def apply_typical_p(
         implementation = choose(logits.device.type, (logits.dtype,))
     if implementation.is_cpp:
         torch.ops.quire.apply_typical_p(logits, lines, temperatures, typical_ps, implementation.isa)
+    elif implementation == Implementation.TRITON:
+        apply_typical_p_triton(logits, lines, temperatures, typical_ps)
     else:
         apply_typical_p_reference(logits, lines, temperatures, typical_ps)
 

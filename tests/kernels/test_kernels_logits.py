@@ -3,7 +3,7 @@
 import pytest
 import torch
 from implementations import WITHOUT_PRODUCTS
-from logits_cases import INF, VOCAB_SIZES, mask_case, penalty_case, same
+from logits_cases import INF, VOCAB_SIZES, mask_case, penalty_case, same, typical_case
 
 from kernels.dispatch import Implementation
 from kernels.logits import apply_bitmask, apply_penalties, bitmask_width
@@ -95,13 +95,6 @@ def test_an_impossible_token_stays_impossible(implementation: Implementation) ->
     assert (logits == -INF).all()
 
 
-def typical(logits: torch.Tensor, temperatures: torch.Tensor, ps: torch.Tensor) -> torch.Tensor:
-    changed = logits.clone()
-    lines = torch.arange(len(logits))
-    apply_typical_p(changed, lines, temperatures, ps, implementation=Implementation.REFERENCE)
-    return changed
-
-
 @pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
 @pytest.mark.parametrize("vocab_size", [1, 2, 33, 517, pytest.param(5003, marks=pytest.mark.slow)])
 def test_typical_tokens_are_those_of_the_reference(
@@ -109,15 +102,8 @@ def test_typical_tokens_are_those_of_the_reference(
 ) -> None:
     """Wherever rounding cannot change them, which is so in nearly all lines."""
     torch.manual_seed(3)
-    logits = 3 * torch.randn(40, vocab_size)
-    logits[:, ::7] = -INF
-    logits[:, 0] = 1.0
-    temperatures, ps = torch.linspace(0.1, 3, 40), torch.linspace(0.01, 0.999, 40)
-    expected = typical(logits, temperatures, ps)
-    clear = torch.ones(40, dtype=torch.bool)
-    for shift in (-1e-5, 1e-5):
-        clear &= (typical(logits, temperatures, ps + shift) == expected).all(-1)
+    case = typical_case(vocab_size, 40)
+    expected, clear = case.expected()
     assert clear.sum() > 30
-    lines = torch.arange(40)
-    apply_typical_p(logits, lines, temperatures, ps, implementation=implementation)
-    assert torch.equal(logits[clear], expected[clear])
+    apply_typical_p(**vars(case), implementation=implementation)
+    assert same(case.logits[clear], expected[clear])

@@ -1,8 +1,8 @@
-"""Masks and penalties in Triton against the reference, bit for bit."""
+"""Changes of logits in Triton against the references: masks and penalties bit for bit."""
 
 import pytest
 import torch
-from logits_cases import VOCAB_SIZES, mask_case, penalty_case, same
+from logits_cases import VOCAB_SIZES, mask_case, penalty_case, same, typical_case
 from triton_devices import DEVICES
 
 from kernels.dispatch import Implementation
@@ -12,6 +12,7 @@ from kernels.logits import (
     apply_penalties,
     apply_penalties_reference,
 )
+from kernels.typical_p import apply_typical_p
 
 TRITON = Implementation.TRITON
 
@@ -48,3 +49,17 @@ def test_nothing_to_change(device: str) -> None:
     apply_bitmask(masks.logits, masks.bitmask[:0], none, implementation=TRITON)
     assert same(penalties.logits, before[0])
     assert same(masks.logits, before[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "vocab_size", [1, 33, *(pytest.param(size, marks=pytest.mark.slow) for size in (517, 2050))]
+)
+def test_typical_tokens_are_those_of_the_reference(vocab_size: int, device: str) -> None:
+    torch.manual_seed(3)
+    case = typical_case(vocab_size, 10)
+    there = case.to(device)
+    apply_typical_p(**vars(there), implementation=TRITON)
+    expected, clear = case.expected()
+    assert clear.sum() > 6
+    assert same(there.logits.cpu()[clear], expected[clear])

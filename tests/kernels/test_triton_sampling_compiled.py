@@ -18,7 +18,7 @@ def launches() -> Launches:
 
 
 def test_nothing_is_spilled(launches: Launches) -> None:
-    assert sum(len(found) for found in launches.values()) == 22
+    assert sum(len(found) for found in launches.values()) == 24
     for found in launches.values():
         for launch in found:
             assert launch["spilled_bytes"] == 0, launch["kernel"]

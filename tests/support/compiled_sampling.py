@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 from compiled_kernels import Compiled, Recorder
-from logits_cases import mask_case, penalty_case
+from logits_cases import mask_case, penalty_case, typical_case
 from sampling_cases import mixed_params
 
-from kernels.gpu import blocks, logits, logprobs, sampling
+from kernels.gpu import blocks, logits, logprobs, sampling, typical_p
 
 
 def sample_rows_of(dtype: torch.dtype) -> None:
@@ -22,6 +22,7 @@ def sample_rows_of(dtype: torch.dtype) -> None:
 def change_logits_of(vocab_size: int) -> None:
     logits.apply_bitmask_triton(**vars(mask_case(vocab_size)))
     logits.apply_penalties_triton(**vars(penalty_case(vocab_size)))
+    typical_p.apply_typical_p_triton(**vars(typical_case(vocab_size, 4)))
 
 
 def copy_blocks_of(num_bytes: int) -> None:
@@ -43,7 +44,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 def record_kernels() -> list[Compiled]:
     """All that is launched from now on."""
     compiled: list[Compiled] = []
-    for module in (sampling, logprobs, logits, blocks):
+    for module in (sampling, logprobs, logits, typical_p, blocks):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name), compiled))
     return compiled

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.typical_p import apply_typical_p_reference
+
 INF = float("inf")
 VOCAB_SIZES = [1, 31, 32, 33, 100, 4096, 5003, 16_385]
 
@@ -103,3 +105,42 @@ def mask_case(vocab_size: int, num_lines: int = 7) -> MaskCase:
 def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, apart from NaN's many forms."""
     return torch.equal(a.nan_to_num(1e30, INF, -INF), b.nan_to_num(1e30, INF, -INF))
+
+
+@dataclass(frozen=True)
+class TypicalCase:
+    """The arguments of `apply_typical_p`. The last three lines have no distribution."""
+
+    logits: Tensor
+    lines: Tensor
+    temperatures: Tensor
+    typical_ps: Tensor
+
+    def to(self, device: str) -> "TypicalCase":
+        """A copy."""
+        return TypicalCase(*(tensor.to(device, copy=True) for tensor in vars(self).values()))
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The reference's result, and the lines in which rounding cannot change it."""
+        expected, *others = (self._shifted(shift) for shift in (0.0, -1e-5, 1e-5))
+        clear = torch.ones(len(expected), dtype=torch.bool)
+        for other in others:
+            clear &= ((other == expected) | expected.isnan()).all(-1)
+        return expected, clear
+
+    def _shifted(self, shift: float) -> Tensor:
+        logits = self.logits.clone()
+        ps = self.typical_ps + shift
+        apply_typical_p_reference(logits, self.lines, self.temperatures, ps)
+        return logits
+
+
+def typical_case(vocab_size: int, num_lines: int) -> TypicalCase:
+    logits = 3 * torch.randn(num_lines, vocab_size)
+    logits[:, ::7] = -INF
+    logits[:, 0] = 1.0
+    logits[-3, -1], logits[-2, -1], logits[-1] = float("nan"), INF, -INF
+    temperatures = torch.linspace(0.1, 3, num_lines)
+    ps = torch.linspace(0.01, 0.999, num_lines)
+    lines = torch.arange(num_lines).flip(0)
+    return TypicalCase(logits, lines, temperatures, ps)
