@@ -43,11 +43,22 @@ _CPP: Final = (
     Implementation.CPP_AVX512_BF16,
     Implementation.CPP_AMX,
 )
+
+
+def interprets_triton() -> bool:
+    """Whether Triton interprets kernels on the processor; decided before it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 # `cpp` is the most capable C++ implementation for this processor; `auto` is `cpp` on processors and
 # Triton on GPUs, or torch where that is not available.
 SETTINGS: Final = ("auto", "cpp", *Implementation)
-# Triton is installed only on Linux, and not in images for processors.
-HAS_TRITON: Final = find_spec("triton") is not None
+# Kernels in Triton are imported where they can run: Triton is installed on Linux alone, and takes a
+# tenth of a second and 70 MB, which torch without support for GPUs should not pay.
+HAS_TRITON: Final = find_spec("triton") is not None and (
+    torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    or interprets_triton()
+)
 # The dtypes of C++ and Triton kernels.
 _KERNEL_DTYPES: Final = {
     torch.float32,
@@ -69,11 +80,6 @@ def cpp_implementations() -> tuple[Implementation, ...]:
     if not load_extension():
         return ()
     return _CPP[: torch.ops.quire.best_isa() + 1]
-
-
-def interprets_triton() -> bool:
-    """Whether Triton interprets kernels on the processor; decided before it is imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def choose(
@@ -107,10 +113,10 @@ def _choose_cpp(setting: str) -> Implementation:
 def _choose_triton(device_type: str, setting: str) -> Implementation:
     if setting not in ("auto", Implementation.TRITON):
         return _fallback(setting, f"C++ kernels do not run on {device_type}")
-    if not HAS_TRITON:
-        return _fallback(setting, "Triton is not installed")
     if device_type != "cuda" and not (device_type == "cpu" and interprets_triton()):
         return _fallback(setting, f"Triton kernels do not run on {device_type}")
+    if not HAS_TRITON:
+        return _fallback(setting, "Triton is not installed")
     return Implementation.TRITON
 
 

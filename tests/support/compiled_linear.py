@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from compiled_kernels import Compiled, Recorder
 
-from kernels.dispatch import Implementation
 from kernels.gpu import round_rows, tiled_linear
 from kernels.inputs.tiled_weight import TiledWeight
 from kernels.quantized import Bits
-from kernels.tiled_linear import tiled_linear as linear
 
 
 def weight_of(
@@ -79,8 +77,13 @@ def multiply_steps_of_many_sizes() -> None:
 
 
 def multiply(num_rows: int, weight: TiledWeight, dtype: torch.dtype) -> None:
-    states = torch.empty(num_rows, weight.num_inputs, dtype=dtype)
-    linear(states, weight, implementation=Implementation.TRITON)
+    """As `kernels.tiled_linear` does, which imports the kernels only where they can run."""
+    rows = torch.empty(num_rows, weight.num_inputs, dtype=dtype)
+    if weight.rounds_rows:
+        integers, scales = round_rows.round_rows_triton(rows)
+        tiled_linear.tiled_linear_triton(integers, weight, None, scales, dtype)
+    else:
+        tiled_linear.tiled_linear_triton(rows, weight, None, None, dtype)
 
 
 def main() -> None:
