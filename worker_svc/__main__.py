@@ -2,14 +2,22 @@
 
 import importlib
 import sys
+from functools import partial
 
+from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.service import server
-from worker_svc.service.process import prepare_process, refuse_foreign_kernels
+from worker_svc.service.process import (
+    pause_collections,
+    prepare_process,
+    refuse_foreign_kernels,
+    resume_collections,
+)
 from worker_svc.settings import WorkerSettings
 
 
 def main() -> None:
     settings = WorkerSettings.load()
+    pause_collections()
     sys.exit(server.main(settings, _loader(settings.engine)))
 
 
@@ -21,8 +29,14 @@ def _loader(engine: str) -> server.RunnerLoader:
         refuse_foreign_kernels()
         prepare_process()
         module = "worker_svc.runner.runner_loading"
-    load_runner: server.RunnerLoader = importlib.import_module(module).load_runner
-    return load_runner
+    return partial(_load_runner, importlib.import_module(module).load_runner)
+
+
+def _load_runner(load_runner: server.RunnerLoader, settings: WorkerSettings) -> LoadedRunner:
+    try:
+        return load_runner(settings)
+    finally:
+        resume_collections()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Loads a checkpoint by transformers and replaces parts of the model by kernels. Imported when that
 is needed: transformers takes seconds to import."""
 
+import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ def prepare_model(
     if replaced is None:
         log.warning("packed weights give logits that are not finite: the model keeps its own")
         del model
+        gc.collect()  # Parts of the model refer to each other.
         model = _load_model(settings, device, progress)
         replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
     log.info("kernels", implementation=implementation, **replaced)
