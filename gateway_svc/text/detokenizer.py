@@ -23,10 +23,13 @@ class Vocabulary:
     plain_ids: frozenset[int]
     # The tokens <0x00> to <0xFF> of vocabularies with byte fallback.
     byte_ids: frozenset[int]
+    # Characters of the longest token, as it is written in the vocabulary.
+    longest_token: int
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
+        tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        known = frozenset(tokens.values())
         added = tokenizer.get_added_tokens_decoder().items()
         bytes_ = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return cls(
@@ -34,6 +37,7 @@ class Vocabulary:
             known_ids=known,
             plain_ids=known - {id_ for id_, token in added if token.special},
             byte_ids=frozenset(id_ for id_ in bytes_ if id_ is not None),
+            longest_token=max(map(len, tokens), default=1),
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:

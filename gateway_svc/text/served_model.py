@@ -65,7 +65,6 @@ class Model:
         formats: ModelFormats | None = None,
     ) -> "Model":
         """`formats` are those of the chat template by default."""
-        longest = max(map(len, files.tokenizer.get_vocab(with_added_tokens=True)), default=1)
         vocabulary = Vocabulary.from_tokenizer(files.tokenizer)
         texts = TokenTexts(vocabulary)
         template = files.chat_template
@@ -75,7 +74,7 @@ class Model:
             vocabulary,
             texts,
             TokenBytes(vocabulary, texts),
-            longest,
+            vocabulary.longest_token,
             threads,
             StructuredOutputCompiler(files.tokenizer, files.vocab_size),
             formats or choose(None if template is None else template.source),

@@ -33,7 +33,10 @@ class TokenBytes(dict[int, bytes]):
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether tokens are written in GPT-2's characters for bytes."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if tokenizer.decoder is None:
+        return False
+    # Its state is its part of `tokenizer.json`.
+    decoder = json.loads(tokenizer.decoder.__getstate__())
     return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
 
 

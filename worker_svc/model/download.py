@@ -2,10 +2,10 @@
 
 import io
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from tqdm import tqdm
 
 # Called with the bytes so far and their total.
@@ -15,8 +15,10 @@ OnBytes = Callable[[int, int], object]
 def download(model: str, revision: str | None, files: list[str], on_bytes: OnBytes) -> Path:
     """The folder in the hub's cache with the files that match these patterns. `on_bytes` is called
     while files are downloaded, in several threads. OSError or ValueError as of the hub's client."""
+    # It takes a tenth of a second to import.
+    hub = import_module("huggingface_hub")
     return Path(
-        snapshot_download(
+        hub.snapshot_download(
             model, revision=revision, allow_patterns=files, tqdm_class=_bars_of(on_bytes)
         )
     )
