@@ -3,11 +3,10 @@
 import asyncio
 import time
 from collections import OrderedDict
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
+import structlog
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
@@ -26,6 +25,8 @@ from quire.service.grammars import (
     compiler_threads,
 )
 from quire.v1 import structured_output_pb2
+
+log = structlog.get_logger()
 
 MAX_FORMAT_BYTES: Final = 2**17
 # Of the processor, for compiling. The worker needs as long, beside its steps.
@@ -52,10 +53,10 @@ class StructuredOutputCompiler:
     """The formats of one model. Keeps the grammars used last, so that they are checked once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """The vocabulary is read for the first format, which takes a second for 100,000 tokens: a
-        gateway that serves none should not start later and need memory for it."""
-        self._read_vocabulary = partial(GrammarVocabulary.from_tokenizer, tokenizer, vocab_size)
-        self._vocabulary: Future[GrammarVocabulary] | None = None
+        """Reads the vocabulary, which holds the interpreter for a second for 150,000 tokens; no
+        request should wait for that. If the library does not read the tokenizer, which is logged,
+        all formats are refused."""
+        self._vocabulary = _read_vocabulary(tokenizer, vocab_size)
         self._threads = compiler_threads(_NUM_THREADS, "formats")
         # By format, the ones used last at the end.
         self._formats: OrderedDict[bytes, CompiledFormat] = OrderedDict()
@@ -66,14 +67,10 @@ class StructuredOutputCompiler:
     ) -> CompiledFormat:
         """The grammar for workers. RequestError at a field within `field` if the format is
         refused."""
-        if self._vocabulary is None:
-            self._vocabulary = self._threads.submit(self._read_vocabulary)
-        try:
-            # Shielded: a request that is cancelled must not cancel it for all.
-            vocabulary = await asyncio.shield(asyncio.wrap_future(self._vocabulary))
-        except NoGrammarsError as error:
-            reason = f"is not served: the model's tokenizer is not readable ({error})"
-            raise invalid(field, "NO_STRUCTURED_OUTPUT", reason) from error
+        vocabulary = self._vocabulary
+        if isinstance(vocabulary, NoGrammarsError):
+            reason = f"is not served: the model's tokenizer is not readable ({vocabulary})"
+            raise invalid(field, "NO_STRUCTURED_OUTPUT", reason)
         name = output.WhichOneof("format")
         if name is None:
             raise invalid(field, "NO_FORMAT", "has no format")
@@ -118,6 +115,15 @@ class StructuredOutputCompiler:
                 return _compile_schema(vocabulary, field, '{"type": "object"}')
             case _:
                 return _compile_lark(vocabulary, field, output)
+
+
+def _read_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> GrammarVocabulary | NoGrammarsError:
+    """The vocabulary, or the reason why there is none."""
+    try:
+        return GrammarVocabulary.from_tokenizer(tokenizer, vocab_size, slices=[])
+    except NoGrammarsError as error:
+        log.info("no structured output", reason=str(error))
+        return error
 
 
 def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> CompiledFormat:

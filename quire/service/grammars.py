@@ -4,26 +4,28 @@ Gateways compile a grammar to check it, workers to follow it; both must decide a
 """
 
 import os
+import re
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from quire.service.plain_tokenizer import PlainTokenizer
 
-# A token that no model has. A mask that has it says that the output may end.
-_END: Final = "<|quire: the format ends here|>"
 # Without texts of the parser's state in errors: they hold the output. The fuel bounds the work at
 # the start of a grammar: with the library's million, `(a{1000}){1000}` takes a second. The other
 # limits are the library's.
 _LIMITS: Final = LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000)
 _QUIET: Final = 0
+_PANIC: Final = "PanicException"
 _REJECTION: Final = "doesn't satisfy the grammar"
 # The library compiles recursively, and a rule within a rule takes 3 kB of the thread's stack: the
 # 13,000 rules of a format of 128 KiB would end the process with 8 MiB. Memory is used as needed.
@@ -55,42 +57,42 @@ class GrammarVocabulary:
         return self.tokenizer.vocab_size
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int) -> "GrammarVocabulary":
-        """`vocab_size` is the model's, which may exceed the tokenizer's. Takes a second for 100,000
-        tokens. NoGrammarsError if the library does not read this tokenizer."""
-        return cls._extending(Tokenizer.from_str(tokenizer.to_str()), vocab_size)
+    def from_tokenizer(
+        cls, tokenizer: Tokenizer, vocab_size: int, slices: list[str] | None = None
+    ) -> "GrammarVocabulary":
+        """`vocab_size` is the model's, which may exceed the tokenizer's. `slices` are expressions
+        of texts whose masks are prepared, by default the library's; who computes few masks needs
+        none. Holds the interpreter for a second for 150,000 tokens. NoGrammarsError if the library
+        does not read this tokenizer."""
+        content = tokenizer.to_str()
+        is_limited = tokenizer.truncation is not None or tokenizer.padding is not None
+        source = _without_limits(content) if is_limited else content
+        return cls._read(source, vocab_size, slices)
 
     @classmethod
     def from_file(cls, path: Path, vocab_size: int) -> "GrammarVocabulary":
-        """That of a `tokenizer.json`. Holds the interpreter for half a second for 100,000 tokens.
-        NoGrammarsError if there is no such file, or no library reads it."""
-        if not path.is_file():
-            raise NoGrammarsError(f"{path}: no such file")
+        """That of a `tokenizer.json`; else as `from_tokenizer`. NoGrammarsError if there is no such
+        file, or the library does not read it."""
         try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            # The tokenizer library raises bare exceptions.
-            raise NoGrammarsError(first_line(error)) from error
-        return cls._extending(tokenizer, vocab_size)
+            content = path.read_bytes()
+        except OSError as error:
+            raise NoGrammarsError(f"{path}: {error.strerror}") from error
+        if _is_limited(content):
+            return cls._read(_without_limits(content.decode(errors="replace")), vocab_size)
+        # As text it would be in memory several times.
+        return cls._read(str(path.resolve()), vocab_size)
 
     @classmethod
-    def _extending(cls, extended: Tokenizer, vocab_size: int) -> "GrammarVocabulary":
-        """From a tokenizer that nothing else uses; it is changed."""
-        # Settings of a training run, saved with the vocabulary.
-        extended.no_truncation()
-        extended.no_padding()
-        extended.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
-        end_id = extended.token_to_id(_END)
-        assert end_id is not None
-        try:
-            size = max(vocab_size, end_id + 1)
-            special = LLTokenizer(extended.to_str(), n_vocab=size, eos_token=end_id)
-            # The library takes any object with the members of its own wrapper.
-            wrapper = cast(TokenizerWrapper, PlainTokenizer(special))
-            plain = LLTokenizer(wrapper, n_vocab=size, eos_token=end_id)
-            return cls(plain, special, end_id)
-        except ValueError as error:
-            raise NoGrammarsError(first_line(error)) from error
+    def _read(
+        cls, source: str, vocab_size: int, slices: list[str] | None = None
+    ) -> "GrammarVocabulary":
+        """From the content of a `tokenizer.json`, or its absolute path."""
+        special = _special_tokenizer(source, vocab_size)
+        tokenizer = PlainTokenizer(special)
+        # The library takes any object with the members of its own wrapper.
+        plain = LLTokenizer(cast(TokenizerWrapper, tokenizer), slices=slices)
+        tokenizer.forget_tokens()
+        return cls(plain, special, tokenizer.eos_token_id)
 
     def compile(self, definition: str) -> LLMatcher:
         """A matcher at the start of a grammar; copies of it are cheap. Releases the interpreter.
@@ -100,6 +102,52 @@ class GrammarVocabulary:
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         return matcher
+
+
+def _is_limited(content: bytes) -> bool:
+    """Whether a `tokenizer.json` may have truncation or padding."""
+    # Within a string the quotation marks would be escaped.
+    return not all(
+        re.search(rb'"%s"\s*:\s*null' % key, content) for key in (b"truncation", b"padding")
+    )
+
+
+def _without_limits(content: str) -> str:
+    """A `tokenizer.json` without truncation and padding, which are settings of a training run.
+    Takes half a second for 150,000 tokens, but few files have them."""
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:
+        # The tokenizer library raises bare exceptions.
+        raise NoGrammarsError(first_line(error)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer.to_str()
+
+
+def _special_tokenizer(source: str, vocab_size: int) -> LLTokenizer:
+    """The library's tokenizer of this size, or with all tokens if these are more. It computes no
+    masks and needs no slices for them. NoGrammarsError if it cannot be read."""
+    with suppress(ValueError), _no_panics():
+        return LLTokenizer(source, n_vocab=vocab_size, slices=[])
+    # It has more tokens, or is not readable.
+    try:
+        with _no_panics():
+            return LLTokenizer(source, slices=[])
+    except ValueError as error:
+        raise NoGrammarsError(first_line(error)) from error
+
+
+@contextmanager
+def _no_panics() -> Iterator[None]:
+    """Raise NoGrammarsError in place of the library's panics, which are not of the class
+    Exception: they show that it does not expect such a tokenizer."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        raise NoGrammarsError(first_line(error)) from error
 
 
 def compiler_threads(num_threads: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gateway_stack import Stack, field_of
 from grammar_tokenizers import ADDED, byte_fallback, byte_level
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -356,13 +357,22 @@ def test_a_format_is_compiled_once(compiler: StructuredOutputCompiler) -> None:
 
 
 def test_models_whose_tokenizer_has_no_bytes(compiler: StructuredOutputCompiler) -> None:
-    words = StructuredOutputCompiler(Tokenizer(WordLevel({"a": 0}, unk_token="a")), 1)
+    with capture_logs() as logs:
+        words = StructuredOutputCompiler(Tokenizer(WordLevel({"a": 0}, unk_token="a")), 1)
+    assert [entry["event"] for entry in logs] == ["no structured output"]
     with pytest.raises(RequestError, match="tokenizer") as caught:
         _definition(words, _schema())
     assert caught.value.message.startswith(f"{FIELD}: ")
     fallback = byte_fallback()
     other = StructuredOutputCompiler(fallback, fallback.get_vocab_size())
     _definition(other, _schema(type="string"))
+
+
+def test_the_vocabulary_is_read_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read it holds the interpreter, and the tokens of other requests would wait."""
+    compiler = StructuredOutputCompiler(TOKENIZER, SIZE)
+    monkeypatch.setattr(GrammarVocabulary, "_read", None)
+    assert _definition(compiler, _schema(type="integer"))
 
 
 async def test_a_request_with_a_format(stack: Stack) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from grammar_tokenizers import ADDED, SPECIAL, byte_fallback, byte_level
 from llguidance import LLMatcher
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from worker_driver import Sequence, admit
@@ -34,7 +35,7 @@ class Guide:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size() + padding
         self.vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, self.vocab_size)
-        self.compiler = GrammarCompiler(lambda: self.vocabulary)
+        self.compiler = GrammarCompiler(self.vocabulary)
         self.masks = TokenMasks(self.vocabulary, self.vocab_size, 8, num_threads=2)
 
     def row(
@@ -287,8 +288,18 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
         GrammarVocabulary.from_tokenizer(tokenizer, 2)
 
 
+def test_a_tokenizer_at_which_the_library_panics_is_refused() -> None:
+    tokenizer = byte_fallback()
+    content = json.loads(tokenizer.to_str())
+    # A name that begins as that of a byte.
+    content["model"]["vocab"]["<0xNOBYTE"] = tokenizer.get_vocab_size()
+    panicking = Tokenizer.from_str(json.dumps(content))
+    with pytest.raises(NoGrammarsError):
+        GrammarVocabulary.from_tokenizer(panicking, 400)
+
+
 def test_the_compiler_keeps_the_grammars_used_last(guide: Guide) -> None:
-    compiler = GrammarCompiler(lambda: guide.vocabulary, max_grammars=2)
+    compiler = GrammarCompiler(guide.vocabulary, max_grammars=2)
     a, b, c = (LLMatcher.grammar_from_lark(f'start: "{text}"') for text in "abc")
     first = compiler.prepare(a)
     compiler.prepare(b)
@@ -311,37 +322,52 @@ def test_a_grammar_that_cannot_be_compiled(guide: Guide) -> None:
 
 
 def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) -> None:
-    assert find_grammars(tmp_path, 10) is None
     file = tmp_path / "tokenizer.json"
-    file.write_text("{}")
-    unreadable = find_grammars(tmp_path, 10)
-    assert unreadable is not None
-    definition = LLMatcher.grammar_from_lark('start: "a"')
-    with pytest.raises(NoGrammarsError):
-        unreadable.prepare(definition).result()
+    with capture_logs() as logs:
+        assert find_grammars(tmp_path, 10) is None
+        for text in ("{}", "[]", "", str(file), "\ud800"):
+            file.write_text(text, errors="surrogatepass")
+            assert find_grammars(tmp_path, 10) is None
+    assert [entry["event"] for entry in logs] == ["no structured output"] * 6
     byte_level().save(str(file))
     readable = find_grammars(tmp_path, 300)
     assert readable is not None
+    definition = LLMatcher.grammar_from_lark('start: "a"')
     assert readable.prepare(definition).result().is_accepting() is False
 
 
-def test_the_vocabulary_is_read_once_and_for_the_first_grammar(guide: Guide) -> None:
-    reads = []
+@pytest.mark.parametrize("pretty", [False, True])
+def test_a_vocabulary_has_no_limits_of_a_training_run(tmp_path: Path, pretty: bool) -> None:
+    plain = byte_level()
+    limited = byte_level()
+    limited.enable_truncation(2)
+    limited.enable_padding(length=8)
+    file = tmp_path / "tokenizer.json"
+    for tokenizer in (plain, limited):
+        tokenizer.save(str(file), pretty=pretty)
+        for found in (
+            GrammarVocabulary.from_file(file, 300),
+            GrammarVocabulary.from_tokenizer(tokenizer, 300),
+        ):
+            for read in (found.tokenizer, found.special_tokenizer):
+                assert read.tokenize_str("abcdef") == plain.encode("abcdef").ids
 
-    def read() -> GrammarVocabulary:
-        reads.append(1)
-        return guide.vocabulary
 
-    compiler = GrammarCompiler(read)
-    assert not reads
-    grammars = [LLMatcher.grammar_from_lark(f'start: "{text}"') for text in "abc"]
-    for compiled in [compiler.prepare(grammar) for grammar in grammars]:
-        compiled.result()
-    assert len(reads) == 1
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("padding", [-200, -1, 0, 1, 40])
+def test_the_end_is_behind_the_tokenizer_s_last_token(
+    make: Callable[[], Tokenizer], padding: int
+) -> None:
+    """The model may have more tokens than the tokenizer, as many, or less."""
+    tokenizer = make()
+    num_tokens = tokenizer.get_vocab_size()
+    vocabulary = GrammarVocabulary.from_tokenizer(tokenizer, num_tokens + padding)
+    assert vocabulary.end_id == num_tokens
+    assert vocabulary.size == num_tokens + max(padding, 1)
 
 
 def test_grammars_are_compiled_when_their_plan_arrives(guide: Guide) -> None:
-    compiler = GrammarCompiler(lambda: guide.vocabulary)
+    compiler = GrammarCompiler(guide.vocabulary)
     message = worker_pb2.BatchPlan()
     for row, lark in enumerate(('start: "a"', None, 'start: "a"')):
         admit(message, Sequence(row, [1], 1))

@@ -98,6 +98,17 @@ def test_32_rows_equal_those_alone_and_follow_their_grammars(loaded: LoadedRunne
         assert _outputs(loaded, [_row(number)]) == [outputs[number]]
 
 
+def test_the_vocabulary_is_read_before_the_worker_is_ready(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read it holds the interpreter, and the tokens of other rows would wait."""
+    fresh = load_runner(worker_settings(folder, num_blocks=400))
+    monkeypatch.setattr(GrammarVocabulary, "_read", None)
+    row = _row(0)
+    assert _outputs(fresh, [row]) == [row.output]
+    assert row.output
+
+
 def test_several_rounds_give_the_same_tokens(loaded: LoadedRunner) -> None:
     expected = _outputs(loaded, [_row(number) for number in range(8)])
     assert _outputs(loaded, [_row(number) for number in range(8)], num_rounds=4) == expected

@@ -161,11 +161,14 @@ def _allocate(
     """Keys and values per layer."""
 
     def cache(shape: AttentionSpec, head_dim: int) -> Tensor:
-        blocks = empty_cache(
+        return empty_cache(
             num_blocks, block_size, shape.num_kv_heads, head_dim, shape.dtype, device
         )
-        # The first write to a page faults. No request should pay for that, and a lack of memory
-        # should show now and not under load.
-        return blocks.zero_() if device.type == "cpu" else blocks
 
-    return [(cache(shape, shape.key_dim), cache(shape, shape.value_dim)) for shape in layers]
+    caches = [(cache(shape, shape.key_dim), cache(shape, shape.value_dim)) for shape in layers]
+    if device.type == "cpu":
+        # The first write to a page faults. No request should pay for that, and a lack of memory
+        # should show now and not under load. One call, so that another thread may have the
+        # interpreter meanwhile.
+        torch._foreach_zero_([*chain.from_iterable(caches)])
+    return caches

@@ -2,16 +2,14 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 from llguidance import LLMatcher
 
-from quire.service.grammars import GrammarVocabulary, compiler_threads
+from quire.service.grammars import GrammarVocabulary, NoGrammarsError, compiler_threads
 from worker_svc.plan.plans import Plan
 
 log = structlog.get_logger()
@@ -26,15 +24,8 @@ _NICENESS: Final = 10
 class GrammarCompiler:
     """Compiled grammars by their definitions. All methods may be called on any thread."""
 
-    def __init__(
-        self,
-        read_vocabulary: Callable[[], GrammarVocabulary],
-        max_grammars: int = _MAX_GRAMMARS,
-    ) -> None:
-        """`read_vocabulary` is called once, before the first grammar is compiled."""
-        self._read_vocabulary = read_vocabulary
-        self._vocabulary: GrammarVocabulary | None = None
-        self._vocabulary_lock = threading.Lock()
+    def __init__(self, vocabulary: GrammarVocabulary, max_grammars: int = _MAX_GRAMMARS) -> None:
+        self.vocabulary = vocabulary
         self._max_grammars = max_grammars
         self._threads = compiler_threads(_NUM_THREADS, "grammar", _NICENESS)
         self._lock = threading.Lock()
@@ -44,22 +35,13 @@ class GrammarCompiler:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    @property
-    def vocabulary(self) -> GrammarVocabulary:
-        """Read at the first use: it takes a second and more than 100 MB for 150,000 tokens, which
-        a worker without grammars should not pay. NoGrammarsError if it cannot be read."""
-        with self._vocabulary_lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._read_vocabulary()
-            return self._vocabulary
-
     def prepare(self, definition: str) -> Future[LLMatcher]:
         """Start to compile a grammar, unless it is there. The future's matcher is at the start of
-        the grammar, for copies; its error is a GrammarError, or that of the vocabulary."""
+        the grammar, for copies; its error is a GrammarError."""
         with self._lock:
             compiled = self._compiled.pop(definition, None)
             if compiled is None:
-                compiled = self._threads.submit(self._compile, definition)
+                compiled = self._threads.submit(self.vocabulary.compile, definition)
             self._compiled[definition] = compiled
             while len(self._compiled) > self._max_grammars:
                 self._compiled.popitem(last=False)
@@ -73,15 +55,15 @@ class GrammarCompiler:
             if params is not None and params.grammar is not None:
                 self.prepare(params.grammar.definition)
 
-    def _compile(self, definition: str) -> LLMatcher:
-        return self.vocabulary.compile(definition)
-
 
 def find_grammars(folder: Path, vocab_size: int) -> GrammarCompiler | None:
-    """The compiler for a model's tokenizer, which is not read yet; None, with a line in the log, if
-    there is none. Rows with grammars fail then; gateways refuse such requests."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        log.info("no structured output", reason=f"{path}: no such file")
+    """The compiler for a model's tokenizer, whose vocabulary is read: that holds the interpreter
+    for a second for 150,000 tokens, which no row should wait for. None, with a line in the log, if
+    there is no tokenizer that the library reads. Rows with grammars fail then; gateways refuse such
+    requests."""
+    try:
+        vocabulary = GrammarVocabulary.from_file(folder / "tokenizer.json", vocab_size)
+    except NoGrammarsError as error:
+        log.info("no structured output", reason=str(error))
         return None
-    return GrammarCompiler(partial(GrammarVocabulary.from_file, path, vocab_size))
+    return GrammarCompiler(vocabulary)

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from kernels.logits import apply_bitmask
-from quire.service.grammars import NoGrammarsError, is_rejection, summary
+from quire.service.grammars import is_rejection, summary
 from worker_svc.grammar.beside import BesideThread
 from worker_svc.grammar.masks import Bits, MaskWork, TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
@@ -74,7 +74,7 @@ class GrammarProcessor:
 
     @cached_property
     def _masks(self) -> TokenMasks:
-        """Made for the first row, because they need the vocabulary."""
+        """Made for the first row."""
         assert self._compiler is not None
         cores = len(os.sched_getaffinity(0))
         return TokenMasks(
@@ -176,9 +176,6 @@ class GrammarProcessor:
             try:
                 self._rows[row] = self._waiting[row].begin(self._masks.end_id)
                 del self._waiting[row]
-            except NoGrammarsError as error:
-                log.warning("no structured output", reason=str(error))
-                failures[row] = RowFailure(_NO_TOKENIZER)
             except Exception as error:
                 # Whatever the library raises fails this row alone.
                 refused = InvalidField(self._fields[row], "INVALID_FORMAT")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +11,7 @@ from tempfile import gettempdir
 
 import torch
 
-from kernels.dispatch import Implementation
+from kernels.dispatch import HAS_TRITON, Implementation
 from kernels.flash import FlashAttention
 from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name
@@ -27,7 +28,7 @@ from worker_svc.runner.devices import find_device
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
-from worker_svc.service.process import keep_freed_memory, return_freed_memory
+from worker_svc.service.process import block_import, keep_freed_memory, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 
@@ -77,7 +78,12 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
     cache = set_up_cache(model, settings, implementation, source.flash, meter)
-    pool = KvPool(cache.layers, cache.size, settings.block_size, device)
+    with ThreadPoolExecutor(1, "vocabulary") as thread:
+        # It holds the interpreter for a second, in which no row could be served. Zeroing the pool
+        # does not need the interpreter.
+        reading = thread.submit(find_grammars, model.weights[0].parent, model.vocab_size)
+        pool = KvPool(cache.layers, cache.size, settings.block_size, device)
+        grammars = reading.result()
     attention = PagedAttention(pool.layers, implementation, cache.scales, source.flash)
     if settings.enable_torch_compile:
         compiling = import_module("worker_svc.model.torch_compile")
@@ -92,7 +98,6 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         num_blocks=pool.size.num_blocks,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
-    grammars = find_grammars(model.weights[0].parent, model.vocab_size)
     progress.begin("warming up")
     runner = start_runner(
         model,
@@ -135,6 +140,9 @@ def _load_model(
             cache.begin_to_serve()
 
         return _LoadedModel(packed, packed.implementation, None, is_ready)
+    if not HAS_TRITON:
+        # By way of torch's compiler, transformers would import it.
+        block_import("triton")
     # transformers takes seconds to import.
     preparation = import_module("worker_svc.runner.model_preparation")
     prepared = preparation.prepare_model(settings, device, progress)
