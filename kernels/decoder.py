@@ -37,29 +37,44 @@ class LayerWeights:
 
 
 class DecoderWeights:
-    """The weights of layers of one shape, in the kernel's lists."""
+    """The weights of layers of one shape, as the kernel's object."""
 
     def __init__(
         self, layers: Sequence[LayerWeights], num_heads: int, activation: Activation
     ) -> None:
-        """`num_heads` counts query heads; `activation` applies to the gates."""
+        """`num_heads` counts query heads; `activation` applies to the gates. RuntimeError without
+        layers or heads."""
         products = [(one.qkv_proj, one.o_proj, one.gate, one.up, one.down) for one in layers]
         self.num_layers = len(layers)
         self.implementation: Implementation = layers[0].qkv_proj.weight.implementation
-        self.num_heads = num_heads
-        self.activation = activation
-        self.norms = [norm for one in layers for norm in (one.attention_norm, one.mlp_norm)]
-        # The packed weights, five per layer: see `PackedWeight`.
-        self.panels = [product.weight.panels for five in products for product in five]
-        self.biases = [product.bias for five in products for product in five]
-        self.head_norms = [one.head_norms for one in layers]
-        self.epsilons = [
-            epsilon
-            for one in layers
-            for epsilon in (one.attention_epsilon, one.mlp_epsilon, one.head_epsilon)
-        ]
-        self.scales = [one.scale for one in layers]
-        self.windows = [one.sliding_window or 0 for one in layers]
+        weights = torch.classes.quire.DecoderWeights(
+            [norm for one in layers for norm in (one.attention_norm, one.mlp_norm)],
+            # The packed weights, five per layer: see `PackedWeight`.
+            [product.weight.panels for five in products for product in five],
+            [product.bias for five in products for product in five],
+            [one.head_norms for one in layers],
+            [
+                epsilon
+                for one in layers
+                for epsilon in (one.attention_epsilon, one.mlp_epsilon, one.head_epsilon)
+            ],
+            [one.scale for one in layers],
+            [one.sliding_window or 0 for one in layers],
+            num_heads,
+            activation,
+            self.implementation.isa,
+        )
+        # The object's methods. To look one up takes time.
+        self.run_layers, self.run_forward = weights.run_layers, weights.run_forward
+
+
+class DecoderCaches:
+    """The caches of layers, as the kernel's object."""
+
+    def __init__(self, caches: Sequence[Tensor], kv_scales: Sequence[float]) -> None:
+        """`caches` alternates key and value caches, layer by layer, as in `kv_write`, and
+        `kv_scales` has the scale of each."""
+        self.kernel_object = torch.classes.quire.DecoderCaches(list(caches), list(kv_scales))
 
 
 @dataclass(frozen=True)
@@ -81,19 +96,17 @@ def decoder_layers(
     cosines: Tensor,
     sines: Tensor,
     weights: DecoderWeights,
-    caches: Sequence[Tensor],
+    caches: DecoderCaches,
     batch: PagedBatch,
     slot_mapping: Tensor,
-    kv_scales: Sequence[float],
 ) -> Tensor:
     """The layers' output for `hidden_states [num_tokens, hidden_size]`.
 
-    `cosines` and `sines` are `[1, num_tokens, head_dim]`. `caches` alternates key and value caches,
-    layer by layer, as in `kv_write`, and `kv_scales` has the scale of each. The step's own keys and
-    values are written into the slots.
+    `cosines` and `sines` are `[1, num_tokens, head_dim]`. The step's own keys and values are
+    written into the slots.
     """
-    out: Tensor = torch.ops.quire.decoder_layers(
-        hidden_states, cosines, sines, *_arguments(weights, caches, batch, slot_mapping, kv_scales)
+    out: Tensor = weights.run_layers(
+        caches.kernel_object, hidden_states, cosines, sines, *_arguments(batch, slot_mapping)
     )
     return out
 
@@ -104,17 +117,19 @@ def decoder_forward(
     logits_indices: Tensor,
     embedding_and_head: EmbeddingAndHead,
     weights: DecoderWeights,
-    caches: Sequence[Tensor],
+    caches: DecoderCaches,
     batch: PagedBatch,
     slot_mapping: Tensor,
-    kv_scales: Sequence[float],
 ) -> Tensor:
-    """Logits `[len(logits_indices), num_outputs]` of these tokens, in the model's dtype.
+    """Float32 logits `[len(logits_indices), num_outputs]` of these tokens, rounded to the model's
+    dtype.
 
     `ids` and `positions` are int64 `[num_tokens]`. IndexError for an id, a position or a token out
     of range. Otherwise as `decoder_layers`.
     """
-    out: Tensor = torch.ops.quire.decoder_forward(
+    head = embedding_and_head.lm_head
+    out: Tensor = weights.run_forward(
+        caches.kernel_object,
         ids,
         positions,
         logits_indices,
@@ -124,37 +139,14 @@ def decoder_forward(
         embedding_and_head.sines,
         embedding_and_head.norm,
         embedding_and_head.epsilon,
-        embedding_and_head.lm_head.weight.panels,
-        embedding_and_head.lm_head.bias,
-        embedding_and_head.lm_head.weight.num_outputs,
-        *_arguments(weights, caches, batch, slot_mapping, kv_scales),
+        head.weight.panels,
+        head.bias,
+        head.weight.num_outputs,
+        *_arguments(batch, slot_mapping),
     )
     return out
 
 
-def _arguments(
-    weights: DecoderWeights,
-    caches: Sequence[Tensor],
-    batch: PagedBatch,
-    slot_mapping: Tensor,
-    kv_scales: Sequence[float],
-) -> tuple[object, ...]:
-    """The arguments that both kernels take, in order."""
-    return (
-        weights.norms,
-        weights.panels,
-        weights.biases,
-        weights.head_norms,
-        caches,
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        slot_mapping,
-        weights.epsilons,
-        weights.scales,
-        weights.windows,
-        kv_scales,
-        weights.num_heads,
-        weights.activation,
-        weights.implementation.isa,
-    )
+def _arguments(batch: PagedBatch, slot_mapping: Tensor) -> tuple[Tensor, ...]:
+    """The last arguments of both kernels, in order."""
+    return batch.block_table, batch.query_start_loc, batch.seq_lens, slot_mapping

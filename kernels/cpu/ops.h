@@ -75,6 +75,9 @@ Stage norm_stage(const Tensor& input, const Tensor& weight, double epsilon, cons
 Stage rope_stage(const Tensor& heads, const Tensor& cosines, const Tensor& sines,
                  const std::optional<Tensor>& norms, double epsilon, const Tensor& out, int64_t isa);
 
+// Converts a dense tensor to float32.
+Stage widen_stage(const Tensor& input, const Tensor& out, int64_t isa);
+
 }  // namespace fused
 
 }  // namespace quire

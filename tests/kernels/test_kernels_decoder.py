@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.decoder import (
+    DecoderCaches,
     DecoderWeights,
     EmbeddingAndHead,
     LayerWeights,
@@ -53,7 +54,8 @@ def test_what_does_not_fit_is_refused(implementation: Implementation) -> None:
     caches = [torch.zeros(1, 4, 1, _DIM) for _ in range(4)]
 
     def run(states: torch.Tensor, angles: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
-        return decoder_layers(states, angles, angles, weights, caches, batch, slots, [1.0] * 4)
+        scaled = DecoderCaches(caches, [1.0] * 4)
+        return decoder_layers(states, angles, angles, weights, scaled, batch, slots)
 
     assert run(states, angles, caches).isfinite().all()
     with pytest.raises(RuntimeError, match="the same number of layers"):
@@ -73,7 +75,7 @@ def test_what_is_not_there_is_refused(implementation: Implementation) -> None:
     batch = PagedBatch(
         torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 3]), torch.tensor([3]), 4
     )
-    caches = [torch.zeros(1, 4, 1, _DIM) for _ in range(2)]
+    caches = DecoderCaches([torch.zeros(1, 4, 1, _DIM) for _ in range(2)], [1.0, 1.0])
     head = PackedLinear(PackedWeight.of(torch.randn(10, _HIDDEN), implementation), None)
 
     def run(
@@ -87,7 +89,7 @@ def test_what_is_not_there_is_refused(implementation: Implementation) -> None:
         embedding = torch.randn(9, hidden, 1)
         ends = EmbeddingAndHead(embedding, 9, angles, angles, torch.ones(_HIDDEN), 1e-6, head)
         numbers = (torch.tensor(one, dtype=torch.int64) for one in (ids, positions, kept))
-        return decoder_forward(*numbers, ends, weights, caches, batch, torch.arange(3), [1.0, 1.0])
+        return decoder_forward(*numbers, ends, weights, caches, batch, torch.arange(3))
 
     assert run([0, 8, 2], [0, 5, 1], [2, 0]).shape == (2, 10)
     assert run([0, 8, 2], [0, 5, 1], []).shape == (0, 10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.decoder import DecoderWeights, LayerWeights, decoder_layers
+from kernels.decoder import DecoderCaches, DecoderWeights, LayerWeights, decoder_layers
 from kernels.dispatch import cpp_implementations
 from kernels.fused import Activation
 from kernels.inputs.paged_batch import PagedBatch
@@ -73,10 +73,9 @@ def _layers(seq_lens: list[int], query_lens: list[int]) -> Callable[[], tuple[Te
             angles.cos(),
             angles.sin(),
             weights,
-            list(caches),
+            DecoderCaches(list(caches), [1.0] * 2 * _NUM_LAYERS),
             batch,
             slots,
-            [1.0] * 2 * _NUM_LAYERS,
         )
         return out, caches
 

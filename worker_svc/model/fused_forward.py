@@ -69,7 +69,8 @@ class FusedForward:
         return self.lm_head(self.norm(states))
 
     def in_one_call(self, ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor | None:
-        """Logits of the tokens `logits_indices` of a flat batch; None if one call is impossible."""
+        """Float32 logits of the tokens `logits_indices` of a flat batch; None if one call is
+        impossible."""
         attention = self.layers.paged_attention
         if attention is None or self.embedding_and_head is None:
             return None
@@ -208,7 +209,7 @@ def _matches_in_one_call(fused: FusedForward, network: Any) -> bool:
         with temporary_attention(network, attention):
             for one in (fused, replace(fused, embedding_and_head=None)):
                 attention.set_batch(batch, torch.arange(num_tokens))
-                outputs.append(one(**call).logits)
+                outputs.append(one(**call).logits.float())
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         log.warning("the model's forward pass is not one call", error=str(error))
         return False

@@ -2,13 +2,20 @@
 layers."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import structlog
 import torch
 from torch import Tensor, nn
 
 from kernels.attention import PagedBatch, paged_attention
-from kernels.decoder import DecoderWeights, EmbeddingAndHead, decoder_forward, decoder_layers
+from kernels.decoder import (
+    DecoderCaches,
+    DecoderWeights,
+    EmbeddingAndHead,
+    decoder_forward,
+    decoder_layers,
+)
 from kernels.dispatch import Implementation, NoSuchKernel
 from kernels.flash import FlashAttention, FlashBatch, find_flash
 from kernels.flash_dispatch import AttentionNeeds, choose_flash
@@ -70,8 +77,6 @@ class PagedAttention:
         self._implementation = implementation
         self._scales = scales or [KvScales()] * len(layers)
         self._flash = flash
-        self._caches = [cache for pair in layers for cache in pair]
-        self._cache_scales = [scale for one in self._scales for scale in (one.key, one.value)]
         self._batch: PagedBatch
         self._flash_batch: FlashBatch
         self._slot_mapping: Tensor
@@ -92,7 +97,7 @@ class PagedAttention:
         self, layers: DecoderWeights, hidden_states: Tensor, cosines: Tensor, sines: Tensor
     ) -> Tensor:
         """All layers of the forward pass, from hidden states `[num_tokens, hidden_size]`."""
-        cache = (self._caches, self._batch, self._slot_mapping, self._cache_scales)
+        cache = (self._caches, self._batch, self._slot_mapping)
         return decoder_layers(hidden_states, cosines, sines, layers, *cache)
 
     def run_forward(
@@ -103,9 +108,16 @@ class PagedAttention:
         positions: Tensor,
         logits_indices: Tensor,
     ) -> Tensor:
-        """The whole forward pass: logits `[len(logits_indices), vocab_size]`."""
-        cache = (self._caches, self._batch, self._slot_mapping, self._cache_scales)
+        """The whole forward pass: float32 logits `[len(logits_indices), vocab_size]`."""
+        cache = (self._caches, self._batch, self._slot_mapping)
         return decoder_forward(ids, positions, logits_indices, embedding_and_head, layers, *cache)
+
+    @cached_property
+    def _caches(self) -> DecoderCaches:
+        return DecoderCaches(
+            [cache for pair in self._layers for cache in pair],
+            [scale for one in self._scales for scale in (one.key, one.value)],
+        )
 
     def __call__(
         self,

@@ -1,7 +1,6 @@
-// A decoder's layers as the kernels see them, and the memory for their intermediate results.
+// What a step of a decoder's layers has of its own: its inputs, and the memory for intermediate results.
 #pragma once
 
-#include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -10,55 +9,23 @@
 #include <memory>
 #include <vector>
 
+#include "decoder/layers.h"
 #include "ops.h"
 
 namespace quire::decoder {
 
-using Optionals = c10::List<std::optional<Tensor>>;
-
-// Numbers per layer. Norms: before attention and before the MLP. Linear layers: queries with keys and
-// values, attention's output, gate, up and down. Caches: keys and values.
-constexpr int64_t kNorms = 2, kLinears = 5, kCaches = 2;
-enum LinearIndex { kQkvProj, kOProj, kGate, kUp, kDown };
-// Epsilons: of both norms, and of the heads' norms.
-constexpr int64_t kEpsilons = 3;
-
 struct Step {
   const Tensor &cosines, &sines, &block_table, &query_start_loc, &seq_lens, &slot_mapping;
-};
-
-struct Layers {
-  at::TensorList norms, panels;
-  const Optionals &biases, &head_norms;
-  at::TensorList caches;
-  at::ArrayRef<double> epsilons, scales;
-  at::IntArrayRef windows;
-  at::ArrayRef<double> kv_scales;
-  int64_t num_heads, activation, isa;
-
-  int64_t count() const { return static_cast<int64_t>(scales.size()); }
-
-  void check() const {
-    TORCH_CHECK(count() && num_heads, "there are no layers, or no heads");
-    const auto fits = [&](size_t size, int64_t per_layer) {
-      return static_cast<int64_t>(size) == per_layer * count();
-    };
-    TORCH_CHECK(fits(norms.size(), kNorms) && fits(panels.size(), kLinears) &&
-                    fits(biases.size(), kLinears) && fits(head_norms.size(), 1) &&
-                    fits(caches.size(), kCaches) && fits(epsilons.size(), kEpsilons) &&
-                    fits(windows.size(), 1) && fits(kv_scales.size(), kCaches),
-                "the lists must have the same number of layers");
-  }
 };
 
 // A token's heads [queries, keys, values] and their dimension.
 struct Heads {
   int64_t num_queries, num_keys, dim;
 
-  Heads(const Layers& layers)
-      : num_queries(layers.num_heads),
-        num_keys(layers.caches[0].size(2)),
-        dim(layers.caches[0].size(3)) {}
+  Heads(const Weights& weights, const Caches& caches)
+      : num_queries(weights.num_heads),
+        num_keys(caches.tensors[0].size(2)),
+        dim(caches.tensors[0].size(3)) {}
 
   int64_t num_rotated() const { return num_queries + num_keys; }
   int64_t num_all() const { return num_queries + 2 * num_keys; }

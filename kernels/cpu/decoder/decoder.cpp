@@ -1,6 +1,7 @@
-// `torch.ops.quire.decoder_layers` and `decoder_forward`: all layers of a model, or its whole forward
-// pass, in one call. Separate calls would wait for the Python interpreter and for all
-// threads between two operations.
+// `torch.classes.quire.DecoderWeights`: all layers of a model, or its whole forward pass, in one call.
+// Separate calls would wait for the Python interpreter and for all threads between two operations.
+// Methods of a class and not operations: torch searches the arguments of an operation that takes an
+// object, in Python, before each call.
 #include "decoder/stage_list.h"
 
 #include <torch/library.h>
@@ -8,43 +9,34 @@
 namespace quire::decoder {
 namespace {
 
+using WeightsPtr = c10::intrusive_ptr<Weights>;
+using CachesPtr = c10::intrusive_ptr<Caches>;
+
 // `hidden_states` [num_tokens, hidden_size]
-Tensor decoder_layers(const Tensor& hidden_states, const Tensor& cosines, const Tensor& sines,
-                      at::TensorList norms, at::TensorList panels, const Optionals& biases,
-                      const Optionals& head_norms, at::TensorList caches,
-                      const Tensor& block_table, const Tensor& query_start_loc,
-                      const Tensor& seq_lens, const Tensor& slot_mapping,
-                      at::ArrayRef<double> epsilons, at::ArrayRef<double> scales,
-                      at::IntArrayRef windows, at::ArrayRef<double> kv_scales, int64_t num_heads,
-                      int64_t activation, int64_t isa) {
-  const Layers layers{norms,    panels, biases,  head_norms, caches,     epsilons,
-                      scales,   windows, kv_scales, num_heads, activation, isa};
-  layers.check();
+Tensor run_layers(const WeightsPtr& weights, const CachesPtr& caches, const Tensor& hidden_states,
+                  const Tensor& cosines, const Tensor& sines, const Tensor& block_table,
+                  const Tensor& query_start_loc, const Tensor& seq_lens,
+                  const Tensor& slot_mapping) {
+  caches->check(*weights);
   TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous(),
               "hidden_states must be dense, [num_tokens, hidden_size]");
   if (!hidden_states.numel()) return hidden_states.clone();
-  StageList stages(layers, hidden_states);
+  StageList stages(*weights, *caches, hidden_states);
   const Tensor out =
       stages.add_layers({cosines, sines, block_table, query_start_loc, seq_lens, slot_mapping});
   stages.run();
   return out;
 }
 
-// The logits of these tokens; `ids` and `positions` [num_tokens].
-Tensor decoder_forward(const Tensor& ids, const Tensor& positions, const Tensor& logits_indices,
-                       const Tensor& embedding, int64_t num_embeddings, const Tensor& cosine_table,
-                       const Tensor& sine_table, const Tensor& norm, double epsilon,
-                       const Tensor& lm_head, const std::optional<Tensor>& lm_head_bias,
-                       int64_t num_outputs, at::TensorList norms, at::TensorList panels,
-                       const Optionals& biases, const Optionals& head_norms, at::TensorList caches,
-                       const Tensor& block_table, const Tensor& query_start_loc,
-                       const Tensor& seq_lens, const Tensor& slot_mapping,
-                       at::ArrayRef<double> epsilons, at::ArrayRef<double> scales,
-                       at::IntArrayRef windows, at::ArrayRef<double> kv_scales, int64_t num_heads,
-                       int64_t activation, int64_t isa) {
-  const Layers layers{norms,    panels, biases,  head_norms, caches,     epsilons,
-                      scales,   windows, kv_scales, num_heads, activation, isa};
-  layers.check();
+// The logits of these tokens, float32; `ids` and `positions` [num_tokens].
+Tensor run_forward(const WeightsPtr& weights, const CachesPtr& caches, const Tensor& ids,
+                   const Tensor& positions, const Tensor& logits_indices, const Tensor& embedding,
+                   int64_t num_embeddings, const Tensor& cosine_table, const Tensor& sine_table,
+                   const Tensor& norm, double epsilon, const Tensor& lm_head,
+                   const std::optional<Tensor>& lm_head_bias, int64_t num_outputs,
+                   const Tensor& block_table, const Tensor& query_start_loc,
+                   const Tensor& seq_lens, const Tensor& slot_mapping) {
+  caches->check(*weights);
   const auto rows = [&](int64_t num_rows, int64_t num_numbers) {
     return at::empty({num_rows, num_numbers}, cosine_table.options());
   };
@@ -55,18 +47,21 @@ Tensor decoder_forward(const Tensor& ids, const Tensor& positions, const Tensor&
                sines = rows(num_tokens, sine_table.size(1));
   const Tensor logits_states = rows(num_logits, hidden_size);
   const Tensor normed = at::empty_like(logits_states);
-  const Tensor logits = rows(num_logits, num_outputs);
+  const Tensor rounded = rows(num_logits, num_outputs);
+  const Tensor logits = rounded.scalar_type() == at::kFloat
+                            ? rounded
+                            : at::empty_like(rounded, rounded.options().dtype(at::kFloat));
   if (!num_tokens && !num_logits) return logits;
   TORCH_CHECK_INDEX(num_tokens, "there are logits to compute, but no tokens");
   TORCH_CHECK(hidden_size, "the embedding has dimension 0");
-  StageList stages(layers, hidden_states, {num_logits, &lm_head});
+  StageList stages(*weights, *caches, hidden_states, {num_logits, &lm_head});
   stages.add_rows(embedding, num_embeddings, ids, hidden_states);
   stages.add_rows(cosine_table.unsqueeze(-1), cosine_table.size(0), positions, cosines);
   stages.add_rows(sine_table.unsqueeze(-1), sine_table.size(0), positions, sines);
   const Tensor out =
       stages.add_layers({cosines, sines, block_table, query_start_loc, seq_lens, slot_mapping});
   stages.add_rows(out.unsqueeze(-1), num_tokens, logits_indices, logits_states);
-  stages.add_lm_head({norm, epsilon, lm_head, lm_head_bias}, logits_states, normed, logits);
+  stages.add_lm_head({norm, epsilon, lm_head, lm_head_bias}, logits_states, normed, rounded, logits);
   stages.run();
   return logits;
 }
@@ -74,25 +69,15 @@ Tensor decoder_forward(const Tensor& ids, const Tensor& positions, const Tensor&
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
-  library.def(
-      "decoder_layers(Tensor hidden_states, Tensor cosines, Tensor sines, Tensor[] norms, "
-      "Tensor[] panels, Tensor?[] biases, Tensor?[] head_norms, Tensor(a!)[] caches, "
-      "Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, "
-      "float[] epsilons, float[] scales, int[] windows, float[] kv_scales, int num_heads, "
-      "int activation, int isa) -> Tensor");
-  library.def(
-      "decoder_forward(Tensor ids, Tensor positions, Tensor logits_indices, Tensor embedding, "
-      "int num_embeddings, Tensor cosine_table, Tensor sine_table, Tensor norm, float epsilon, "
-      "Tensor lm_head, Tensor? lm_head_bias, int num_outputs, Tensor[] norms, Tensor[] panels, "
-      "Tensor?[] biases, Tensor?[] head_norms, Tensor(a!)[] caches, Tensor block_table, "
-      "Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, float[] epsilons, "
-      "float[] scales, int[] windows, float[] kv_scales, int num_heads, int activation, "
-      "int isa) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(quire, CPU, library) {
-  library.impl("decoder_layers", decoder_layers);
-  library.impl("decoder_forward", decoder_forward);
+  using Optional = c10::List<std::optional<Tensor>>;
+  library.class_<Caches>("DecoderCaches")
+      .def(torch::init<std::vector<Tensor>, std::vector<double>>());
+  library.class_<Weights>("DecoderWeights")
+      .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, Optional, Optional,
+                       std::vector<double>, std::vector<double>, std::vector<int64_t>, int64_t,
+                       int64_t, int64_t>())
+      .def("run_layers", run_layers)
+      .def("run_forward", run_forward);
 }
 
 }  // namespace quire::decoder

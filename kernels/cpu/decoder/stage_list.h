@@ -23,9 +23,10 @@ struct LmHead {
 class StageList {
  public:
   // `hidden_states` [num_tokens, hidden_size], not empty; `next` is the linear layer after them.
-  StageList(const Layers& layers, const Tensor& hidden_states, const linear::NextLinear& next = {})
-      : layers_(layers), heads_(layers), next_(next), in_(hidden_states) {
-    const int64_t num_active = linear::num_inputs_of(layers.panels[kDown]);
+  StageList(const Weights& weights, const Caches& caches, const Tensor& hidden_states,
+            const linear::NextLinear& next = {})
+      : weights_(weights), caches_(caches), heads_(weights, caches), next_(next), in_(hidden_states) {
+    const int64_t num_active = linear::num_inputs_of(weights.panels[kDown]);
     const int64_t num_heads = heads_.num_all() + heads_.num_rotated() + heads_.num_queries;
     const int64_t numbers = 4 * hidden_states.size(1) + num_active + num_heads * heads_.dim;
     const int64_t bytes = hidden_states.size(0) * numbers * hidden_states.element_size();
@@ -44,7 +45,7 @@ class StageList {
 
   // Returns the output of the last layer.
   Tensor add_layers(const Step& step) {
-    for (int64_t layer = 0; layer < layers_.count(); ++layer) {
+    for (int64_t layer = 0; layer < weights_.num_layers(); ++layer) {
       const auto num_before = static_cast<int64_t>(stages_.size());
       const LayerBuffers& results = sets_[layer % sets_.size()];
       add_attention(layer, step, results);
@@ -55,11 +56,13 @@ class StageList {
     return in_;
   }
 
+  // `rounded` are the logits in the model's dtype, `logits` in float32: the same tensor if that is it.
   void add_lm_head(const LmHead& head, const Tensor& hidden_states, const Tensor& normed,
-                   const Tensor& logits) {
-    add(fused::norm_stage(hidden_states, head.norm, head.epsilon, normed, layers_.isa));
+                   const Tensor& rounded, const Tensor& logits) {
+    add(fused::norm_stage(hidden_states, head.norm, head.epsilon, normed, weights_.isa));
     add(linear::linear_stage(normed, head.panels, head.bias, std::nullopt, std::nullopt,
-                             layers_.activation, std::nullopt, logits, layers_.isa));
+                             weights_.activation, std::nullopt, rounded, weights_.isa));
+    if (!rounded.is_same(logits)) add(fused::widen_stage(rounded, logits, weights_.isa));
   }
 
   void run() const { run_stages(stages_, is_separate_ ? Backup::kStragglers : Backup::kNever); }
@@ -79,15 +82,15 @@ class StageList {
   }
 
   void add_norm(int64_t layer, int64_t which, const Tensor& in, const Tensor& out) {
-    add(fused::norm_stage(in, layers_.norms[layer * kNorms + which],
-                          layers_.epsilons[layer * kEpsilons + which], out, layers_.isa));
+    add(fused::norm_stage(in, weights_.norms[layer * kNorms + which],
+                          weights_.epsilons[layer * kEpsilons + which], out, weights_.isa));
   }
 
   void add_linear(int64_t layer, int64_t which, const Tensor& in,
                   const std::optional<Tensor>& residual, const Tensor& out,
                   const linear::NextLinear& next) {
     add(linear::linear_stage(in, panels(layer, which), bias(layer, which), std::nullopt, std::nullopt,
-                             layers_.activation, residual, out, layers_.isa, next));
+                             weights_.activation, residual, out, weights_.isa, next));
   }
 
   // One linear layer gives queries, keys and values of all heads; keys and values are written into
@@ -98,20 +101,20 @@ class StageList {
     // Without prefetching: attention would evict what was prefetched.
     add_linear(layer, kQkvProj, results.normed, std::nullopt, results.heads.flatten(1), {});
     add(fused::rope_stage(results.heads.narrow(1, 0, heads_.num_rotated()), step.cosines,
-                          step.sines, layers_.head_norms.get(layer),
-                          layers_.epsilons[layer * kEpsilons + 2], results.rotated, layers_.isa));
-    const Tensor &k_cache = layers_.caches[layer * kCaches],
-                 &v_cache = layers_.caches[layer * kCaches + 1];
-    const double k_scale = layers_.kv_scales[layer * kCaches],
-                 v_scale = layers_.kv_scales[layer * kCaches + 1];
+                          step.sines, weights_.head_norms[layer],
+                          weights_.epsilons[layer * kEpsilons + 2], results.rotated, weights_.isa));
+    const Tensor &k_cache = caches_.tensors[layer * kCaches],
+                 &v_cache = caches_.tensors[layer * kCaches + 1];
+    const double k_scale = caches_.scales[layer * kCaches],
+                 v_scale = caches_.scales[layer * kCaches + 1];
     add(attention::kv_write_stage(results.rotated.narrow(1, num_queries, num_keys),
                                   results.heads.narrow(1, heads_.num_rotated(), num_keys), k_cache,
-                                  v_cache, step.slot_mapping, k_scale, v_scale, layers_.isa));
+                                  v_cache, step.slot_mapping, k_scale, v_scale, weights_.isa));
     for (Stage& stage :
          attention::stages(results.attended, results.rotated.narrow(1, 0, num_queries), k_cache,
                            v_cache, step.block_table, step.query_start_loc, step.seq_lens,
-                           layers_.scales[layer], layers_.windows[layer], 0.0, std::nullopt,
-                           std::nullopt, k_scale, v_scale, 0, layers_.isa, results.partials))
+                           weights_.scales[layer], weights_.windows[layer], 0.0, std::nullopt,
+                           std::nullopt, k_scale, v_scale, 0, weights_.isa, results.partials))
       add(std::move(stage));
     add_linear(layer, kOProj, results.attended.flatten(1), in_, results.post_attention,
                {in_.size(0), &panels(layer, kGate), &panels(layer, kUp)});
@@ -120,21 +123,22 @@ class StageList {
   void add_mlp(int64_t layer, const LayerBuffers& results) {
     add_norm(layer, 1, results.post_attention, results.mlp_normed);
     add(linear::linear_stage(results.mlp_normed, panels(layer, kGate), bias(layer, kGate),
-                             panels(layer, kUp), bias(layer, kUp), layers_.activation, std::nullopt,
-                             results.active, layers_.isa, {in_.size(0), &panels(layer, kDown)}));
-    const bool is_last = layer + 1 == layers_.count();
+                             panels(layer, kUp), bias(layer, kUp), weights_.activation, std::nullopt,
+                             results.active, weights_.isa, {in_.size(0), &panels(layer, kDown)}));
+    const bool is_last = layer + 1 == weights_.num_layers();
     add_linear(layer, kDown, results.active, results.post_attention, results.out,
                is_last ? next_ : linear::NextLinear{in_.size(0), &panels(layer + 1, kQkvProj)});
   }
 
   const Tensor& panels(int64_t layer, int64_t which) const {
-    return layers_.panels[layer * kLinears + which];
+    return weights_.panels[layer * kLinears + which];
   }
-  std::optional<Tensor> bias(int64_t layer, int64_t which) const {
-    return layers_.biases.get(layer * kLinears + which);
+  const std::optional<Tensor>& bias(int64_t layer, int64_t which) const {
+    return weights_.biases[layer * kLinears + which];
   }
 
-  const Layers& layers_;
+  const Weights& weights_;
+  const Caches& caches_;
   const Heads heads_;
   const linear::NextLinear next_;
   bool is_separate_;

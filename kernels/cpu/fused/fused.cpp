@@ -85,6 +85,17 @@ Stage rope_stage(const Tensor& heads, const Tensor& cosines, const Tensor& sines
       [=, &functions](int64_t begin, int64_t end) { functions.rope(call, begin, end); });
 }
 
+Stage widen_stage(const Tensor& input, const Tensor& out, int64_t isa) {
+  check_wide(input);
+  TORCH_CHECK(input.is_contiguous() && out.is_contiguous() && out.numel() == input.numel(),
+              "the output must be dense, and of the input's size");
+  const Widen call{input.const_data_ptr(), out.mutable_data_ptr<float>(), format_of(input)};
+  const Functions& functions = functions_of(static_cast<Isa>(isa));
+  return range_stage(
+      input.numel(), kNumbersPerChunk,
+      [=, &functions](int64_t begin, int64_t end) { functions.widen(call, begin, end); });
+}
+
 namespace {
 
 // `states` [1, num_heads, num_tokens, dim]; the output is dense by token.

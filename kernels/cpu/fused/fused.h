@@ -36,10 +36,18 @@ struct Rope {
   float epsilon;
 };
 
+// Numbers to float32.
+struct Widen {
+  const void* source;
+  float* out;
+  Format format;
+};
+
 struct Functions {
   void (*norm)(const Norm&, int64_t first_row, int64_t end_row);
   void (*gate)(const Gate&, int64_t first, int64_t end);
   void (*rope)(const Rope&, int64_t first_token, int64_t end_token);
+  void (*widen)(const Widen&, int64_t first, int64_t end);
 };
 
 const Functions& functions_of(Isa isa);

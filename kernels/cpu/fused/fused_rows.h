@@ -103,4 +103,17 @@ static void rope(const Rope& call, int64_t first, int64_t end) {
              [&](auto number) { rope_tokens<decltype(number)>(call, first, end); });
 }
 
-constexpr Functions kFunctions{norm, gate, rope};
+template <typename T>
+static void widen_numbers(const Widen& call, int64_t first, int64_t end) {
+  const T* source = static_cast<const T*>(call.source) + first;
+  float* out = call.out + first;
+  for_lanes(end - first, [&](int64_t i, int64_t count) {
+    store_some(out + i, load_some(source + i, count), count);
+  });
+}
+
+static void widen(const Widen& call, int64_t first, int64_t end) {
+  visit_wide(call.format, [&](auto number) { widen_numbers<decltype(number)>(call, first, end); });
+}
+
+constexpr Functions kFunctions{norm, gate, rope, widen};
