@@ -40,10 +40,12 @@ _KERNELS = {
         "filter_kernel",
         "merge_splits_kernel",
     ),
+    "typical_p": ("_typical_p_kernel",),
     "round_rows": ("_round_rows_kernel",),
     "tiled_linear": ("tiled_linear_kernel", "int8_linear_kernel", "add_splits_kernel"),
 }
 # Of quantised weights.
+CHANGES = {*_KERNELS["logits"], *_KERNELS["typical_p"]}  # of logits
 PRODUCTS = {*_KERNELS["round_rows"], *_KERNELS["tiled_linear"]}
 
 

@@ -74,7 +74,7 @@ def test_a_launch_does_not_wait_for_the_device(
     # All of a step's inputs at once.
     assert crossings.found == ["copy_"] * len(launched)
     # No sequence is long enough to be cut, and no row has a logits processor.
-    assert idle == {"merge_partitions_kernel", "_bitmask_kernel", "_penalties_kernel", *PRODUCTS}
+    assert idle == {"merge_partitions_kernel", *CHANGES, *PRODUCTS}
 
 
 @pytest.mark.skipif(not interprets_triton(), reason="Triton's kernels are not interpreted")
@@ -139,7 +139,7 @@ def test_logits_processors_do_not_wait_for_the_device(
             assert len(runner.launch(plan_from_proto(message)).sampling) == 3
         num_crossings.append(len(crossings.found))
     assert num_crossings[0] > num_crossings[1] == num_crossings[2] == 1
-    for name in ("_bitmask_kernel", "_penalties_kernel"):
+    for name in CHANGES:
         assert kernels[name].num_launches == before[name] + len(messages)
 
 

@@ -16,6 +16,7 @@ from kernels.dispatch import Implementation
 from kernels.gpu.linear_launch import ROW_TILES
 from kernels.logits import apply_bitmask, apply_penalties, bitmask_width
 from kernels.sampling import SamplingTensors, sample, token_logprobs
+from kernels.typical_p import apply_typical_p
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.gpu.device_inputs import Arrays, ForwardInputs
@@ -196,7 +197,7 @@ def _sample(logits: Tensor, implementation: Implementation | None) -> Sequence[T
 
 
 def _change(logits: Tensor, implementation: Implementation | None) -> None:
-    """Run the operations of logits processors, without a change."""
+    """Run all changes of logits."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     lines = torch.arange(num_rows, device=device)
     width = bitmask_width(vocab_size)
@@ -206,3 +207,5 @@ def _change(logits: Tensor, implementation: Implementation | None) -> None:
     penalties = torch.ones(1, 3, device=device)
     slots = torch.zeros_like(lines)
     apply_penalties(logits, counts, lines, slots, penalties, implementation=implementation)
+    ones = torch.ones(num_rows, device=device)
+    apply_typical_p(logits, lines, ones, ones / 2, implementation=implementation)
