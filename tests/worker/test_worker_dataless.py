@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dataless_device import PRODUCTS, Crossings, dataless, idle_kernels
+from dataless_device import CHANGES, PRODUCTS, Crossings, dataless, idle_kernels
 from host_device import HostCapturer, HostStreams
 from tiny_models import FAMILIES, VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
