@@ -87,12 +87,11 @@ def test_tokens_of_compiled_code(tmp_path: Path) -> None:
 
 def test_the_operation_passes_all_arguments() -> None:
     torch.manual_seed(0)
-    caches = [torch.randn(3, 4, 2, 8) for _ in range(4)]
+    caches = torch.randn(2, 2, 3, 4, 2, 8)
+    # By layer and by keys and values.
+    own_caches, other_caches = caches.clone(), caches.clone()
     own, other = (
-        PagedAttention(
-            [(cache.clone(), caches[2 + i].clone()) for i, cache in enumerate(caches[:2])]
-        )
-        for _ in range(2)
+        PagedAttention([(key, value) for key, value in each]) for each in (own_caches, other_caches)
     )
     batch = PagedBatch(
         block_table=torch.tensor([[1, 2]], dtype=torch.int32),
@@ -111,8 +110,8 @@ def test_the_operation_passes_all_arguments() -> None:
         expected, _ = own(None, query, key, value, None, **named)
         attended, _ = operation(torch.nn.Module(), query, key, value, None, **named)
         assert attended.equal(expected)
-    for mine, its in zip(own._caches, other._caches, strict=True):
-        assert mine.equal(its)
+    assert own_caches.equal(other_caches)
+    assert not own_caches.equal(caches)
 
 
 def test_a_model_that_torch_cannot_compile_is_refused(
