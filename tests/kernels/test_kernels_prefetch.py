@@ -86,6 +86,15 @@ def test_single_tiles_and_large_panels_prefetch_at_a_short_distance(
     assert lines == {OWN: set(range(first, first + 2 * num_inputs))}
 
 
+def test_single_tiles_of_two_weights_prefetch_small_next_panels() -> None:
+    num_bytes = 63 * 128
+    lines = prefetched_lines(63, 1, own=2, next_panels=2, next_bytes=num_bytes)
+    assert lines == {NEXT: lines_of(num_bytes), NEXT_SECOND: lines_of(num_bytes)}
+    # But not large ones.
+    lines = prefetched_lines(512, 1, own=2, next_panels=2, next_bytes=512 * 128)
+    assert lines.keys() == {OWN, OWN_SECOND}
+
+
 def test_large_next_panels_are_not_prefetched() -> None:
     assert prefetched_lines(512, 6, next_bytes=600_000) == {OWN: {0}}
     with_rows = prefetched_lines(512, 6, next_bytes=600_000, row_bytes=1000)

@@ -104,6 +104,25 @@ def test_one_long_sequence_keeps_all_threads_busy(num_threads: int) -> None:
     assert sorted(item.partial for item in work) == list(range(len(work)))
 
 
+@pytest.mark.parametrize(
+    ("num_threads", "parts"),
+    [(2, {(0, 2), (2, 2)}), (3, {(0, 1), (1, 1), (2, 2)}), (8, {(n, 1) for n in range(4)})],
+)
+@pytest.mark.parametrize("num_keys", [1, 200, 1000])
+def test_one_short_sequence_is_divided_by_its_heads(
+    num_keys: int, num_threads: int, parts: set[tuple[int, int]]
+) -> None:
+    work = items([1], [num_keys], num_threads=num_threads)
+    assert {(item.first_head, item.num_heads) for item in work} == parts
+    assert {(item.first_key, item.end_key, item.partial) for item in work} == {(0, num_keys, -1)}
+
+
+def test_short_sequences_that_are_shares_of_a_thread_are_not_divided() -> None:
+    for count in (2, 3, 4):
+        work = items([1] * count, [200] * count)
+        assert [item.num_heads for item in work] == count * [4]
+
+
 def test_one_thread_shares_nothing() -> None:
     assert [item.num_tokens for item in items([250], [250], num_threads=1)] == 4 * [250]
 

@@ -65,6 +65,20 @@ struct LayerBuffers {
   attention::Partials partials = std::make_shared<std::vector<float>>();
 };
 
+// Views of such results, which all layers share: making them for each layer would take longer than
+// some of the operations on them.
+struct LayerViews {
+  LayerViews(const LayerBuffers& results, const Heads& heads)
+      : flat_heads(results.heads.flatten(1)),
+        unrotated(results.heads.narrow(1, 0, heads.num_rotated())),
+        values(results.heads.narrow(1, heads.num_rotated(), heads.num_keys)),
+        queries(results.rotated.narrow(1, 0, heads.num_queries)),
+        keys(results.rotated.narrow(1, heads.num_queries, heads.num_keys)),
+        flat_attended(results.attended.flatten(1)) {}
+
+  Tensor flat_heads, unrotated, values, queries, keys, flat_attended;
+};
+
 // Buffers without shared memory: two sets, which layers use alternately.
 inline std::vector<LayerBuffers> separate_buffers(const Tensor& hidden_states, const Heads& heads,
                                                   int64_t num_active) {

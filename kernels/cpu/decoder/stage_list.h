@@ -36,6 +36,7 @@ class StageList {
     } else {
       sets_ = {shared_buffers(hidden_states, heads_, num_active)};
     }
+    for (const LayerBuffers& results : sets_) views_.emplace_back(results, heads_);
   }
 
   // Looks up rows of a weight, or of any matrix [rows, numbers, 1].
@@ -48,7 +49,7 @@ class StageList {
     for (int64_t layer = 0; layer < weights_.num_layers(); ++layer) {
       const auto num_before = static_cast<int64_t>(stages_.size());
       const LayerBuffers& results = sets_[layer % sets_.size()];
-      add_attention(layer, step, results);
+      add_attention(layer, step, results, views_[layer % views_.size()]);
       add_mlp(layer, results);
       TORCH_INTERNAL_ASSERT(num_before + kStagesPerLayer == static_cast<int64_t>(stages_.size()));
       in_ = results.out;
@@ -95,28 +96,26 @@ class StageList {
 
   // One linear layer gives queries, keys and values of all heads; keys and values are written into
   // the caches before the queries attend to them.
-  void add_attention(int64_t layer, const Step& step, const LayerBuffers& results) {
-    const int64_t num_queries = heads_.num_queries, num_keys = heads_.num_keys;
+  void add_attention(int64_t layer, const Step& step, const LayerBuffers& results,
+                     const LayerViews& views) {
     add_norm(layer, 0, in_, results.normed);
     // Without prefetching: attention would evict what was prefetched.
-    add_linear(layer, kQkvProj, results.normed, std::nullopt, results.heads.flatten(1), {});
-    add(fused::rope_stage(results.heads.narrow(1, 0, heads_.num_rotated()), step.cosines,
-                          step.sines, weights_.head_norms[layer],
+    add_linear(layer, kQkvProj, results.normed, std::nullopt, views.flat_heads, {});
+    add(fused::rope_stage(views.unrotated, step.cosines, step.sines, weights_.head_norms[layer],
                           weights_.epsilons[layer * kEpsilons + 2], results.rotated, weights_.isa));
     const Tensor &k_cache = caches_.tensors[layer * kCaches],
                  &v_cache = caches_.tensors[layer * kCaches + 1];
     const double k_scale = caches_.scales[layer * kCaches],
                  v_scale = caches_.scales[layer * kCaches + 1];
-    add(attention::kv_write_stage(results.rotated.narrow(1, num_queries, num_keys),
-                                  results.heads.narrow(1, heads_.num_rotated(), num_keys), k_cache,
-                                  v_cache, step.slot_mapping, k_scale, v_scale, weights_.isa));
+    add(attention::kv_write_stage(views.keys, views.values, k_cache, v_cache, step.slot_mapping,
+                                  k_scale, v_scale, weights_.isa));
     for (Stage& stage :
-         attention::stages(results.attended, results.rotated.narrow(1, 0, num_queries), k_cache,
-                           v_cache, step.block_table, step.query_start_loc, step.seq_lens,
-                           weights_.scales[layer], weights_.windows[layer], 0.0, std::nullopt,
-                           std::nullopt, k_scale, v_scale, 0, weights_.isa, results.partials))
+         attention::stages(results.attended, views.queries, k_cache, v_cache, step.block_table,
+                           step.query_start_loc, step.seq_lens, weights_.scales[layer],
+                           weights_.windows[layer], 0.0, std::nullopt, std::nullopt, k_scale, v_scale, 0,
+                           weights_.isa, results.partials))
       add(std::move(stage));
-    add_linear(layer, kOProj, results.attended.flatten(1), in_, results.post_attention,
+    add_linear(layer, kOProj, views.flat_attended, in_, results.post_attention,
                {in_.size(0), &panels(layer, kGate), &panels(layer, kUp)});
   }
 
@@ -144,6 +143,7 @@ class StageList {
   bool is_separate_;
   Tensor in_;  // the input of the next layer
   std::vector<LayerBuffers> sets_;
+  std::vector<LayerViews> views_;  // of each set
   std::vector<Stage> stages_;
 };
 

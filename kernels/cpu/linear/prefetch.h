@@ -45,9 +45,11 @@ class Prefetcher {
   // The schedule for a tile and a panel, in one of the passes, one per weight: an equal share of the
   // next panels and of `rows`. A single tile is bound by memory, and prefetches the panel that it is
   // reading, a short distance ahead; so do all tiles if two panels exceed usual second-level caches.
+  // But with two weights, between which it alternates, a single tile prefetches the next panels, if
+  // they are small: after a change there would be nothing at hand.
   PrefetchSchedule schedule(const char* panel, int64_t pass, int64_t tile, const Panels& next,
                     const ByteRange& rows) const {
-    if (num_tiles_ == 1 || panel_bytes_ > kLargestPanel)
+    if (is_sequential() || panel_bytes_ > kLargestPanel)
       return {{{num_steps_, panel + kShortDistance, panel_bytes_ / num_steps_}}, true};
     if (next.bytes > kLargestPanel) return in_sequence({share(rows, pass, num_passes_)}, panel);
     if (has_same_shape(next) && !rows.bytes) {
@@ -63,6 +65,11 @@ class Prefetcher {
 
  private:
   static constexpr int64_t kShortDistance = 8 << 10, kLargestPanel = 512 << 10;
+  static constexpr int64_t kLargestPanelAhead = 48 << 10;
+
+  bool is_sequential() const {
+    return num_tiles_ == 1 && (num_passes_ == 1 || panel_bytes_ > kLargestPanelAhead);
+  }
 
   // The usual case, panels of the same size and number of weights: each pass prefetches its weight's.
   bool has_same_shape(const Panels& next) const {
