@@ -189,7 +189,14 @@ def test_sums_of_splits(
 
 @pytest.mark.parametrize(
     ("bits", "group_size", "integers"),
-    [(8, None, True), (8, None, False), (8, 32, False), (4, None, False), (4, 32, False)],
+    [
+        (8, None, True),
+        (4, None, False),
+        *(
+            pytest.param(*factors, marks=pytest.mark.slow)
+            for factors in ((8, None, False), (8, 32, False), (4, 32, False))
+        ),
+    ],
 )
 def test_a_row_s_result_is_the_same_in_every_batch(
     bits: Bits, group_size: int | None, integers: bool, device: str
