@@ -403,6 +403,35 @@ async def test_unavailable_until_the_model_is_loaded(model: Path) -> None:
         assert (await LaneClient(worker.stub).open()).num_blocks == 200
 
 
+async def test_identify_waits_until_the_model_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_svc.service.servicer._LOAD_WAIT_S", 60.0)
+    async with served(None) as worker:
+        identifying = worker.stub.Identify(worker_pb2.IdentifyRequest())
+        loaded = await asyncio.wrap_future(
+            worker.thread.submit(partial(load_runner, worker_settings(model)))
+        )
+        assert not identifying.done()
+        worker.servicer.serve(loaded)
+        identified = await identifying
+        assert identified.incarnation == (await LaneClient(worker.stub).open()).incarnation
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_identify_waits_for_no_model_that_does_not_come(
+    stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_svc.service.servicer._LOAD_WAIT_S", 60.0 if stops else 0.0)
+    async with served(None) as worker:
+        identifying = worker.stub.Identify(worker_pb2.IdentifyRequest())
+        if stops:
+            worker.servicer.abort_stream()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await identifying
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
 async def test_unwritten_blocks_are_never_read(model: Path) -> None:
     loaded = load_runner(worker_settings(model))
     for caches in loaded.runner.runner._pool.layers:

@@ -1,6 +1,7 @@
 """WorkerService: the streams by which schedulers drive this worker, fenced by epoch."""
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 
@@ -19,6 +20,8 @@ from worker_svc.service.step_inspector import StepInspector
 log = structlog.get_logger()
 
 _HEARTBEAT_S = 1.0
+# Less than schedulers wait for a response.
+_LOAD_WAIT_S = 3.0
 _Requests = AsyncIterator[worker_pb2.ExecuteRequest]
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
@@ -35,6 +38,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._on_device_lost = on_device_lost
         self._incarnation = secrets.randbits(64)
         self._loaded: LoadedRunner | None = None
+        # Set when the model is loaded or the worker stops.
+        self._load_ended = asyncio.Event()
         self._draining = False
         # The highest epoch so far, and the scheduler that holds it.
         self._epoch = 0
@@ -48,6 +53,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def serve(self, loaded: LoadedRunner) -> None:
         """Allow streams to be opened."""
         self._loaded = loaded
+        self._load_ended.set()
 
     async def drain(self) -> None:
         """Notify the scheduler at once; return when it has closed its stream."""
@@ -62,7 +68,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
 
     def abort_stream(self) -> None:
-        """End the open stream, if any, because the worker stops."""
+        """End the open stream, if any, and waits for the model, because the worker stops."""
+        self._load_ended.set()
         if self._stream is not None:
             self._stream.end(unavailable("WORKER_DRAINING", "the worker is going away"))
 
@@ -71,6 +78,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.IdentifyRequest,
         context: grpc.aio.ServicerContext[worker_pb2.IdentifyRequest, worker_pb2.IdentifyResponse],
     ) -> worker_pb2.IdentifyResponse:
+        # A scheduler that asked again now and then would learn of the model later.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_WAIT_S):
+                await self._load_ended.wait()
         try:
             self._require_loaded()
         except RequestError as error:
