@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -88,6 +89,12 @@ def resume_collections() -> None:
     would hold the interpreter for a tenth of a second or more."""
     gc.freeze()
     gc.enable()
+
+
+def lower_priority(niceness: int) -> None:
+    """Lower this thread's priority; elsewhere than on Linux it would be the process's."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
