@@ -1,5 +1,6 @@
 """The worker's process: what may be installed beside it, its memory, its OpenMP threads."""
 
+import atexit
 import ctypes
 import gc
 import os
@@ -86,8 +87,10 @@ def pause_collections() -> None:
 
 def resume_collections() -> None:
     """To be called when the model is loaded. What is there stays: no collection visits it, which
-    would hold the interpreter for a tenth of a second or more."""
+    would hold the interpreter for a tenth of a second or more. The one at the interpreter's end
+    does, without which Triton reports leaks."""
     gc.freeze()
+    atexit.register(gc.unfreeze)
     gc.enable()
 
 
