@@ -25,7 +25,6 @@ REPLACED = {
     "rosters?": "sequence table",
     "arriving": "admission",
     "leaving": "release",
-    "draft(?:s|ed)?": "step builder",
     "trials?": "quarantine",
     "former pools?": "detached pools",
     "fold(?:s|ed|ing)?": "journal compaction",

@@ -126,6 +126,13 @@ class WorkerSettings(ServiceSettings):
         validate_default=True,
         description="Most tokens in one step; at least --max-num-seqs.",
     )
+    num_speculative_tokens: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="Most draft tokens of a sequence in a step (speculative decoding by prompt "
+        "lookup); 0: none; on a CPU only.",
+    )
     kv_cache_memory: Bytes | None = Field(
         None,
         gt=0,
@@ -212,6 +219,13 @@ class WorkerSettings(ServiceSettings):
         0,
         ge=0,
         description="sim: tokens that a row with look-ahead may gain in addition to a sampled one.",
+    )
+    sim_acceptance_rate: float = Field(
+        0.7,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="sim: share of drafts that are right, with `--num-speculative-tokens`.",
     )
     sim_poison_token_id: int | None = Field(
         None, ge=0, description="sim: a prompt with this token kills the worker; for tests."

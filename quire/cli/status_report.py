@@ -75,7 +75,7 @@ def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
 
 _HEADER: Final = [
     *("WORKER", "RUN", "WAIT", "SWAP", "STEP/S", "TOK/S", "OUT/S", "BUSY", "HITS", "PREEMPTED"),
-    *("FORCED", "HELD", "ADDRESS"),
+    *("FORCED", "DRAFTS", "HELD", "ADDRESS"),
 ]
 
 
@@ -93,6 +93,7 @@ def _row(change: Change) -> list[str]:
         _percent(_share(worker.num_hit_tokens, worker.num_queried_tokens)),
         f"{worker.num_preempted_by_recompute + worker.num_preempted_by_swap:,}",
         _percent(_share(worker.num_forced_tokens, worker.num_sampled_tokens)),
+        _percent(_share(worker.num_accepted_tokens, worker.num_draft_tokens)),
         _percent(_share(worker.num_blocks - worker.num_free_blocks, worker.num_blocks)),
         worker.address + (" (draining)" if worker.draining else ""),
     ]

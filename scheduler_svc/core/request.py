@@ -41,6 +41,13 @@ class Params:
     # Tokens that a step may add to the one that it samples.
     num_lookahead_tokens: int = 0
 
+    @property
+    def num_jump_tokens(self) -> int:
+        """The look-ahead on a worker that does not speculate. A row with log-probabilities does not
+        jump: that has no logits. With look-ahead it can wait for its grammar."""
+        most = self.num_lookahead_tokens
+        return min(most, 1) if self.num_logprobs else most
+
 
 @dataclass(slots=True)
 class Delivery:

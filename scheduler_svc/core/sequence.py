@@ -100,8 +100,9 @@ class Sequence:
     num_prompt_tokens: int
     # Includes the tokens that plans in flight will sample.
     num_tokens: int
-    # Tokens that a jump may add in each step. If it has any, `num_tokens` is a lower bound while
-    # plans are in flight, and the last computed token of a decoding sequence is an expectation.
+    # Tokens that jumps and drafts may add in each step, as its lane decides. If it has any,
+    # `num_tokens` is a lower bound while plans are in flight, and the last computed token of a
+    # decoding sequence is an expectation.
     num_lookahead_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     # Of the output, packed; empty unless requested.
@@ -330,9 +331,10 @@ class Sequence:
         self.reset_blocks()
         self.last_published_blocks = []
 
-    def set_lane(self, incarnation: int | None) -> None:
-        """Set its lane and that of the siblings to be forked from it."""
+    def set_lane(self, incarnation: int | None, lookahead: int = 0) -> None:
+        """Set its lane, with its look-ahead, and that of the siblings to be forked from it."""
         for sequence in (self, *(self.group.siblings if self.is_first else ())):
+            sequence.num_lookahead_tokens = max(lookahead, self.group.params.num_jump_tokens)
             sequence.lane_incarnation = incarnation
             sequence.last_incarnation = incarnation or sequence.last_incarnation
 

@@ -18,6 +18,9 @@ class LaneStats:
     num_sampled_tokens: int = 0
     # The sampled tokens that jumps have added.
     num_forced_tokens: int = 0
+    # Tokens that speculation has proposed, and those of them that were sampled, too.
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     # Tokens of admitted sequences, and how many of them the prefix cache held.
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0

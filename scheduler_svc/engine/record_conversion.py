@@ -36,20 +36,11 @@ def group_of(record: RequestRecord) -> Group:
             prompt[:],
             num_prompt_tokens=len(prompt),
             num_tokens=len(prompt),
-            num_lookahead_tokens=_num_lookahead_tokens(group.params),
             stop_token_ids=stop_token_ids,
         )
         for choice in range(record.num_choices)
     ]
     return group
-
-
-def _num_lookahead_tokens(params: Params) -> int:
-    """A row with log-probabilities does not jump: that has no logits. With look-ahead it can wait
-    for its grammar."""
-    return (
-        min(params.num_lookahead_tokens, 1) if params.num_logprobs else params.num_lookahead_tokens
-    )
 
 
 def from_record(stored: StoredRequest, journaled: Mapping[int, Ranges]) -> Group:

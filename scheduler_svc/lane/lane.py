@@ -36,6 +36,7 @@ class Lane:
         self.worker = worker
         self.address = address
         self.limits = limits
+        self._num_lookahead_tokens = options.num_lookahead_tokens_for(worker)
         self.stats = LaneStats()
         self.table = SequenceTable(limits.max_num_seqs, worker.num_host_blocks)
         self.rows = self.table.rows
@@ -95,7 +96,7 @@ class Lane:
         if self.is_empty:
             self._loop.batch_window.open()
         self.assignments.add(sequence, match)
-        sequence.set_lane(self.worker.incarnation)
+        sequence.set_lane(self.worker.incarnation, self._num_lookahead_tokens)
         self.wake()
 
     def recall(self, principal: str) -> list[Sequence]:

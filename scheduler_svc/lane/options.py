@@ -38,6 +38,11 @@ class LaneOptions:
             max_model_len=worker.max_model_len,
         )
 
+    def num_lookahead_tokens_for(self, worker: WorkerInfo) -> int:
+        """The look-ahead of every sequence: when a plan is made, each plan in flight before it may
+        have as many accepted drafts as the plan itself."""
+        return worker.num_speculative_tokens * self.pipeline_depth
+
 
 @dataclass(frozen=True, slots=True)
 class LaneHooks:

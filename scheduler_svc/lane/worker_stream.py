@@ -47,6 +47,7 @@ class WorkerInfo:
     max_num_batched_tokens: int
     last_finished_step: int
     draining: bool
+    num_speculative_tokens: int
 
 
 class WorkerStream:

@@ -73,6 +73,16 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
         lambda stats: stats.num_forced_tokens,
     ),
     (
+        "quire:spec_decode_num_draft_tokens",
+        "Tokens that speculation has proposed.",
+        lambda stats: stats.num_draft_tokens,
+    ),
+    (
+        "quire:spec_decode_num_accepted_tokens",
+        "Proposed tokens that were sampled, too.",
+        lambda stats: stats.num_accepted_tokens,
+    ),
+    (
         "quire:prefix_cache_queries",
         "Tokens of admitted sequences.",
         lambda stats: stats.num_queried_tokens,

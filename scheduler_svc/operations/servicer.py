@@ -104,6 +104,8 @@ def _worker(lane: Lane, kinds: bytes | None) -> operations_pb2.WorkerStatus:
         num_scheduled_tokens=stats.num_scheduled_tokens,
         num_sampled_tokens=stats.num_sampled_tokens,
         num_forced_tokens=stats.num_forced_tokens,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
         num_queried_tokens=stats.num_queried_tokens,
         num_hit_tokens=stats.num_hit_tokens,
         num_recovered_tokens=stats.num_recovered_tokens,

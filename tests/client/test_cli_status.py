@@ -31,6 +31,8 @@ def reading(
         num_scheduled_tokens=num_tokens,
         num_sampled_tokens=num_tokens // 2,
         num_forced_tokens=num_tokens // 40,
+        num_draft_tokens=50,
+        num_accepted_tokens=31,
         num_queried_tokens=100,
         num_hit_tokens=75,
         num_preempted_by_recompute=4,
@@ -104,6 +106,7 @@ def test_two_statuses_give_rates(address, scheduler):
         "HITS": "75%",
         "PREEMPTED": "5",
         "FORCED": "5%",
+        "DRAFTS": "62%",
         "HELD": "40%",
         "ADDRESS": "unix:/run/worker.sock",
     }

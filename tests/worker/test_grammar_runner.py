@@ -21,12 +21,14 @@ from worker_svc.grammar.compiler import find_grammars
 from worker_svc.grammar.processor import GrammarProcessor
 from worker_svc.logits.processor import ProcessorContext
 from worker_svc.plan.failures import InvalidField, RowFailure
+from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import Grammar, LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.startup import start_pipelined
 from worker_svc.runner.step_runner import LoadedRunner, no_op
+from worker_svc.speculation.prompt_lookup import PromptLookup
 
 TOKENIZER = byte_level()
 VOCABULARY = GrammarVocabulary.from_tokenizer(TOKENIZER, TOKENIZER.get_vocab_size())
@@ -75,6 +77,11 @@ def _row(number: int, begins_after: str = "") -> GuidedRow:
     return GuidedRow(prompt, params, seed=number, max_tokens=MAX_TOKENS)
 
 
+def _free(number: int) -> GuidedRow:
+    """The same without a grammar."""
+    return dataclasses.replace(_row(number), params=None)
+
+
 def _outputs(loaded: LoadedRunner, rows: list[GuidedRow], num_rounds: int = 1) -> list[list[int]]:
     RowDriver(loaded).run(rows, num_rounds)
     assert [row.failure for row in rows] == [None] * len(rows)
@@ -114,6 +121,29 @@ def test_several_rounds_give_the_same_tokens(loaded: LoadedRunner) -> None:
     assert _outputs(loaded, [_row(number) for number in range(8)], num_rounds=4) == expected
 
 
+def test_drafts_of_rows_with_grammars_change_no_token(
+    loaded: LoadedRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an accepted draft ends the output."""
+    accepted = []
+    observe = PromptLookup.observe
+
+    def observed(self: PromptLookup, rows: Ints, num_drafts: Ints, num_accepted: Ints) -> None:
+        accepted.append(int(num_accepted.sum()))
+        observe(self, rows, num_drafts, num_accepted)
+
+    monkeypatch.setattr(PromptLookup, "observe", observed)
+    speculating = load_runner(worker_settings(folder, num_blocks=400, num_speculative_tokens=5))
+    expected = [_row(number) for number in range(16)]
+    _outputs(loaded, expected)
+    for num_rounds in (1, 3):
+        found = [dataclasses.replace(row, output=[]) for row in expected]
+        RowDriver(speculating, LOOKAHEAD).run(found, num_rounds, at_once=2)
+        assert [row.failure for row in found] == [None] * len(found)
+        assert [row.output for row in found] == [row.output for row in expected]
+    assert sum(accepted) > 0
+
+
 def test_a_row_goes_on_elsewhere_at_any_token(loaded: LoadedRunner) -> None:
     for number in range(len(LARKS)):
         (expected,) = _outputs(loaded, [_row(number)])
@@ -125,8 +155,7 @@ def test_a_row_goes_on_elsewhere_at_any_token(loaded: LoadedRunner) -> None:
 def test_output_is_free_before_the_grammar_begins(loaded: LoadedRunner) -> None:
     """The prompt does not count: only the output can begin the grammar."""
     row = _row(0, begins_after="prompt")
-    free = dataclasses.replace(_row(0), params=None)
-    assert _outputs(loaded, [row]) == _outputs(loaded, [free])
+    assert _outputs(loaded, [row]) == _outputs(loaded, [_free(0)])
 
 
 @pytest.mark.parametrize("kind", ["alone", "pipelined", "rounds"])

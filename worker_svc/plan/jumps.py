@@ -4,8 +4,9 @@ A row jumps only in plans that give it look-ahead. Its tokens are computed by th
 many at a time as its blocks have room for.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from worker_svc.plan.tables import RowTables
 
 # Returns the forced tokens of a row after its last one, at most so many.
 ForcedTokens = Callable[[int, int], Iterable[int]]
+_NOTHING_GAINED: Final[Mapping[int, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,24 @@ def lookahead_rows(plan: Plan) -> dict[int, int]:
     return {row: count for row, count in pairs if count}
 
 
-def jump(plan: Plan, tables: RowTables, rows: Ints, forced_tokens: ForcedTokens) -> Jumps:
+def jump(
+    plan: Plan,
+    tables: RowTables,
+    rows: Ints,
+    forced_tokens: ForcedTokens,
+    num_gained: Mapping[int, int] = _NOTHING_GAINED,
+) -> Jumps:
     """Append the forced tokens of `rows`, which have just sampled, but for rows with
-    log-probabilities: forced tokens have none."""
+    log-probabilities: forced tokens have none. `num_gained` is the part of their look-ahead that
+    rows have used by accepted drafts."""
     jumps = Jumps()
     if not (len(rows) and plan.num_lookahead_tokens.any()):
         return jumps
     lookahead = lookahead_rows(plan)
     for row in rows.tolist():
         room = tables.max_model_len - int(tables.num_tokens[row])
-        most = 0 if tables.num_logprobs[row] else min(lookahead.get(row, 0), room)
+        left = lookahead.get(row, 0) - num_gained.get(row, 0)
+        most = 0 if tables.num_logprobs[row] else min(left, room)
         for token_id in forced_tokens(row, most) if most > 0 else ():
             tables.write_sampled(np.array([row]), np.array([token_id]))
             jumps.rows.append(row)

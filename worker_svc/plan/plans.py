@@ -145,6 +145,8 @@ class StepOutput:
     num_computed_tokens: list[int] = field(default_factory=list)
     forced_indices: list[int] = field(default_factory=list)  # of jumps, among the sampled tokens
     round_sizes: list[int] = field(default_factory=list)  # sampled tokens by round, if several
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the drafts
 
 
 class PlanError(ValueError):
@@ -217,6 +219,8 @@ def result_to_proto(plan: Plan, output: StepOutput) -> worker_pb2.StepResult:
         num_computed_tokens=output.num_computed_tokens,
         forced_indices=output.forced_indices,
         round_sizes=output.round_sizes,
+        num_draft_tokens=output.num_draft_tokens,
+        num_accepted_tokens=output.num_accepted_tokens,
     )
 
 

@@ -112,15 +112,42 @@ class RowTables:
         possible = np.minimum(possible, counts) + more
         return rows[possible > 0], possible[possible > 0], failures
 
-    def prepare(self, rows: Ints, num_scheduled_tokens: Ints) -> StepInputs:
-        """The inputs of the scheduled rows, valid until the next call. PlanError for an invalid
-        schedule."""
-        self._check_schedule(rows, num_scheduled_tokens)
+    def draft_room(self, plan: Plan, rows: Ints, counts: Ints) -> Ints:
+        """How many drafts each of the rows may have, which compute `counts` tokens: those with
+        look-ahead and one token left to compute, as many as their blocks have room for. A token
+        may follow the last draft."""
+        lookahead = np.zeros(self.max_num_seqs, np.int64)
+        lookahead[plan.rows] = plan.num_lookahead_tokens
+        num_tokens = self.num_tokens[rows]
+        slots = np.minimum(self.num_blocks[rows] * self._block_size, self.max_model_len - 1)
+        room = np.minimum(slots - num_tokens, lookahead[rows])
+        is_decoding = (counts == 1) & (num_tokens - self.num_computed_tokens[rows] == 1)
+        return np.where(is_decoding, np.maximum(room, 0), 0)
+
+    def drafts(self, rows: Ints, most: int) -> NDArray[np.int32]:
+        """What the table has behind the rows' tokens, `[len(rows), most]`."""
+        places = self.num_tokens[rows, None] + np.arange(most)
+        found: NDArray[np.int32] = self.token_table[
+            rows[:, None], np.minimum(places, self.max_model_len - 1)
+        ]
+        return found
+
+    def accept_draft(self, rows: Ints) -> None:
+        """Count one more token of each row as computed: a draft that was sampled, too."""
+        self.num_computed_tokens[rows] += 1
+
+    def prepare(
+        self, rows: Ints, num_scheduled_tokens: Ints, num_drafts: Ints | None = None
+    ) -> StepInputs:
+        """The inputs of the scheduled rows, valid until the next call. `num_drafts` of a row's
+        scheduled tokens are drafts, which the table has behind its tokens. PlanError for an
+        invalid schedule."""
+        self._check_schedule(rows, num_scheduled_tokens, num_drafts)
         return prepare_inputs(
             rows,
             num_scheduled_tokens,
             self.num_computed_tokens[rows],
-            self.num_tokens[rows],
+            self._with_drafts(rows, num_drafts),
             self.token_table,
             self.block_table,
             self._block_size,
@@ -147,10 +174,10 @@ class RowTables:
         """Count the rows' tokens up to `seq_lens` as computed."""
         self.num_computed_tokens[rows] = seq_lens
 
-    def hold_back(self, rows: Ints) -> None:
-        """Count the last token of rows that cannot sample yet as not computed: it is computed
-        again, with the same result, when they run next."""
-        self.num_computed_tokens[rows] -= 1
+    def hold_back(self, rows: Ints, counts: Ints | int = 1) -> None:
+        """Count the last tokens of rows as not computed: drafts, until they are accepted, and the
+        last token of rows that cannot sample yet, which is computed again when they run next."""
+        self.num_computed_tokens[rows] -= counts
 
     def write_sampled(self, rows: Ints, token_ids: Ints) -> None:
         """Append one token to each row's sequence."""
@@ -225,16 +252,23 @@ class RowTables:
         self.block_table[row, start : start + len(ids)] = ids
         self.num_blocks[row] += len(ids)
 
-    def _check_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
-        # The reason is sought afterwards: this runs in every step, and each array operation counts.
-        if not self._is_valid(rows, num_scheduled_tokens):
-            self._refuse_schedule(rows, num_scheduled_tokens)
+    def _with_drafts(self, rows: Ints, num_drafts: Ints | None) -> Ints:
+        """The number of each row's tokens, drafts included."""
+        num_tokens: Ints = self.num_tokens[rows]
+        return num_tokens if num_drafts is None else num_tokens + num_drafts
 
-    def _is_valid(self, rows: Ints, num_scheduled_tokens: Ints) -> bool:
+    def _check_schedule(
+        self, rows: Ints, num_scheduled_tokens: Ints, num_drafts: Ints | None
+    ) -> None:
+        # The reason is sought afterwards: this runs in every step, and each array operation counts.
+        if not self._is_valid(rows, num_scheduled_tokens, num_drafts):
+            self._refuse_schedule(rows, num_scheduled_tokens, num_drafts)
+
+    def _is_valid(self, rows: Ints, num_scheduled_tokens: Ints, num_drafts: Ints | None) -> bool:
         """Whether `_refuse_schedule` has no reason."""
         if rows.max(initial=0) >= self.max_num_seqs:
             return False
-        num_tokens = self.num_tokens[rows]
+        num_tokens = self._with_drafts(rows, num_drafts)
         seq_lens = self.num_computed_tokens[rows] + num_scheduled_tokens
         # A free row has no tokens, so that nothing fits.
         fitting = seq_lens <= np.minimum(num_tokens, self.num_blocks[rows] * self._block_size)
@@ -245,7 +279,9 @@ class RowTables:
             and (len(rows) < 2 or np.bincount(rows).max() == 1)
         )
 
-    def _refuse_schedule(self, rows: Ints, num_scheduled_tokens: Ints) -> None:
+    def _refuse_schedule(
+        self, rows: Ints, num_scheduled_tokens: Ints, num_drafts: Ints | None
+    ) -> None:
         """PlanError with what is wrong."""
         self._refuse("no such row", rows, rows >= self.max_num_seqs)
         self._refuse("no sequence held", rows, self.num_tokens[rows] == 0)
@@ -254,12 +290,13 @@ class RowTables:
         if (total := int(num_scheduled_tokens.sum())) > self._max_num_batched_tokens:
             limit = self._max_num_batched_tokens
             raise PlanError(f"{total} tokens scheduled, at most {limit} in one step")
+        num_tokens = self._with_drafts(rows, num_drafts)
         seq_lens = self.num_computed_tokens[rows] + num_scheduled_tokens
         self._refuse("no token scheduled", rows, num_scheduled_tokens < 1)
-        self._refuse("more tokens scheduled than known", rows, seq_lens > self.num_tokens[rows])
+        self._refuse("more tokens scheduled than known", rows, seq_lens > num_tokens)
         missing = seq_lens > self.num_blocks[rows] * self._block_size
         self._refuse("tokens without a block", rows, missing)
-        self._refuse("no room for a token", rows, self.num_tokens[rows] >= self.max_model_len)
+        self._refuse("no room for a token", rows, num_tokens >= self.max_model_len)
 
     @staticmethod
     def _refuse(what: str, rows: Ints, wrong: NDArray[np.bool_]) -> None:

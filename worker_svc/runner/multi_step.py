@@ -58,6 +58,8 @@ class _Rounds:
             **_last_counts(outputs),
             forced_indices=_joined_indices(outputs),
             round_sizes=[len(output.sampled_rows) for output in outputs],
+            num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
+            num_accepted_tokens=sum(output.num_accepted_tokens for output in outputs),
         )
 
 

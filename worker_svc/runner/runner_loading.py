@@ -44,6 +44,7 @@ def load_runner(settings: WorkerSettings) -> LoadedRunner:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = find_device(settings.device)
+    require_speculation(settings, device)
     with PoolMemory.ahead(settings, device) as memory:
         if device.type != "cuda":
             return _load(settings, device, memory)
@@ -68,6 +69,15 @@ def convert_out_of_memory() -> Iterator[None]:
             "--gpu-memory-utilization, --kv-cache-memory, --max-num-batched-tokens or "
             f"--max-num-seqs: {error}"
         ) from error
+
+
+def require_speculation(settings: WorkerSettings, device: torch.device) -> None:
+    """WrongSettingError if the device cannot speculate as the settings say."""
+    if settings.num_speculative_tokens and device.type == "cuda":
+        raise WrongSettingError(
+            "--num-speculative-tokens / QUIRE_WORKER_NUM_SPECULATIVE_TOKENS: not on a GPU, whose "
+            "steps are launched before the tokens of earlier ones are known; leave it at 0"
+        )
 
 
 def _load(settings: WorkerSettings, device: torch.device, memory: PoolMemory) -> LoadedRunner:
@@ -110,6 +120,7 @@ def _load(settings: WorkerSettings, device: torch.device, memory: PoolMemory) ->
         enforce_eager=settings.enforce_eager,
         grammars=grammars,
         own_processors=own_processors,
+        num_speculative_tokens=settings.num_speculative_tokens,
     )
     identity = _identity(model, settings, pool)
     source.is_ready()
@@ -172,4 +183,5 @@ def _identity(model: ServedModel, settings: WorkerSettings, pool: KvPool) -> Ide
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_speculative_tokens=settings.num_speculative_tokens,
     )

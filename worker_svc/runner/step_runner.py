@@ -88,6 +88,7 @@ class Identity:
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
+    num_speculative_tokens: int = 0  # the most drafts of a row in a step
 
 
 @dataclass(frozen=True)
