@@ -89,6 +89,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         kv_cache_dtype: str = "float32",
         longest_jump: int = 0,
         num_holds: int = 0,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.hello = worker_pb2.Hello(
             incarnation=incarnation,
@@ -101,6 +102,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.runner = SimRunner(
             SimModel(
@@ -112,6 +114,8 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 longest_jump=longest_jump,
+                num_speculative_tokens=num_speculative_tokens,
+                acceptance_rate=0.7,
             )
         )
         self.runner.num_holds = num_holds

@@ -57,6 +57,7 @@ def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int
         "num_host_blocks": draw(st.sampled_from([64, 4, 0])),
         "longest_jump": draw(st.sampled_from([0, 1, 3, 16])),
         "num_holds": draw(st.sampled_from([0, 0, 1, 3])),
+        "num_speculative_tokens": draw(st.sampled_from([0, 0, 1, 3, 5])),
     }
 
 

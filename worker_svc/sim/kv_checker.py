@@ -79,6 +79,13 @@ class KvChecker:
         terms = _hash_terms(token_ids, ends)
         self._prefixes[rows, ends] = self._prefixes[rows, ends - 1] + terms
 
+    def draft(self, row: int, token_ids: Ints) -> None:
+        """To be called before drafts of a row are computed, which are behind its tokens."""
+        first = int(self._tables.num_tokens[row])
+        positions = first + np.arange(len(token_ids))
+        terms = _hash_terms(token_ids, positions)
+        self._prefixes[row, positions] = self._prefixes[row, first - 1] + np.cumsum(terms)
+
     def clear(self) -> None:
         """Forget all rows; blocks keep their contents."""
         self._holders[:] = 0

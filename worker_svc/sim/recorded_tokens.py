@@ -38,6 +38,11 @@ def read_tokens(path: Path) -> RecordedSteps:
         first = _next_entry(file)
         if first is None or not first.HasField("hello"):
             raise WrongSettingError(f"--sim-tokens: {path} is not a recording of a worker")
+        if first.hello.num_speculative_tokens:
+            raise WrongSettingError(
+                f"--sim-tokens: {path} is the recording of a worker that speculates, whose steps "
+                "the simulation does not repeat; record it with --num-speculative-tokens=0"
+            )
         while (entry := _next_entry(file)) is not None:
             if entry.HasField("result"):
                 found[entry.result.step] = list(rounds_of(entry.result))

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from worker_svc.plan.plans import Plan, PlanError, StepOutput, StepTimes
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.step_runner import Callback, Identity, PendingOutput, ReadyOutput, no_op
+from worker_svc.sim.drafter import Drafts, SimDrafter
 from worker_svc.sim.kv_checker import KvChecker
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
 from worker_svc.sim.sampling import logprobs_at, tokens_at
@@ -44,6 +47,8 @@ class SimModel:
     token_us: float = 0.0  # more for each scheduled token
     context_ns: float = 0.0  # more for each token attended to
     longest_jump: int = 0  # of rows with look-ahead: after token t they jump by t % (this + 1)
+    num_speculative_tokens: int = 0
+    acceptance_rate: float = 0.0  # the share of drafts that are right
 
     @property
     def identity(self) -> Identity:
@@ -58,6 +63,7 @@ class SimModel:
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            num_speculative_tokens=self.num_speculative_tokens,
         )
 
     def step_ns(self, inputs: StepInputs) -> int:
@@ -87,6 +93,14 @@ class Poison:
     def clear(self) -> None:
         """Forget all rows."""
         self._rows.clear()
+
+
+class _Sampled(NamedTuple):
+    """A token of each row."""
+
+    rows: Ints
+    token_ids: Ints
+    logprobs: Logprobs | None
 
 
 class SimRunner:
@@ -122,6 +136,13 @@ class SimRunner:
         self.kv_checker = KvChecker(
             self._tables, model.num_blocks, model.num_host_blocks, model.block_size
         )
+        self._drafter = SimDrafter(
+            self._tables,
+            self.kv_checker,
+            model.num_speculative_tokens,
+            model.acceptance_rate,
+            model.vocab_size,
+        )
         self._idle_since_ns = time.monotonic_ns()
         self.last_finished_step = 0  # read by other threads
 
@@ -151,23 +172,28 @@ class SimRunner:
         idle_since_ns = self._idle_since_ns
         self.kv_checker.apply(plan)
         rows, counts, failures = self._tables.runnable(plan)
-        inputs = self._tables.prepare(rows, counts)
+        drafts = self._drafter.draft(plan, rows, counts)
+        num_drafts = np.zeros_like(counts) if drafts is None else drafts.counts
+        inputs = self._tables.prepare(rows, counts + num_drafts, num_drafts)
         prepared_ns = time.monotonic_ns()
         if self._poison is not None:
             self._poison.check(plan)
         self.kv_checker.write(plan, rows, inputs)
-        self._tables.advance(rows, inputs.seq_lens)
+        self._tables.advance(rows, inputs.seq_lens - num_drafts)
         targets = self._tables.prompt_targets(rows, inputs)
-        sampling, tokens, logprobs = self._sample(plan, rows, inputs, failures)
-        jumps = jump(plan, self._tables, sampling, partial(self._forced_tokens, plan))
+        sampled = self._sample(plan, rows, inputs, failures)
+        parts = [sampled, *([] if drafts is None else self._accepted(drafts, sampled))]
+        gained = Counter(row for part in parts[1:] for row in part.rows.tolist())
+        forced_tokens = partial(self._forced_tokens, plan)
+        jumps = jump(plan, self._tables, sampled.rows, forced_tokens, gained)
         _sleep_until(started_ns + self.model.step_ns(inputs))
         ended_ns = time.monotonic_ns()
         self._idle_since_ns = ended_ns
         self.last_finished_step = plan.step
         return jumps.add_to(
             StepOutput(
-                sampled_rows=sampling.tolist(),
-                sampled_token_ids=tokens.tolist(),
+                sampled_rows=np.concatenate([part.rows for part in parts]).tolist(),
+                sampled_token_ids=np.concatenate([part.token_ids for part in parts]).tolist(),
                 # Sampling is within the step's time and has none of its own.
                 times=StepTimes(
                     waiting_ns=started_ns - idle_since_ns,
@@ -176,9 +202,14 @@ class SimRunner:
                     sampling_ns=0,
                     starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
                 ),
-                logprobs=logprobs,
+                logprobs=Logprobs.join(
+                    [len(part.rows) for part in parts], [part.logprobs for part in parts]
+                ),
                 failures=failures,
                 prompt_logprobs=self._prompt_logprobs(plan, targets),
+                num_draft_tokens=int(num_drafts.sum()),
+                # Each gives a token behind it.
+                num_accepted_tokens=gained.total(),
             ),
             plan,
             self._tables,
@@ -186,7 +217,7 @@ class SimRunner:
 
     def _sample(
         self, plan: Plan, rows: Ints, inputs: StepInputs, failures: dict[int, RowFailure]
-    ) -> tuple[Ints, Ints, Logprobs | None]:
+    ) -> _Sampled:
         """Sample, add failing rows to `failures`, and write the tokens into the table."""
         tables = self._tables
         recorded = self._recorded_round(plan)
@@ -200,7 +231,20 @@ class SimRunner:
             logprobs = recorded.logprobs
         self.kv_checker.extend(sampling, tokens)
         tables.write_sampled(sampling, tokens)
-        return sampling, tokens, logprobs
+        return _Sampled(sampling, tokens, logprobs)
+
+    def _accepted(self, drafts: Drafts, sampled: _Sampled) -> Iterator[_Sampled]:
+        """The tokens behind drafts that are what was sampled before them."""
+        for depth in count():
+            rows = drafts.right_rows(depth, sampled.rows, sampled.token_ids)
+            if not len(rows):
+                return
+            self._tables.accept_draft(rows)
+            tokens = self._tokens(rows)
+            sampled = _Sampled(rows, tokens, self._logprobs(rows, tokens))
+            self.kv_checker.extend(rows, tokens)
+            self._tables.write_sampled(rows, tokens)
+            yield sampled
 
     def _tokens(self, rows: Ints) -> Ints:
         seeds, positions = self._tables.seeds[rows], self._tables.num_tokens[rows]

@@ -51,6 +51,8 @@ def sim_model(settings: WorkerSettings, config: dict[str, Any]) -> SimModel:
         token_us=settings.sim_token_us,
         context_ns=settings.sim_context_ns,
         longest_jump=settings.sim_longest_jump,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        acceptance_rate=settings.sim_acceptance_rate,
     )
 
 

@@ -1,0 +1,94 @@
+"""Workers that speculate: drafts of the simulated worker, through real lanes."""
+
+import pytest
+from checking_worker import CheckingWorker
+from scheduler_stack import Gateway, prompt, running_stack
+from waiting import until
+
+from quire.internal.v1 import worker_pb2
+
+
+def recorded(worker: CheckingWorker) -> list[worker_pb2.StepResult]:
+    """The results that the worker sends from now on."""
+    results: list[worker_pb2.StepResult] = []
+    worker.distort = results.append
+    return results
+
+
+def num_accepted(results: list[worker_pb2.StepResult]) -> int:
+    return sum(result.num_accepted_tokens for result in results)
+
+
+async def check_outputs(gateway: Gateway) -> None:
+    for received in await gateway.wait_ended():
+        for index, choice in enumerate(received.choices):
+            assert choice.token_ids == received.output(index)
+            assert choice.end is not None
+            assert choice.end.num_tokens == len(choice.token_ids)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(("most", "block_size"), [(1, 2), (3, 4), (5, 16)])
+async def test_drafts_change_no_token_and_save_steps(redis_url, sockets, depth, most, block_size):
+    worker = CheckingWorker(
+        1, 1 + 512 // block_size, block_size, num_speculative_tokens=most, max_num_batched_tokens=64
+    )
+    results = recorded(worker)
+    async with running_stack(redis_url, sockets, {"a": worker}, pipeline_depth=depth) as stack:
+        gateway = await stack.gateway()
+        for seed in range(4):
+            await gateway.submit(prompt(9, seed), max_tokens=40, seed=seed)
+        await check_outputs(gateway)
+        drafted = sum(result.num_draft_tokens for result in results)
+        assert 0.2 * drafted < num_accepted(results) < drafted
+        # A step without drafts gives each row a token.
+        assert sum(bool(result.sampled_rows) for result in results) < (36, 30, 26)[most // 2]
+        await worker.check()
+        stats = stack.only_lane.stats
+        assert stats.num_draft_tokens == drafted
+        assert stats.num_accepted_tokens == num_accepted(results)
+
+
+async def test_choices_logprobs_and_jumps_beside_one_another(redis_url, sockets):
+    worker = CheckingWorker(1, 160, num_speculative_tokens=4, longest_jump=7)
+    results = recorded(worker)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        await gateway.submit(prompt(9), 20, 1, n=4)
+        await gateway.submit(prompt(9, 1), 12, 2, num_logprobs=2, num_prompt_logprobs=1)
+        await gateway.submit(prompt(30, 2), 20, 3, num_lookahead_tokens=16)
+        await gateway.submit(prompt(5, 3), 1, 4, n=2)
+        await check_outputs(gateway)
+        assert num_accepted(results) > 10
+        assert any(result.forced_indices for result in results)
+        await worker.check()
+
+
+async def test_drafts_without_blocks_are_left_out_and_preempt_nothing(redis_url, sockets):
+    # Two sequences of 8 blocks need 16; the pool has 17 with the null block.
+    worker = CheckingWorker(1, 17, 4, max_model_len=32, num_speculative_tokens=5)
+    results = recorded(worker)
+    async with running_stack(redis_url, sockets, {"a": worker}, watermark=0) as stack:
+        gateway = await stack.gateway()
+        for seed in range(2):
+            await gateway.submit(prompt(5, seed), max_tokens=27, seed=seed)
+        await check_outputs(gateway)
+        assert num_accepted(results) > 5
+        assert sum(len(plan.admissions.rows) for plan in worker.plans) == 2
+        await worker.check()
+
+
+async def test_a_sequence_goes_on_where_nothing_is_speculated(redis_url, sockets):
+    workers = {
+        "a": CheckingWorker(1, num_speculative_tokens=3),
+        "b": CheckingWorker(2),
+    }
+    async with running_stack(redis_url, sockets, dict(workers)) as stack:
+        gateway = await stack.gateway()
+        workers["a"].hold_after = 12
+        attachments = [await gateway.submit(prompt(9, seed), 40, seed) for seed in range(4)]
+        await until(lambda: workers["a"].is_held_back, "a step of the worker to be lost")
+        await stack.stop_worker("a")
+        await gateway.wait_ended(*attachments)
+        await check_outputs(gateway)
+        await workers["b"].check()
