@@ -21,6 +21,7 @@ _TITLES = {
     "gateway": "Gateway",
     "scheduler": "Scheduler",
     "grammars": "Structured output",
+    "speculation": "Speculative decoding",
 }
 # Text of a section without results; other empty sections are omitted.
 _UNMEASURED = {
