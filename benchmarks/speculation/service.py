@@ -136,8 +136,10 @@ def _part(rows: Sequence[Mapping[str, Cell]], num_rounds: int, num_tokens: int) 
             f"(`--num-speculative-tokens={NUM_SPECULATIVE_TOKENS}`): prompts of {_PROMPT_LENGTH} "
             f"random tokens, outputs of {num_tokens}, float32; medians of {num_rounds} rounds, in "
             "which the stacks alternate. Outputs of both are compared, and equal. Greedy outputs "
-            "of these random weights repeat themselves, so nearly all drafts are right: the upper "
-            "bound of what copying from a prompt gains. At temperature 1 nothing repeats itself."
+            "of these random weights repeat themselves after a while. At temperature 1 nothing "
+            "repeats itself: there is nothing to propose, and what is measured is the price of "
+            "looking for it. Ratios of the two stacks without any draft show how far the machine "
+            "can distinguish them."
         ],
         columns=[
             Column("text", "output"),
