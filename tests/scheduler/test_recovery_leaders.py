@@ -128,6 +128,8 @@ async def second_choice_running(stack: Stack, worker: CheckingWorker) -> Receive
     gateway = await stack.gateway()
     received = gateway.received[await gateway.submit(prompt(9), max_tokens=50, seed=3, n=2)]
     await until(lambda: len(received.choices[1].token_ids) > 20, "tokens of the second choice")
+    # Else it would be held back after the gate is opened again.
+    await until(lambda: worker.is_held_back, "the worker, held back")
     assert received.choices[0].end is not None
     assert received.choices[1].end is None
     return received
