@@ -89,6 +89,7 @@ def test_without_a_compiler_torch_serves(available: list[Implementation]) -> Non
             "print('No CUDA runtime is found', file=sys.stderr)",
             "there is no C++ compiler: c++ is not on the path",
             id="noise-on-stderr",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "if 'kernels.cpu.build' in sys.orig_argv:\n"
@@ -96,6 +97,7 @@ def test_without_a_compiler_torch_serves(available: list[Implementation]) -> Non
             "    os._exit(1)",
             "the build crashed",
             id="crash",
+            marks=pytest.mark.slow,
         ),
     ],
 )
