@@ -11,7 +11,6 @@ import torch
 from structlog.testing import capture_logs
 from worker_driver import worker_settings
 
-from worker_svc.cache.pool_memory import PoolMemory
 from worker_svc.gpu.gpu_lock import exclusive_lock
 from worker_svc.runner import runner_loading
 from worker_svc.settings import WorkerSettings
@@ -58,7 +57,7 @@ def test_a_worker_has_its_gpu_for_itself_while_it_loads(
 ) -> None:
     held: list[str] = []
 
-    def load(settings: WorkerSettings, device: torch.device, memory: PoolMemory) -> None:
+    def load(settings: WorkerSettings, device: torch.device) -> None:
         for path in tmp_path.iterdir():
             with path.open() as file, pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

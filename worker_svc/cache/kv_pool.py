@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kernels.blocks import copy_blocks, empty_cache
 from kernels.swap_space import SwapSpace
-from worker_svc.cache.pool_memory import PoolMemory
 from worker_svc.cache.pool_size import PoolSize, host_blocks, require_capacity
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.plans import BlockMoves, PlanError
@@ -20,8 +19,6 @@ log = structlog.get_logger()
 
 # By the values of the setting `kv_cache_dtype`; `auto` is the model's own.
 _CACHE_DTYPES: Final = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# Of tensors in memory, in bytes: as torch aligns its own.
-_ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True)
@@ -106,21 +103,12 @@ class KvPool:
     """Keys and values of every layer, on the device and, for swapped blocks, on the host."""
 
     def __init__(
-        self,
-        layers: AttentionSpecs,
-        size: PoolSize,
-        block_size: int,
-        device: torch.device,
-        memory: PoolMemory | None = None,
+        self, layers: AttentionSpecs, size: PoolSize, block_size: int, device: torch.device
     ) -> None:
-        """On a CPU the blocks lie in the memory if it is given."""
         self.size = size
         self.block_size = block_size
         self.dtype = layers[0].dtype
-        if memory is not None and device.type == "cpu":
-            self.layers = _carve(memory, layers, size.num_blocks, block_size)
-        else:
-            self.layers = _allocate(layers, size.num_blocks, block_size, device)
+        self.layers = _allocate(layers, size.num_blocks, block_size, device)
         self._caches = list(chain.from_iterable(self.layers))
         self._host = SwapSpace(self._caches, size.num_host_blocks)
 
@@ -184,19 +172,3 @@ def _allocate(
         # interpreter meanwhile.
         torch._foreach_zero_([*chain.from_iterable(caches)])
     return caches
-
-
-def _carve(
-    memory: PoolMemory, layers: AttentionSpecs, num_blocks: int, block_size: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values per layer, one after the other in the memory."""
-    shapes = [(dim, layer) for layer in layers for dim in (layer.key_dim, layer.value_dim)]
-    num_tokens = num_blocks * block_size
-    sizes = [num_tokens * layer.num_kv_heads * dim * layer.dtype.itemsize for dim, layer in shapes]
-    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    parts = torch.split(memory.take(sum(aligned)), aligned)
-    caches = [
-        part[:size].view(layer.dtype).view(num_blocks, block_size, layer.num_kv_heads, dim)
-        for part, size, (dim, layer) in zip(parts, sizes, shapes, strict=True)
-    ]
-    return list(zip(caches[::2], caches[1::2], strict=True))

@@ -25,11 +25,10 @@ class WeightProgress:
         progress: LoadProgress | None = None,
         files: Iterable[Path] = (),
     ) -> None:
-        """`weights` has the modules of each weight. What was read of the files is released."""
+        """`weights` has the modules of each weight."""
         self._action = action
         self._progress = progress or LoadProgress()
         self._files = MappedFiles(files)
-        self._files.release()
         self._layers = {
             module: int(found[1]) + 1
             for name, module in network.named_modules()

@@ -23,7 +23,6 @@ from worker_svc.packed.key import packed_model_key
 from worker_svc.packed.mapping import Mapping
 from worker_svc.packed.packed_model import PackedModel, PackedNetwork
 from worker_svc.packed.tensor_file import DamagedFileError, TensorFile, TensorFileWriter
-from worker_svc.service.process import lower_priority
 from worker_svc.settings import WorkerSettings, size_text
 
 log = structlog.get_logger()
@@ -139,7 +138,9 @@ def default_folder() -> Path:
 
 def _in_background(work: Callable[[], object], name: str) -> threading.Thread:
     def run() -> None:
-        lower_priority(_NICENESS)
+        if sys.platform == "linux":
+            # Of this thread alone.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         work()
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -15,7 +15,6 @@ from kernels.dispatch import HAS_TRITON, Implementation
 from kernels.flash import FlashAttention
 from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name
-from worker_svc.cache.pool_memory import PoolMemory
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock
 from worker_svc.grammar.compiler import find_grammars
@@ -45,11 +44,10 @@ def load_runner(settings: WorkerSettings) -> LoadedRunner:
         torch.set_num_threads(settings.threads)
     device = find_device(settings.device)
     require_speculation(settings, device)
-    with PoolMemory.ahead(settings, device) as memory:
-        if device.type != "cuda":
-            return _load(settings, device, memory)
-        with exclusive_lock(_lock_file(settings.gpu_locks, device)), convert_out_of_memory():
-            return _load(settings, device, memory)
+    if device.type != "cuda":
+        return _load(settings, device)
+    with exclusive_lock(_lock_file(settings.gpu_locks, device)), convert_out_of_memory():
+        return _load(settings, device)
 
 
 def _lock_file(folder: Path | None, device: torch.device) -> Path:
@@ -80,7 +78,7 @@ def require_speculation(settings: WorkerSettings, device: torch.device) -> None:
         )
 
 
-def _load(settings: WorkerSettings, device: torch.device, memory: PoolMemory) -> LoadedRunner:
+def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     own_processors = load_processors(settings.logits_processors)
     progress = _progress(settings)
     source = _load_model(settings, device, progress)
@@ -92,9 +90,9 @@ def _load(settings: WorkerSettings, device: torch.device, memory: PoolMemory) ->
     cache = set_up_cache(model, settings, implementation, source.flash, meter)
     with ThreadPoolExecutor(1, "vocabulary") as thread:
         # It holds the interpreter for a second, in which no row could be served. Zeroing the pool
-        # does not need the interpreter, if there is still some to do.
+        # does not need the interpreter.
         reading = thread.submit(find_grammars, model.weights[0].parent, model.vocab_size)
-        pool = KvPool(cache.layers, cache.size, settings.block_size, device, memory)
+        pool = KvPool(cache.layers, cache.size, settings.block_size, device)
         grammars = reading.result()
     attention = PagedAttention(pool.layers, implementation, cache.scales, source.flash)
     if settings.enable_torch_compile:

@@ -5,7 +5,6 @@ import ctypes
 import gc
 import os
 import sys
-import threading
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -92,12 +91,6 @@ def resume_collections() -> None:
     gc.freeze()
     atexit.register(gc.unfreeze)
     gc.enable()
-
-
-def lower_priority(niceness: int) -> None:
-    """Lower this thread's priority; elsewhere than on Linux it would be the process's."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
