@@ -88,18 +88,24 @@ def _scaled(line, tokens, vocab_size, peak, temperature):  # type: ignore[no-unt
 
 
 @triton.jit
+def _masses(line, tokens, vocab_size, peak, temperature):  # type: ignore[no-untyped-def]
+    """Whether tokens are possible, their scaled logits or 0, and their masses: probabilities
+    relative to that of the largest logit."""
+    scaled = _scaled(line, tokens, vocab_size, peak, temperature)
+    is_possible = scaled > float("-inf")
+    finite = tl.where(is_possible, scaled, 0.0)
+    return is_possible, finite, tl.where(is_possible, tl.exp(finite), 0.0).to(tl.float64)
+
+
+@triton.jit
 def _moments(line, vocab_size, peak, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of all masses, the expected scaled logit, and the least finite one. A mass is a
-    probability relative to that of the largest logit."""
+    """The sum of all masses, the expected scaled logit, and the least finite one."""
     totals = tl.zeros([BLOCK], tl.float64)
     weighted = tl.zeros([BLOCK], tl.float64)
     least = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab_size, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
-        scaled = _scaled(line, tokens, vocab_size, peak, temperature)
-        is_possible = scaled > float("-inf")
-        finite = tl.where(is_possible, scaled, 0.0)
-        mass = tl.where(is_possible, tl.exp(finite), 0.0).to(tl.float64)
+        _, finite, mass = _masses(line, tokens, vocab_size, peak, temperature)
         totals += mass
         weighted += finite.to(tl.float64) * mass
         least = tl.minimum(least, finite)
@@ -134,10 +140,7 @@ def _distance_of_mass(  # type: ignore[no-untyped-def]
         highest = tl.full([BLOCK], 0.0, tl.float64)
         for first in range(0, vocab_size, BLOCK):
             tokens = first + tl.arange(0, BLOCK)
-            scaled = _scaled(line, tokens, vocab_size, peak, temperature)
-            is_possible = scaled > float("-inf")
-            finite = tl.where(is_possible, scaled, 0.0)
-            mass = tl.where(is_possible, tl.exp(finite), 0.0).to(tl.float64)
+            is_possible, finite, mass = _masses(line, tokens, vocab_size, peak, temperature)
             distance = tl.abs(finite.to(tl.float64) - expected)
             is_inside = distance[None, :] <= pivots[:, None]
             within += tl.where(is_inside, mass[None, :], 0.0)

@@ -513,3 +513,12 @@ async def running_stack(
         yield stack
     finally:
         await stack.stop()
+
+
+async def check_outputs(gateway: Gateway) -> None:
+    """All tokens of all requests are those of the model, each once."""
+    for received in await gateway.wait_ended():
+        for index, choice in enumerate(received.choices):
+            assert choice.token_ids == received.output(index)
+            assert choice.end is not None
+            assert choice.end.num_tokens == len(choice.token_ids)

@@ -2,7 +2,7 @@
 
 import pytest
 from checking_worker import CheckingWorker, token_at
-from scheduler_stack import Gateway, prompt, running_stack
+from scheduler_stack import check_outputs, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
@@ -24,14 +24,6 @@ def recorded(worker: CheckingWorker) -> list[worker_pb2.StepResult]:
     results: list[worker_pb2.StepResult] = []
     worker.distort = results.append
     return results
-
-
-async def check_outputs(gateway: Gateway) -> None:
-    for received in await gateway.wait_ended():
-        for index, choice in enumerate(received.choices):
-            assert choice.token_ids == received.output(index)
-            assert choice.end is not None
-            assert choice.end.num_tokens == len(choice.token_ids)
 
 
 def num_passes(results: list[worker_pb2.StepResult]) -> int:

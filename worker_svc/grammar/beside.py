@@ -10,8 +10,8 @@ _Errors = SimpleQueue[BaseException | None]
 
 
 class BesideThread:
-    """A thread and one call at a time. An executor with its futures takes three times as long, and
-    a step has time for neither. Not thread-safe."""
+    """A thread and one call at a time, without the locks and futures of an executor, which every
+    step would pay. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
