@@ -142,6 +142,12 @@ class KnownTokens:
         self._most = most
         self._wrong_every = wrong_every
 
+    def begin(self, plan: Plan) -> None:
+        """It has no state of rows."""
+
+    def clear(self) -> None:
+        """It has no state of rows."""
+
     def draft(self, plan: Plan, rows: Ints, counts: Ints) -> Ints | None:
         tables = self.tables
         assert tables is not None

@@ -102,10 +102,14 @@ class Runner:
 
     def clear(self) -> None:
         """Release all rows; blocks keep their contents."""
+        if self._drafter is not None:
+            self._drafter.clear()
         self._tables.clear()
         self._processors.clear()
 
     def _apply(self, plan: Plan, before_blocking: Callback) -> None:
+        if self._drafter is not None:
+            self._drafter.begin(plan)
         self._tables.apply(plan)
         if plan.admissions:
             self._sampler.rows_have_changed()

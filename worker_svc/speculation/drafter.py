@@ -13,6 +13,11 @@ class Drafter(Protocol):
     on another worker or after a recovery.
     """
 
+    def begin(self, plan: Plan) -> None:
+        """Called before a plan, or round of a plan, is applied to the tables and moves blocks: the
+        blocks of the rows that it releases may be read by others from now on."""
+        ...
+
     def draft(self, plan: Plan, rows: Ints, counts: Ints) -> Ints | None:
         """Write drafts into the token table, behind the tokens of rows; return the number of each
         row, at most its `RowTables.draft_room`, or None if no row has any. `rows` are those that
@@ -22,4 +27,8 @@ class Drafter(Protocol):
 
     def observe(self, rows: Ints, num_drafts: Ints, num_accepted: Ints) -> None:
         """What became of the drafts of the rows that sampled in this step."""
+        ...
+
+    def clear(self) -> None:
+        """Called before all rows are released; blocks keep their contents."""
         ...
