@@ -158,6 +158,7 @@ def resolve(
             else 0
         ),
         min_p=params.min_p,
+        without_drafts=params.HasField("speculation") and not params.speculation,
     )
 
 

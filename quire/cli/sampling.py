@@ -84,6 +84,12 @@ _SAMPLING: Final[dict[str, Any]] = {
     "truncate_prompt_tokens": Annotated[
         int | None, integer_option("Last tokens of the prompt that are used; -1: all that fit.")
     ],
+    "speculation": Annotated[
+        bool | None,
+        typer.Option(
+            "--speculation/--no-speculation", help="Whether a worker that drafts tokens does so."
+        ),
+    ],
 }
 # By name, which is that of the field of StructuredOutput.
 _STRUCTURED: Final[dict[str, Any]] = {

@@ -85,6 +85,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     # False: the output has token ids and no text.
     detokenize: bool | None = None
+    # False: no tokens of the output are drafted (speculative decoding), which changes no token.
+    speculation: bool | None = None
     # Which distribution `logprobs` describe: the model's own, the default, or the one after
     # penalties, biases and masks.
     logprobs_mode: Literal["raw", "processed"] | None = None
@@ -118,6 +120,7 @@ class SamplingParams:
         check_number("typical_p", self.typical_p)
         check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, UINT32_MAX, -1)
         check_flag("detokenize", self.detokenize)
+        check_flag("speculation", self.speculation)
         if not isinstance(self.logprobs_mode, str | None) or self.logprobs_mode not in _MODES:
             raise wrong_type("logprobs_mode", "'raw' or 'processed'", self.logprobs_mode)
         if not isinstance(self.structured_output, StructuredOutput | None):
@@ -158,6 +161,7 @@ class SamplingParams:
                 UINT32_MAX if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
             ),
             detokenize=self.detokenize,
+            speculation=self.speculation,
             logprobs_mode=_MODES[self.logprobs_mode],
             structured_output=(
                 None if self.structured_output is None else self.structured_output.to_proto()

@@ -40,6 +40,8 @@ class Params:
     logits_params: bytes = b""
     # Tokens that a step may add to the one that it samples.
     num_lookahead_tokens: int = 0
+    # The worker proposes no draft tokens.
+    without_drafts: bool = False
 
     @property
     def num_jump_tokens(self) -> int:
@@ -47,6 +49,10 @@ class Params:
         jump: that has no logits. With look-ahead it can wait for its grammar."""
         most = self.num_lookahead_tokens
         return min(most, 1) if self.num_logprobs else most
+
+    def lookahead_with(self, num_drafts: int) -> int:
+        """The look-ahead on a worker that needs `num_drafts` of it for drafts."""
+        return max(0 if self.without_drafts else num_drafts, self.num_jump_tokens)
 
 
 @dataclass(slots=True)

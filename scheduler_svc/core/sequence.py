@@ -334,7 +334,7 @@ class Sequence:
     def set_lane(self, incarnation: int | None, lookahead: int = 0) -> None:
         """Set its lane, with its look-ahead, and that of the siblings to be forked from it."""
         for sequence in (self, *(self.group.siblings if self.is_first else ())):
-            sequence.num_lookahead_tokens = max(lookahead, self.group.params.num_jump_tokens)
+            sequence.num_lookahead_tokens = self.group.params.lookahead_with(lookahead)
             sequence.lane_incarnation = incarnation
             sequence.last_incarnation = incarnation or sequence.last_incarnation
 

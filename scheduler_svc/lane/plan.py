@@ -75,6 +75,8 @@ class PlanContents:
         if params.logits_params or admissions.logits_params:
             num_missing = len(admissions.rows) - 1 - len(admissions.logits_params)
             admissions.logits_params.extend([*[b""] * num_missing, params.logits_params])
+        if params.without_drafts:
+            admissions.rows_without_drafts.append(sequence.row)
 
 
 def build_plan(epoch: int, step: int, contents: PlanContents) -> worker_pb2.BatchPlan:

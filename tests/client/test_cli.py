@@ -44,7 +44,7 @@ def test_every_sampling_option_is_sent(quire, server):
         *("--repetition-penalty", "1.5", "--min-tokens", "2", "--typical-p", "0.5"),
         *("--logit-bias", "7=-100", "--logit-bias", "9=2.5", "--allowed-token-id", "4"),
         *("--allowed-token-id", "5", "--bad-word", "x", "--bad-word", "y"),
-        *("--truncate-prompt-tokens", "-1"),
+        *("--truncate-prompt-tokens", "-1", "--no-speculation"),
     )
     assert (result.exit_code, result.stdout) == (0, "AB\n")
     [request] = server.inference.requests
@@ -55,6 +55,8 @@ def test_every_sampling_option_is_sent(quire, server):
     assert list(params.allowed_token_ids.ids) == [4, 5]
     assert list(params.bad_words) == ["x", "y"]
     assert params.truncate_prompt_tokens == 2**32 - 1
+    assert params.HasField("speculation")
+    assert not params.speculation
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -71,6 +71,7 @@ def test_every_field_of_the_proto_has_an_argument_of_its_name():
         "logprobs_mode": "processed",
         "structured_output": StructuredOutput(regex="a+"),
         "processor_args": {"mine": {"strength": 2.0}},
+        "speculation": False,
     }
     assert set(values) == set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     message = SamplingParams(**values).to_proto()
@@ -191,6 +192,7 @@ def test_a_value_out_of_range_is_named(name, value, shown):
         ("processor_args", [1], "processor_args: must be an object with texts as keys"),
         ("processor_args", {"a": b""}, "processor_args: not representable as JSON"),
         ("ignore_eos", 1, r"ignore_eos: must be True or False \(got 1\)"),
+        ("speculation", "off", r"speculation: must be True or False \(got 'off'\)"),
         ("skip_special_tokens", "yes", "skip_special_tokens: must be True or False"),
     ],
 )

@@ -70,6 +70,19 @@ async def test_generate_returns_one_response(stack: Stack) -> None:
     assert response.usage.completion_tokens == len(ids)
 
 
+@pytest.mark.parametrize(
+    ("speculation", "without_drafts"), [(None, False), (True, False), (False, True)]
+)
+async def test_a_request_may_be_without_drafts(
+    stack: Stack, speculation: bool | None, without_drafts: bool
+) -> None:
+    params = pb.SamplingParams(speculation=speculation)
+    call = stack.inference.Generate(pb.GenerateRequest(text="The", sampling_params=params))
+    submission = await stack.scheduler.serve_one([3])
+    await call
+    assert submission.params.without_drafts == without_drafts
+
+
 async def test_a_stop_token_of_the_request_has_no_text(stack: Stack) -> None:
     ids = stack.encode("ab!")
     params = pb.SamplingParams(stop_token_ids=ids[-1:], ignore_eos=True)

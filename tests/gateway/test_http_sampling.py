@@ -30,6 +30,7 @@ FIELDS = {
     "typical_p": 0.75,
     "logprobs_mode": "processed",
     "processor_args": {"mine": {"strength": 2.0}},
+    "speculation": False,
 }
 BODIES: dict[str, tuple[type[HttpRequest], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "x"}),
@@ -60,6 +61,7 @@ def test_every_body_has_the_fields(path: str) -> None:
     assert list(params.bad_words) == ["x", "y"]
     assert (params.min_tokens, params.truncate_prompt_tokens, params.typical_p) == (2, 9, 0.75)
     assert params.logprobs_mode == pb.LOGPROBS_MODE_PROCESSED
+    assert not params.speculation
     assert json_format.MessageToDict(params.processor_args) == FIELDS["processor_args"]
 
 

@@ -147,6 +147,7 @@ class Load:
         principal: str = "",
         num_prompt_logprobs: int = 0,
         num_lookahead_tokens: int = 0,
+        without_drafts: bool = False,
     ) -> None:
         length = min(length, self._max_model_len - 1)
         stop = () if stop_at is None else (token_at(seed, length + stop_at),)
@@ -163,6 +164,7 @@ class Load:
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             num_lookahead_tokens=num_lookahead_tokens,
+            without_drafts=without_drafts,
             principal=principal,
             tenant={"weight": len(principal)} if principal else None,
             deferred_delivery=self._all_unary or self._num_submitted % 2 == 0,

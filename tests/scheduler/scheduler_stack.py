@@ -171,6 +171,7 @@ class Gateway:
         num_logprobs: int = 0,
         num_prompt_logprobs: int = 0,
         num_lookahead_tokens: int = 0,
+        without_drafts: bool = False,
         **fields: object,
     ) -> int:
         """Submit a request; `fields` are other fields of the submission. Its attachment."""
@@ -187,6 +188,7 @@ class Gateway:
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
                 num_lookahead_tokens=num_lookahead_tokens,
+                without_drafts=without_drafts,
             ),
             **fields,
         )

@@ -60,6 +60,23 @@ async def test_choices_logprobs_and_jumps_beside_one_another(redis_url, sockets)
         await worker.check()
 
 
+async def test_requests_without_drafts_get_none(redis_url, sockets):
+    worker = CheckingWorker(1, 160, num_speculative_tokens=4, longest_jump=7)
+    results = recorded(worker)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        await gateway.submit(prompt(9), 20, 1, n=4, without_drafts=True)
+        # Jumps need look-ahead, which drafts do not use.
+        await gateway.submit(prompt(30, 2), 20, 3, num_lookahead_tokens=16, without_drafts=True)
+        await check_outputs(gateway)
+        assert num_drafted(results) == 0
+        assert any(result.forced_indices for result in results)
+        await gateway.submit(prompt(9, 1), 20, 2)
+        await check_outputs(gateway)
+        assert num_drafted(results) > 0
+        await worker.check()
+
+
 async def test_drafts_without_blocks_are_left_out_and_preempt_nothing(redis_url, sockets):
     # Two sequences of 8 blocks need 16; the pool has 17 with the null block.
     worker = CheckingWorker(1, 17, 4, max_model_len=32, num_speculative_tokens=5)

@@ -28,6 +28,7 @@ class Job:
     num_output: int
     sampling: Sampling = field(default_factory=Sampling)
     params: LogitsParams | None = None
+    without_drafts: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def run_jobs(
                 admit(plan, row)
                 data = b"" if job.params is None else job.params.to_bytes()
                 plan.admissions.logits_params.append(data)
+                if job.without_drafts:
+                    plan.admissions.rows_without_drafts.append(row.row)
             elif _has_ended(job, written):
                 continue
             else:

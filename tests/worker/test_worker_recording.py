@@ -83,6 +83,7 @@ def test_a_plan_survives_the_way_there_and_back() -> None:
     admit(message, Sequence(1, [5], 1, 0, [7]))
     params = every_logits_param().SerializeToString(deterministic=True)
     message.admissions.logits_params.extend([b"", params])
+    message.admissions.rows_without_drafts.append(1)
     append(message, 3, [11, 12])
     schedule(message, 2, 1)
     assert plan_to_proto(plan_from_proto(message)) == message

@@ -119,6 +119,20 @@ def test_what_followed_before_is_proposed(loaded: LoadedRunner) -> None:
     assert found.num_drafts <= found.num_steps
 
 
+def test_rows_without_drafts_get_none(loaded: LoadedRunner) -> None:
+    jobs = [
+        Job([3, 4, 3, 4, 3, 4], NUM_OUTPUT, without_drafts=True),
+        Job([5, 6, 7] * 4, NUM_OUTPUT),
+    ]
+    expected = run_jobs(loaded.runner, jobs, How())
+    drafter = KnownTokens(expected.token_ids, 5, 0)
+    found = run_jobs(with_drafter(loaded, drafter), jobs, How(lookahead=5))
+    check_equal(found, expected)
+    assert found.num_drafts == found.num_accepted == (NUM_OUTPUT - 1) * 5 // 6 + 1
+    found = run_jobs(with_drafter(loaded, drafter), jobs[:1], How(lookahead=5))
+    assert found.num_drafts == 0
+
+
 def test_a_row_ends_at_the_length_of_the_model(loaded: LoadedRunner) -> None:
     """No token is sampled behind the last place."""
     jobs = [Job([5, 6, 7] * 29, MAX_MODEL_LEN - 87)]

@@ -35,6 +35,7 @@ class Admission:
     num_logprobs: int  # 0 none, k + 1 for the chosen token and the top k
     num_prompt_logprobs: int  # the same for prompt tokens
     logits_params: LogitsParams | None = None  # None: nothing changes the logits
+    without_drafts: bool = False  # no draft tokens are proposed
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,13 @@ def _admissions(plan: worker_pb2.BatchPlan) -> tuple[Admission, ...]:
     block_ids = _split(message.block_ids, message.num_blocks)
     logits_params = message.logits_params or [b""] * len(message.rows)
     _require_parallel("admissions", message.rows, logits_params)
+    without_drafts = {*message.rows_without_drafts}
     return tuple(
         Admission(
             token_ids=token_ids[i],
             block_ids=block_ids[i],
             logits_params=_logits_params(logits_params[i]),
+            without_drafts=message.rows[i] in without_drafts,
             **{name: column[i] for name, column in columns.items()},
         )
         for i in range(len(message.rows))
@@ -259,6 +262,8 @@ def _add_admission(message: worker_pb2.Admissions, admission: Admission) -> None
         num_missing = len(message.rows) - 1 - len(message.logits_params)
         data = b"" if params is None else params.to_bytes()
         message.logits_params.extend([*[b""] * num_missing, data])
+    if admission.without_drafts:
+        message.rows_without_drafts.append(admission.row)
 
 
 def _logits_params(data: bytes) -> LogitsParams | None:

@@ -49,6 +49,7 @@ class RowTables:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.processed_logprobs = np.zeros(max_num_seqs, bool)
+        self.without_drafts = np.zeros(max_num_seqs, bool)
         self.failures: dict[int, RowFailure] = {}  # by failed row
         self._buffers = InputBuffers(max_num_seqs, max_num_batched_tokens)
 
@@ -114,15 +115,15 @@ class RowTables:
 
     def draft_room(self, plan: Plan, rows: Ints, counts: Ints) -> Ints:
         """How many drafts each of the rows may have, which compute `counts` tokens: those with
-        look-ahead and one token left to compute, as many as their blocks have room for. A token
-        may follow the last draft."""
+        look-ahead and one token left to compute, unless they are admitted without drafts, as many
+        as their blocks have room for. A token may follow the last draft."""
         lookahead = np.zeros(self.max_num_seqs, np.int64)
         lookahead[plan.rows] = plan.num_lookahead_tokens
         num_tokens = self.num_tokens[rows]
         slots = np.minimum(self.num_blocks[rows] * self._block_size, self.max_model_len - 1)
         room = np.minimum(slots - num_tokens, lookahead[rows])
         is_decoding = (counts == 1) & (num_tokens - self.num_computed_tokens[rows] == 1)
-        return np.where(is_decoding, np.maximum(room, 0), 0)
+        return np.where(is_decoding & ~self.without_drafts[rows], np.maximum(room, 0), 0)
 
     def drafts(self, rows: Ints, most: int) -> NDArray[np.int32]:
         """What the table has behind the rows' tokens, `[len(rows), most]`."""
@@ -239,6 +240,7 @@ class RowTables:
         self.num_prompt_logprobs[row] = admission.num_prompt_logprobs
         params = admission.logits_params
         self.processed_logprobs[row] = params is not None and params.processed_logprobs
+        self.without_drafts[row] = admission.without_drafts
         self._append(BlockAppend(row, admission.block_ids))
 
     def _append(self, append: BlockAppend) -> None:

@@ -1,4 +1,4 @@
-"""Fields of every body that change logits, and with them the output."""
+"""Fields of every body: those that change logits, and with them the output, and one of decoding."""
 
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,8 @@ class LogitsFields(HttpRequest):
     logprobs_mode: Literal["raw", "processed"] | None = None
     # Quire's: arguments of the server's own logits processors, by their names.
     processor_args: dict[str, Any] | None = None
+    # Quire's: false proposes no draft tokens, which changes no token.
+    speculation: bool | None = None
     vllm_xargs: unsupported() = None  # type: ignore[valid-type]
 
     def fill_logits_params(self, params: inference_pb2.SamplingParams) -> None:
@@ -57,6 +59,7 @@ class LogitsFields(HttpRequest):
                 typical_p=self.typical_p,
                 logprobs_mode=_MODES[self.logprobs_mode],
                 processor_args=struct_of("processor_args", self.processor_args),
+                speculation=self.speculation,
             )
         )
 
