@@ -89,7 +89,7 @@ class _Service:
     def drafts(self) -> tuple[int, int]:
         """Proposed and accepted tokens so far."""
         [worker] = self._operations.status(False, _TIMEOUT_S).workers
-        return worker.num_draft_tokens, worker.num_accepted_tokens
+        return sum(worker.num_draft_tokens), sum(worker.num_accepted_tokens)
 
 
 def service(num_rounds: int, num_tokens: int) -> Part:

@@ -59,6 +59,9 @@ class OpenAIServer:
             raise RequestFailed(f"{type(error).__name__}: {error}") from error
         raise RequestFailed(f"the stream ended without {_DONE}")
 
+    async def decode_counts(self) -> None:
+        """OpenAI's API has none."""
+
     async def close(self) -> None:
         await self._client.aclose()
 

@@ -1,16 +1,22 @@
 """Streams of a Quire server under load."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import cycle
+from typing import Final
 
 from quire.bench.server import Message, RequestFailed
 from quire.bench.workload import BenchRequest
 from quire.client.async_client import AsyncClient
+from quire.client.decode_counts import DecodeCounts
 from quire.client.errors import QuireError
+from quire.client.operations import Operations
 from quire.client.sampling_params import SamplingParams
 from quire.client.targets import Targets
 from quire.service.tls import TLS
+
+_STATUS_TIMEOUT_S: Final = 5.0
 
 
 class QuireServer:
@@ -26,8 +32,10 @@ class QuireServer:
         ignore_eos: bool,
         api_key: str | None = None,
         tls: TLS | None = None,
+        scheduler: str | None = None,
     ) -> None:
-        """TypeError or ValueError for an invalid target or API key."""
+        """`scheduler` is the address of the one whose workers are counted. TypeError or ValueError
+        for an invalid target or API key."""
         self._clients = [
             AsyncClient(address, api_key=api_key, tls=tls, resume_timeout_s=0)
             for address in Targets(target).addresses
@@ -36,6 +44,7 @@ class QuireServer:
         self._model = model
         self._temperature = temperature
         self._ignore_eos = ignore_eos
+        self._operations = None if scheduler is None else Operations(scheduler, tls)
 
     async def stream(self, request: BenchRequest) -> AsyncGenerator[Message, None]:
         params = SamplingParams(
@@ -55,6 +64,17 @@ class QuireServer:
         except QuireError as error:
             raise RequestFailed(error.reason or error.code.name) from error
 
+    async def decode_counts(self) -> DecodeCounts | None:
+        if self._operations is None:
+            return None
+        try:
+            status = await asyncio.to_thread(self._operations.status, False, _STATUS_TIMEOUT_S)
+        except QuireError as error:
+            raise RequestFailed(f"the scheduler: {error}") from error
+        return DecodeCounts.of(status.workers)
+
     async def close(self) -> None:
+        if self._operations is not None:
+            self._operations.close()
         for client in self._clients:
             await client.close()

@@ -10,6 +10,7 @@ from typing import Self
 
 from quire.bench.objectives import ServiceLevelObjectives
 from quire.bench.request_timings import RequestTimings
+from quire.client.decode_counts import DecodeCounts
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class Report:
     e2el: LatencySummary | None
     # Delay of the load generator. If it is large, the load generator limits the results.
     late: LatencySummary | None
+    # Tokens that a row gained in a step, and the share of drafts that were accepted, during the
+    # load; None if that is not known, or without drafts.
+    tokens_per_step: float | None = None
+    draft_acceptance: float | None = None
 
     @property
     def num_failed(self) -> int:
@@ -76,8 +81,13 @@ class Report:
 
     @classmethod
     def of(
-        cls, server: str, timings: Sequence[RequestTimings], objectives: ServiceLevelObjectives
+        cls,
+        server: str,
+        timings: Sequence[RequestTimings],
+        objectives: ServiceLevelObjectives,
+        decoded: DecodeCounts | None = None,
     ) -> Self:
+        """`decoded` is what the server's workers have decoded during the load, if known."""
         done = [request for request in timings if request.is_complete]
         duration_s = max((request.ended_s for request in timings), default=0.0)
         num_prompt_tokens = sum(request.num_prompt_tokens for request in done)
@@ -99,6 +109,8 @@ class Report:
             tpot=LatencySummary.of(request.per_output_token_s for request in done),
             e2el=LatencySummary.of(request.latency_s for request in done),
             late=LatencySummary.of(request.late_s for request in timings),
+            tokens_per_step=None if decoded is None else decoded.tokens_per_step,
+            draft_acceptance=None if decoded is None else decoded.acceptance,
         )
 
 

@@ -12,6 +12,7 @@ from quire.bench.request_timings import RequestTimings
 from quire.bench.server import RequestFailed, Server
 from quire.bench.workload import Arrival, BenchRequest, Workload, arrival_times
 from quire.client.arguments import UINT32_MAX, check_integer
+from quire.client.decode_counts import DecodeCounts
 
 # Shows the progress of a load within a context, given the server's name and the requests' number.
 ShowProgress = Callable[[str, int], AbstractContextManager[Listener]]
@@ -68,8 +69,8 @@ async def run(load: LoadSpec, servers: Sequence[Server], show_progress: ShowProg
     """Measure each server. RequestFailed if a warm-up request fails."""
     reports, outputs = [], []
     for server in servers:
-        timings = await _measure(load, server, show_progress)
-        reports.append(Report.of(server.name, timings, load.objectives))
+        timings, decoded = await _measure(load, server, show_progress)
+        reports.append(Report.of(server.name, timings, load.objectives, decoded))
         outputs.append([request.token_ids for request in timings])
     equal = equality(outputs[0], outputs[1]) if len(outputs) > 1 else None
     return LoadResult(load, reports, equal)
@@ -77,7 +78,8 @@ async def run(load: LoadSpec, servers: Sequence[Server], show_progress: ShowProg
 
 async def _measure(
     load: LoadSpec, server: Server, show_progress: ShowProgress
-) -> list[RequestTimings]:
+) -> tuple[list[RequestTimings], DecodeCounts | None]:
+    """The requests, and what the server's workers have decoded meanwhile."""
     workload = load.workload
     requests = workload.requests()
     for request in requests[: load.num_warmups]:
@@ -87,7 +89,10 @@ async def _measure(
         if measured.error is not None:
             raise RequestFailed(f"{server.name}: {measured.error}")
     times_s = arrival_times(len(requests), load.rate_per_s, load.arrival, workload.seed)
+    before = await server.decode_counts()
     with show_progress(server.name, len(requests)) as listener:
-        return await run_load(
+        timings = await run_load(
             server, requests, times_s, max_concurrency=load.max_concurrency, on_change=listener
         )
+    after = await server.decode_counts()
+    return timings, None if before is None or after is None else after.since(before)

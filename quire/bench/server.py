@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.bench.workload import BenchRequest
+from quire.client.decode_counts import DecodeCounts
 
 
 class RequestFailed(Exception):
@@ -32,6 +33,10 @@ class Server(Protocol):
 
     def stream(self, request: BenchRequest) -> AsyncGenerator[Message, None]:
         """Stream a request's output. RequestFailed if it does not complete."""
+        ...
+
+    async def decode_counts(self) -> DecodeCounts | None:
+        """What the server's workers have decoded so far; None if that is not known."""
         ...
 
     async def close(self) -> None: ...

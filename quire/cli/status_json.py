@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from quire.cli.status_report import Change, changes_of
+from quire.client.decode_counts import DecodeCounts
 from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
 
 # The incarnation has too many digits for a number in JSON; a map is no text.
@@ -33,6 +34,9 @@ def _worker(change: Change) -> dict[str, Any]:
     return {
         "incarnation": f"{change.now.incarnation:016x}",
         **{name: getattr(change.now, name) for name in names},
+        "num_draft_tokens": list(change.now.num_draft_tokens),
+        "num_accepted_tokens": list(change.now.num_accepted_tokens),
+        "tokens_per_row_step": DecodeCounts.of([change.now]).tokens_per_step,
         "steps_per_s": change.rate(lambda one: one.num_steps),
         "tokens_per_s": change.rate(_scheduled),
         "output_tokens_per_s": change.rate(lambda one: one.num_sampled_tokens),

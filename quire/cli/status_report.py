@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from quire.cli.table import aligned
+from quire.client.decode_counts import DecodeCounts
 from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
 
 # Lines for the maps of all workers together.
@@ -47,6 +48,7 @@ def report(now: GetStatusResponse, before: GetStatusResponse | None, width: int)
         *_summary(now, changes),
         "",
         *aligned([_HEADER, *(_row(change) for change in changes)], left=(0, len(_HEADER) - 1)),
+        *_drafts(now),
         *_maps(now, width),
     ]
 
@@ -75,12 +77,13 @@ def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
 
 _HEADER: Final = [
     *("WORKER", "RUN", "WAIT", "SWAP", "STEP/S", "TOK/S", "OUT/S", "BUSY", "HITS", "PREEMPTED"),
-    *("FORCED", "DRAFTS", "HELD", "ADDRESS"),
+    *("FORCED", "DRAFTS", "TOK/ROW", "HELD", "ADDRESS"),
 ]
 
 
 def _row(change: Change) -> list[str]:
     worker = change.now
+    counts = DecodeCounts.of([worker])
     return [
         _name(worker),
         f"{worker.num_running:,}",
@@ -93,10 +96,24 @@ def _row(change: Change) -> list[str]:
         _percent(_share(worker.num_hit_tokens, worker.num_queried_tokens)),
         f"{worker.num_preempted_by_recompute + worker.num_preempted_by_swap:,}",
         _percent(_share(worker.num_forced_tokens, worker.num_sampled_tokens)),
-        _percent(_share(worker.num_accepted_tokens, worker.num_draft_tokens)),
+        _percent(counts.acceptance),
+        _number(counts.tokens_per_step, digits=2),
         _percent(_share(worker.num_blocks - worker.num_free_blocks, worker.num_blocks)),
         worker.address + (" (draining)" if worker.draining else ""),
     ]
+
+
+def _drafts(now: GetStatusResponse) -> list[str]:
+    """Of each worker that has speculated, the accepted share of its first drafts, second ones, and
+    so on."""
+    counts = [(worker, DecodeCounts.of([worker])) for worker in now.workers]
+    lines = [
+        f"{_name(worker)}  accepted drafts by position: "
+        + " ".join(map(_percent, each.acceptance_by_position))
+        for worker, each in counts
+        if sum(each.num_draft_tokens)
+    ]
+    return ["", *lines] if lines else []
 
 
 def _maps(now: GetStatusResponse, width: int) -> list[str]:

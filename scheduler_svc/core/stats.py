@@ -18,9 +18,10 @@ class LaneStats:
     num_sampled_tokens: int = 0
     # The sampled tokens that jumps have added.
     num_forced_tokens: int = 0
-    # Tokens that speculation has proposed, and those of them that were sampled, too.
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    # Tokens that speculation has proposed, and those of them that were sampled, too, by their
+    # position behind the last token of a row, from 0.
+    draft_tokens: Counter[int] = field(default_factory=Counter)
+    accepted_tokens: Counter[int] = field(default_factory=Counter)
     # Tokens of admitted sequences, and how many of them the prefix cache held.
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
@@ -39,6 +40,12 @@ class LaneStats:
     worker_busy_ns: int = 0
     # The part of the idle time in which the next plan had arrived already.
     worker_starting_ns: int = 0
+
+    @property
+    def num_row_steps(self) -> int:
+        """Tokens that were neither forced nor sampled behind an accepted draft: one for each row
+        and step."""
+        return self.num_sampled_tokens - self.num_forced_tokens - self.accepted_tokens.total()
 
 
 @dataclass(slots=True)

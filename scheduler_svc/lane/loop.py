@@ -302,8 +302,8 @@ class LaneLoop:
                     self.batch_window.decoded(round_s)
             stats.num_sampled_tokens += len(completed.token_ids)
             stats.num_forced_tokens += len(result.forced_indices)
-            stats.num_draft_tokens += result.num_draft_tokens
-            stats.num_accepted_tokens += result.num_accepted_tokens
+            stats.draft_tokens.update(dict(enumerate(result.num_draft_tokens)))
+            stats.accepted_tokens.update(dict(enumerate(result.num_accepted_tokens)))
             stats.worker_idle_ns += times.waiting_ns
             stats.worker_busy_ns += busy_ns
             stats.worker_starting_ns += times.starting_ns

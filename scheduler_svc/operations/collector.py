@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -73,14 +74,24 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
         lambda stats: stats.num_forced_tokens,
     ),
     (
+        "quire:row_steps",
+        "Steps of rows that gave output tokens; one may give several.",
+        lambda stats: stats.num_row_steps,
+    ),
+    (
+        "quire:spec_decode_num_drafts",
+        "Steps of rows with tokens that speculation has proposed.",
+        lambda stats: stats.draft_tokens[0],
+    ),
+    (
         "quire:spec_decode_num_draft_tokens",
         "Tokens that speculation has proposed.",
-        lambda stats: stats.num_draft_tokens,
+        lambda stats: stats.draft_tokens.total(),
     ),
     (
         "quire:spec_decode_num_accepted_tokens",
         "Proposed tokens that were sampled, too.",
-        lambda stats: stats.num_accepted_tokens,
+        lambda stats: stats.accepted_tokens.total(),
     ),
     (
         "quire:prefix_cache_queries",
@@ -112,6 +123,18 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
         "quire:worker_busy_seconds",
         "Time during which the worker ran steps.",
         lambda stats: stats.worker_busy_ns / _NS_PER_S,
+    ),
+)
+_COUNTERS_BY_POSITION: Final[tuple[tuple[str, str, Callable[[LaneStats], Counter[int]]], ...]] = (
+    (
+        "quire:spec_decode_num_draft_tokens_per_pos",
+        "Proposed tokens by their position behind a row's last token, from 0.",
+        lambda stats: stats.draft_tokens,
+    ),
+    (
+        "quire:spec_decode_num_accepted_tokens_per_pos",
+        "Proposed tokens that were sampled, too, by position.",
+        lambda stats: stats.accepted_tokens,
     ),
 )
 _HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[WorkerHistograms], Histogram]], ...]] = (
@@ -222,6 +245,7 @@ def _of_lanes(lanes: list[Lane]) -> Iterator[Metric]:
         for lane in lanes:
             counter.add_metric([_worker(lane)], count_of(lane.stats))
         yield counter
+    yield from _of_drafts(lanes)
     preemptions = CounterMetricFamily(
         "quire:num_preemptions", "Preempted sequences.", labels=["worker", "kind"]
     )
@@ -229,6 +253,16 @@ def _of_lanes(lanes: list[Lane]) -> Iterator[Metric]:
         preemptions.add_metric([_worker(lane), "recompute"], lane.stats.num_preempted_by_recompute)
         preemptions.add_metric([_worker(lane), "swap"], lane.stats.num_preempted_by_swap)
     yield preemptions
+
+
+def _of_drafts(lanes: list[Lane]) -> Iterator[Metric]:
+    """Drafts by position; without a series for a worker that does not speculate."""
+    for name, meaning, counts_of in _COUNTERS_BY_POSITION:
+        counter = CounterMetricFamily(name, meaning, labels=["worker", "position"])
+        for lane in lanes:
+            for position, count in sorted(counts_of(lane.stats).items()):
+                counter.add_metric([_worker(lane), str(position)], count)
+        yield counter
 
 
 def _worker(lane: Lane) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -104,8 +105,8 @@ def _worker(lane: Lane, kinds: bytes | None) -> operations_pb2.WorkerStatus:
         num_scheduled_tokens=stats.num_scheduled_tokens,
         num_sampled_tokens=stats.num_sampled_tokens,
         num_forced_tokens=stats.num_forced_tokens,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
+        num_draft_tokens=_by_position(stats.draft_tokens),
+        num_accepted_tokens=_by_position(stats.accepted_tokens),
         num_queried_tokens=stats.num_queried_tokens,
         num_hit_tokens=stats.num_hit_tokens,
         num_recovered_tokens=stats.num_recovered_tokens,
@@ -120,3 +121,7 @@ def _worker(lane: Lane, kinds: bytes | None) -> operations_pb2.WorkerStatus:
         num_cached_blocks=kinds.count(_CACHED) if kinds else None,
         block_map=kinds or b"",
     )
+
+
+def _by_position(counts: Counter[int]) -> list[int]:
+    return [counts[position] for position in range(max(counts, default=-1) + 1)]

@@ -18,19 +18,25 @@ SETTINGS = {
     "QUIRE_WORKER_ENGINE": "sim",
     "QUIRE_WORKER_SIM_STEP_MS": "1",
     "QUIRE_WORKER_BLOCK_SIZE": "4",
+    "QUIRE_WORKER_NUM_SPECULATIVE_TOKENS": "3",
 }
 SMALL = ("--num-prompts", "12", "--prompt-len", "4-20", "--output-len", "3-9")
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a stack with one process per service."""
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """One process per service."""
     folder: Path = tmp_path_factory.mktemp("bench")
     llama().save_pretrained(folder)
     save_tokenizer(folder, VOCAB_SIZE)
     stack = LocalStack(str(folder), served_model_name="tiny", settings=SETTINGS)
     with stack:
-        yield stack.address
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def target(stack: LocalStack) -> str:
+    return stack.address
 
 
 def bench(*arguments: str, **environment: str):
@@ -48,6 +54,26 @@ def test_results_are_printed(target):
     assert float(lines["goodput, requests/s"]) == float(lines["requests/s"])
     assert float(lines["time to first token, p50, ms"]) > 0
     assert result.stderr == ""
+
+
+def test_drafts_are_read_from_the_scheduler(stack, target):
+    addresses = ("--target", target, "--scheduler", stack.scheduler_address)
+    result = bench(*addresses, *SMALL, "--json", "-")
+    assert result.exit_code == 0, result.output
+    [report] = json.loads(result.stdout)["servers"]
+    assert 0.4 < report["draft_acceptance"] < 0.9
+    assert 1.2 < report["tokens_per_step"] < 4
+    # Without it there are no such lines.
+    assert "accepted drafts" not in bench("--target", target, *SMALL).stdout
+    printed = bench(*addresses, *SMALL).stdout
+    assert re.search(r"^accepted drafts +\d+%$", printed, re.MULTILINE)
+    assert re.search(r"^tokens per row and step +\d\.\d\d$", printed, re.MULTILINE)
+
+
+def test_a_scheduler_without_response_is_named(target):
+    result = bench("--target", target, "--scheduler", "127.0.0.1:9", *SMALL)
+    assert result.exit_code == 1
+    assert "the scheduler: " in result.stderr
 
 
 def test_the_json_is_complete_and_equal_seeds_give_equal_loads(target, tmp_path):

@@ -12,6 +12,7 @@ from quire.bench.objectives import ServiceLevelObjectives
 from quire.bench.run import LoadSpec, run
 from quire.bench.server import Message, RequestFailed
 from quire.bench.workload import BenchRequest, Workload
+from quire.client.decode_counts import DecodeCounts
 
 
 class ScriptedServer:
@@ -43,6 +44,12 @@ class ScriptedServer:
             yield Message(0, num_counted_tokens=request.max_tokens)
         finally:
             self.num_running -= 1
+
+    async def decode_counts(self) -> DecodeCounts:
+        """A row gains a token per step, and one more per request, by an accepted draft of two."""
+        num_tokens = sum(request.max_tokens for request in self.requests)
+        count = len(self.requests)
+        return DecodeCounts(num_tokens, num_tokens - count, (count, count), (count,))
 
     async def close(self) -> None:
         pass
@@ -146,7 +153,11 @@ async def test_warm_ups_are_first_not_counted_and_have_other_prompts(server):
     measured = load().workload.requests()
     assert server.requests[2:] == measured
     assert server.requests[0].prompt_token_ids == measured[0].prompt_token_ids[::-1]
-    assert result.reports[0].num_requests == 6
+    [report] = result.reports
+    assert report.num_requests == 6
+    # Drafts of the warm-ups are not counted either.
+    assert report.draft_acceptance == 0.5
+    assert report.tokens_per_step == report.num_output_tokens / (report.num_output_tokens - 6)
 
 
 async def test_a_server_that_fails_the_warm_up_is_not_measured(server):

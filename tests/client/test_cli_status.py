@@ -31,8 +31,8 @@ def reading(
         num_scheduled_tokens=num_tokens,
         num_sampled_tokens=num_tokens // 2,
         num_forced_tokens=num_tokens // 40,
-        num_draft_tokens=50,
-        num_accepted_tokens=31,
+        num_draft_tokens=[30, 20],
+        num_accepted_tokens=[25, 6],
         num_queried_tokens=100,
         num_hit_tokens=75,
         num_preempted_by_recompute=4,
@@ -91,7 +91,7 @@ def test_two_statuses_give_rates(address, scheduler):
     scheduler(reading(60, 100, 1000, busy_s=10), reading(62, 150, 41000, busy_s=11))
     result = quire("status", "--once", "--interval", "0.05", "--target", address)
     assert result.exit_code == 0
-    up, queue, _, header, row, _, legend, cells = result.stdout.splitlines()
+    up, queue, _, header, row, _, drafts, _, legend, cells = result.stdout.splitlines()
     assert up == "up 0:01:02  epoch 7  workers 1  tokens/s 20,000"
     assert queue == "queue 1,200 requests, 34,567 tokens  accepted 5  refused 6"
     assert dict(zip(header.split(), row.split(), strict=True)) == {
@@ -107,9 +107,11 @@ def test_two_statuses_give_rates(address, scheduler):
         "PREEMPTED": "5",
         "FORCED": "5%",
         "DRAFTS": "62%",
+        "TOK/ROW": "1.05",
         "HELD": "40%",
         "ADDRESS": "unix:/run/worker.sock",
     }
+    assert drafts == "abcdef01  accepted drafts by position: 83% 30%"
     assert legend == "abcdef01  # held 40%  + cached 20%  . free 40%  of 10 blocks"
     assert cells == "####++...."
 
@@ -187,8 +189,8 @@ def test_on_a_terminal_a_frame_replaces_the_previous_one(address, scheduler):
     os.close(terminal)
     first, second, third, *_ = seen.decode().split("\x1b[J")
     # Each frame moves the cursor up by the lines of the previous one.
-    assert (first, third.count("\r\n")) == ("", 8)
-    assert second.endswith("\x1b[8F")
+    assert (first, third.count("\r\n")) == ("", 10)
+    assert second.endswith("\x1b[10F")
     assert max(map(len, third.split("\r\n"))) == 60
 
 

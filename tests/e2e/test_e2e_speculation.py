@@ -69,8 +69,8 @@ def drafts_of(stack: LocalStack) -> tuple[int, int]:
     with Operations(leader.address) as operations:
         workers = operations.status(False, 5).workers
     return (
-        sum(worker.num_draft_tokens for worker in workers),
-        sum(worker.num_accepted_tokens for worker in workers),
+        sum(sum(worker.num_draft_tokens) for worker in workers),
+        sum(sum(worker.num_accepted_tokens) for worker in workers),
     )
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -78,8 +79,8 @@ async def test_the_engine_and_its_lanes_are_reported(
         num_scheduled_tokens=50,
         num_sampled_tokens=20,
         num_forced_tokens=3,
-        num_draft_tokens=13,
-        num_accepted_tokens=6,
+        draft_tokens=Counter({0: 8, 1: 5}),
+        accepted_tokens=Counter({0: 4, 1: 2}),
         num_queried_tokens=100,
         num_hit_tokens=48,
         num_recovered_tokens=40,
@@ -116,6 +117,12 @@ async def test_the_engine_and_its_lanes_are_reported(
             ("prompt_tokens_total", A): 30,
             ("generation_tokens_total", A): 20,
             ("forced_tokens_total", A): 3,
+            ("row_steps_total", A): 11,
+            ("spec_decode_num_drafts_total", A): 8,
+            ("spec_decode_num_draft_tokens_per_pos_total", A, "0"): 8,
+            ("spec_decode_num_draft_tokens_per_pos_total", A, "1"): 5,
+            ("spec_decode_num_accepted_tokens_per_pos_total", A, "0"): 4,
+            ("spec_decode_num_accepted_tokens_per_pos_total", A, "1"): 2,
             ("spec_decode_num_draft_tokens_total", A): 13,
             ("spec_decode_num_accepted_tokens_total", A): 6,
             ("prefix_cache_queries_total", A): 100,

@@ -6,6 +6,7 @@ from scheduler_stack import check_outputs, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
+from scheduler_svc.core.stats import LaneStats
 
 
 def recorded(worker: CheckingWorker) -> list[worker_pb2.StepResult]:
@@ -16,11 +17,26 @@ def recorded(worker: CheckingWorker) -> list[worker_pb2.StepResult]:
 
 
 def num_drafted(results: list[worker_pb2.StepResult]) -> int:
-    return sum(result.num_draft_tokens for result in results)
+    return sum(sum(result.num_draft_tokens) for result in results)
 
 
 def num_accepted(results: list[worker_pb2.StepResult]) -> int:
-    return sum(result.num_accepted_tokens for result in results)
+    return sum(sum(result.num_accepted_tokens) for result in results)
+
+
+def check_positions(stats: LaneStats, results: list[worker_pb2.StepResult], most: int) -> None:
+    """The counts by position are those of the results, and fewer drafts have more before them."""
+    for counted, name in (
+        (stats.draft_tokens, "num_draft_tokens"),
+        (stats.accepted_tokens, "num_accepted_tokens"),
+    ):
+        sent = [getattr(result, name) for result in results]
+        expected = [sum(one[at] for one in sent if at < len(one)) for at in range(most)]
+        assert [counted[at] for at in range(most)] == expected
+        assert sorted(expected, reverse=True) == expected
+        assert expected[-1] > 0
+    sampled = sum(len(result.sampled_rows) - len(result.forced_indices) for result in results)
+    assert stats.num_row_steps == sampled - num_accepted(results)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -37,12 +53,12 @@ async def test_drafts_change_no_token_and_save_steps(redis_url, sockets, depth, 
         await check_outputs(gateway)
         # A result that ends nothing may arrive after the last output.
         stats = stack.only_lane.stats
-        await until(lambda: stats.num_draft_tokens == num_drafted(results), "the last result")
+        await until(lambda: stats.draft_tokens.total() == num_drafted(results), "the last result")
         assert 0.2 * num_drafted(results) < num_accepted(results) < num_drafted(results)
         # A step without drafts gives each row a token.
         assert sum(bool(result.sampled_rows) for result in results) < (36, 30, 26)[most // 2]
         await worker.check()
-        assert stats.num_accepted_tokens == num_accepted(results)
+        check_positions(stats, results, most)
 
 
 async def test_choices_logprobs_and_jumps_beside_one_another(redis_url, sockets):

@@ -121,8 +121,8 @@ def _num_blocks_tokens(job: Job, written: Written, how: How) -> int:
 def _read(output: StepOutput, jobs: Sequence[Job], run: Run) -> None:
     for row in output.failures:
         run.written[row].has_failed = True
-    run.num_drafts += output.num_draft_tokens
-    run.num_accepted += output.num_accepted_tokens
+    run.num_drafts += sum(output.num_draft_tokens)
+    run.num_accepted += sum(output.num_accepted_tokens)
     for at, (row, token) in enumerate(
         zip(output.sampled_rows, output.sampled_token_ids, strict=True)
     ):

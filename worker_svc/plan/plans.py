@@ -146,8 +146,9 @@ class StepOutput:
     num_computed_tokens: list[int] = field(default_factory=list)
     forced_indices: list[int] = field(default_factory=list)  # of jumps, among the sampled tokens
     round_sizes: list[int] = field(default_factory=list)  # sampled tokens by round, if several
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # of the drafts
+    # By position behind a row's last token.
+    num_draft_tokens: list[int] = field(default_factory=list)
+    num_accepted_tokens: list[int] = field(default_factory=list)  # of the drafts
 
 
 class PlanError(ValueError):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
+from worker_svc.plan.draft_counts import added_up
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import Plan, StepOutput, StepTimes
 from worker_svc.runner.step_runner import Callback, PendingOutput, StepRunner, no_op
@@ -58,8 +59,8 @@ class _Rounds:
             **_last_counts(outputs),
             forced_indices=_joined_indices(outputs),
             round_sizes=[len(output.sampled_rows) for output in outputs],
-            num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
-            num_accepted_tokens=sum(output.num_accepted_tokens for output in outputs),
+            num_draft_tokens=added_up(output.num_draft_tokens for output in outputs),
+            num_accepted_tokens=added_up(output.num_accepted_tokens for output in outputs),
         )
 
 

@@ -14,6 +14,7 @@ from worker_svc.cache.kv_pool import KvPool
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import FinalStates, ServedModel
+from worker_svc.plan.draft_counts import by_position
 from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import Jumps, jump
@@ -95,8 +96,8 @@ class Runner:
             logprobs=sampled.logprobs,
             failures=failures,
             prompt_logprobs=prompt,
-            num_draft_tokens=0 if lines is None else int(lines.num_drafts.sum()),
-            num_accepted_tokens=sampled.num_accepted_tokens,
+            num_draft_tokens=[] if lines is None else by_position(lines.num_drafts),
+            num_accepted_tokens=by_position(sampled.num_accepted),
         )
         return jumps.add_to(output, plan, self._tables)
 

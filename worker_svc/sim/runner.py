@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from worker_svc.plan.draft_counts import by_position
 from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import jump, lookahead_rows
@@ -207,9 +208,9 @@ class SimRunner:
                 ),
                 failures=failures,
                 prompt_logprobs=self._prompt_logprobs(plan, targets),
-                num_draft_tokens=int(num_drafts.sum()),
+                num_draft_tokens=by_position(num_drafts),
                 # Each gives a token behind it.
-                num_accepted_tokens=gained.total(),
+                num_accepted_tokens=by_position(np.array([*gained.values()], np.int64)),
             ),
             plan,
             self._tables,

@@ -34,10 +34,6 @@ class VerifiedTokens:
         return [*chain.from_iterable(part.token_ids.tolist() for part in self.parts)]
 
     @property
-    def num_accepted_tokens(self) -> int:
-        return int(self.num_accepted.sum()) if len(self.num_accepted) else 0
-
-    @property
     def num_gained(self) -> Counter[int]:
         """Tokens behind drafts, by row."""
         return Counter(chain.from_iterable(part.rows.tolist() for part in self.parts[1:]))

@@ -82,6 +82,12 @@ _QuireApiKey = Annotated[
 _VocabSize = Annotated[
     int | None, integer_option("Limit of the prompts' token ids; that of Quire's model if absent.")
 ]
+_Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        help="The Quire server's scheduler, for the tokens per step and the drafts of its workers."
+    ),
+]
 _Json = Annotated[
     Path | None, typer.Option("--json", help="A file for all results; - prints them instead.")
 ]
@@ -109,6 +115,7 @@ def bench(
     api_key: _ApiKey = None,
     quire_api_key: _QuireApiKey = None,
     vocab_size: _VocabSize = None,
+    scheduler: _Scheduler = None,
     as_json: _Json = None,
 ) -> None:
     """Put a server under load and print latencies and throughput.
@@ -134,19 +141,13 @@ def bench(
         shared_prefix=shared_prefix,
         seed=seed,
     )
-    load = LoadSpec(
-        workload=workload,
-        rate_per_s=request_rate,
-        arrival=drawn.arrival,
-        max_concurrency=max_concurrency,
-        num_warmups=warmups,
-        objectives=drawn.objectives,
-    )
+    load = drawn.load(workload, request_rate, max_concurrency, warmups)
+    sampling = (temperature, ignore_eos)
     servers: list[Server] = []
     if target is not None:
-        servers.append(QuireServer(target, model, temperature, ignore_eos, quire_api_key, tls))
+        servers.append(QuireServer(target, model, *sampling, quire_api_key, tls, scheduler))
     if openai is not None:
-        servers.append(_openai_server(openai, openai_model, temperature, ignore_eos, api_key))
+        servers.append(_openai_server(openai, openai_model, *sampling, api_key))
     _print_result(asyncio.run(_measure(load, servers)), as_json)
 
 
@@ -158,6 +159,18 @@ class _Drawn:
     output_lengths: Lengths
     arrival: Arrival
     objectives: ServiceLevelObjectives
+
+    def load(
+        self, workload: Workload, rate_per_s: float, max_concurrency: int | None, num_warmups: int
+    ) -> LoadSpec:
+        return LoadSpec(
+            workload=workload,
+            rate_per_s=rate_per_s,
+            arrival=self.arrival,
+            max_concurrency=max_concurrency,
+            num_warmups=num_warmups,
+            objectives=self.objectives,
+        )
 
 
 def _drawn(prompt_len: str, output_len: str, arrival: str, goodput: list[str]) -> _Drawn:

@@ -55,6 +55,10 @@ def _rows(reports: Sequence[Report]) -> Iterator[_Row]:
     yield _Row("requests/s", ".2f", lambda report: report.requests_per_s)
     yield _Row("output tokens/s", ",.1f", lambda report: report.output_tokens_per_s)
     yield _Row("all tokens/s", ",.1f", lambda report: report.total_tokens_per_s)
+    if any(report.tokens_per_step is not None for report in reports):
+        yield _Row("tokens per row and step", ".2f", lambda report: report.tokens_per_step)
+    if any(report.draft_acceptance is not None for report in reports):
+        yield _Row("accepted drafts", ".0%", lambda report: report.draft_acceptance)
     if any(report.goodput_per_s is not None for report in reports):
         yield _Row("goodput, requests/s", ".2f", lambda report: report.goodput_per_s)
     for key, name in _LATENCIES.items():
