@@ -130,8 +130,13 @@ class WorkerSettings(ServiceSettings):
         0,
         ge=0,
         le=16,
-        description="Most draft tokens of a sequence in a step (speculative decoding by prompt "
-        "lookup); 0: none; on a CPU only.",
+        description="Most draft tokens of a sequence in a step (speculative decoding); 0: none; on "
+        "a CPU only.",
+    )
+    speculative_model: str | None = Field(
+        None,
+        description="Draft model that proposes them, a smaller one with the same vocabulary: a "
+        "folder or a hub id; without one they are proposed by prompt lookup.",
     )
     kv_cache_memory: Bytes | None = Field(
         None,

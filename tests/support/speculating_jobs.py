@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
-from worker_driver import Sampling, admit, append, schedule
+from worker_driver import LOGPROBS_TOLERANCE, Sampling, admit, append, schedule
 from worker_driver import Sequence as DriverSequence
 
 from quire.internal.v1 import worker_pb2
@@ -20,6 +20,8 @@ from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
 from worker_svc.runner.step_runner import LoadedRunner, StepRunner
 from worker_svc.speculation.drafter import Drafter
+
+NUM_OUTPUT = 24
 
 
 @dataclass(eq=False)
@@ -133,6 +135,40 @@ def _read(output: StepOutput, jobs: Sequence[Job], run: Run) -> None:
         if output.logprobs is not None and jobs[row].sampling.num_logprobs:
             entries = output.logprobs.part(at, at + 1)
             written.logprobs.append((entries.token_ids.tolist(), entries.logprobs.tolist()))
+
+
+def mixed_jobs() -> list[Job]:
+    """Greedy, sampled, with log-probabilities, with every kind of processor; of mixed lengths."""
+    repeated = [5, 17, 99, 3, 42] * 4
+    penalties = LogitsParams(
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        min_tokens=9,
+        stop_token_ids=np.array([8, 9]),
+        bias_token_ids=np.array([4, 17]),
+        biases=np.array([3, -2], np.float32),
+        bad_words=(np.array([5, 17]), np.array([7])),
+    )
+    allowed = LogitsParams(allowed_token_ids=np.arange(6), typical_p=0.8)
+    return [
+        Job(repeated, NUM_OUTPUT),
+        Job([61, 7], NUM_OUTPUT, Sampling(temperature=1, seed=3)),
+        Job(repeated[:9], 7, Sampling(num_logprobs=4)),
+        Job([150], NUM_OUTPUT, Sampling(1, top_k=9, top_p=0.8, min_p=0.01, seed=4)),
+        Job(repeated, NUM_OUTPUT, params=penalties),
+        Job([3, 42, 8], NUM_OUTPUT, Sampling(0.7, seed=5, num_logprobs=2), penalties),
+        Job(repeated[:7], NUM_OUTPUT, Sampling(temperature=0.3, seed=6), allowed),
+        Job([1, 2, 1, 2, 1], NUM_OUTPUT, Sampling(0.9, seed=7, num_prompt_logprobs=2), allowed),
+    ]
+
+
+def check_equal(found: Run, expected: Run) -> None:
+    assert found.token_ids == expected.token_ids
+    for one, other in zip(found.written, expected.written, strict=True):
+        assert [ids for ids, _ in one.logprobs] == [ids for ids, _ in other.logprobs]
+        for (_, values), (_, wanted) in zip(one.logprobs, other.logprobs, strict=True):
+            np.testing.assert_allclose(values, wanted, atol=LOGPROBS_TOLERANCE)
 
 
 class KnownTokens:

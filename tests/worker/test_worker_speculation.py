@@ -6,10 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from speculating_jobs import How, Job, KnownTokens, Run, run_jobs, with_drafter
+from speculating_jobs import (
+    NUM_OUTPUT,
+    How,
+    Job,
+    KnownTokens,
+    check_equal,
+    mixed_jobs,
+    run_jobs,
+    with_drafter,
+)
 from tiny_models import FAMILIES, MAX_MODEL_LEN, save_model
 from torch import Tensor
-from worker_driver import LOGPROBS_TOLERANCE, Sampling, worker_settings
+from worker_driver import Sampling, worker_settings
 
 from worker_svc.logits import built_in
 from worker_svc.logits.processor import FailedRows, ProcessorContext
@@ -17,14 +26,13 @@ from worker_svc.plan.failures import NO_TOKEN
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.tables import RowTables
-from worker_svc.runner.runner_loading import load_runner, require_speculation
+from worker_svc.runner.drafter_loading import require_speculation
+from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.settings import WrongSettingError
 from worker_svc.speculation.draft_lengths import DraftLengths
 from worker_svc.speculation.draft_lines import DraftLines
 from worker_svc.speculation.prompt_lookup import PromptLookup
-
-NUM_OUTPUT = 24
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -38,40 +46,6 @@ def loaded(
 def tables_of(loaded: LoadedRunner) -> RowTables:
     tables: RowTables = loaded.runner.runner._tables  # type: ignore[attr-defined]
     return tables
-
-
-def mixed_jobs() -> list[Job]:
-    """Greedy, sampled, with log-probabilities, with every kind of processor; of mixed lengths."""
-    repeated = [5, 17, 99, 3, 42] * 4
-    penalties = LogitsParams(
-        presence_penalty=0.5,
-        frequency_penalty=0.4,
-        repetition_penalty=1.2,
-        min_tokens=9,
-        stop_token_ids=np.array([8, 9]),
-        bias_token_ids=np.array([4, 17]),
-        biases=np.array([3, -2], np.float32),
-        bad_words=(np.array([5, 17]), np.array([7])),
-    )
-    allowed = LogitsParams(allowed_token_ids=np.arange(6), typical_p=0.8)
-    return [
-        Job(repeated, NUM_OUTPUT),
-        Job([61, 7], NUM_OUTPUT, Sampling(temperature=1, seed=3)),
-        Job(repeated[:9], 7, Sampling(num_logprobs=4)),
-        Job([150], NUM_OUTPUT, Sampling(1, top_k=9, top_p=0.8, min_p=0.01, seed=4)),
-        Job(repeated, NUM_OUTPUT, params=penalties),
-        Job([3, 42, 8], NUM_OUTPUT, Sampling(0.7, seed=5, num_logprobs=2), penalties),
-        Job(repeated[:7], NUM_OUTPUT, Sampling(temperature=0.3, seed=6), allowed),
-        Job([1, 2, 1, 2, 1], NUM_OUTPUT, Sampling(0.9, seed=7, num_prompt_logprobs=2), allowed),
-    ]
-
-
-def check_equal(found: Run, expected: Run) -> None:
-    assert found.token_ids == expected.token_ids
-    for one, other in zip(found.written, expected.written, strict=True):
-        assert [ids for ids, _ in one.logprobs] == [ids for ids, _ in other.logprobs]
-        for (_, values), (_, wanted) in zip(one.logprobs, other.logprobs, strict=True):
-            np.testing.assert_allclose(values, wanted, atol=LOGPROBS_TOLERANCE)
 
 
 def test_drafts_change_no_token(loaded: LoadedRunner) -> None:

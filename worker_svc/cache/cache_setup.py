@@ -39,12 +39,35 @@ _SCALE_TOKENS, _SCALE_ROWS = 512, 4
 
 
 @dataclass(frozen=True)
+class CachedLayers:
+    """What a model caches."""
+
+    layers: AttentionSpecs  # with the dtype of the cache
+    scales: tuple[KvScales, ...]  # per layer
+
+
+@dataclass(frozen=True)
 class CacheSetup:
     """Parameters of the pool and of the attention over it."""
 
-    layers: AttentionSpecs  # with the dtype of the cache
+    layers: AttentionSpecs  # with the dtype of the cache; those of a draft model come last
     size: PoolSize
     scales: tuple[KvScales, ...]  # per layer
+
+
+def cached_layers(
+    model: ServedModel, settings: WorkerSettings, implementation: Implementation
+) -> CachedLayers:
+    """Those of a model on a CPU. Runs a small batch if scales are needed that the checkpoint lacks;
+    afterwards the model's attention function must be replaced."""
+    layers = with_cache_dtype(model.layers, settings.kv_cache_dtype)
+    scales = _known_scales(model, layers[0].dtype)
+    if scales is None:
+        num_tokens = min(settings.max_num_batched_tokens, _SCALE_TOKENS)
+        small = _batch(model, settings, num_tokens, min(settings.max_num_seqs, _SCALE_ROWS))
+        run = run_batch(model, small, implementation, None, sampling=False)
+        scales = _profiled_scales(run.maxima, layers[0].dtype)
+    return CachedLayers(layers, scales)
 
 
 def set_up_cache(
@@ -53,29 +76,39 @@ def set_up_cache(
     implementation: Implementation,
     flash: FlashAttention | None,
     meter: MemoryMeter | None,
+    draft: CachedLayers | None = None,
 ) -> CacheSetup:
     """Run the largest batch if there is a meter to measure its memory, or a small one if scales
     are needed that the checkpoint lacks. Afterwards the model's attention function must be
-    replaced.
+    replaced. A block has the keys and values of the `draft` model as well.
 
     WrongSettingError, with both numbers, if the requested cache does not fit.
     """
-    layers = with_cache_dtype(model.layers, settings.kv_cache_dtype)
-    dtype = layers[0].dtype
-    scales = _known_scales(model, dtype)
-    memory: DeviceMemory | None = None
-    if meter is not None:
-        largest = _batch(model, settings, settings.max_num_batched_tokens, settings.max_num_seqs)
-        run, memory = _profile(model, largest, implementation, flash, meter)
-        later = _allocated_later(model, settings, memory.peak_activations)
-        memory = replace(memory, allocated_later=later)
-        scales = scales or _profiled_scales(run.maxima, dtype)
-    elif scales is None:
-        num_tokens = min(settings.max_num_batched_tokens, _SCALE_TOKENS)
-        small = _batch(model, settings, num_tokens, min(settings.max_num_seqs, _SCALE_ROWS))
-        run = run_batch(model, small, implementation, flash, sampling=False)
-        scales = _profiled_scales(run.maxima, dtype)
+    if meter is None:
+        memory, cached = None, cached_layers(model, settings, implementation)
+    else:
+        memory, cached = _measured_layers(model, settings, implementation, flash, meter)
+    layers, scales = cached.layers, cached.scales
+    if draft is not None:
+        layers, scales = layers + draft.layers, scales + draft.scales
     return CacheSetup(layers, _size(model, layers, settings, memory), scales)
+
+
+def _measured_layers(
+    model: ServedModel,
+    settings: WorkerSettings,
+    implementation: Implementation,
+    flash: FlashAttention | None,
+    meter: MemoryMeter,
+) -> tuple[DeviceMemory, CachedLayers]:
+    """`cached_layers`, with the memory that the largest batch needs."""
+    layers = with_cache_dtype(model.layers, settings.kv_cache_dtype)
+    scales = _known_scales(model, layers[0].dtype)
+    largest = _batch(model, settings, settings.max_num_batched_tokens, settings.max_num_seqs)
+    run, memory = _profile(model, largest, implementation, flash, meter)
+    later = _allocated_later(model, settings, memory.peak_activations)
+    scales = scales or _profiled_scales(run.maxima, layers[0].dtype)
+    return replace(memory, allocated_later=later), CachedLayers(layers, scales)
 
 
 def _known_scales(model: ServedModel, dtype: torch.dtype) -> tuple[KvScales, ...] | None:

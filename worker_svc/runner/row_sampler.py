@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +11,13 @@ from torch import Tensor
 
 from kernels.dispatch import Implementation
 from kernels.sampling import NO_TOKEN as NO_TOKEN_ID
-from kernels.sampling import SamplingTensors, sample, token_logprobs
-from worker_svc.logits.batch_cache import BatchCache
+from kernels.sampling import sample, token_logprobs
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.tables import RowTables
-
-_NO_LINES: Final[Ints] = np.empty(0, np.int64)
+from worker_svc.runner.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,19 @@ class RowSampler:
         self._device = device
         self._is_on_host = device.type == "cpu"
         self._implementation = implementation
-        # Sampling parameters of the last batch of rows. Those of a row change when it is admitted.
-        self._columns = BatchCache(lambda _, rows: self._sampling_columns(rows))
+        self._params = SamplingParams(tables, device)
 
     def rows_have_changed(self) -> None:
         """To be called when rows were admitted."""
-        self._columns.clear()
+        self._params.rows_have_changed()
 
     def sample(self, logits: Tensor, rows: Ints, failed: Collection[int]) -> SampledTokens:
         """Line i of `logits`, which change, is that of `rows[i]`, at the row's next position. Rows
         that have `failed` get no token."""
         num_logprobs = self._tables.num_logprobs[rows]
         described, failures = self._change(logits, rows, num_logprobs.nonzero()[0])
-        tokens = sample(logits, self._params(rows), implementation=self._implementation)
+        params = self._params.of(rows, self._tables.num_tokens[rows])
+        tokens = sample(logits, params, implementation=self._implementation)
         token_ids = tokens.cpu().numpy()
         is_valid = token_ids != NO_TOKEN_ID
         for row, failure in self._without_token(logits, rows, is_valid).items():
@@ -103,22 +101,6 @@ class RowSampler:
         excluded = (logits[self._tensor(failed)] == float("-inf")).all(-1).cpu().numpy()
         exclusions = self._processors.exclusions(rows[failed[excluded]])
         return {row: exclusions.get(row, NO_TOKEN) for row in rows[failed].tolist()}
-
-    def _params(self, rows: Ints) -> SamplingTensors:
-        positions = self._tensor(self._tables.num_tokens[rows])
-        return SamplingTensors(**self._columns.of(_NO_LINES, rows), positions=positions)
-
-    def _sampling_columns(self, rows: Ints) -> dict[str, Tensor]:
-        """The fields of SamplingTensors but for the positions."""
-        tables = self._tables
-        columns: dict[str, NDArray[Any]] = {
-            "temperatures": tables.temperatures,
-            "top_ks": tables.top_ks,
-            "top_ps": tables.top_ps,
-            "min_ps": tables.min_ps,
-            "seeds": tables.seeds.view(np.int64),
-        }
-        return {name: self._tensor(column[rows]) for name, column in columns.items()}
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, num_logprobs: Ints, valid: NDArray[np.bool_]

@@ -1,18 +1,15 @@
 """Loads a model, sizes its cache, and starts its runner."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 
 import torch
 
-from kernels.dispatch import HAS_TRITON, Implementation
-from kernels.flash import FlashAttention
 from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name
 from worker_svc.gpu.device_memory import CudaMeter
@@ -22,13 +19,18 @@ from worker_svc.logits.entry_points import load_processors
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
-from worker_svc.packed.model_cache import ModelCache
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.devices import find_device
+from worker_svc.runner.drafter_loading import (
+    load_draft_model,
+    make_drafter,
+    require_speculation,
+)
+from worker_svc.runner.model_source import load_source
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
-from worker_svc.service.process import block_import, keep_freed_memory, return_freed_memory
+from worker_svc.service.process import keep_freed_memory, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 
@@ -69,32 +71,28 @@ def convert_out_of_memory() -> Iterator[None]:
         ) from error
 
 
-def require_speculation(settings: WorkerSettings, device: torch.device) -> None:
-    """WrongSettingError if the device cannot speculate as the settings say."""
-    if settings.num_speculative_tokens and device.type == "cuda":
-        raise WrongSettingError(
-            "--num-speculative-tokens / QUIRE_WORKER_NUM_SPECULATIVE_TOKENS: not on a GPU, whose "
-            "steps are launched before the tokens of earlier ones are known; leave it at 0"
-        )
-
-
 def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     own_processors = load_processors(settings.logits_processors)
     progress = _progress(settings)
-    source = _load_model(settings, device, progress)
+    source = load_source(settings, device, progress)
     model, implementation = source.model, source.implementation
+    draft = load_draft_model(settings, model, device, progress)
     # Packing has freed buffers, which would count beside the cache.
     return_freed_memory()
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
-    cache = set_up_cache(model, settings, implementation, source.flash, meter)
+    cached = None if draft is None else draft.cached
+    cache = set_up_cache(model, settings, implementation, source.flash, meter, cached)
     with ThreadPoolExecutor(1, "vocabulary") as thread:
         # It holds the interpreter for a second, in which no row could be served. Zeroing the pool
         # does not need the interpreter.
         reading = thread.submit(find_grammars, model.weights[0].parent, model.vocab_size)
         pool = KvPool(cache.layers, cache.size, settings.block_size, device)
         grammars = reading.result()
-    attention = PagedAttention(pool.layers, implementation, cache.scales, source.flash)
+    num_layers = len(model.layers)
+    attention = PagedAttention(
+        pool.layers[:num_layers], implementation, cache.scales[:num_layers], source.flash
+    )
     if settings.enable_torch_compile:
         compiling = import_module("worker_svc.model.torch_compile")
         compiling.compile_model(model, attention, settings.block_size)
@@ -118,51 +116,15 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
         enforce_eager=settings.enforce_eager,
         grammars=grammars,
         own_processors=own_processors,
-        num_speculative_tokens=settings.num_speculative_tokens,
+        drafter=make_drafter(settings, draft, pool, tables, implementation),
     )
     identity = _identity(model, settings, pool)
     source.is_ready()
+    if draft is not None:
+        draft.source.is_ready()
     progress.end()
     on_arrival = no_op if grammars is None else grammars.prepare_for
     return LoadedRunner(MultiStepRunner(runner), identity, on_arrival)
-
-
-@dataclass(frozen=True)
-class _LoadedModel:
-    """A model in memory, and how it is run."""
-
-    model: ServedModel
-    implementation: Implementation
-    flash: FlashAttention | None
-    # To be called once when it can serve.
-    is_ready: Callable[[], object]
-
-
-def _load_model(
-    settings: WorkerSettings, device: torch.device, progress: LoadProgress
-) -> _LoadedModel:
-    """The model from the cache of packed weights, else from its checkpoint."""
-    cache = ModelCache.of(settings, device, progress)
-    if cache is not None and (packed := cache.load(progress)) is not None:
-        reading = cache.read_ahead()
-
-        def is_ready() -> None:
-            reading.join()
-            cache.begin_to_serve()
-
-        return _LoadedModel(packed, packed.implementation, None, is_ready)
-    if not HAS_TRITON:
-        # By way of torch's compiler, transformers would import it.
-        block_import("triton")
-    # transformers takes seconds to import.
-    preparation = import_module("worker_svc.runner.model_preparation")
-    prepared = preparation.prepare_model(settings, device, progress)
-
-    def store() -> None:
-        if cache is not None and prepared.packed is not None:
-            cache.store(prepared.packed)
-
-    return _LoadedModel(prepared.model, prepared.implementation, prepared.flash, store)
 
 
 def _progress(settings: WorkerSettings) -> LoadProgress:

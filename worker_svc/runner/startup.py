@@ -33,7 +33,7 @@ from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.runner import Runner
 from worker_svc.runner.step_runner import StepRunner
-from worker_svc.speculation.prompt_lookup import PromptLookup
+from worker_svc.speculation.drafter import Drafter
 
 # A length at which attention splits the keys of each sequence.
 _LONG: Final = 1024
@@ -51,14 +51,13 @@ def start_runner(
     enforce_eager: bool,
     grammars: GrammarCompiler | None = None,
     own_processors: Mapping[str, ProcessorFactory] | None = None,
-    num_speculative_tokens: int = 0,
+    drafter: Drafter | None = None,
 ) -> StepRunner:
     """A runner that is ready for the first plan. `enforce_eager`: without CUDA graphs. Without
     `grammars`, rows that follow one fail. A GPU's runner does not speculate."""
     if model.device.type != "cuda":
         context = _context(model, tables, implementation, _copy, grammars)
         processors = make_pipeline(context, own_processors)
-        drafter = PromptLookup(num_speculative_tokens, tables) if num_speculative_tokens else None
         return Runner(model, pool, attention, tables, processors, implementation, drafter)
     return start_pipelined(
         model,

@@ -1,0 +1,298 @@
+"""Draft models on the worker: they save steps, change no token, and their cache follows the
+target's."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from draft_models import free_drafts, passes_of, runner_of, save_disturbed, save_truncated
+from sequence_script import Script
+from speculating_jobs import (
+    NUM_OUTPUT,
+    How,
+    Job,
+    check_equal,
+    mixed_jobs,
+    run_jobs,
+    with_drafter,
+)
+from tiny_models import FAMILIES, llama, save_model
+from torch import Tensor
+from transformers import BloomConfig
+from worker_driver import BLOCK_SIZE, Sampling, worker_settings
+
+from worker_svc.plan.inputs import Ints
+from worker_svc.runner.drafter_loading import require_speculation
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
+from worker_svc.settings import WrongSettingError
+from worker_svc.speculation import draft_budget
+from worker_svc.speculation.draft_passes import DraftPasses
+from worker_svc.speculation.priced_lengths import PricedLengths
+from worker_svc.speculation.vocabularies import vocabulary_difference
+
+MOST = 5
+PROMPT = [5, 17, 99, 3, 42, 8, 61, 7, 30, 11]
+GREEDY = [
+    Job([5, 17, 99, 3, 42] * 4, NUM_OUTPUT),
+    Job([61, 7], NUM_OUTPUT),
+    Job([150, 8, 3], 9),
+]
+SAMPLED = [
+    Job([61, 7], NUM_OUTPUT, Sampling(temperature=1, seed=3)),
+    Job([150], NUM_OUTPUT, Sampling(0.6, top_k=9, top_p=0.8, min_p=0.01, seed=4)),
+]
+
+
+def load(target: Path, draft: Path, **changes: object) -> LoadedRunner:
+    settings = worker_settings(
+        target,
+        device="cpu",
+        speculative_model=str(draft),
+        num_speculative_tokens=MOST,
+        swap_space="1MiB",
+        weight_cache_size=0,
+        **changes,
+    )
+    return load_runner(settings)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(FAMILIES[request.param](), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(llama(), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def same(folder: Path) -> LoadedRunner:
+    """A worker whose draft model is the target."""
+    return load(folder, folder)
+
+
+@pytest.fixture(
+    scope="module", params=["truncated", pytest.param("disturbed", marks=pytest.mark.slow)]
+)
+def other(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedRunner:
+    """A worker whose draft model is sometimes right."""
+    saved = tmp_path_factory.mktemp("draft")
+    if request.param == "truncated":
+        return load(folder, save_truncated(folder, saved, 1))
+    return load(folder, save_disturbed(folder, saved))
+
+
+@pytest.fixture(autouse=True)
+def roomy_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of these tests have drafts at once."""
+    monkeypatch.setattr(draft_budget, "MAX_STEP_TOKENS", 64)
+
+
+def test_drafts_of_a_model_change_no_token(other: LoadedRunner) -> None:
+    jobs = mixed_jobs()
+    expected = run_jobs(other.runner, jobs, How())
+    num_accepted = 0
+    for most, how in (
+        (1, How(lookahead=2)),
+        (2, How(lookahead=3, chunk=6)),
+        (3, How(lookahead=9, num_rounds=3)),
+        (4, How(lookahead=4, is_tight=True)),
+        (5, How(lookahead=10)),
+    ):
+        found = run_jobs(with_drafter(other, free_drafts(other, most)), jobs, how)
+        check_equal(found, expected)
+        assert found.num_accepted < found.num_drafts
+        num_accepted += found.num_accepted
+    assert num_accepted > 0
+
+
+@pytest.mark.parametrize("jobs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_target_itself_is_always_right(same: LoadedRunner, jobs: list[Job]) -> None:
+    """At any temperature: its drafts are sampled with the rows' own seeds and positions."""
+    expected = run_jobs(same.runner, jobs, How())
+    for most, how in (
+        (1, How(lookahead=1)),
+        (3, How(lookahead=3, chunk=2)),
+        (4, How(lookahead=12, num_rounds=2)),
+        (5, How(lookahead=5)),
+        (5, How(lookahead=5, is_tight=True)),
+    ):
+        found = run_jobs(with_drafter(same, free_drafts(same, most)), jobs, how)
+        check_equal(found, expected)
+        assert found.num_accepted == found.num_drafts > 0
+    assert found.num_steps < expected.num_steps
+
+
+def test_blocks_have_what_both_models_cache(same: LoadedRunner) -> None:
+    """A prefix is shared, a block is copied for a fork, a row leaves to the host and comes back
+    into other blocks, all rows are released: the draft model knows all of these tokens."""
+    runner = with_drafter(same, free_drafts(same, MOST))
+    script = Script(runner, MOST)
+    script.admit("first", PROMPT, 64, [])
+    for _ in range(3):
+        script.step()
+    # What the last step has accepted is not in the draft model's cache yet.
+    assert passes_of(same).num_pending() > 0
+    prefix = [*script.tokens("first")[: 3 * BLOCK_SIZE], 1, 2]
+    script.admit("prefix", prefix, 64, script.block_ids("first")[:3])
+    script.fork("first", "fork")
+    script.step()
+    script.step()
+    script.swap_out("first")
+    script.step()
+    script.swap_in("first")
+    script.step()
+    script.step()
+    shared, known = script.block_ids("fork")[:4], script.tokens("fork")
+    runner.clear()
+    after = Script(runner, MOST, first_block=100)
+    after.admit("again", known[: 4 * BLOCK_SIZE + 1], 64, shared)
+    after.step()
+    after.step()
+    runner.clear()
+    assert script.num_accepted == script.num_drafts > 40
+    assert after.num_accepted == after.num_drafts > 0
+    written = {name: (PROMPT, script.tokens(name)) for name in ("first", "fork")}
+    written["prefix"] = (prefix, script.tokens("prefix"))
+    written["again"] = (PROMPT, after.tokens("again"))
+    for prompt, tokens in written.values():
+        job = Job(prompt, len(tokens) - len(prompt))
+        assert run_jobs(same.runner, [job], How()).token_ids == [tokens[len(prompt) :]]
+
+
+def test_a_pass_computes_the_tokens_of_many_steps(
+    same: LoadedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without drafts cost a pass when they are released, not one in each step."""
+    passes: list[int] = []
+    compute = DraftPasses._compute
+
+    def counted(self: DraftPasses, rows: Ints, ends: Ints, num_read: int) -> Tensor | None:
+        passes.append(num_read)
+        return compute(self, rows, ends, num_read)
+
+    monkeypatch.setattr(DraftPasses, "_compute", counted)
+    run_jobs(same.runner, GREEDY, How())
+    assert passes == [0]
+
+
+def test_pending_tokens_are_computed_before_they_are_more_than_a_step_s(tiny_llama: Path) -> None:
+    loaded = load(tiny_llama, tiny_llama, max_num_batched_tokens=40)
+    script = Script(loaded.runner, 0)
+    counts = []
+    for name in ("one", "two", "three"):
+        script.admit(name, [7] * 30, 64, [])
+        for _ in range(8):
+            script.step()
+            counts.append(passes_of(loaded).num_pending())
+    assert max(counts) < 2 * 40
+    assert counts[:8] == [30 + more for more in range(8)]
+    loaded.runner.clear()
+    assert passes_of(loaded).num_pending() == 0
+
+
+def test_a_block_counts_what_both_models_cache(tiny_llama: Path, tmp_path: Path) -> None:
+    alone = load_runner(worker_settings(tiny_llama, device="cpu"))
+    both = load(tiny_llama, save_truncated(tiny_llama, tmp_path, 1))
+    layers = runner_of(both)._pool.layers
+    assert len(layers) == len(runner_of(alone)._pool.layers) + 1
+    assert {cache.shape[0] for pair in layers for cache in pair} == {200}
+    memory = {"num_blocks": None, "kv_cache_memory": 2**20}
+    drafts = {"speculative_model": str(tiny_llama), "num_speculative_tokens": 1}
+    sizes = [
+        load_runner(worker_settings(tiny_llama, device="cpu", **memory, **more)).identity.num_blocks
+        for more in ({}, drafts)
+    ]
+    assert sizes[0] // 2 == sizes[1]
+
+
+def test_the_draft_model_caches_in_8_bits_as_well(tiny_llama: Path) -> None:
+    loaded = load(tiny_llama, tiny_llama, kv_cache_dtype="fp8_e4m3")
+    expected = run_jobs(loaded.runner, GREEDY, How())
+    found = run_jobs(with_drafter(loaded, free_drafts(loaded, MOST)), GREEDY, How(lookahead=5))
+    check_equal(found, expected)
+    assert found.num_accepted == found.num_drafts > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vocab_size": 212}, "vocabulary of 212 tokens, and the model one of 211"),
+        ({"max_position_embeddings": 64}, "96 positions.*--max-model-len: 96 .* 64"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(
+    changes: dict[str, int], reason: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    config = llama()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(WrongSettingError, match=f"--speculative-model .*{reason}"):
+        load(tiny_llama, save_model(config, tmp_path / "draft"))
+
+
+def test_a_draft_model_that_cannot_be_served_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    BloomConfig().save_pretrained(tmp_path / "bloom")
+    (tmp_path / "bloom/model.safetensors").touch()
+    for draft, reason in (("bloom", "BloomForCausalLM"), ("absent", "no such folder")):
+        with pytest.raises(WrongSettingError, match=f"--speculative-model .*{reason}"):
+            load(tiny_llama, tmp_path / draft)
+
+
+def test_a_draft_model_needs_drafts(tmp_path: Path) -> None:
+    settings = worker_settings(tmp_path, speculative_model="draft")
+    with pytest.raises(WrongSettingError, match=r"--speculative-model .* set it to 1 or more"):
+        require_speculation(settings, torch.device("cpu"))
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    folders = [save_model(llama(), tmp_path / name) for name in ("target", "draft")]
+    tokenizers = [
+        {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]},
+        {"model": {"vocab": {"b": 0, "a": 1}}},
+    ]
+    for folder, tokenizer in zip(folders, tokenizers, strict=True):
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(WrongSettingError, match=r"3 tokens differ, the first is 0: 'b', .* 'a'"):
+        load(*folders)
+
+
+def test_vocabularies_are_compared_by_what_an_id_stands_for(tmp_path: Path) -> None:
+    target, draft = tmp_path / "target.json", tmp_path / "draft.json"
+    target.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": None}))
+    assert vocabulary_difference(target, draft) is None
+    draft.write_text(json.dumps({"model": {"vocab": [["a", -1.5], ["b", -2.0]]}}))
+    assert vocabulary_difference(target, draft) is None
+    draft.write_text(json.dumps({"model": {"vocab": [["a", -1.5]]}}))
+    assert vocabulary_difference(target, draft) == (
+        "1 tokens differ, the first is 1: None, which the model has as 'b'"
+    )
+
+
+def test_drafts_that_cost_more_than_they_give_pause() -> None:
+    """At half a pass of the target for each draft, and at none."""
+    rows = np.array([1, 2])
+    priced, free = PricedLengths(5, 0.5, 4), PricedLengths(5, 0.0, 4)
+    assert priced.next(rows).tolist() == [1, 1]
+    assert free.next(rows).tolist() == [3, 3]
+    for lengths in (priced, free):
+        for _ in range(20):
+            counts = lengths.next(rows)
+            drafted = counts > 0
+            right = np.array([counts[0], 0])
+            lengths.observe(rows[drafted], counts[drafted], right[drafted])
+        assert lengths.next(rows).tolist() == [5, 0]
+        later = []
+        for _ in range(64):
+            later.append(int(lengths.next(rows)[1]))
+            if later[-1]:
+                lengths.observe(rows[1:], np.array([1]), np.array([0]))
+        assert sum(later) == 2
+        lengths.admit(2)
+    assert priced.next(rows).tolist() == [5, 1]
