@@ -3,6 +3,7 @@
 // Methods of a class and not operations: torch searches the arguments of an operation that takes an
 // object, in Python, before each call.
 #include "decoder/stage_list.h"
+#include "threading/thread_pool.h"
 
 #include <torch/library.h>
 
@@ -36,6 +37,7 @@ Tensor run_forward(const WeightsPtr& weights, const CachesPtr& caches, const Ten
                    const std::optional<Tensor>& lm_head_bias, int64_t num_outputs,
                    const Tensor& block_table, const Tensor& query_start_loc,
                    const Tensor& seq_lens, const Tensor& slot_mapping) {
+  call_pool();
   caches->check(*weights);
   const auto rows = [&](int64_t num_rows, int64_t num_numbers) {
     return at::empty({num_rows, num_numbers}, cosine_table.options());

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "linear/weight_tensors.h"
@@ -23,6 +24,8 @@ namespace {
 
 // Threads take chunks dynamically: other threads make up for one that is delayed.
 constexpr int64_t kChunksPerThread = 16;
+// A chunk of few rows reads at most so many bytes of panels, to be short enough to wait for at the end.
+constexpr int64_t kMostChunkBytes = 1 << 20;
 // A chunk of fewer multiplications is short enough to wait for, and not divided further.
 constexpr int64_t kLeastMultiplications = 1 << 20;
 
@@ -59,7 +62,8 @@ class Tiling {
     num_blocks_ = ceil_div(num_rows_, block_rows_);
 
     const int64_t wanted = kChunksPerThread * at::get_num_threads();
-    chunk_panels_ = std::max<int64_t>(1, num_panels_ * num_blocks_ / wanted);
+    const int64_t most_panels = kMostChunkBytes / std::max<int64_t>(1, weight.panel_bytes);
+    chunk_panels_ = std::max<int64_t>(1, std::min(num_panels_ * num_blocks_ / wanted, most_panels));
     num_panel_chunks_ = ceil_div(num_panels_, chunk_panels_);
     const int64_t multiplications = block_rows_ * weight.num_inputs * chunk_panels_ * weight.panel_width;
     const int64_t most_parts = std::min(block_tiles, multiplications / kLeastMultiplications);
@@ -147,12 +151,13 @@ class Scratch {
   int64_t num_bytes_ = 0, number_ = kNone, first_row_ = 0;
 };
 
-Stage multiply_stage(const LinearCall& call, const Tiling& tiling, const std::vector<Panels>& next,
+Stage multiply_stage(const LinearCall& call, const Tiling& tiling, std::vector<Panels> next,
                      const Multiplier& multiplier) {
   // The number is unique in the process: a thread recognises the rows in its scratch memory by it. So
   // a stage can be executed only once.
   static std::atomic<int64_t> num_products{0};
-  const auto work = [call, tiling, next, &multiplier, number = num_products++](int64_t index) {
+  auto work = [call, tiling, next = std::move(next), &multiplier,
+               number = num_products++](int64_t index) {
     thread_local Scratch scratch;
     Chunk chunk = tiling.chunk(index);
     if (chunk.first_tile == chunk.end_tile) return;
@@ -162,7 +167,7 @@ Stage multiply_stage(const LinearCall& call, const Tiling& tiling, const std::ve
         call, chunk,
         scratch.with_rows_of(number, call, chunk.first_row, chunk.end_row, multiplier));
   };
-  return {tiling.num_chunks(), Stage::kRanges, work};
+  return {tiling.num_chunks(), Stage::kRanges, std::move(work)};
 }
 
 void check_weight(const Weight& weight, const std::optional<Tensor>& bias, int64_t num_inputs,

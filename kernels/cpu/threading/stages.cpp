@@ -22,17 +22,26 @@ constexpr int64_t kNoChunk = std::numeric_limits<int64_t>::max();
 // kLeastOverdueNs; while none is done, after kFirstOverdueNs.
 constexpr int64_t kLeastOverdueNs = 30'000, kFirstOverdueNs = 300'000;
 
+// The first chunk of a thread's range, or of the queue, that has not begun.
+struct alignas(kLineBytes) Range {
+  std::atomic<int64_t> next;
+};
+
 // Which chunks of one stage have begun, and which are done.
 class Progress {
  public:
-  Progress(const Stage& stage, int64_t num_threads)
-      : stage_(stage),
-        num_ranges_(stage.order == Stage::kRanges ? num_threads : 1),
-        ranges_(new Range[num_ranges_]),
-        states_(new std::atomic<uint8_t>[stage.num_chunks]),
-        num_open_(stage.num_chunks) {
-    for (int64_t range = 0; range < num_ranges_; ++range) ranges_[range].next = begin_of(range);
-    for (int64_t chunk = 0; chunk < stage.num_chunks; ++chunk) states_[chunk] = kOpen;
+  enum State : uint8_t { kOpen, kBegun, kBegunAgain, kDone };
+
+  // Before any thread begins. `ranges` [num_ranges] and `states` [num_chunks], which are open, belong
+  // to the caller.
+  void prepare(int64_t num_chunks, int64_t num_ranges, Range* ranges, std::atomic<uint8_t>* states) {
+    num_chunks_ = num_chunks;
+    num_ranges_ = num_ranges;
+    ranges_ = ranges;
+    states_ = states;
+    num_open_.store(num_chunks, std::memory_order_relaxed);
+    for (int64_t range = 0; range < num_ranges; ++range)
+      ranges[range].next.store(begin_of(range), std::memory_order_relaxed);
   }
 
   bool is_done() const { return num_open_ == 0; }
@@ -69,21 +78,47 @@ class Progress {
   }
 
  private:
-  enum : uint8_t { kOpen, kBegun, kBegunAgain, kDone };
-  struct alignas(kLineBytes) Range {
-    std::atomic<int64_t> next;
-  };
-
   int64_t begin_of(int64_t range) const {
-    return begin_of_range(range, stage_.num_chunks, num_ranges_);
+    return begin_of_range(range, num_chunks_, num_ranges_);
   }
 
-  const Stage& stage_;
-  const int64_t num_ranges_;
-  const std::unique_ptr<Range[]> ranges_;
-  const std::unique_ptr<std::atomic<uint8_t>[]> states_;
-  alignas(kLineBytes) std::atomic<int64_t> num_open_;
+  int64_t num_chunks_ = 0, num_ranges_ = 0;
+  Range* ranges_ = nullptr;
+  std::atomic<uint8_t>* states_ = nullptr;
+  alignas(kLineBytes) std::atomic<int64_t> num_open_{0};
   std::atomic<int64_t> longest_ns_{0};
+};
+
+// The progress of all stages, in three pieces of memory: with pieces for each of hundreds of stages,
+// allocating would take as long as some stages.
+class AllProgress {
+ public:
+  AllProgress(const std::vector<Stage>& stages, int64_t num_threads)
+      : stages_(new Progress[stages.size()]) {
+    const auto num_ranges = [=](const Stage& stage) {
+      return stage.order == Stage::kRanges ? num_threads : 1;
+    };
+    int64_t all_ranges = 0, all_chunks = 0;
+    for (const Stage& stage : stages) all_ranges += num_ranges(stage), all_chunks += stage.num_chunks;
+    ranges_.reset(new Range[all_ranges]);
+    states_.reset(new std::atomic<uint8_t>[all_chunks]);
+    for (int64_t i = 0; i < all_chunks; ++i)
+      states_[i].store(Progress::kOpen, std::memory_order_relaxed);
+    Progress* progress = stages_.get();
+    Range* ranges = ranges_.get();
+    std::atomic<uint8_t>* states = states_.get();
+    for (const Stage& stage : stages) {
+      progress++->prepare(stage.num_chunks, num_ranges(stage), ranges, states);
+      ranges += num_ranges(stage), states += stage.num_chunks;
+    }
+  }
+
+  Progress& operator[](int64_t stage) { return stages_[stage]; }
+
+ private:
+  const std::unique_ptr<Progress[]> stages_;
+  std::unique_ptr<Range[]> ranges_;
+  std::unique_ptr<std::atomic<uint8_t>[]> states_;
 };
 
 // One execution of all stages.
@@ -93,18 +128,15 @@ class Execution {
       : stages_(stages),
         backup_(backup),
         num_threads_(num_threads),
-        threads_(new ThreadState[num_threads]) {
-    progress_.reserve(stages.size());
-    for (const Stage& stage : stages)
-      progress_.push_back(std::make_unique<Progress>(stage, num_threads));
-  }
+        threads_(new ThreadState[num_threads]),
+        progress_(stages, num_threads) {}
 
   // Executes all stages on one of the threads.
   void work(int64_t thread) {
     const auto num_stages = static_cast<int64_t>(stages_.size());
     for (int64_t stage = 0; stage < num_stages; ++stage) {
       threads_[thread].stage = stage;
-      if (progress_[stage]->is_done()) continue;
+      if (progress_[stage].is_done()) continue;
       wait_until_idle(stages_[stage].num_must_be_idle);
       execute_chunks(stage, thread);
       wait_for_end(stage, thread);
@@ -145,7 +177,7 @@ class Execution {
   void execute_chunks(int64_t stage, int64_t thread) {
     const BusyMark busy(threads_[thread]);
     int64_t now = now_ns();
-    for (int64_t chunk; (chunk = progress_[stage]->begin(thread)) != kNoChunk;)
+    for (int64_t chunk; (chunk = progress_[stage].begin(thread)) != kNoChunk;)
       now = execute(stage, thread, chunk, now);
   }
 
@@ -163,14 +195,14 @@ class Execution {
     }
     state.chunk = kNoChunk;
     const int64_t ended_ns = now_ns();
-    progress_[stage]->end(chunk, ended_ns - begun_ns);
+    progress_[stage].end(chunk, ended_ns - begun_ns);
     return ended_ns;
   }
 
   // Waits until all chunks are done, and executes stragglers.
   void wait_for_end(int64_t stage, int64_t thread) {
     SpinWait wait;
-    while (!progress_[stage]->is_done()) {
+    while (!progress_[stage].is_done()) {
       wait.spin_once();
       if (backup_ == Backup::kStragglers && wait.is_clock_due()) execute_stragglers(stage, thread);
     }
@@ -183,10 +215,10 @@ class Execution {
       const int64_t chunk = state.chunk;
       if (other == thread || state.stage != stage || chunk == kNoChunk) continue;
       const int64_t now = now_ns();
-      if (now - state.since_ns < progress_[stage]->overdue_ns()) continue;
+      if (now - state.since_ns < progress_[stage].overdue_ns()) continue;
       // The thread may have moved on since. Then `chunk` is another chunk of this stage, or out of
       // its range.
-      if (chunk < stages_[stage].num_chunks && progress_[stage]->begin_again(chunk))
+      if (chunk < stages_[stage].num_chunks && progress_[stage].begin_again(chunk))
         execute(stage, thread, chunk, now);
     }
   }
@@ -195,7 +227,7 @@ class Execution {
   const Backup backup_;
   const int64_t num_threads_;
   const std::unique_ptr<ThreadState[]> threads_;
-  std::vector<std::unique_ptr<Progress>> progress_;
+  AllProgress progress_;
   std::atomic<bool> failed_{false};
   std::mutex error_mutex_;
   std::exception_ptr error_;

@@ -29,12 +29,17 @@ class ThreadPool {
     num_threads_ = num_threads;
     work_ = &work;
     ++number_;
-    if (num_sleeping_ > 0) wake();
+    wake_sleeping();
     work(0);
     work_ = nullptr;
     SpinWait wait;
     while (num_active_ > 0) wait.spin_once();
     busy_.clear();
+  }
+
+  void call() {
+    ++num_calls_;
+    wake_sleeping();
   }
 
  private:
@@ -58,8 +63,9 @@ class ThreadPool {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  void wake() {
-    // A thread that is about to sleep reads the number once more under this lock.
+  void wake_sleeping() {
+    if (num_sleeping_ == 0) return;
+    // A thread that is about to sleep reads the numbers once more under this lock.
     { const std::lock_guard<std::mutex> lock(sleep_); }
     woken_.notify_all();
   }
@@ -80,15 +86,18 @@ class ThreadPool {
 
   // Returns when the number of the current work differs from `seen`.
   void wait_for_work(int64_t seen) {
-    const int64_t begun_ns = now_ns();
+    int64_t begun_ns = now_ns();
     SpinWait wait;
     while (number_ == seen) {
       wait.spin_once();
       if (wait.is_clock_due() && now_ns() - begun_ns > kSpinNs) {
         std::unique_lock<std::mutex> lock(sleep_);
         ++num_sleeping_;
-        woken_.wait(lock, [&] { return number_ != seen; });
+        woken_.wait(lock, [&, calls = num_calls_.load()] {
+          return number_ != seen || num_calls_ != calls;
+        });
         --num_sleeping_;
+        begun_ns = now_ns();
       }
     }
   }
@@ -96,7 +105,7 @@ class ThreadPool {
   std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   int64_t num_started_ = 0;
   std::atomic<const Work*> work_{nullptr};
-  std::atomic<int64_t> num_threads_{0}, number_{0}, num_active_{0}, num_sleeping_{0};
+  std::atomic<int64_t> num_threads_{0}, number_{0}, num_active_{0}, num_sleeping_{0}, num_calls_{0};
   std::mutex sleep_;
   std::condition_variable woken_;
 };
@@ -108,20 +117,22 @@ std::atomic<ThreadPool*>& process_pool() {
   return pool;
 }
 
+ThreadPool& pool() {
+  ThreadPool* pool = process_pool();
+  if (pool) return *pool;
+  auto* created = new ThreadPool;
+  if (process_pool().compare_exchange_strong(pool, created)) {
+    pthread_atfork(nullptr, nullptr, [] { process_pool() = nullptr; });
+    return *created;
+  }
+  delete created;
+  return *pool;
+}
+
 }  // namespace
 
-void run_on_pool(int64_t num_threads, const Work& work) {
-  ThreadPool* pool = process_pool();
-  if (!pool) {
-    auto* created = new ThreadPool;
-    if (process_pool().compare_exchange_strong(pool, created)) {
-      pool = created;
-      pthread_atfork(nullptr, nullptr, [] { process_pool() = nullptr; });
-    } else {
-      delete created;
-    }
-  }
-  pool->run(num_threads, work);
-}
+void run_on_pool(int64_t num_threads, const Work& work) { pool().run(num_threads, work); }
+
+void call_pool() { pool().call(); }
 
 }  // namespace quire

@@ -16,4 +16,8 @@ namespace quire {
 // threads that have.
 void run_on_pool(int64_t num_threads, const std::function<void(int64_t thread)>& work);
 
+// Wakes the threads that sleep: to wake up takes them as long as it takes to prepare work. They spin for
+// the next moment.
+void call_pool();
+
 }  // namespace quire
