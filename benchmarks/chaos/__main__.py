@@ -51,6 +51,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--times", type=int, default=25, help="injections of each fault; default: 25"
     )
     parser.add_argument("--engine", choices=list(SETTINGS), default="sim")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        help="drafts of a row in a step; the references have none; default: 0",
+    )
     parser.add_argument("--seed", type=int, help="for requests and times; default: random")
     parser.add_argument("--streams", type=int, default=32, help="concurrent streams; default: 32")
     parser.add_argument("--requests", type=int, default=96, help="distinct requests; default: 96")
@@ -80,6 +86,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         num_streams=options.streams,
         num_requests=options.requests,
         bound_s=options.bound_s,
+        num_speculative_tokens=options.num_speculative_tokens,
         logs=options.logs or _ROOT / f".cache/chaos/{began}-{seed}",
     )
 

@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.chaos.comparison import Verdict
@@ -17,6 +17,7 @@ from benchmarks.chaos.stack import LOGPROB_TOLERANCES, SETTINGS, ChaosStack, Not
 from benchmarks.chaos.steady import wait_until_steady
 from benchmarks.chaos.streams import Reference, Streams
 from quire.client.async_client import AsyncClient
+from quire.client.decode_counts import DecodeCounts
 
 # Before the first fault: measures the ordinary pauses of streams.
 _BASELINE_S = 8.0
@@ -43,6 +44,14 @@ class Plan:
     bound_s: float
     # Folder for the event log and the logs of the processes.
     logs: Path
+    # Drafts of a row in a step. The references have none.
+    num_speculative_tokens: int = 0
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Of the services."""
+        drafts = {"QUIRE_WORKER_NUM_SPECULATIVE_TOKENS": str(self.num_speculative_tokens)}
+        return {**SETTINGS[self.engine], **drafts}
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Outcome:
     recoveries: dict[str, list[float]] = field(default_factory=dict)
     # Recovered tokens by fault, as counted by the leader after the fault.
     recovered: dict[str, Recovered] = field(default_factory=dict)
+    # Of the last leader that has seen accepted drafts; None without one.
+    decoded: DecodeCounts | None = None
     num_requests: int = 0
     num_cancelled: int = 0
     num_tokens: int = 0
@@ -84,7 +95,7 @@ class Outcome:
 
 
 async def run(plan: Plan, events: Events) -> Outcome:
-    stack = ChaosStack(plan.model, SETTINGS[plan.engine])
+    stack = ChaosStack(plan.model, plan.settings)
     events.log(f"seed {plan.seed}; starting the stack")
     await asyncio.to_thread(stack.local.start)
     outcome = Outcome()
@@ -128,6 +139,9 @@ class _Experiment:
             await self._disturb(streams)
         except NotSteadyError as error:
             self._violation(str(error))
+        else:
+            if self._plan.num_speculative_tokens and self._outcome.decoded is None:
+                self._violation("no draft was accepted")
         finally:
             await streams.close()
             self._count(streams)
@@ -145,13 +159,21 @@ class _Experiment:
 
     async def _references(self) -> list[Reference]:
         requests = catalogue(self._plan.seed, self._plan.num_requests)
+        drafted = self._plan.num_speculative_tokens > 0
         self._events.log(f"{len(requests)} reference requests")
         free = asyncio.Semaphore(self._plan.num_streams)
         tolerance = LOGPROB_TOLERANCES[self._plan.engine]
         async with AsyncClient(self._stack.local.address) as client:
             return await asyncio.gather(
                 *(
-                    _reference(client, request, f"{self._plan.seed}-reference-{i}", tolerance, free)
+                    _reference(
+                        client,
+                        request,
+                        f"{self._plan.seed}-reference-{i}",
+                        tolerance,
+                        free,
+                        speculation=False if drafted else None,
+                    )
                     for i, request in enumerate(requests)
                 )
             )
@@ -190,6 +212,9 @@ class _Experiment:
         status = await asyncio.to_thread(self._stack.status)
         if status is None:
             return
+        counts = DecodeCounts.of(status.workers)
+        if sum(counts.num_accepted_tokens):
+            self._outcome.decoded = counts
         found = {}
         for worker in status.workers:
             now = Recovered(worker.num_recovered_tokens, worker.num_recovered_hit_tokens)
@@ -235,9 +260,11 @@ async def _reference(
     request_id: str,
     tolerance: float,
     free: asyncio.Semaphore,
+    speculation: bool | None,
 ) -> Reference:
+    params = replace(request.params, speculation=speculation)
     async with free:
         output = await client.generate(
-            request.prompt, request.params, request_id=request_id, timeout_s=_REFERENCE_TIMEOUT_S
+            request.prompt, params, request_id=request_id, timeout_s=_REFERENCE_TIMEOUT_S
         )
     return Reference(request, output, tolerance)

@@ -50,6 +50,16 @@ def _summary(plan: Plan, outcome: Outcome) -> str:
         f"{outcome.num_requests:,} streams with {outcome.num_tokens:,} tokens were compared, token "
         "by token, with the same requests without faults; clients cancelled "
         f"{outcome.num_cancelled:,} of them."
+        f"{_speculation(plan, outcome)}"
+    )
+
+
+def _speculation(plan: Plan, outcome: Outcome) -> str:
+    if not plan.num_speculative_tokens or outcome.decoded is None:
+        return ""
+    return (
+        f" The streams had up to {plan.num_speculative_tokens} drafts in a step, of which "
+        f"{outcome.decoded.acceptance:.0%} were accepted; the requests without faults had none."
     )
 
 

@@ -90,6 +90,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         longest_jump: int = 0,
         num_holds: int = 0,
         num_speculative_tokens: int = 0,
+        acceptance_rate: float = 0.7,
     ) -> None:
         self.hello = worker_pb2.Hello(
             incarnation=incarnation,
@@ -115,7 +116,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 max_num_batched_tokens=max_num_batched_tokens,
                 longest_jump=longest_jump,
                 num_speculative_tokens=num_speculative_tokens,
-                acceptance_rate=0.7,
+                acceptance_rate=acceptance_rate,
             )
         )
         self.runner.num_holds = num_holds

@@ -48,7 +48,7 @@ REQUESTS = st.fixed_dictionaries(
 
 
 @st.composite
-def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int]:
+def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, Any]:
     """Pools down to one that holds exactly the longest sequence."""
     return {
         "num_blocks": 1 + max_model_len // block_size + draw(st.sampled_from([0, 0, 1, 4, 30])),
@@ -59,11 +59,12 @@ def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, int
         "longest_jump": draw(st.sampled_from([0, 1, 3, 16])),
         "num_holds": draw(st.sampled_from([0, 0, 1, 3])),
         "num_speculative_tokens": draw(st.sampled_from([0, 0, 1, 3, 5])),
+        "acceptance_rate": draw(st.sampled_from([0.7, 0.0, 0.3, 1.0])),
     }
 
 
 @st.composite
-def worker_sets(draw: st.DrawFn) -> list[dict[str, int]]:
+def worker_sets(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Workers of different sizes with one model."""
     block_size = draw(st.sampled_from([2, 4, 16]))
     max_model_len = draw(st.sampled_from([32, 64]))
@@ -117,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        pools: list[dict[str, int]],
+        pools: list[dict[str, Any]],
         options: dict[str, object],
         requests: list[dict[str, Any]],
         all_unary: bool,
@@ -126,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.submit(requests)
 
     async def _start(
-        self, pools: list[dict[str, int]], options: dict[str, object], all_unary: bool
+        self, pools: list[dict[str, Any]], options: dict[str, object], all_unary: bool
     ) -> None:
         self.pools = pools
         with redis.Redis.from_url(self.redis_url) as client:

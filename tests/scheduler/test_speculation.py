@@ -61,6 +61,26 @@ async def test_drafts_change_no_token_and_save_steps(redis_url, sockets, depth, 
         check_positions(stats, results, most)
 
 
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+async def test_all_drafts_or_none_are_right(redis_url, sockets, rate):
+    """Blocks add up after every step, and all are free at the end."""
+    worker = CheckingWorker(1, num_blocks=40, num_speculative_tokens=4, acceptance_rate=rate)
+    results = recorded(worker)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        for seed in range(3):
+            await gateway.submit(prompt(9, seed), max_tokens=41, seed=seed)
+        await check_outputs(gateway)
+        stats, lane = stack.only_lane.stats, stack.only_lane
+        await until(lambda: lane.num_free_blocks == 39, "the release of all blocks")
+        assert num_drafted(results) > 0
+        if not rate:
+            assert stats.num_row_steps >= 3 * 41
+        # Drafts are cut where blocks have no room for them yet.
+        assert num_accepted(results) == rate * num_drafted(results)
+        await worker.check()
+
+
 async def test_choices_logprobs_and_jumps_beside_one_another(redis_url, sockets):
     worker = CheckingWorker(1, 160, num_speculative_tokens=4, longest_jump=7)
     results = recorded(worker)

@@ -44,6 +44,7 @@ class SimDriver:
         scheduled: Items[tuple[int, int]] = (),
         seed: int = 0,
         num_logprobs: int = 0,
+        lookahead: int = 0,
         epoch: int = 1,
         step: int | None = None,
     ) -> StepOutput:
@@ -56,6 +57,7 @@ class SimDriver:
             append(plan, row, blocks)
         for row, count in scheduled:
             schedule(plan, row, count)
+            plan.schedule.num_lookahead_tokens.append(lookahead)
         for moves, pairs in (
             (plan.swap_outs, swap_outs),
             (plan.swap_ins, swap_ins),

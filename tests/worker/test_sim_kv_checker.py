@@ -1,5 +1,7 @@
 """Every rule of the KV checker: what breaks it is caught, what comes close to it is not."""
 
+from dataclasses import replace
+
 import pytest
 from sim_driver import SMALL, SimDriver
 from sim_tokens import token_at
@@ -202,3 +204,31 @@ def test_a_running_row_fills_a_block_of_a_row_admitted_in_the_same_plan() -> Non
     worker.run(admissions=[(0, list(range(1, 10)), 0, [1, 2, 3])], scheduled=[(0, 3)])
     worker.run(admissions=[(1, [*range(1, 9), 50], 8, [1, 2, 4])], scheduled=[(0, 6), (1, 1)])
     assert worker.runner.kv_checker.violations == []
+
+
+@pytest.mark.parametrize("acceptance_rate", [0.0, 1.0])
+def test_slots_of_rejected_drafts_hold_another_prefix(acceptance_rate: float) -> None:
+    """So that blocks with such slots cannot be published unnoticed."""
+    model = replace(SMALL, num_speculative_tokens=3, acceptance_rate=acceptance_rate)
+    worker = SimDriver(model)
+    worker.run(admissions=[(0, _FIVE, 0, [1, 2])], scheduled=[(0, 5)])
+    # The blocks have room for two drafts behind the sixth token.
+    output = worker.run(scheduled=[(0, 1)], lookahead=3)
+    assert output.num_draft_tokens == [1, 1]
+    assert output.num_accepted_tokens == ([1, 1] if acceptance_rate else [])
+    assert output.num_computed_tokens == [8 if acceptance_rate else 6]
+    whole = [*_FIVE, *(token_at(0, position, 1000) for position in range(5, 9))]
+    admitted = {"release": [0], "scheduled": [(1, 1)]}
+    if acceptance_rate:
+        worker.run(admissions=[(1, whole, 8, [1, 2, 3])], **admitted)
+    else:
+        worker.refuses(Rule.FOREIGN, admissions=[(1, whole, 8, [1, 2, 3])], **admitted)
+
+
+def test_slots_of_rejected_drafts_are_written_again() -> None:
+    worker = SimDriver(replace(SMALL, num_speculative_tokens=3))
+    worker.run(admissions=[(0, _FIVE, 0, [1, 2])], scheduled=[(0, 5)])
+    for _ in range(3):
+        worker.run(scheduled=[(0, 1)], lookahead=3)
+    whole = [*_FIVE, *(token_at(0, position, 1000) for position in range(5, 9))]
+    worker.run(release=[0], admissions=[(1, whole, 8, [1, 2, 3])], scheduled=[(1, 1)])
