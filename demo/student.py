@@ -10,7 +10,6 @@ import argparse
 import json
 import platform
 import random
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -191,22 +190,20 @@ def measure(
     return Agreement(*(round(share, 3) for share in shares))
 
 
-def student_folder(folder: Path) -> Path:
-    """A folder with a student; it is trained if the folder has none of this recipe."""
+def has_student(folder: Path, recipe: StudentRecipe) -> bool:
+    """Whether the folder has a student of the same recipe."""
     record = folder / _RECORD
-    recipe = StudentRecipe()
-    if record.exists() and json.loads(record.read_text())["recipe"] == asdict(recipe):
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    train(recipe, folder)
-    return folder
+    return record.exists() and json.loads(record.read_text())["recipe"] == asdict(recipe)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     default = Path(__file__).parents[1] / ".cache/demo-student"
     parser.add_argument("--folder", type=Path, default=default)
-    print(train(StudentRecipe(), parser.parse_args().folder))
+    parser.add_argument("--keep", action="store_true", help="keep a student of the same recipe")
+    options, recipe = parser.parse_args(), StudentRecipe()
+    if not (options.keep and has_student(options.folder, recipe)):
+        print(train(recipe, options.folder))
 
 
 if __name__ == "__main__":

@@ -1,95 +1,20 @@
-"""The same requests with speculation and without, through all services."""
+"""Prompt lookup: the same requests with speculation and without, through all services."""
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from random import Random
-from statistics import median
 
-from benchmarks.engines.host import EngineError
 from benchmarks.engines.models import SMALL
 from benchmarks.engines.systems import ROOT, Bench
 from benchmarks.engines.workload import MAX_MODEL_LEN
-from benchmarks.report import Cell, Column, Part, Target
-from quire.client.client import Client
-from quire.client.operations import Operations
-from quire.client.sampling_params import SamplingParams
-from quire.launcher.stack import LocalStack
+from benchmarks.report import Cell, Part, Target
+from benchmarks.speculation.stacks import COLUMNS, Stack, Work, compare
 
 PART = "service"
 FOLDER = ROOT / ".cache/engines"
 NUM_SPECULATIVE_TOKENS = 5
 _PROMPT_LENGTH = 160
-_TIMEOUT_S = 10.0
 _LEAST_SPEEDUP, _MOST_LOSS = 1.8, 0.02
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Requests at once. Those that copy are greedy; the others are sampled at temperature 1."""
-
-    title: str
-    num_requests: int
-    copies: bool
-
-    def prompts(self) -> list[list[int]]:
-        draw = Random(self.num_requests)
-        return [
-            [draw.randrange(SMALL.vocab_size) for _ in range(_PROMPT_LENGTH)]
-            for _ in range(self.num_requests)
-        ]
-
-    def params(self, num_tokens: int) -> list[SamplingParams]:
-        return [
-            SamplingParams(
-                temperature=0.0 if self.copies else 1.0,
-                seed=seed,
-                max_tokens=num_tokens,
-                ignore_eos=True,
-            )
-            for seed in range(self.num_requests)
-        ]
-
-
-_WORKS = (
-    _Work("repeating itself", 1, True),
-    _Work("random", 1, False),
-    _Work("random", 8, False),
-)
-
-
-class _Service:
-    """A stack of its own, with the most drafts of a row."""
-
-    def __init__(self, opened: ExitStack, num_speculative_tokens: int) -> None:
-        stack = LocalStack(
-            str(Bench(FOLDER, None).model_folder(SMALL)),
-            settings={
-                "QUIRE_WORKER_DTYPE": "float32",
-                "QUIRE_WORKER_DEVICE": "cpu",
-                "QUIRE_WORKER_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
-                "QUIRE_WORKER_KV_CACHE_MEMORY": str(SMALL.kv_cache_bytes),
-                "QUIRE_WORKER_NUM_SPECULATIVE_TOKENS": str(num_speculative_tokens),
-            },
-        )
-        local = opened.enter_context(stack)
-        self._client = opened.enter_context(Client(local.address))
-        self._operations = opened.enter_context(Operations(local.scheduler_address))
-
-    def run(self, work: _Work, num_tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and what was written."""
-        self._operations.reset_prefix_cache(_TIMEOUT_S)
-        prompts, params = work.prompts(), work.params(num_tokens)
-        began_s = time.perf_counter()
-        written = self._client.generate_all(list(prompts), params)
-        seconds = time.perf_counter() - began_s
-        return seconds, [list(request.outputs[0].token_ids) for request in written]
-
-    def drafts(self) -> tuple[int, int]:
-        """Proposed and accepted tokens so far."""
-        [worker] = self._operations.status(False, _TIMEOUT_S).workers
-        return sum(worker.num_draft_tokens), sum(worker.num_accepted_tokens)
 
 
 def service(num_rounds: int, num_tokens: int) -> Part:
@@ -97,34 +22,34 @@ def service(num_rounds: int, num_tokens: int) -> Part:
     differ."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
-        without, speculating = (_Service(opened, most) for most in (0, NUM_SPECULATIVE_TOKENS))
-        rows = [_row(without, speculating, work, num_rounds, num_tokens) for work in _WORKS]
+        without, speculating = (_stack(opened, most) for most in (0, NUM_SPECULATIVE_TOKENS))
+        rows = [
+            compare(without, speculating, work, num_rounds)
+            for work in (
+                _work("repeating itself", 1, 0.0, num_tokens),
+                _work("random", 1, 1.0, num_tokens),
+                _work("random", 8, 1.0, num_tokens),
+            )
+        ]
     return _part(rows, num_rounds, num_tokens)
 
 
-def _row(
-    without: _Service, speculating: _Service, work: _Work, num_rounds: int, num_tokens: int
-) -> Mapping[str, Cell]:
-    services = (without, speculating)
-    if without.run(work, num_tokens)[1] != speculating.run(work, num_tokens)[1]:
-        raise EngineError(f"{work.title}, {work.num_requests}: speculation changes the output")
-    before = speculating.drafts()
-    rounds: list[tuple[float, float]] = []
-    for number in range(num_rounds):
-        order = (0, 1) if number % 2 else (1, 0)
-        seconds = {index: services[index].run(work, num_tokens)[0] for index in order}
-        rounds.append((seconds[0], seconds[1]))
-    drafted, accepted = (now - then for now, then in zip(speculating.drafts(), before, strict=True))
-    total = work.num_requests * num_tokens
-    return {
-        "text": work.title,
-        "requests": work.num_requests,
-        "without": median(total / one for one, _ in rounds),
-        "with": median(total / one for _, one in rounds),
-        "speedup": median(one / other for one, other in rounds),
-        "drafted": drafted / (num_rounds * total),
-        "accepted": accepted / drafted if drafted else None,
+def _stack(opened: ExitStack, num_speculative_tokens: int) -> Stack:
+    settings = {
+        "MAX_MODEL_LEN": str(MAX_MODEL_LEN),
+        "KV_CACHE_MEMORY": str(SMALL.kv_cache_bytes),
+        "NUM_SPECULATIVE_TOKENS": str(num_speculative_tokens),
     }
+    return Stack(opened, Bench(FOLDER, None).model_folder(SMALL), settings)
+
+
+def _work(title: str, num_requests: int, temperature: float, num_tokens: int) -> Work:
+    draw = Random(num_requests)
+    prompts = [
+        [draw.randrange(SMALL.vocab_size) for _ in range(_PROMPT_LENGTH)]
+        for _ in range(num_requests)
+    ]
+    return Work(title, [prompts], num_tokens, temperature)
 
 
 def _part(rows: Sequence[Mapping[str, Cell]], num_rounds: int, num_tokens: int) -> Part:
@@ -141,15 +66,7 @@ def _part(rows: Sequence[Mapping[str, Cell]], num_rounds: int, num_tokens: int) 
             "looking for it. Ratios of the two stacks without any draft show how far the machine "
             "can distinguish them."
         ],
-        columns=[
-            Column("text", "output"),
-            Column("requests", "requests", "d"),
-            Column("without", "tokens/s without", ",.0f"),
-            Column("with", "with", ",.0f"),
-            Column("speedup", "speed-up", ".3f"),
-            Column("drafted", "drafts per token", ".2f"),
-            Column("accepted", "accepted", ".0%"),
-        ],
+        columns=COLUMNS,
         rows=rows,
         targets=[_target(row) for row in rows],
     )

@@ -167,16 +167,16 @@ class _Step(Generic[SeqT]):
         self.decision.scheduled += self._decodes
         self.decision.num_scheduled_tokens += [1] * len(self._decodes)
 
-    def _missing_blocks(self, row: SeqT, num_more_tokens: int = 0) -> int:
-        return self._num_blocks_of(row, num_more_tokens) - len(row.block_ids)
+    def _missing_blocks(self, row: SeqT, num_more_rounds: int = 0) -> int:
+        return self._num_blocks_of(row, num_more_rounds) - len(row.block_ids)
 
-    def _num_blocks_of(self, row: SeqT, num_more_tokens: int = 0) -> int:
-        """Blocks that a row needs in all, look-ahead included."""
-        num_slots = row.num_tokens + num_more_tokens + self._num_lookahead_slots
+    def _num_blocks_of(self, row: SeqT, num_more_rounds: int = 0) -> int:
+        """Blocks that a row needs in all, look-ahead of each round included, to its last token."""
+        num_slots = row.num_tokens + num_more_rounds + self._num_lookahead_slots
         if self._reserves_jumps:
-            num_slots += row.num_lookahead_tokens
-        num_slots = min(num_slots, self._limits.max_model_len)
-        return blocks_for(num_slots, self._limits.block_size)
+            more = row.num_lookahead_tokens * (1 + num_more_rounds)
+            num_slots = max(num_slots, min(num_slots + more, row.max_num_tokens))
+        return blocks_for(min(num_slots, self._limits.max_model_len), self._limits.block_size)
 
     def _preempt(self, missing: dict[SeqT, int], num_needed: int) -> list[tuple[SeqT, int]]:
         """Preempt rows; return the blocks that the remaining ones miss."""

@@ -174,6 +174,17 @@ def test_blocks_of_all_rounds_are_appended_at_once():
     assert schedule(ahead, rounds_view([short, long], 3)).appends == [(short, 1), (long, 1)]
 
 
+def test_rounds_have_blocks_for_the_look_ahead_of_each_up_to_the_last_token():
+    one = decoding(0, 16, [1])
+    one.num_lookahead_tokens = 10
+    # Of 16 tokens, 3 rounds more, and 4 * 10 of the look-ahead.
+    assert schedule(LIMITS, rounds_view([one], 4)).appends == [(one, 3)]
+    one.max_num_tokens = 40
+    assert schedule(LIMITS, rounds_view([one], 4)).appends == [(one, 2)]
+    one.max_num_tokens = 17
+    assert schedule(LIMITS, rounds_view([one], 4)).appends == [(one, 1)]
+
+
 def test_no_row_is_preempted_for_rounds():
     running = [decoding(0, 16, [1]), decoding(1, 16, [2])]
     decision = schedule(LIMITS, rounds_view(running, 2, num_free_blocks=1))

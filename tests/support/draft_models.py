@@ -12,6 +12,7 @@ from worker_svc.runner.sampling_params import SamplingParams
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.speculation.draft_model import DraftModel
 from worker_svc.speculation.draft_passes import DraftPasses
+from worker_svc.speculation.priced_lengths import DraftPrice
 
 
 def save_disturbed(target: Path, folder: Path, scale: float = 0.1) -> Path:
@@ -52,7 +53,7 @@ def passes_of(loaded: LoadedRunner) -> DraftPasses:
 
 
 def free_drafts(loaded: LoadedRunner, most: int) -> DraftModel:
-    """A drafter with the passes of a loaded one, whose passes have no price."""
+    """A drafter with the passes of a loaded one, whose passes cost next to nothing."""
     tables = runner_of(loaded)._tables
     params = SamplingParams(tables, torch.device("cpu"))
-    return DraftModel(most, 0.0, passes_of(loaded), tables, params)
+    return DraftModel(most, DraftPrice(0.05, 0.05), passes_of(loaded), tables, params)

@@ -30,7 +30,7 @@ from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.settings import WrongSettingError
 from worker_svc.speculation import draft_budget
 from worker_svc.speculation.draft_passes import DraftPasses
-from worker_svc.speculation.priced_lengths import PricedLengths
+from worker_svc.speculation.priced_lengths import DraftPrice, PricedLengths
 from worker_svc.speculation.vocabularies import vocabulary_difference
 
 MOST = 5
@@ -276,9 +276,9 @@ def test_vocabularies_are_compared_by_what_an_id_stands_for(tmp_path: Path) -> N
 
 
 def test_drafts_that_cost_more_than_they_give_pause() -> None:
-    """At half a pass of the target for each draft, and at none."""
+    """At half a step for each draft, and at a twentieth."""
     rows = np.array([1, 2])
-    priced, free = PricedLengths(5, 0.5, 4), PricedLengths(5, 0.0, 4)
+    priced, free = (PricedLengths(5, DraftPrice(price, 9.0), 4) for price in (0.5, 0.05))
     assert priced.next(rows).tolist() == [1, 1]
     assert free.next(rows).tolist() == [3, 3]
     for lengths in (priced, free):
@@ -296,3 +296,15 @@ def test_drafts_that_cost_more_than_they_give_pause() -> None:
         assert sum(later) == 2
         lengths.admit(2)
     assert priced.next(rows).tolist() == [5, 1]
+
+
+def test_drafts_of_small_models_are_dearer_in_plans_of_several_rounds() -> None:
+    """A plan of one round takes time in all services, which each accepted draft saves."""
+    small, large = DraftPrice.of(1e6, 7e6), DraftPrice.of(1e9, 7e9)
+    assert small.of_round > 2 * small.of_plan
+    assert large.of_plan == pytest.approx(1 / 7 + 0.05, rel=0.01)
+    assert large.of_round == pytest.approx(large.of_plan, rel=0.01)
+    lengths, rows = PricedLengths(5, DraftPrice(0.1, 0.3), 1), np.array([0])
+    for is_one_of_rounds, most in ((False, 2), (True, 1)):
+        lengths.begin_step(is_one_of_rounds=is_one_of_rounds)
+        assert lengths.next(rows).tolist() == [most]

@@ -88,6 +88,7 @@ class Plan:
     num_rounds: Ints = field(default_factory=lambda: _NOTHING)  # one per scheduled row, or none
     num_lookahead_tokens: Ints = field(default_factory=lambda: _NOTHING)  # the same
     round: int = 0  # the index of this part in a plan of several rounds
+    is_one_of_rounds: bool = False  # whether it is such a part
     arrived_ns: int = field(default_factory=time.monotonic_ns, compare=False)
 
     @property
@@ -96,8 +97,9 @@ class Plan:
 
     def rounds(self) -> Iterator["Plan"]:
         """This plan, split into plans of one round each."""
-        yield replace(self, num_rounds=_NOTHING)
-        for done in range(1, int(self.num_rounds.max(initial=0))):
+        most = int(self.num_rounds.max(initial=0))
+        yield replace(self, num_rounds=_NOTHING, is_one_of_rounds=most > 1)
+        for done in range(1, most):
             running = self.num_rounds > done
             rows, lookahead = self.rows[running], self.num_lookahead_tokens
             yield Plan(
@@ -113,6 +115,7 @@ class Plan:
                 num_scheduled_tokens=np.ones_like(rows),
                 num_lookahead_tokens=lookahead[running] if len(lookahead) else lookahead,
                 round=done,
+                is_one_of_rounds=True,
                 arrived_ns=self.arrived_ns,
             )
 

@@ -22,6 +22,7 @@ from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.speculation.draft_model import DraftModel
 from worker_svc.speculation.draft_passes import DraftPasses
 from worker_svc.speculation.drafter import Drafter
+from worker_svc.speculation.priced_lengths import DraftPrice
 from worker_svc.speculation.prompt_lookup import PromptLookup
 from worker_svc.speculation.vocabularies import vocabulary_difference
 
@@ -34,7 +35,7 @@ class LoadedDraftModel:
 
     source: ModelSource
     cached: CachedLayers
-    price: float  # of a pass, in passes of the target
+    price: DraftPrice
 
 
 def require_speculation(settings: WorkerSettings, device: torch.device) -> None:
@@ -67,7 +68,8 @@ def load_draft_model(
         ) from error
     _require_same_vocabulary(source.model, target)
     cached = cached_layers(source.model, of_draft, source.implementation)
-    return LoadedDraftModel(source, cached, _num_bytes(source.model) / _num_bytes(target))
+    price = DraftPrice.of(_num_bytes(source.model), _num_bytes(target))
+    return LoadedDraftModel(source, cached, price)
 
 
 def _settings_of_draft(settings: WorkerSettings, model: str, target: ServedModel) -> WorkerSettings:

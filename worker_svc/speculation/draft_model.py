@@ -11,7 +11,7 @@ from worker_svc.plan.tables import RowTables
 from worker_svc.runner.sampling_params import SamplingParams
 from worker_svc.speculation.draft_budget import DraftBudget
 from worker_svc.speculation.draft_passes import DraftPasses
-from worker_svc.speculation.priced_lengths import PricedLengths
+from worker_svc.speculation.priced_lengths import DraftPrice, PricedLengths
 
 
 class DraftModel:
@@ -23,20 +23,19 @@ class DraftModel:
     def __init__(
         self,
         num_speculative_tokens: int,
-        price: float,
+        price: DraftPrice,
         passes: DraftPasses,
         tables: RowTables,
         params: SamplingParams,
         implementation: Implementation | None = None,
     ) -> None:
-        """`price` is that of one draft, in passes of the target. `implementation` is that of the
-        sampler."""
+        """`implementation` is that of the sampler."""
         self._passes = passes
         self._tables = tables
         self._params = params
         self._implementation = implementation
-        lengths = PricedLengths(num_speculative_tokens, price, tables.max_num_seqs)
-        self._budget = DraftBudget(lengths, tables)
+        self._lengths = PricedLengths(num_speculative_tokens, price, tables.max_num_seqs)
+        self._budget = DraftBudget(self._lengths, tables)
 
     def begin(self, plan: Plan) -> None:
         """Compute what is pending where the plan hands blocks on, or where much is pending."""
@@ -49,6 +48,7 @@ class DraftModel:
             self._params.rows_have_changed()
         for admission in plan.admissions:
             self._passes.admit(admission.row, admission.num_computed_tokens)
+        self._lengths.begin_step(is_one_of_rounds=plan.is_one_of_rounds)
         most = self._budget.most(plan, rows, counts)
         if most is None:
             return None
