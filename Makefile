@@ -143,8 +143,9 @@ test-gpu: $(GPU_READY) ## Run the tests that need a GPU, and the worker's tests 
 bench: kernels ## Measure Quire and other engines on the same work (an hour or two).
 	@for peer in $(PEERS); do $(MAKE) --no-print-directory $$peer \
 	  || echo "$$(dirname $$peer) could not be installed: it is not measured."; done
-	$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) --llama $(LLAMA_VENV) \
-	  --openvino $(OPENVINO_VENV) $(BENCH_ARGS)
+	$(if $(filter speculation,$(BENCH_ARGS)),,$(BIN)/python -m benchmarks.engines --vllm $(VLLM_VENV) \
+	  --llama $(LLAMA_VENV) --openvino $(OPENVINO_VENV) $(BENCH_ARGS))
+	$(if $(BENCH_ARGS:speculation=),,$(BIN)/python -m benchmarks.speculation --vllm $(VLLM_VENV))
 
 bench-gpu: $(GPU_READY) ## Measure kernels, runner and stack on a GPU (minutes).
 	@$(HAS_GPU) || { has=$$?; [ $$has = 3 ] || exit $$has; \

@@ -1,4 +1,4 @@
-"""Two stacks whose runs alternate: one that speculates and one that does not."""
+"""Runs that alternate, with speculation and without, on two stacks or on one."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from benchmarks.engines.host import EngineError
 from benchmarks.report import Cell, Column
@@ -43,13 +43,19 @@ class Work:
         """Of a wave."""
         return len(self.waves[0])
 
-    def params(self) -> list[SamplingParams]:
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all waves."""
+        return len(self.waves) * self.num_requests * self.num_tokens
+
+    def params(self, speculation: bool | None = None) -> list[SamplingParams]:
         return [
             SamplingParams(
                 temperature=self.temperature,
                 seed=seed,
                 max_tokens=self.num_tokens,
                 ignore_eos=True,
+                speculation=speculation,
             )
             for seed in range(self.num_requests)
         ]
@@ -66,10 +72,10 @@ class Stack:
         self._client = opened.enter_context(Client(local.address))
         self._operations = opened.enter_context(Operations(local.scheduler_address))
 
-    def run(self, work: Work) -> tuple[float, list[list[int]]]:
+    def run(self, work: Work, speculation: bool | None = None) -> tuple[float, list[list[int]]]:
         """Seconds, and what was written."""
         self._operations.reset_prefix_cache(_TIMEOUT_S)
-        params = work.params()
+        params = work.params(speculation)
         written: list[list[int]] = []
         began_s = time.perf_counter()
         for prompts in work.waves:
@@ -106,13 +112,40 @@ def compare(without: Stack, speculating: Stack, work: Work, num_rounds: int) -> 
         seconds = {index: stacks[index].run(work)[0] for index in order}
         rounds.append((seconds[0], seconds[1]))
     drafted, accepted = (now - then for now, then in zip(speculating.drafts(), before, strict=True))
-    total = len(work.waves) * work.num_requests * work.num_tokens
+    total = work.num_output_tokens
     return {
         "text": work.title + (", streamed" if work.is_streamed else ""),
         "requests": work.num_requests,
         "without": median(total / one for one, _ in rounds),
         "with": median(total / one for _, one in rounds),
         "speedup": median(one / other for one, other in rounds),
+        "drafted": drafted / (num_rounds * total),
+        "accepted": accepted / drafted if drafted else None,
+    }
+
+
+def compare_within(stack: Stack, work: Work, num_rounds: int) -> dict[str, Cell]:
+    """A row of the table: the requests with drafts and, by their own `speculation`, without, on the
+    same processes. EngineError if the outputs differ."""
+    if stack.run(work, False)[1] != stack.run(work)[1]:
+        raise EngineError(f"{work.title}, {work.num_requests}: speculation changes the output")
+    before = stack.drafts()
+    rounds: list[tuple[float, float]] = []
+    for number in range(num_rounds):
+        order = (False, None) if number % 2 else (None, False)
+        seconds = {speculation: stack.run(work, speculation)[0] for speculation in order}
+        rounds.append((seconds[False], seconds[None]))
+    drafted, accepted = (now - then for now, then in zip(stack.drafts(), before, strict=True))
+    total, ratios = work.num_output_tokens, [one / other for one, other in rounds]
+    low, _, high = quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {
+        "text": work.title,
+        "requests": work.num_requests,
+        "without": median(total / one for one, _ in rounds),
+        "with": median(total / one for _, one in rounds),
+        "speedup": median(ratios),
+        "low": low,
+        "high": high,
         "drafted": drafted / (num_rounds * total),
         "accepted": accepted / drafted if drafted else None,
     }
