@@ -1,10 +1,12 @@
-"""Prompt lookup changes no token of real models, whatever happens to their requests."""
+"""Speculation changes no token of real models, whatever happens to their requests."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from draft_models import save_disturbed
 from model_stack import Outcome, Request, outcome
 from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, save_model
 from worker_driver import LOGPROBS_TOLERANCE, worker_settings
@@ -68,7 +70,15 @@ def requests() -> list[Request]:
     return made
 
 
-def load(model: Path, num_blocks: int, num_drafts: int) -> LoadedRunner:
+def without_changes(some: list[Request]) -> list[Request]:
+    """The same requests, greedy and sampled, with logits that nothing changes."""
+    return [
+        replace(request, logits=None, params={"temperature": 0.9, "top_k": 20} if at % 2 else {})
+        for at, request in enumerate(some)
+    ]
+
+
+def load(model: Path, num_blocks: int, num_drafts: int, draft: Path | None = None) -> LoadedRunner:
     return load_runner(
         worker_settings(
             model,
@@ -80,6 +90,8 @@ def load(model: Path, num_blocks: int, num_drafts: int) -> LoadedRunner:
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             swap_space=2**20,
             num_speculative_tokens=num_drafts,
+            speculative_model=None if draft is None else str(draft),
+            weight_cache_size=0,
         )
     )
 
@@ -114,14 +126,18 @@ def check_that_all_happened(found: Outcome, num_drafts: int) -> None:
 
 
 async def check_model(
-    redis_url: str, sockets: Path, model: Path, numbers_of_drafts: list[int]
+    redis_url: str,
+    sockets: Path,
+    model: Path,
+    numbers_of_drafts: list[int],
+    draft: Path | None = None,
 ) -> None:
     expected = await outcome(redis_url, sockets, load(model, MANY_BLOCKS, 0), requests())
     assert not expected.stats.draft_tokens
     assert expected.stats.num_preempted_by_recompute + expected.stats.num_preempted_by_swap == 0
     for count in numbers_of_drafts:
         found = await outcome(
-            redis_url, sockets, load(model, FEW_BLOCKS, count), requests(), watermark=0
+            redis_url, sockets, load(model, FEW_BLOCKS, count, draft), requests(), watermark=0
         )
         check_equal(found, expected)
         check_that_all_happened(found, count)
@@ -146,3 +162,31 @@ async def test_prompt_lookup_changes_no_token_of_any_family(
 ) -> None:
     model = Path(DEMO) if family == DEMO else save_model(FAMILIES[family](), tmp_path)
     await check_model(redis_url, sockets, model, [1, 2, 3, 4, 5])
+
+
+async def test_the_target_as_its_draft_model_is_always_right(
+    redis_url: str, sockets: Path, tmp_path: Path
+) -> None:
+    """So its cache has what the target's has: through shared prefixes, forks, preemption of both
+    kinds and swaps."""
+    model, some = save_model(FAMILIES["llama"](), tmp_path), without_changes(requests())
+    expected = await outcome(redis_url, sockets, load(model, MANY_BLOCKS, 0), some)
+    runner = load(model, FEW_BLOCKS, 4, draft=model)
+    found = await outcome(redis_url, sockets, runner, some, watermark=0)
+    check_equal(found, expected)
+    stats = found.stats
+    assert stats.num_preempted_by_recompute > 0
+    assert stats.num_preempted_by_swap > 0
+    assert stats.num_hit_tokens > 0
+    assert stats.accepted_tokens == stats.draft_tokens
+    assert stats.draft_tokens[3] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_draft_model_changes_no_token_of_any_family(
+    redis_url: str, sockets: Path, tmp_path: Path, family: str
+) -> None:
+    model = save_model(FAMILIES[family](), tmp_path / "model")
+    draft = save_disturbed(model, tmp_path / "draft", scale=0.03)
+    await check_model(redis_url, sockets, model, [1, 3, 5], draft)
