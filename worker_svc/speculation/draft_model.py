@@ -39,7 +39,8 @@ class DraftModel:
 
     def begin(self, plan: Plan) -> None:
         """Compute what is pending where the plan hands blocks on, or where much is pending."""
-        hands_on = len(plan.released_rows) or plan.admissions or plan.moves_blocks
+        shares = any(admission.num_computed_tokens for admission in plan.admissions)
+        hands_on = len(plan.released_rows) or shares or plan.moves_blocks
         if hands_on or self._passes.num_pending() >= self._tables.max_num_batched_tokens:
             self._passes.catch_up()
 
