@@ -17,6 +17,7 @@ from gateway_svc.http.app import make_app
 from gateway_svc.http.server import HttpServer
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.output_formats.formats import choose
+from gateway_svc.rpc.beam_search_servicer import BeamSearchServicer
 from gateway_svc.rpc.call_interceptor import CallInterceptor
 from gateway_svc.rpc.inference_servicer import InferenceServicer
 from gateway_svc.rpc.model_servicers import ModelServicer, TokenizerServicer
@@ -32,11 +33,16 @@ from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.memory import free_memory_regularly, keep_heap_compact
 from quire.service.metrics import MetricsServer, start_metrics
-from quire.v1 import inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+from quire.v1 import beam_search_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 
 log = structlog.get_logger()
 
-SERVICES = ("quire.v1.InferenceService", "quire.v1.TokenizerService", "quire.v1.ModelService")
+SERVICES = (
+    "quire.v1.InferenceService",
+    "quire.v1.BeamSearchService",
+    "quire.v1.TokenizerService",
+    "quire.v1.ModelService",
+)
 _TOKENIZER = "tokenizer"
 _SCHEDULER = "scheduler"
 # Sequence length that requests are limited by before the model is loaded.
@@ -186,6 +192,9 @@ class Gateway:
         server = grpc.aio.server(interceptors=[self.calls], options=options)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.generations, self._metrics, self.calls.tenant_of), server
+        )
+        beam_search_pb2_grpc.add_BeamSearchServiceServicer_to_server(
+            BeamSearchServicer(self.generations, self._metrics, self.calls.tenant_of), server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
             TokenizerServicer(self.tokenization), server

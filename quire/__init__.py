@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from quire.client.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
         CompletionDelta,
         CompletionOutput,
         Logprob,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
         ToolCallDelta,
         Usage,
     )
-    from quire.client.sampling_params import SamplingParams
+    from quire.client.sampling_params import BeamSearchParams, SamplingParams
     from quire.client.structured_output import StructuredOutput
     from quire.launcher.errors import LaunchError
     from quire.launcher.stack import LocalStack
@@ -46,6 +48,9 @@ __all__ = [
     "TLS",
     "AlreadyExistsError",
     "AsyncClient",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CancelledError",
     "Client",
     "CompletionDelta",
@@ -80,10 +85,11 @@ _MODULES = {
         *("UnauthenticatedError", "UnavailableError"),
     ),
     "quire.client.outputs": (
+        *("BeamSearchOutput", "BeamSearchSequence"),
         *("CompletionDelta", "CompletionOutput", "Logprob", "Model"),
         *("RequestDelta", "RequestOutput", "ToolCallDelta", "Usage"),
     ),
-    "quire.client.sampling_params": ("SamplingParams",),
+    "quire.client.sampling_params": ("BeamSearchParams", "SamplingParams"),
     "quire.client.structured_output": ("StructuredOutput",),
     "quire.launcher.errors": ("LaunchError",),
     "quire.launcher.stack": ("LocalStack",),

@@ -10,11 +10,11 @@ from typing import Any, Literal, Self, TypeVar, cast, overload
 from quire.client.arguments import wrong_type
 from quire.client.client import Client
 from quire.client.conversations import Conversation, ConversationOptions
-from quire.client.outputs import RequestDelta, RequestOutput
+from quire.client.outputs import BeamSearchOutput, RequestDelta, RequestOutput
 from quire.client.progress_bar import PromptProgress, UseTqdm
 from quire.client.prompts import Prompt, each_conversation, each_prompt, is_conversation
 from quire.client.requests import RequestOptions
-from quire.client.sampling_params import SamplingParams
+from quire.client.sampling_params import BeamSearchParams, SamplingParams
 from quire.launcher.stack import LocalStack
 from quire.launcher.start_display import StartDisplay
 from quire.service.tls import TLS
@@ -213,6 +213,22 @@ class LLM:
             raise wrong_type("messages", "one conversation", messages)
         return self.stream(
             messages, sampling_params, timeout_s=timeout_s, priority=priority, **sampling
+        )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        priority: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the most likely continuations of all prompts concurrently, by beam search; outputs
+        are in the order of the prompts. The first failure is raised as QuireError and cancels all
+        other searches."""
+        options = self._options(priority, {})
+        return self.client.beam_search_all(
+            each_prompt(prompts), params, timeout_s=timeout_s, **options
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.sequence import Group, NullSubscriber
 from scheduler_svc.core.tenants import TenantsState, export_tenants, restore_tenants
 from scheduler_svc.core.view import Limits
@@ -164,7 +165,7 @@ class Term:
             group.pinned_blocks = None
             group.siblings = []
             for sequence in group.sequences:
-                sequence.rewind()
+                rewind(sequence)
                 sequence.is_finished = False
         queued = [group.sequences[0] for group in groups]
         charged_again = [first for first in queued if not first.has_precedence]

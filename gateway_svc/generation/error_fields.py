@@ -29,6 +29,18 @@ def with_prompt_field(error: RequestError, field: str | None) -> RequestError:
     return error
 
 
+def renamed_field(error: RequestError, prefix: str, replacement: str) -> RequestError:
+    """The error with another beginning of the field's name, if it has this one."""
+    for detail in error.packed_details():
+        request = error_details_pb2.BadRequest()
+        if detail.Unpack(request) and request.field_violations:
+            [violation] = request.field_violations
+            if violation.field.startswith(prefix):
+                field = replacement + violation.field.removeprefix(prefix)
+                return invalid(field, violation.reason, violation.description)
+    return error
+
+
 def without_field(error: RequestError) -> RequestError:
     """The error of a request as a call gets it that has none of its fields."""
     details = [

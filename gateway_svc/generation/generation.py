@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import structlog
 
+from gateway_svc.generation.beam_search import SearchOutput
 from gateway_svc.generation.choice import Choice, ChoiceUpdate, create_choices
 from gateway_svc.generation.error_fields import with_prompt_field
 from gateway_svc.generation.submission import PreparedRequest
@@ -55,6 +56,8 @@ class Generation:
         # Events of other choices that arrived before the first token of choice 0, with which the
         # log-probabilities of the prompt come.
         self._held: list[ChoiceEvent] = []
+        # Of a beam search, from its acceptance on.
+        self.search: SearchOutput | None = None
         self._requests = requests
         self._stream = stream
         self._create_choices = create_choices
@@ -103,8 +106,12 @@ class Generation:
                 raise with_prompt_field(error, self._prompt_field) from error
             if not self.choices and self._stream.state is not None:
                 self.choices = self._create_choices(self._stream.state)
+                if self._stream.state.HasField("search"):
+                    self.search = SearchOutput(self._stream.state)
             if Accepted() in events:
                 yield ()
+            if self.search is not None:
+                events = self.search.take(events)
             for number, chunk in enumerate(_chunk_events(self._with_prompt(events))):
                 if number:
                     await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import grpc
 
 from gateway_svc.access.tenant import ANONYMOUS, Tenant
 from gateway_svc.generation import generation, submission, tenant_limits, validation
+from gateway_svc.generation.beam_search import Search
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.submission import PreparedRequest, RequestsInPreparation
 from gateway_svc.generation.validation import GenerationRequest
@@ -39,11 +40,12 @@ class GenerationService:
         deadline_s: float | None,
         tenant: Tenant = ANONYMOUS,
         http: gateway_pb2.HttpState | None = None,
+        search: Search | None = None,
     ) -> PreparedRequest:
         """Validate and tokenize a request, which can be cancelled meanwhile. RequestError names
         the invalid field. `deadline_s` is the time left to the client's call.
         `http` is stored for the rendering of the output. The resume window of a response in the
-        background is set here."""
+        background is set here. With a `search` it is a beam search."""
         model = self.served.get(request.model if request.HasField("model") else None)
         if http is not None and http.background:
             request.resume_window_s = tenant_limits.background_window_s(
@@ -54,7 +56,7 @@ class GenerationService:
         with self._in_preparation.track(tenant.principal, request.request_id):
             await self.scheduler.wait_until_connected()
             return await submission.prepare(
-                request, model, self.scheduler.max_model_len, deadline_s, tenant, http
+                request, model, self.scheduler.max_model_len, deadline_s, tenant, http, search
             )
 
     def start(self, prepared: PreparedRequest) -> AbstractAsyncContextManager[Generation]:

@@ -12,12 +12,14 @@ import grpc
 
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation import (
+    beam_search,
     logits_params,
     output_grammar,
     output_parsing,
     tenant_limits,
     validation,
 )
+from gateway_svc.generation.beam_search import Search
 from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.error_fields import prompt_field
 from gateway_svc.generation.field_checks import check_token_ids
@@ -82,10 +84,14 @@ async def prepare(
     deadline_s: float | None,
     tenant: Tenant,
     http: gateway_pb2.HttpState | None = None,
+    search: Search | None = None,
 ) -> PreparedRequest:
-    """RequestError names the invalid field. `deadline_s` is the time left to the client's call."""
+    """RequestError names the invalid field. `deadline_s` is the time left to the client's call.
+    With a `search` the request, of as many choices as beams, is a beam search."""
     limits = model.limits(max_model_len)
     validation.check_request(request, limits)
+    if search is not None:
+        beam_search.check_request(request)
     tenant_limits.check_request(request, tenant)
     deadline_ms = None if deadline_s is None else round((time.time() + deadline_s) * 1000)
     request_id = request.request_id or secrets.token_hex(16)
@@ -108,31 +114,52 @@ async def prepare(
         state.parsing.SetInParent()
     if http is not None:
         state.http.CopyFrom(http)
-        if http.echo and len(prompt_token_ids) < len(all_token_ids):
-            state.http.echo = await model.decode(prompt_token_ids, False)
-        if http.echo_logprobs:
-            offsets = await model.text_offsets(prompt_token_ids, state.http.echo)
-            state.http.echo_offsets.extend(offsets)
+        await _set_echo(state.http, model, prompt_token_ids, kept < len(all_token_ids))
     tenant_limits.cap_max_tokens(resolved, state.num_choices, tenant)
-    validation.check_num_logprobs(resolved, state.num_choices, len(prompt_token_ids))
+    _finish_params(resolved, state, search, limits.vocab_size)
     submission = scheduler_pb2.Submission(
         request_id=request_id,
         principal=tenant.principal,
-        digest=request_digest(request),
+        digest=request_digest(request, search),
         prompt_token_ids=prompt_token_ids,
         params=resolved,
         deadline_ms=deadline_ms,
         resume_window_s=request.resume_window_s if request.HasField("resume_window_s") else None,
         priority=tenant_limits.priority(request, tenant),
-        n=state.num_choices,
+        # The beams of a search are known to the scheduler alone.
+        n=state.num_choices if search is None else 1,
         cache_salt=tenant.cache_salt(request.cache_salt),
         opaque=state.SerializeToString(),
-        deferred_delivery=_is_deferred(request, parsing),
+        deferred_delivery=search is not None or _is_deferred(request, parsing),
         tenant=tenant.policy() if tenant.principal else None,
     )
     return PreparedRequest(
         model, submission, state, prompt_field(request), create_choices(request_id, state, model)
     )
+
+
+def _finish_params(
+    resolved: scheduler_pb2.ResolvedParams,
+    state: gateway_pb2.ResumeState,
+    search: Search | None,
+    vocab_size: int,
+) -> None:
+    """Check the size of the output, and fill in the parameters of a search."""
+    if search is None:
+        validation.check_num_logprobs(resolved, state.num_choices, state.num_prompt_tokens)
+    else:
+        beam_search.resolve(resolved, search, vocab_size)
+        state.search.CopyFrom(search.state())
+
+
+async def _set_echo(
+    http: gateway_pb2.HttpState, model: Model, prompt_token_ids: list[int], is_cut: bool
+) -> None:
+    """Set what precedes the output, of a prompt that may have been cut."""
+    if http.echo and is_cut:
+        http.echo = await model.decode(prompt_token_ids, False)
+    if http.echo_logprobs:
+        http.echo_offsets.extend(await model.text_offsets(prompt_token_ids, http.echo))
 
 
 async def _tokenize(
@@ -206,7 +233,7 @@ def _is_deferred(request: GenerationRequest, parsing: gateway_pb2.OutputParsing 
     return is_unary and not ends_in_text
 
 
-def request_digest(request: GenerationRequest) -> bytes:
+def request_digest(request: GenerationRequest, search: Search | None = None) -> bytes:
     """The same for unary and streaming calls, whose messages have the same fields. Excludes the
     resume window, which does not affect the result.
     """
@@ -215,4 +242,7 @@ def request_digest(request: GenerationRequest) -> bytes:
         hashed = type(request)()
         hashed.CopyFrom(request)  # type: ignore[arg-type]
         hashed.ClearField("resume_window_s")
-    return hashlib.sha256(hashed.SerializeToString(deterministic=True)).digest()
+    digest = hashlib.sha256(hashed.SerializeToString(deterministic=True))
+    if search is not None:
+        digest.update(repr(search).encode())
+    return digest.digest()

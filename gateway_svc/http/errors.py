@@ -47,7 +47,7 @@ _CODES = {
 }
 # Fields of the gRPC API, as `invalid` names them, and what precedes them.
 _INDEX = re.compile(r"\[\d+\]")
-_PREFIX = re.compile(r"^(sampling_params|conversation)\.")
+_PREFIX = re.compile(r"^(sampling_params|conversation|params)\.")
 
 
 # Names of chats: the fields of tools and calls are those of an object within.

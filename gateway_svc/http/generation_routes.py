@@ -143,13 +143,13 @@ class GenerationRoutes:
             raise invalid("prompt_logprobs", "UNSUPPORTED_FIELD", "is not supported in streams")
 
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.run(messages, states, tenant)
+            updates = self._generations.run(messages, states, tenant, body.search)
             if body.stream:
                 await write_events(updates, self.make_format, EventId(), writer)
             else:
                 await write_object(updates, self.make_format, writer)
 
-        return GenerationResponse(request_id, run, renamed)
+        return GenerationResponse(request_id, run, {**renamed, "beam_width": "n"})
 
     async def _set_echoes(
         self, body: CompletionRequest, states: list[gateway_pb2.HttpState]

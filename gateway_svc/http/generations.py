@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gateway_svc.access.tenant import Tenant
+from gateway_svc.generation.beam_search import Search
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.service import GenerationService
@@ -41,13 +42,14 @@ class Generations:
         messages: Sequence[GenerationMessage],
         states: Sequence[gateway_pb2.HttpState],
         tenant: Tenant,
+        search: Search | None = None,
     ) -> Updates:
         """Yield the updates of all prompts. RequestError, before the first update, if one of them
         is invalid; no prompt is started then."""
         with ExitStack() as measured:
             times = [measured.enter_context(self._metrics.request()) for _ in messages]
             prepared = [
-                await self._service.prepare(message, None, tenant, state)
+                await self._service.prepare(message, None, tenant, state, search)
                 for message, state in zip(messages, states, strict=True)
             ]
             sources = [

@@ -9,7 +9,7 @@ from gateway_svc.generation.generation import Generation
 from gateway_svc.scheduler.events import TokenLogprobs
 from gateway_svc.text.detokenizer import TokenTexts
 from gateway_svc.text.served_model import Model
-from quire.v1 import inference_pb2
+from quire.v1 import beam_search_pb2, inference_pb2
 
 # Tokens of a prompt converted at a time: some milliseconds of work.
 _CHUNK_TOKENS = 256
@@ -70,6 +70,33 @@ class ResponseBuilder:
         response.usage.CopyFrom(_usage(running))
         await _fill_prompt_logprobs(response, running, self._model.token_texts)
         return response
+
+
+def beam_search_response(
+    running: Generation, model: Model, texts: Sequence[str], prompt_token_ids: Iterable[int]
+) -> beam_search_pb2.BeamSearchResponse:
+    """The response of a search that has ended. `prompt_token_ids` is empty if the client has
+    them."""
+    assert running.search is not None
+    response = beam_search_pb2.BeamSearchResponse(
+        request_id=running.request_id,
+        model=model.name,
+        usage=_usage(running),
+        prompt_token_ids=prompt_token_ids,
+    )
+    for choice, text, found in zip(running.choices, texts, running.search.hypotheses, strict=True):
+        is_stop = choice.end is not None and choice.end.is_stop
+        response.sequences.add(
+            text=text,
+            token_ids=found.token_ids,
+            finish_reason=(
+                inference_pb2.FINISH_REASON_STOP if is_stop else inference_pb2.FINISH_REASON_LENGTH
+            ),
+            stop_token_id=found.token_ids[-1] if is_stop else None,
+            cumulative_logprob=found.logprob,
+            score=found.score,
+        )
+    return response
 
 
 def _delta(update: ChoiceUpdate, texts: TokenTexts) -> inference_pb2.ChoiceDelta:

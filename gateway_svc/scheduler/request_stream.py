@@ -158,8 +158,10 @@ class RequestStream:
 
     def _init_choices(self, state: gateway_pb2.ResumeState) -> None:
         self.state = state
-        self.next_indices = [0] * state.num_choices
-        self._live_choices = set(range(state.num_choices))
+        # A beam search is one choice, of steps.
+        num_choices = 1 if state.HasField("search") else state.num_choices
+        self.next_indices = [0] * num_choices
+        self._live_choices = set(range(num_choices))
 
     def _put_tokens(self, new: NewTokens, is_replayed: bool) -> None:
         if self.error is not None:

@@ -6,6 +6,7 @@ Called by the entry point `quire` and by `python -m quire`.
 import quire.service.grpc_verbosity  # noqa: F401
 from quire.cli.app import app
 from quire.cli.batch import run_batch
+from quire.cli.beam_search import beam_search
 from quire.cli.bench.command import bench
 from quire.cli.chat import chat
 from quire.cli.demo import demo
@@ -17,7 +18,7 @@ from quire.cli.recordings import explain, replay
 from quire.cli.serve.command_group import CommandGroup
 
 for command in (
-    *(chat, generate, tokenize, models, health, status, reset_cache),
+    *(chat, generate, beam_search, tokenize, models, health, status, reset_cache),
     *(pull, run_batch, bench, demo, replay, explain),
 ):
     app.command()(command)

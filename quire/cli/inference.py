@@ -58,7 +58,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Print the continuation of a prompt; several one after another."""
-    text = _standard_input() if prompt == "-" else prompt
+    text = standard_input() if prompt == "-" else prompt
     params = replace(params, n=n, prompt_logprobs=prompt_logprobs)
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     options: RequestOptions = {"model": model, "priority": priority}
@@ -169,7 +169,7 @@ def _print_prompt(logprobs: Sequence[TokenLogprobs | None] | None) -> None:
     typer.echo("\n".join([*aligned(rows, left=(0, 3)), ""]))
 
 
-def _standard_input() -> str:
+def standard_input() -> str:
     """The prompt on standard input, without the line's end. ValueError without one."""
     text = sys.stdin.read().removesuffix("\n")
     if not text:

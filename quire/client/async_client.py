@@ -11,11 +11,13 @@ from quire.client.arguments import deadline
 from quire.client.concurrent_calls import MAX_CALLS
 from quire.client.conversations import Conversation
 from quire.client.errors import QuireError, translate_errors
-from quire.client.outputs import Model, RequestDelta, RequestOutput
+from quire.client.outputs import BeamSearchOutput, Model, RequestDelta, RequestOutput
 from quire.client.prompt_batch import OnEnd, PromptBatch
 from quire.client.prompts import Prompt
 from quire.client.requests import (
     RequestOptions,
+    beam_search_output,
+    beam_search_request,
     cancel_request,
     check_resumption,
     detokenize_request,
@@ -30,10 +32,11 @@ from quire.client.retry_policy import (
     RetryPolicy,
     resume_timeout,
 )
-from quire.client.sampling_params import SamplingParams
+from quire.client.sampling_params import BeamSearchParams, SamplingParams
 from quire.client.targets import Targets, client_options, key_metadata
 from quire.service.tls import TLS, open_aio_channel
 from quire.v1 import inference_pb2, model_pb2
+from quire.v1.beam_search_pb2_grpc import BeamSearchServiceStub
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
 from quire.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -186,6 +189,23 @@ class AsyncClient:
         check_resumption(request_id, next_token_indices)
         retry_policy = self._retry_policy(timeout_s)
         return self._stream(ResumableStream(retry_policy, request_id, None, next_token_indices))
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> BeamSearchOutput:
+        """Find the most likely continuations of a prompt."""
+        request = beam_search_request(prompt, params, options)
+        response = await self._call(
+            lambda target: BeamSearchServiceStub(self._channel(target)).BeamSearch,
+            request,
+            timeout_s,
+        )
+        return beam_search_output(request, response)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Cancel a request by its id; its call fails with CANCELLED."""

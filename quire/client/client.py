@@ -11,11 +11,13 @@ from quire.client.arguments import deadline
 from quire.client.concurrent_calls import ConcurrentCalls, StubMethodFor
 from quire.client.conversations import Conversation
 from quire.client.errors import QuireError, translate_errors
-from quire.client.outputs import Model, RequestDelta, RequestOutput
+from quire.client.outputs import BeamSearchOutput, Model, RequestDelta, RequestOutput
 from quire.client.prompt_batch import OnEnd, PromptBatch
 from quire.client.prompts import Prompt
 from quire.client.requests import (
     RequestOptions,
+    beam_search_output,
+    beam_search_request,
     cancel_request,
     check_resumption,
     detokenize_request,
@@ -29,10 +31,11 @@ from quire.client.retry_policy import (
     RetryPolicy,
     resume_timeout,
 )
-from quire.client.sampling_params import SamplingParams
+from quire.client.sampling_params import BeamSearchParams, SamplingParams
 from quire.client.targets import Targets, client_options, key_metadata
 from quire.service.tls import TLS, open_channel
 from quire.v1 import inference_pb2, model_pb2
+from quire.v1.beam_search_pb2_grpc import BeamSearchServiceStub
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
 from quire.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -185,6 +188,34 @@ class Client:
         check_resumption(request_id, next_token_indices)
         retry_policy = self._retry_policy(timeout_s)
         return self._stream(ResumableStream(retry_policy, request_id, None, next_token_indices))
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> BeamSearchOutput:
+        """Find the most likely continuations of a prompt."""
+        return self.beam_search_all([prompt], params, timeout_s=timeout_s, **options)[0]
+
+    def beam_search_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: BeamSearchParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[BeamSearchOutput]:
+        """Search all prompts concurrently. The first failure is raised and cancels the others."""
+        requests = [beam_search_request(prompt, params, options) for prompt in prompts]
+        responses = self._call_all(
+            lambda target: BeamSearchServiceStub(self._channel(target)).BeamSearch,
+            requests,
+            timeout_s,
+        )
+        return [beam_search_output(*pair) for pair in zip(requests, responses, strict=True)]
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Cancel a request by its id; its call fails with CANCELLED."""

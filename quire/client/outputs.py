@@ -112,6 +112,36 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class BeamSearchSequence:
+    """One continuation of a prompt."""
+
+    text: str
+    # With a final stop token.
+    token_ids: list[int]
+    finish_reason: FinishReason
+    # The stop token's id, if finish_reason is "stop".
+    stop_reason: int | None
+    # The sum of the tokens' log-probabilities.
+    cum_logprob: float
+    # The same, divided by a power of the number of tokens.
+    score: float
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """A prompt and its most likely continuations."""
+
+    request_id: str
+    model: str
+    # The caller's prompt, if it is a text.
+    prompt: str | None
+    prompt_token_ids: list[int]
+    # Highest score first.
+    sequences: list[BeamSearchSequence]
+    usage: Usage
+
+
+@dataclass(frozen=True)
 class ToolCallDelta:
     """New output of one tool call."""
 

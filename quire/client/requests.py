@@ -25,6 +25,8 @@ from quire.client.conversations import (
     fill_options,
 )
 from quire.client.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     CompletionOutput,
     RequestOutput,
     Usage,
@@ -35,8 +37,8 @@ from quire.client.prompts import (
     fill_prompt,
     is_conversation,
 )
-from quire.client.sampling_params import SamplingParams
-from quire.v1 import inference_pb2, tokenizer_pb2
+from quire.client.sampling_params import BeamSearchParams, SamplingParams
+from quire.v1 import beam_search_pb2, inference_pb2, tokenizer_pb2
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _Request = TypeVar("_Request", inference_pb2.GenerateRequest, inference_pb2.StreamGenerateRequest)
@@ -97,6 +99,47 @@ def request_output(
         outputs=[CompletionOutput.from_proto(choice) for choice in response.choices],
         usage=Usage.from_proto(response.usage),
         prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs),
+    )
+
+
+def beam_search_request(
+    prompt: Prompt, params: BeamSearchParams | None, options: RequestOptions
+) -> beam_search_pb2.BeamSearchRequest:
+    """TypeError or ValueError for arguments that a request cannot contain."""
+    if not isinstance(params, BeamSearchParams | None):
+        raise wrong_type("params", "BeamSearchParams", params)
+    # All fields but the parameters are the same.
+    filled = fill_request(inference_pb2.GenerateRequest(), prompt, None, options)
+    request = beam_search_pb2.BeamSearchRequest.FromString(filled.SerializeToString())
+    if params is not None:
+        request.params.CopyFrom(params.to_proto())
+    return request
+
+
+def beam_search_output(
+    request: beam_search_pb2.BeamSearchRequest, response: beam_search_pb2.BeamSearchResponse
+) -> BeamSearchOutput:
+    """Combine a response with its prompt."""
+    has_ids = request.HasField("token_ids")
+    return BeamSearchOutput(
+        request_id=response.request_id,
+        model=response.model,
+        prompt=request.text if request.HasField("text") else None,
+        prompt_token_ids=list(request.token_ids.ids if has_ids else response.prompt_token_ids),
+        sequences=[_sequence(one) for one in response.sequences],
+        usage=Usage.from_proto(response.usage),
+    )
+
+
+def _sequence(message: beam_search_pb2.BeamSearchSequence) -> BeamSearchSequence:
+    is_stop = message.finish_reason == inference_pb2.FINISH_REASON_STOP
+    return BeamSearchSequence(
+        text=message.text,
+        token_ids=list(message.token_ids),
+        finish_reason="stop" if is_stop else "length",
+        stop_reason=message.stop_token_id if is_stop else None,
+        cum_logprob=message.cumulative_logprob,
+        score=message.score,
     )
 
 

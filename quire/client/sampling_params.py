@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from google.protobuf import struct_pb2
 
@@ -19,7 +19,7 @@ from quire.client.arguments import (
     wrong_type,
 )
 from quire.client.structured_output import StructuredOutput
-from quire.v1 import inference_pb2
+from quire.v1 import beam_search_pb2, inference_pb2
 
 _MODES = {
     None: inference_pb2.LOGPROBS_MODE_UNSPECIFIED,
@@ -167,6 +167,63 @@ class SamplingParams:
                 None if self.structured_output is None else self.structured_output.to_proto()
             ),
             processor_args=_struct(self.processor_args),
+        )
+
+
+EarlyStopping: TypeAlias = bool | Literal["never"]
+
+_EARLY_STOPPING: dict[EarlyStopping | None, beam_search_pb2.EarlyStopping.ValueType] = {
+    None: beam_search_pb2.EARLY_STOPPING_UNSPECIFIED,
+    False: beam_search_pb2.EARLY_STOPPING_HEURISTIC,
+    True: beam_search_pb2.EARLY_STOPPING_ALWAYS,
+    "never": beam_search_pb2.EARLY_STOPPING_NEVER,
+}
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How a prompt is continued by beam search; None stands for the server's default.
+
+    TypeError or ValueError for a value that a request cannot contain.
+    """
+
+    # Beams, and sequences of the output, 1 to 16; the default is 4.
+    beam_width: int | None = None
+    # At least 1; the default and upper bound is the room left in the model's context.
+    max_tokens: int | None = None
+    # A score is a cumulative log-probability, divided by the number of tokens to this power: above
+    # 0 longer sequences are preferred; -10 to 10, the default is 1.
+    length_penalty: float | None = None
+    # When a search ends that has as many ended sequences as beams. True: at once. False, the
+    # default: when the best beam, at its present length, is not better than the worst of them.
+    # "never": when no beam can become better than the worst of them.
+    early_stopping: EarlyStopping | None = None
+    # Token ids that end a sequence, in addition to the model's end-of-sequence ids.
+    stop_token_ids: list[int] | None = None
+    # Continues past end-of-sequence tokens; the default is False.
+    ignore_eos: bool | None = None
+    # Leaves special tokens out of the text; the default is True.
+    skip_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("beam_width", self.beam_width, UINT32_MAX)
+        check_integer("max_tokens", self.max_tokens, UINT32_MAX)
+        check_number("length_penalty", self.length_penalty)
+        if self.early_stopping not in (None, "never") and not isinstance(self.early_stopping, bool):
+            raise wrong_type("early_stopping", "True, False or 'never'", self.early_stopping)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("skip_special_tokens", self.skip_special_tokens)
+
+    def to_proto(self) -> beam_search_pb2.BeamSearchParams:
+        return beam_search_pb2.BeamSearchParams(
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            length_penalty=self.length_penalty,
+            early_stopping=_EARLY_STOPPING[self.early_stopping],
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
         )
 
 

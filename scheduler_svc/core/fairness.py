@@ -100,7 +100,7 @@ class FairShares:
         """Count the output of these sequences since the last count; return it by principal."""
         counts: Counter[str] = Counter()
         for sequence in sequences:
-            num_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+            num_tokens = sequence.num_served_tokens
             # Negative after a rewind: the tokens sampled again were counted before.
             if (num_new := num_tokens - sequence.num_counted_tokens) > 0:
                 sequence.num_counted_tokens = num_tokens

@@ -27,6 +27,8 @@ class Demand:
     num_uncached_tokens: int
     # Blocks that new requests must leave free.
     watermark: int
+    # The rows may be taken a few at a time.
+    is_divisible: bool = True
 
 
 # The least that any request needs.
@@ -50,7 +52,10 @@ class LaneBudget:
         return demand.num_uncached_tokens + self.num_queued_tokens + self.num_rows
 
     def has_room(self, demand: Demand) -> bool:
-        """Whether it can start in one of the lane's next steps. An empty lane accepts anything."""
+        """Whether it can start in one of the lane's next steps. An empty lane accepts anything but
+        what needs more rows at once than it has."""
+        if demand.num_rows > self.limits.max_num_seqs and not demand.is_divisible:
+            return False
         if self.num_rows == 0 and self.num_queued_tokens == 0:
             return True
         limits = self.limits

@@ -12,6 +12,7 @@ does not fit. A prompt gets all its blocks at its admission, so only decodes nee
 
 from typing import Generic
 
+from scheduler_svc.core.block_fit import blocks_for, fit
 from scheduler_svc.core.preemption import choose_victims
 from scheduler_svc.core.view import (
     Admitted,
@@ -26,25 +27,6 @@ from scheduler_svc.core.view import (
     Swapped,
     SwappedIn,
 )
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Number of blocks that hold `num_tokens` tokens."""
-    return -(-num_tokens // block_size)
-
-
-def fit(num_needed: int, num_free: int, num_usable: int, watermark: int) -> BlockFit:
-    """Compare a demand with the pool: `num_usable` blocks in all, `watermark` of them stay free."""
-    if num_needed > num_usable - watermark:
-        return BlockFit.NEVER
-    return BlockFit.OK if num_needed <= num_free - watermark else BlockFit.LATER
-
-
-def fit_of_prompt(num_tokens: int, limits: Limits, num_usable: int) -> BlockFit:
-    """Whether an otherwise empty pool could hold a prompt without cache hits: OK or NEVER."""
-    num_slots = min(num_tokens + limits.num_lookahead_slots, limits.max_model_len)
-    num_needed = blocks_for(num_slots, limits.block_size)
-    return fit(num_needed, num_usable, num_usable, limits.watermark)
 
 
 def schedule(limits: Limits, view: LaneView[SeqT]) -> StepDecision[SeqT]:
@@ -66,6 +48,7 @@ def schedule(limits: Limits, view: LaneView[SeqT]) -> StepDecision[SeqT]:
             step.admit()
         if not step.has_work:
             step.decode()
+            step.prefill()
             step.fork()
             step.swap_in()
     step.unpin()
@@ -89,10 +72,14 @@ class _Step(Generic[SeqT]):
         self._reserves_jumps = True  # a jump is not worth a preemption
         self._decodes: list[SeqT] = []
         self._prefills: list[SeqT] = []
+        # Prefills without all their blocks: beams that did not run after a fork.
+        self._starving: list[SeqT] = []
         for row in view.running:
-            if row.num_tokens - row.num_computed_tokens == 1:
+            if (remaining := row.num_tokens - row.num_computed_tokens) == 1:
                 self._decodes.append(row)
-            else:
+            elif row.is_beam and row.num_tokens > len(row.block_ids) * limits.block_size:
+                self._starving.append(row)
+            elif remaining:
                 self._prefills.append(row)
         self._num_partial = 0
         self._num_long = 0
@@ -107,7 +94,9 @@ class _Step(Generic[SeqT]):
     def only_decodes(self) -> bool:
         """No prompt is left to compute, and no sequence waits for a row."""
         view = self._view
-        return not (self._prefills or view.forkable or view.swapped or view.candidates)
+        return not (
+            self._prefills or self._starving or view.forkable or view.swapped or view.candidates
+        )
 
     @property
     def has_work(self) -> bool:
@@ -149,13 +138,15 @@ class _Step(Generic[SeqT]):
         self._num_free_blocks -= num_needed
         self._num_tokens -= len(self._decodes)
         self._run_decodes(appends)
+        self._prefills += self._starving
+        self._starving = []
 
     def _appends(self) -> tuple[list[tuple[SeqT, int]], int]:
         """The blocks that decodes miss, and their number."""
         block_size, slots = self._limits.block_size, self._num_lookahead_slots
         appends = [
             (row, missing)
-            for row in self._decodes
+            for row in (*self._decodes, *self._starving)
             if row.num_tokens + slots + row.num_lookahead_tokens > len(row.block_ids) * block_size
             and (missing := self._missing_blocks(row)) > 0
         ]
@@ -183,11 +174,13 @@ class _Step(Generic[SeqT]):
         victims = choose_victims(self._view, self._limits.preemption_mode, missing, num_needed)
         self.decision.preempted = victims.recomputed
         self.decision.swapped_out = victims.swapped
+        self.decision.exhausted = victims.exhausted
         self._num_free_blocks += victims.num_freed_blocks
         self._num_rows -= len(victims.rows)
         self._preempted = set(victims.rows)
         self._decodes = [row for row in self._decodes if row not in self._preempted]
         self._prefills = [row for row in self._prefills if row not in self._preempted]
+        self._starving = [row for row in self._starving if row not in self._preempted]
         for group in victims.cancelled_forks:
             self._cancel_forks(group)
         self._is_blocked = True

@@ -14,12 +14,15 @@ class Victims(Generic[SeqT]):
 
     recomputed: list[SeqT] = field(default_factory=list)
     swapped: list[list[SeqT]] = field(default_factory=list)
+    # Beams that miss blocks although nothing else runs.
+    exhausted: list[SeqT] = field(default_factory=list)
     cancelled_forks: list[Forkable[SeqT]] = field(default_factory=list)
     num_freed_blocks: int = 0
 
     @property
     def rows(self) -> list[SeqT]:
-        return [*self.recomputed, *(row for group in self.swapped for row in group)]
+        swapped = (row for group in self.swapped for row in group)
+        return [*self.recomputed, *swapped, *self.exhausted]
 
 
 def choose_victims(
@@ -50,8 +53,13 @@ def choose_victims(
         if fits and is_whole and _swaps(mode, victims, remaining):
             num_free_host_blocks -= num_blocks
             chosen.swapped.append(victims)
-        else:
+        elif not victims[0].is_beam:
             victims = [remaining[-1]]
+            chosen.recomputed += victims
+        elif _holds_all(victims, references):
+            # They would come back to the same pool and miss the same blocks.
+            chosen.exhausted += victims
+        else:
             chosen.recomputed += victims
         del remaining[-len(victims) :]
         for row in victims:
@@ -74,6 +82,11 @@ def _swaps(mode: PreemptionMode, group: Sequence[SeqT], remaining: Sequence[SeqT
     if mode is PreemptionMode.RECOMPUTE or len(group) == len(remaining):
         return False
     return mode is PreemptionMode.SWAP or len(group) > 1
+
+
+def _holds_all(rows: Sequence[SeqT], references: Counter[int]) -> bool:
+    """Whether these rows have all references to blocks that are left."""
+    return references.total() == sum(len(row.block_ids) for row in rows)
 
 
 def _release(block_ids: Sequence[int], references: Counter[int]) -> int:

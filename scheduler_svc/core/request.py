@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 
+from quire.service.beams import num_entries
+from scheduler_svc.beams.search import EarlyStopping
+
 
 class EndReason(Enum):
     STOP_TOKEN = "stop_token"
@@ -42,6 +45,10 @@ class Params:
     num_lookahead_tokens: int = 0
     # The worker proposes no draft tokens.
     without_drafts: bool = False
+    # Beam search with so many beams; 0: none.
+    beam_width: int = 0
+    length_penalty: float = 0.0
+    early_stopping: int = EarlyStopping.HEURISTIC
 
     @property
     def num_jump_tokens(self) -> int:
@@ -49,6 +56,11 @@ class Params:
         jump: that has no logits. With look-ahead it can wait for its grammar."""
         most = self.num_lookahead_tokens
         return min(most, 1) if self.num_logprobs else most
+
+    @property
+    def num_journaled_logprobs(self) -> int:
+        """Entries per token in the journal. A search has its steps in their place."""
+        return num_entries(self.beam_width) if self.beam_width else self.num_logprobs
 
     def lookahead_with(self, num_drafts: int) -> int:
         """The look-ahead on a worker that needs `num_drafts` of it for drafts."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.service.errors import RequestError
+from scheduler_svc.beams.state import BeamState
 from scheduler_svc.core.crashes import LoneCrashes
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.request import Delivery, End, EndReason, Params
@@ -66,6 +67,14 @@ class Group:
     siblings: list["Sequence"] = field(default_factory=list)
     # The prompt's blocks, kept for the siblings after the first choice has ended.
     pinned_blocks: list[int] | None = None
+    # Of a beam search. Its choices are the beams; those without a row are siblings. Outside of the
+    # lane only the first is known: its output is the log of the search.
+    beams: BeamState | None = None
+
+    @property
+    def outputs(self) -> list["Sequence"]:
+        """The sequences whose output is journaled, delivered and recorded."""
+        return self.sequences if self.beams is None else self.sequences[:1]
 
     @property
     def key(self) -> RequestKey:
@@ -116,6 +125,10 @@ class Sequence:
     max_num_tokens: int = 0
 
     row: int | None = None
+    is_on_worker: bool = False  # the worker's row has it, maybe without its last change
+    # Of a beam that continues another one: it is admitted again, with a copy of this block.
+    is_changed: bool = False
+    copied_block: int | None = None
     # Device blocks; host blocks while the sequence is swapped out.
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -193,9 +206,26 @@ class Sequence:
         return self.group.is_abandoned
 
     @property
+    def is_beam(self) -> bool:
+        """It runs with the other beams of its group or not at all."""
+        return self.group.beams is not None
+
+    @property
+    def output(self) -> "array[int]":
+        """Known output tokens; those of the log of a search."""
+        if self.group.beams is not None:
+            return self.group.beams.log if self.is_first else array("I")
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
     def num_output_tokens(self) -> int:
-        """Known output tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        num_tokens = len(self.token_ids) - self.num_prompt_tokens
+        return num_tokens if self.group.beams is None else len(self.output)
+
+    @property
+    def num_served_tokens(self) -> int:
+        """Output tokens as they count for the principal: those of all beams."""
+        return self.num_output_tokens * max(1, self.group.params.beam_width)
 
     @property
     def num_cached_prompt_tokens(self) -> int:
@@ -222,8 +252,7 @@ class Sequence:
     @property
     def journaled(self) -> "array[int]":
         """Output that Redis has."""
-        first = self.num_prompt_tokens
-        return self.token_ids[first : first + self.num_journaled]
+        return self.output[: self.num_journaled]
 
     @property
     def deliverable(self) -> "array[int]":
@@ -233,7 +262,7 @@ class Sequence:
     @property
     def unjournaled(self) -> "array[int]":
         """Output that Redis does not have yet."""
-        return self.token_ids[self.num_prompt_tokens + self.num_journaled :]
+        return self.output[self.num_journaled :]
 
     @property
     def num_written_tokens(self) -> int:
@@ -250,7 +279,7 @@ class Sequence:
     @property
     def logprobs_bytes(self) -> int:
         """Packed size per output token."""
-        return self.group.params.num_logprobs * ENTRY_BYTES
+        return self.group.params.num_journaled_logprobs * ENTRY_BYTES
 
     def logprobs_of(self, first: int, end: int) -> bytes:
         """Packed log-probabilities of output tokens [first, end); empty unless requested."""
@@ -295,41 +324,11 @@ class Sequence:
 
     def end_if_complete(self) -> None:
         """End the sequence if its known tokens reach a stop token or the maximum length."""
-        if self.end is None and self.num_output_tokens:
+        if self.end is None and self.num_output_tokens and not self.is_beam:
             is_long = self.num_output_tokens >= self.group.params.max_tokens
             is_long |= 0 < self.max_num_tokens <= len(self.token_ids)
             if is_long or self.token_ids[-1] in self.stop_token_ids:
                 self.end_at_last_token()
-
-    def correct(self, num_computed_tokens: int, num_pending: int) -> None:
-        """Replace the counts of a sequence with look-ahead by those of a result. In-flight steps
-        sample `num_pending` tokens of it, or more by jumps."""
-        if self.is_ended:
-            return
-        self.num_tokens = len(self.token_ids) + num_pending
-        # Without blocks it has been released, and starts anew.
-        if self.block_ids:
-            self.num_certain_tokens = num_computed_tokens
-            # The next step computes what jumps have added, as far as its blocks have room.
-            self.num_computed_tokens = self.num_tokens - 1
-
-    def rewind(self) -> None:
-        """Return to the journaled tokens after its lane is lost. Later tokens are sampled again,
-        with the same result."""
-        del self.token_ids[self.num_prompt_tokens + self.num_journaled :]
-        del self.logprobs[self.num_journaled * self.logprobs_bytes :]
-        if self.chain is not None:
-            self.chain.truncate(len(self.token_ids))
-        if self.end is not None and self.end.reason is not EndReason.STOP_STRING:
-            self.end = None
-        self.end_if_complete()
-        self.was_lost |= self.last_step > 0
-        self.has_precedence |= self.last_step > 0
-        self.num_tokens = len(self.token_ids)
-        self.row = self.lane_incarnation = None
-        self.last_step = 0
-        self.reset_blocks()
-        self.last_published_blocks = []
 
     def set_lane(self, incarnation: int | None, lookahead: int = 0) -> None:
         """Set its lane, with its look-ahead, and that of the siblings to be forked from it."""
@@ -348,3 +347,4 @@ class Sequence:
         self.num_hit_blocks = 0
         self.num_published_blocks = 0
         self.blocks_are_valid = True
+        self.is_changed, self.copied_block = False, None

@@ -65,6 +65,8 @@ class SequenceView(Protocol):
     @property
     def is_abandoned(self) -> bool: ...  # its client has disconnected
     @property
+    def is_beam(self) -> bool: ...  # it is preempted only together with its group
+    @property
     def num_tokens(self) -> int: ...
     @property
     def max_num_tokens(self) -> int: ...
@@ -170,6 +172,8 @@ class StepDecision(Generic[SeqT]):
     num_decodes: int = 0
     scheduled: list[SeqT] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
+    # Beams for which even the whole pool has too few blocks.
+    exhausted: list[SeqT] = field(default_factory=list)
     # Rounds of each row in `scheduled`; empty if all run once.
     num_rounds: list[int] = field(default_factory=list)
     appends: list[tuple[SeqT, int]] = field(default_factory=list)  # row, new blocks
@@ -190,6 +194,7 @@ class StepDecision(Generic[SeqT]):
             or self.forked
             or self.swapped_in
             or self.preempted
+            or self.exhausted
             or self.swapped_out
             or self.cancelled_forks
             or self.discarded

@@ -9,8 +9,8 @@ import structlog
 from quire.service.addresses import NameResolver
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS
+from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.crashes import CrashHistory
-from scheduler_svc.core.policy import blocks_for
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.detached_pools import DetachedPools
 from scheduler_svc.engine.engine import Engine, ModelGeometry

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+from quire.service.errors import RequestError, invalid
+from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.placement import Demand, LaneBudget, Placement, choose_lane
-from scheduler_svc.core.policy import blocks_for
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lane.lane import Lane
@@ -134,6 +135,18 @@ class Dispatcher:
         return None
 
 
+def width_error(sequence: Sequence, lanes: Iterable[Lane]) -> RequestError | None:
+    """The error of a search with more beams than any worker has rows."""
+    width = sequence.group.params.beam_width
+    if not width or width <= (most := max(lane.limits.max_num_seqs for lane in lanes)):
+        return None
+    return invalid(
+        "params.beam_width",
+        "BEAM_WIDTH_OUT_OF_RANGE",
+        f"is {width}; a worker runs at most {most} beams at once (`--max-num-seqs`)",
+    )
+
+
 def _demand(sequence: Sequence, lane: Lane, match: PrefixMatch | None) -> Demand:
     limits = lane.limits
     num_tokens = len(sequence.token_ids)
@@ -145,4 +158,5 @@ def _demand(sequence: Sequence, lane: Lane, match: PrefixMatch | None) -> Demand
         num_new_blocks=num_blocks - num_hits + num_free_hits if match else 1,
         num_uncached_tokens=num_tokens - num_hits * limits.block_size,
         watermark=0 if sequence.has_precedence else limits.watermark,
+        is_divisible=not sequence.is_beam,
     )

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from quire.service.errors import RequestError, failed, invalid, unavailable
+from scheduler_svc.core.beams import rewind
+from scheduler_svc.core.block_fit import blocks_for, fit_of_prompt
 from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.policy import blocks_for, fit_of_prompt
 from scheduler_svc.core.queue import Arrivals, WaitingQueue
 from scheduler_svc.core.quotas import PrincipalLimits, Quotas, Reservation
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
 from scheduler_svc.core.view import BlockFit
-from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
+from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools, width_error
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.hashing import HashChain, extra_keys, root_hash
@@ -157,13 +158,13 @@ class Engine:
     def restore(self, group: Group) -> None:
         """Queue a request with the tokens that it already has."""
         group.order = (group.record.priority if self._by_priority else 0, next(self._order))
-        group.num_live = len(group.sequences)
+        group.num_live = len(group.outputs)
         self.live[group.key] = group
         self.quotas.started(group)
         # An earlier term has charged it.
         group.prompt_charge = 0.0
         for sequence in group.sequences:
-            sequence.num_counted_tokens = sequence.num_output_tokens
+            sequence.num_counted_tokens = sequence.num_served_tokens
         self.arrivals.queued()
         self._enqueue(group, group.sequences)
 
@@ -194,7 +195,8 @@ class Engine:
             group.subscriber.ended(sequence, sequence.end)
         elif sequence.is_first and sequence.end is None:
             # Siblings that wait for its prompt end with it; after its end the lane finishes them.
-            group.num_live -= len(group.siblings)
+            if group.beams is None:
+                group.num_live -= len(group.siblings)
             for sibling in group.siblings:
                 sibling.is_finished = True
             group.siblings = []
@@ -247,13 +249,15 @@ class Engine:
             group.siblings = [other for other in group.siblings if other not in lost]
             group.pinned_blocks = None
         for sequence in lost:
-            sequence.rewind()
+            rewind(sequence)
         self.stats.num_recovered += len(lost)
         self._enqueue(group, lost)
 
     def _enqueue(self, group: Group, sequences: list[Sequence]) -> None:
         """Queue the sequences that have not ended. If the first has yet to compute its prompt, the
         rest are forked from it; otherwise each computes what no cache has."""
+        if group.beams is not None:
+            sequences = sequences[:1]
         waiting = [other for other in sequences if not other.is_ended]
         if waiting and waiting[0].is_first and not waiting[0].num_output_tokens:
             forked = [other for other in waiting[1:] if not other.num_output_tokens]
@@ -319,6 +323,11 @@ class Engine:
             for other in sequence.group.sequences:
                 other.chain = HashChain(root, self.model.block_size, extra)
                 other.set_max_num_tokens(self.model.max_model_len)
+            if (beams := sequence.group.beams) is not None:
+                beams.limit(self.model.max_model_len - sequence.num_prompt_tokens)
+        if error := width_error(sequence, self.lanes.values()):
+            self.abort(sequence.group, error)
+            return False
         sequence.end_if_complete()
         if sequence.end is not None:
             # It was restored with all its tokens.

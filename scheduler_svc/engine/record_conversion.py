@@ -8,6 +8,9 @@ from google.rpc import status_pb2
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
+from scheduler_svc.beams.search import EarlyStopping, SearchParams
+from scheduler_svc.beams.state import BeamState
+from scheduler_svc.core.beams import recover_beams, restart_beams
 from scheduler_svc.core.request import Params
 from scheduler_svc.core.sequence import Group, NullSubscriber, Sequence
 from scheduler_svc.store.requests import Ending, RequestRecord, RequestState, StoredRequest
@@ -38,16 +41,29 @@ def group_of(record: RequestRecord) -> Group:
             num_tokens=len(prompt),
             stop_token_ids=stop_token_ids,
         )
-        for choice in range(record.num_choices)
+        for choice in range(group.params.beam_width or record.num_choices)
     ]
+    if group.params.beam_width:
+        group.beams = BeamState(_search_params(group.params, stop_token_ids))
+        restart_beams(group)
     return group
+
+
+def _search_params(params: Params, stop_token_ids: frozenset[int]) -> SearchParams:
+    return SearchParams(
+        width=params.beam_width,
+        max_tokens=params.max_tokens,
+        length_penalty=params.length_penalty,
+        early_stopping=EarlyStopping(params.early_stopping),
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def from_record(stored: StoredRequest, journaled: Mapping[int, Ranges]) -> Group:
     """Build the group of a stored request from its record and the journaled token ranges."""
     group = group_of(stored.record)
     group.sequences[0].prompt_logprobs += stored.prompt_logprobs
-    for sequence in group.sequences:
+    for sequence in group.outputs:
         token_ids = list(stored.output_token_ids.get(sequence.choice, ()))
         sequence.logprobs += stored.output_logprobs.get(sequence.choice, b"")
         sequence.num_recorded = len(token_ids)
@@ -59,9 +75,12 @@ def from_record(stored: StoredRequest, journaled: Mapping[int, Ranges]) -> Group
                 token_ids += tokens[num_known:]
                 sequence.logprobs += logprobs[num_known * sequence.logprobs_bytes :]
                 sequence.prompt_logprobs += prompt_logprobs[len(sequence.prompt_logprobs) :]
-        sequence.token_ids.extend(token_ids)
         sequence.num_journaled = len(token_ids)
-        sequence.num_tokens = len(sequence.token_ids)
+        if group.beams is not None:
+            recover_beams(group)
+        else:
+            sequence.token_ids.extend(token_ids)
+            sequence.num_tokens = len(sequence.token_ids)
         sequence.has_precedence = sequence.was_lost = bool(token_ids)
         if stored.num_cached_tokens:
             sequence.num_cached_tokens = stored.num_cached_tokens
@@ -108,13 +127,13 @@ def to_record(group: Group) -> StoredRequest:
     prompt = first.token_ids[: first.num_prompt_tokens]
     logprobs = {
         other.choice: other.logprobs_of(0, other.num_journaled)
-        for other in group.sequences
+        for other in group.outputs
         if other.logprobs
     }
     return StoredRequest(
         replace(group.record, prompt_token_ids=prompt),
         RequestState.LIVE,
-        output_token_ids={other.choice: other.journaled for other in group.sequences},
+        output_token_ids={other.choice: other.journaled for other in group.outputs},
         output_logprobs=logprobs,
         prompt_logprobs=bytes(first.prompt_logprobs) if first.num_journaled else b"",
     )

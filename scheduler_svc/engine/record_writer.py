@@ -84,7 +84,7 @@ class RecordWriter:
 
     async def _finish(self, batch: list[Group]) -> None:
         """Write the oldest queued endings."""
-        await self._compact([sequence for group in batch for sequence in group.sequences])
+        await self._compact([sequence for group in batch for sequence in group.outputs])
         endings = [ending_of(group) for group in batch]
         await self._store.finish(endings, self._finished_ttl_s, self._finished_max_bytes)
         for group in batch:

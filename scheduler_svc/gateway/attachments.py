@@ -138,7 +138,7 @@ def _replay_ended(
         connection.reject(request.attachment, error, stored.record.opaque)
         return
     group = from_record(stored, {})
-    for sequence in group.sequences:
+    for sequence in group.outputs:
         # Without an end of its own it was ended by its gateway, for a stop string.
         sequence.end = sequence.end or End(EndReason.STOP_STRING, sequence.num_output_tokens)
         sequence.is_finished = True

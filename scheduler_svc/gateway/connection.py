@@ -113,7 +113,7 @@ class GatewayConnection:
             opaque=group.record.opaque,
             attachment_generation=scheduler_pb2.AttachmentGeneration(epoch=epoch, number=number),
         )
-        for sequence in group.sequences:
+        for sequence in group.outputs:
             replayed = Delivery()
             add_deliverable(replayed, attachment, sequence, _at(next_indices, sequence.choice))
             self._frames[-1].add(replayed)

@@ -113,7 +113,7 @@ class FrameHandler:
             await self._attachments.attach_known(attachment, connection)
         for finish in frame.finishes:
             group = connection.attached.get(finish.attachment)
-            if group and finish.choice < len(group.sequences):
+            if group and group.beams is None and finish.choice < len(group.sequences):
                 group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
                 self._engine.finish_ended(group)
         for detachment in frame.detachments:

@@ -37,7 +37,7 @@ class TokenBuffer:
 
     def register(self, group: Group) -> None:
         """Buffer a request from here on; its tokens so far have been sent."""
-        next_indices = [len(sequence.deliverable) for sequence in group.sequences]
+        next_indices = [len(sequence.deliverable) for sequence in group.outputs]
         self._requests[group.attachment] = _Request(group, next_indices)
 
     def remove(self, attachment: int) -> None:
@@ -57,7 +57,7 @@ class TokenBuffer:
         self._num_buffered = 0
         rest = Delivery()
         for request in self._requests.values():
-            for sequence in request.group.sequences:
+            for sequence in request.group.outputs:
                 _take(rest, request, sequence)
         return rest
 
@@ -88,7 +88,7 @@ class TokenBuffer:
                 places.append(at)
                 request.next_indices[choice] = count
             else:
-                self._num_buffered += count * (1 + request.group.params.num_logprobs)
+                self._num_buffered += count * (1 + request.group.params.num_journaled_logprobs)
                 if first + count - request.next_indices[choice] >= DEFERRED_TOKENS:
                     self.is_due = True
         self.is_due |= self._num_buffered >= MAX_BUFFERED_TOKENS

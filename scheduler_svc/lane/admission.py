@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
+from scheduler_svc.beams.step import StepBeams
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.core.view import Admitted, StepDecision, SwappedIn
@@ -14,16 +15,18 @@ from scheduler_svc.store.types import Admission, CommitReply
 
 class StepAdmission:
     """Requests blocks before the commit and assigns them after it, in the same order: appends,
-    swapped groups, forks, then admissions."""
+    swapped groups, forks, then admissions. Blocks of beams are appended."""
 
     def __init__(
         self,
         builder: StepBuilder,
         table: SequenceTable,
         decision: StepDecision[Sequence],
+        beams: StepBeams,
         stats: LaneStats,
     ) -> None:
         self._builder = builder
+        self._beams = beams
         self._table = table
         self._decision = decision
         self._stats = stats
@@ -67,7 +70,12 @@ class StepAdmission:
             assert sequence.row is not None
             block_ids = list(islice(taken, count))
             self._extend(sequence, block_ids)
-            self._builder.plan.appended.append((sequence.row, block_ids))
+            if sequence.copied_block is not None:
+                self._builder.plan.copies.add(sequence.copied_block, block_ids[0])
+                sequence.copied_block = None
+            if not sequence.is_changed:
+                self._builder.plan.appended.append((sequence.row, block_ids))
+        self._beams.admit()
         for swap in self._decision.swapped_in:
             self._swap_in(swap, taken)
         for _, sibling in self._decision.forked:
@@ -85,6 +93,7 @@ class StepAdmission:
         """Assign a row to a sequence that has its blocks, and run it."""
         self._builder.rows.admit(sequence)
         self._builder.plan.admit(sequence)
+        sequence.is_on_worker, sequence.is_changed = True, False
         if num_tokens:
             self._builder.plan.num_scheduled_tokens.append(num_tokens)
             self._builder.compute(sequence, num_tokens)
@@ -135,6 +144,8 @@ class StepAdmission:
             sequence.num_cached_tokens = num_cached
         if sequence.is_first and sequence.group.siblings:
             self._table.forking_groups.append(sequence.group)
+        if sequence.is_beam:
+            self._table.beam_groups[sequence.group] = None
         self._start(sequence, entry.num_scheduled_tokens)
         sequence.num_published_blocks = sequence.num_computed_tokens // block_size
         self._count(sequence, num_cached)

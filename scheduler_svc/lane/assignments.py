@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from itertools import takewhile
 
+from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.placement import LaneBudget
-from scheduler_svc.core.policy import blocks_for
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.view import Limits
 from scheduler_svc.lane.pool_client import PoolClient

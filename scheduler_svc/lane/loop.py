@@ -214,6 +214,7 @@ class LaneLoop:
         uncommitted, self._uncommitted = self._uncommitted, {}
         failed, self._failed = self._failed, []
         step.release.release_ended(failed)
+        step.beams.fork()
         if self._assignments.draining and self._hooks.has_other_lane(self._worker.incarnation):
             step.release.preempt_all()
         if suspect is None:

@@ -42,7 +42,7 @@ class MultiStep:
             return 1
         num_rounds = min(MAX_ROUNDS, int(plan_s / self._round_s))
         for sequence in sequences:
-            if not sequence.group.is_deferred:
+            if not sequence.group.is_deferred or sequence.is_beam:
                 return 1
             if sequence.stop_token_ids:
                 num_rounds = min(num_rounds, MAX_ROUNDS_BEFORE_STOP)

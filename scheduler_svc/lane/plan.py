@@ -69,7 +69,9 @@ class PlanContents:
         admissions.top_ks.append(params.top_k)
         admissions.top_ps.append(params.top_p)
         admissions.min_ps.append(params.min_p)
-        admissions.seeds.append(seed_of_choice(params.seed, sequence.choice))
+        # All beams of a search have one seed: which of them has which row does not matter.
+        choice = 0 if sequence.is_beam else sequence.choice
+        admissions.seeds.append(seed_of_choice(params.seed, choice))
         admissions.num_logprobs.append(params.num_logprobs)
         admissions.num_prompt_logprobs.append(sequence.num_wanted_prompt_logprobs)
         if params.logits_params or admissions.logits_params:

@@ -59,18 +59,28 @@ class Quarantine:
 
     def completed(self, sampled: list[Sequence]) -> None:
         """Note a completed step. It clears the suspect if it sampled it."""
-        if self._suspect is not None and self._suspect in sampled:
+        if self._suspect is not None and self._has_passed(self._suspect, sampled):
             self._suspect.is_suspect = False
             self._suspect.lone_crashes.clear()
             self._suspect = None
         if sampled:
             self._served_at = self._clock()
 
+    @staticmethod
+    def _has_passed(suspect: Sequence, sampled: list[Sequence]) -> bool:
+        """Whether a step has sampled it; of a search, all beams that it had before."""
+        beams = suspect.group.beams
+        if beams is None or suspect.is_ended:
+            return suspect in sampled
+        return beams.is_caught_up and any(other.group is suspect.group for other in sampled)
+
     def worker_lost(self, unfinished: set[Sequence], is_dead: bool, crashes: CrashHistory) -> None:
         """Mark sequences of unfinished steps of a lost worker as suspects. `is_dead`: the worker
         crashed and is not merely silent; a suspect that ran alone then fails if it has crashed
         enough workers."""
         now = self._clock()
+        # The first beam stands for a search.
+        unfinished = {one.group.sequences[0] if one.is_beam else one for one in unfinished}
         if is_dead:
             if self._suspect in unfinished:
                 key = self._suspect.group.key

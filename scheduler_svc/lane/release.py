@@ -2,7 +2,11 @@
 
 from collections.abc import Iterable
 
-from scheduler_svc.core.policy import blocks_for
+from grpc import StatusCode
+
+from quire.service.errors import failed
+from scheduler_svc.core.beams import hold_back, restart_beams
+from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
@@ -47,7 +51,7 @@ class StepRelease:
             sequence.has_precedence = True
             if sequence.is_first and group.siblings:
                 self.cancel_forks(group)
-        if group.siblings and group.error is None and sequence.is_first:
+        if group.siblings and group.error is None and sequence.is_first and not sequence.is_beam:
             if sequence.blocks_are_valid:
                 # The prompt's blocks stay for the siblings; nothing writes to them any more.
                 num_held = blocks_for(sequence.num_prompt_tokens, self._builder.block_size)
@@ -72,6 +76,11 @@ class StepRelease:
                 self._table.awaiting_results.append(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
+        if sequence.is_beam:
+            if not sequence.is_first:
+                return
+            sequence.group.siblings = []
+            self._table.beam_groups.pop(sequence.group, None)
         self._builder.removed.append(sequence.sequence_id)
         self._builder.finished.append(sequence)
 
@@ -90,7 +99,8 @@ class StepRelease:
 
     def _release_forking_group(self, group: Group) -> None:
         if group.error is not None:
-            self._builder.finished += group.siblings
+            if group.beams is None:
+                self._builder.finished += group.siblings
             group.siblings = []
         if not group.siblings:
             self._remove_forking_group(group)
@@ -104,11 +114,20 @@ class StepRelease:
     # Preempted
 
     def preempt(self, sequence: Sequence) -> None:
-        """Release a row; the sequence is recomputed later."""
+        """Release a row; the sequence is recomputed later. All rows of a search are released."""
+        if sequence.is_beam:
+            for other in sequence.group.sequences:
+                if other.row is not None:
+                    self._builder.release(other, other.block_ids)
+            self._recompute(sequence)
+            return
         self._builder.release(sequence, sequence.block_ids)
         self._recompute(sequence)
 
     def _recompute(self, sequence: Sequence) -> None:
+        if sequence.is_beam:
+            self._recompute_beams(sequence.group)
+            return
         self._stats.num_preempted_by_recompute += 1
         group = sequence.group
         if sequence.is_first and group in self._table.forking_groups:
@@ -121,9 +140,37 @@ class StepRelease:
         sequence.has_precedence = True
         self._table.awaiting_results.append(sequence)
 
+    def _recompute_beams(self, group: Group) -> None:
+        """Restart a search whose rows are released; once for all of its beams."""
+        if group not in self._table.beam_groups:
+            return
+        del self._table.beam_groups[group]
+        self._stats.num_preempted_by_recompute += 1
+        if group in self._table.forking_groups:
+            self._table.forking_groups.remove(group)
+        first = group.sequences[0]
+        first.last_step = max(other.last_step for other in group.sequences)
+        for other in group.sequences:
+            other.reset_blocks()
+        restart_beams(group)
+        first.has_precedence = True
+        self._table.awaiting_results.append(first)
+
+    def exhaust(self, sequence: Sequence, num_usable_blocks: int) -> None:
+        """Fail a search that the pool cannot hold, and release the row of one of its beams."""
+        width = sequence.group.params.beam_width
+        message = (
+            f"{width} beams need more than the {num_usable_blocks} blocks of the cache; set a "
+            "lower beam_width or max_tokens, or give the worker a larger cache (`--num-blocks`)"
+        )
+        sequence.group.fail(failed(StatusCode.RESOURCE_EXHAUSTED, "CACHE_TOO_SMALL", message))
+        self._release_row(sequence)
+
     def swap_out(self, sequences: list[Sequence]) -> None:
         """Release the rows of a whole group and move its blocks to the host."""
         self._stats.num_preempted_by_swap += len(sequences)
+        if sequences[0].is_beam:
+            hold_back(sequences[0].group)
         device_blocks = list(dict.fromkeys(b for other in sequences for b in other.block_ids))
         host_blocks = self._table.swap_space.allocate(len(device_blocks))
         moved = dict(zip(device_blocks, host_blocks, strict=True))
@@ -138,10 +185,11 @@ class StepRelease:
     def preempt_all(self) -> None:
         """Preempt all sequences, to be continued on other lanes."""
         for group in list(self._table.forking_groups):
-            if group.siblings:
+            if group.siblings and group.beams is None:
                 self.cancel_forks(group)
         for sequence in list(self._table.rows):
-            self.preempt(sequence)
+            if sequence.row is not None:
+                self.preempt(sequence)
         for swapped in list(self._table.swapped):
             self.discard_swapped(swapped)
 
@@ -167,9 +215,11 @@ class StepRelease:
         invalid = {block_id for sequence in failed for block_id in sequence.published_blocks}
         if not invalid:
             return
-        for sequence in self._sharers(invalid):
+        sharers = self._sharers(invalid)
+        for sequence in sharers:
             sequence.blocks_are_valid = False
-            if not sequence.is_ended:
+        for sequence in sharers:
+            if not sequence.is_ended and sequence.row is not None:
                 self.preempt(sequence)
         self._builder.withdrawals = sorted(invalid)
         for group in list(self._table.forking_groups):

@@ -1,5 +1,6 @@
 """Applies the result of a plan to its sequences."""
 
+from scheduler_svc.core.beams import take_result
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lane.in_flight import CompletedStep, InFlightSteps
@@ -17,6 +18,10 @@ def append_tokens(completed: CompletedStep) -> list[Sequence]:
         logprobs = next(all_logprobs, b"")
         # Tokens sampled after an end are dropped.
         if sequence.end is None and sequence.group.error is None:
+            if sequence.group.beams is not None:
+                if take_result(sequence, completed.in_flight.step, logprobs):
+                    changed.append(sequence.group.sequences[0])
+                continue
             token_ids = sequence.token_ids
             if len(token_ids) == sequence.num_prompt_tokens:
                 _require_prompt_logprobs(sequence)
@@ -35,7 +40,20 @@ def correct_counts(completed: CompletedStep, in_flight: InFlightSteps) -> None:
     if completed.num_computed_tokens:
         num_pending = in_flight.num_pending
         for sequence, num_computed_tokens in completed.num_computed_tokens:
-            sequence.correct(num_computed_tokens, num_pending[sequence])
+            _correct(sequence, num_computed_tokens, num_pending[sequence])
+
+
+def _correct(sequence: Sequence, num_computed_tokens: int, num_pending: int) -> None:
+    """Replace the counts of a sequence with look-ahead by those of a result. In-flight steps sample
+    `num_pending` tokens of it, or more by jumps."""
+    if sequence.is_ended:
+        return
+    sequence.num_tokens = len(sequence.token_ids) + num_pending
+    # Without blocks it has been released, and starts anew.
+    if sequence.block_ids:
+        sequence.num_certain_tokens = num_computed_tokens
+        # The next step computes what jumps have added, as far as its blocks have room.
+        sequence.num_computed_tokens = sequence.num_tokens - 1
 
 
 def _add_prompt_logprobs(sequence: Sequence, first: int, packed: bytes) -> None:

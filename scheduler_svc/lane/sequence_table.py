@@ -119,6 +119,8 @@ class SequenceTable:
         # Groups with siblings to fork or pinned blocks to return; in order of admission.
         self.forking_groups: list[Group] = []
         self.swapped: list[SwappedGroup] = []
+        # Searches with rows or swapped beams, in order of admission.
+        self.beam_groups: dict[Group, None] = {}
         self.awaiting_results: list[Sequence] = []
 
     def assign(self, sequence: Sequence) -> None:

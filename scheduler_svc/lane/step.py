@@ -10,6 +10,7 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Final
 
+from scheduler_svc.beams.step import StepBeams
 from scheduler_svc.core.policy import schedule
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import LaneStats
@@ -41,13 +42,15 @@ class Step:
         self._num_usable_blocks = num_usable_blocks
         self._stats = stats
         self.release = StepRelease(builder, table, stats)
+        self.beams = StepBeams(builder, table)
         # Set by the decision.
         self._decision: StepDecision[Sequence]
         self._admission: StepAdmission
 
     @property
     def is_empty(self) -> bool:
-        return self._decision.is_empty and self.builder.is_empty
+        has_work = self.beams.has_work or not self._decision.is_empty
+        return not has_work and self.builder.is_empty
 
     @property
     def admitting(self) -> list[Sequence]:
@@ -78,7 +81,7 @@ class Step:
         # While sequences are being preempted, all assigned ones are requeued.
         found = [pair for pair in candidates if pair[0] is suspect]
         view = self._view([], () if self._is_preempting else found)
-        running = [suspect] if suspect.row is not None else []
+        running = [row for row in view.running if row is suspect or _are_beams(row, suspect)]
         num_others = len(view.running) - len(running)
         num_siblings = sum(len(group.siblings) for group in view.forkable)
         alone = replace(
@@ -97,15 +100,20 @@ class Step:
         self, decision: StepDecision[Sequence], swapped: Mapping[Swapped[Sequence], SwappedGroup]
     ) -> None:
         self._decision = decision
+        self.beams.take_out(decision)
         for forkable in decision.cancelled_forks:
             self.release.cancel_forks(forkable.siblings[0].group)
         for sequence in decision.preempted:
             self.release.preempt(sequence)
+        for sequence in decision.exhausted:
+            self.release.exhaust(sequence, self._num_usable_blocks)
         for sequences in decision.swapped_out:
             self.release.swap_out(sequences)
         for discarded in decision.discarded:
             self.release.discard_swapped(swapped[discarded])
-        self._admission = StepAdmission(self.builder, self._table, decision, self._stats)
+        self._admission = StepAdmission(
+            self.builder, self._table, decision, self.beams, self._stats
+        )
         self._admission.share_prefixes()
         self._schedule()
 
@@ -217,11 +225,19 @@ class Step:
 
 
 def _is_computed(group: Group) -> bool:
-    """Whether its prompt is computed, plans in flight included."""
+    """Whether its prompt is computed, plans in flight included, and its siblings can be forked."""
     source = group.sequences[0]
+    if group.beams is not None:
+        # It forks its beams itself; their rows are reserved.
+        return False
     return group.pinned_blocks is not None or (
         source.row is not None and source.num_computed_tokens >= source.num_prompt_tokens
     )
+
+
+def _are_beams(row: Sequence, other: Sequence) -> bool:
+    """Whether both are beams of one search."""
+    return row.is_beam and row.group is other.group
 
 
 def _forkable(group: Group) -> Forkable[Sequence]:

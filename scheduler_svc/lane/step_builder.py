@@ -41,8 +41,8 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is released and no token is journaled."""
-        return self.releases_nothing and not self.journaled
+        """Nothing is released or shared, and no token is journaled."""
+        return self.releases_nothing and not (self.journaled or self.shared)
 
     @property
     def releases_nothing(self) -> bool:
@@ -81,8 +81,12 @@ class StepBuilder:
             if other.group.error is None and (other.end is None or not other.is_truncated)
         ]
         first_indices = [sequence.num_journaled for sequence in journaled]
-        next_indices = [len(other.token_ids) - other.num_prompt_tokens for other in journaled]
-        if sum(next_indices) - sum(first_indices) == len(journaled):
+        has_beams = bool([True for sequence in journaled if sequence.group.beams is not None])
+        if has_beams:
+            next_indices = [sequence.num_output_tokens for sequence in journaled]
+        else:
+            next_indices = [len(other.token_ids) - other.num_prompt_tokens for other in journaled]
+        if not has_beams and sum(next_indices) - sum(first_indices) == len(journaled):
             token_ids = [sequence.token_ids[-1] for sequence in journaled]
         else:
             token_ids = [token for sequence in journaled for token in sequence.unjournaled]
@@ -111,8 +115,11 @@ class StepBuilder:
         self.sequences.append(sequence)
         sequence.num_certain_tokens += num_tokens
         if sequence.num_computed_tokens == sequence.num_tokens:
-            sequence.num_tokens += 1
             self.sampling.append(sequence)
+            if sequence.group.beams is None:
+                sequence.num_tokens += 1
+            else:
+                sequence.group.beams.expect(sequence.choice, self.step_number)
 
     def share(self, block_ids: list[int]) -> None:
         self.shared += block_ids
@@ -127,7 +134,10 @@ class StepBuilder:
         """Release its row, and return these of its blocks."""
         self.publish(sequence)
         self.return_blocks(block_ids)
-        self.plan.released_rows.append(self.rows.release(sequence))
+        row = self.rows.release(sequence)
+        if sequence.is_on_worker:
+            self.plan.released_rows.append(row)
+            sequence.is_on_worker = False
 
 
 def _logprobs(

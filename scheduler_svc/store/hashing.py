@@ -47,6 +47,12 @@ class HashChain:
             parent = sha256(parent + pack_u32s(token_ids[end - size : end]) + extra).digest()
             hashes.append(parent)
 
+    def fork(self, num_tokens: int) -> "HashChain":
+        """The chain of another sequence whose first `num_tokens` tokens are the same."""
+        fork = HashChain(self._root, self._block_size, self._extra)
+        fork.hashes = self.hashes[: num_tokens // self._block_size]
+        return fork
+
     def truncate(self, num_tokens: int) -> None:
         """Drop the hashes of blocks that are not full with `num_tokens` tokens."""
         del self.hashes[num_tokens // self._block_size :]

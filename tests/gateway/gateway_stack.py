@@ -9,7 +9,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from gateway_svc.server import Gateway
-from quire.v1 import inference_pb2, inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+from quire.v1 import (
+    beam_search_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    model_pb2_grpc,
+    tokenizer_pb2_grpc,
+)
 
 
 @dataclass
@@ -22,6 +28,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.beam_search = beam_search_pb2_grpc.BeamSearchServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
         self.models = model_pb2_grpc.ModelServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)

@@ -91,6 +91,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         num_holds: int = 0,
         num_speculative_tokens: int = 0,
         acceptance_rate: float = 0.7,
+        token_logprobs: bool = False,
     ) -> None:
         self.hello = worker_pb2.Hello(
             incarnation=incarnation,
@@ -115,6 +116,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 longest_jump=longest_jump,
+                token_logprobs=token_logprobs,
                 num_speculative_tokens=num_speculative_tokens,
                 acceptance_rate=acceptance_rate,
             )
@@ -174,7 +176,8 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def check(self) -> None:
         """Assert that no row is in use and no rule was broken."""
-        assert not self.runner.kv_checker.violations
+        violations = self.runner.kv_checker.violations
+        assert not violations, [str(violation) for violation in violations]
         await until(lambda: not self.rows, "the release of all rows")
 
     def drain(self) -> None:

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 import redis
+from beam_requests import ReceivedSearch, submit_search
 from checking_worker import CheckingWorker, token_at
 from scheduler_stack import CANCELLED, INTERNAL, Gateway, Received, ReceivedChoice, Stack, info_of
 from waiting import until
@@ -13,6 +14,8 @@ from quire.internal.v1 import scheduler_pb2
 from scheduler_svc.core.crashes import MAX_CONCLUSIVE
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.engine.engine import Engine
+
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
 
 # Choices of these (seed, choice) fail when they sample.
 FAILING = ((900_000, 0), (900_001, 1))
@@ -35,6 +38,8 @@ class Request:
     num_lost_workers: int = 0
     # Cuts by choice, in the order they were sent.
     cuts: dict[int, list[int]] = field(default_factory=dict)
+    # Codes and reasons of errors that the workers' sizes may cause.
+    limits: set[tuple[int, str]] = field(default_factory=set)
 
     @property
     def attachment(self) -> int:
@@ -61,6 +66,7 @@ class Request:
         received = self.received
         if received.failure is not None:
             reasons = {(CANCELLED, "CANCELLED")} if self.cancelled else set()
+            reasons |= self.limits
             reasons |= {(INTERNAL, "ROW_FAILED")} if self.fails else set()
             # It cannot be distinguished from a request that kills workers.
             num_evident = 1 + MAX_CONCLUSIVE
@@ -79,6 +85,9 @@ class Request:
     def _check_end(self, index: int, choice: ReceivedChoice, output: list[int]) -> None:
         end = choice.end
         assert end is not None
+        if isinstance(self.received, ReceivedSearch):
+            assert choice.token_ids == output
+            return
         if index in self.cuts and self._is_cut(choice, end, self.cuts[index]):
             return
         assert choice.token_ids == output
@@ -148,8 +157,12 @@ class Load:
         num_prompt_logprobs: int = 0,
         num_lookahead_tokens: int = 0,
         without_drafts: bool = False,
+        beam_width: int = 0,
     ) -> None:
         length = min(length, self._max_model_len - 1)
+        if beam_width:
+            await self._submit_search(gateway, length, tag, max_tokens, seed, beam_width, principal)
+            return
         stop = () if stop_at is None else (token_at(seed, length + stop_at),)
         self._num_submitted += 1
         stream = self.gateways[gateway]
@@ -170,6 +183,48 @@ class Load:
             deferred_delivery=self._all_unary or self._num_submitted % 2 == 0,
         )
         self.requests.append(Request(gateway, stream.received[attachment]))
+
+    async def _submit_search(
+        self,
+        gateway: int,
+        length: int,
+        tag: int,
+        max_tokens: int,
+        seed: int,
+        width: int,
+        principal: str,
+    ) -> None:
+        self._num_submitted += 1
+        stream = self.gateways[gateway]
+        attachment = await submit_search(
+            stream,
+            [tag * 100 + index for index in range(length)],
+            width,
+            min(max_tokens, self._max_model_len - length),
+            seed,
+            request_id=f"request-{self._num_submitted}",
+            principal=principal,
+            tenant={"weight": len(principal)} if principal else None,
+            deferred_delivery=self._all_unary or self._num_submitted % 2 == 0,
+            by_token=False,
+        )
+        received = stream.received[attachment]
+        self.requests.append(Request(gateway, received, limits=self._search_limits(received)))
+
+    def _search_limits(self, received: Received) -> set[tuple[int, str]]:
+        """Why a search may be refused or fail: it has more beams than a worker has rows, or they
+        may need more blocks than one has."""
+        width = received.submission.params.beam_width
+        num_tokens = received.num_prompt_tokens + received.max_tokens
+        limits = set()
+        for worker in self.workers:
+            hello = worker.hello
+            if width > hello.max_num_seqs:
+                limits.add((INVALID_ARGUMENT, "BEAM_WIDTH_OUT_OF_RANGE"))
+            # With the largest look-ahead.
+            if width * -(-(num_tokens + 5) // hello.block_size) >= hello.num_blocks:
+                limits.add((RESOURCE_EXHAUSTED, "CACHE_TOO_SMALL"))
+        return limits
 
     async def cancel(self, request: Request) -> None:
         request.cancelled = True

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from pathlib import Path
 
@@ -343,11 +343,13 @@ def _entries(deltas: scheduler_pb2.TokenDeltas) -> Iterator[list[tuple[int, floa
 def _without_ends(submission: scheduler_pb2.Submission, received: Received) -> Received:
     """A copy without the ends, which are delivered again."""
     choices = [ReceivedChoice(list(choice.token_ids)) for choice in received.choices]
-    return Received(
-        submission,
-        choices,
-        attachment_generation=received.attachment_generation,
-        is_redelivered=received.is_redelivered,
+    return replace(
+        received,
+        submission=submission,
+        choices=choices,
+        accepted=False,
+        opaque=b"",
+        failure=None,
     )
 
 

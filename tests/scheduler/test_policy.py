@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from scheduler_svc.core.policy import fit, fit_of_prompt, schedule
+from scheduler_svc.core.block_fit import fit, fit_of_prompt
+from scheduler_svc.core.policy import schedule
 from scheduler_svc.core.view import (
     BlockFit,
     Candidate,
@@ -34,6 +35,7 @@ class Row:
     block_ids: list[int] = field(default_factory=list)
     max_num_tokens: int = 2**31
     is_abandoned: bool = False
+    is_beam: bool = False
     num_lookahead_tokens: int = 0
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ class Row:
     block_ids: list[int] = field(default_factory=list)
     max_num_tokens: int = 2**31
     is_abandoned: bool = False
+    is_beam: bool = False
     num_lookahead_tokens: int = 0
 
     @property

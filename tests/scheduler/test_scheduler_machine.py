@@ -42,6 +42,7 @@ REQUESTS = st.fixed_dictionaries(
         "num_prompt_logprobs": st.sampled_from([0, 0, 1, 3]),
         "num_lookahead_tokens": st.sampled_from([0, 0, 1, 4, 16]),
         "without_drafts": st.sampled_from([False, False, True]),
+        "beam_width": st.sampled_from([0, 0, 0, 0, 1, 2, 3, 8]),
         "principal": st.sampled_from(["", "", "a", "bb"]),
     }
 )

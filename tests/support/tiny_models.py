@@ -151,6 +151,32 @@ class Reference:
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens
 
+    def search(
+        self, prompt: list[int], max_tokens: int, eos_token_ids: list[int], **options: Any
+    ) -> list[tuple[list[int], float]]:
+        """All sequences of a beam search and their scores. `options` are those of `generate`."""
+        width = options["num_beams"]
+        found = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            num_return_sequences=width,
+            eos_token_id=eos_token_ids,
+            pad_token_id=VOCAB_SIZE - 1,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        sequences = [self._unpadded(one[len(prompt) :].tolist(), eos_token_ids)
+                     for one in found.sequences]  # fmt: skip
+        return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+
+    @staticmethod
+    def _unpadded(token_ids: list[int], eos_token_ids: list[int]) -> list[int]:
+        ends = [at for at, token in enumerate(token_ids) if token in eos_token_ids]
+        return token_ids[: ends[0] + 1] if ends else token_ids
+
     def logits(self, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
         """Of every token of the vocabulary at the place of each that follows the prompt."""
         with torch.no_grad():

@@ -124,8 +124,8 @@ async def test_too_many_are_refused(worker: ServedWorker) -> None:
     lane = LaneClient(worker.stub)
     await lane.open()
     plan = worker_pb2.BatchPlan()
-    asked = Sampling(num_logprobs=22)
+    asked = Sampling(num_logprobs=34)
     admit(plan, Sequence(0, _PROMPT, len(_PROMPT), 0, [1, 2, 3], asked))
     await lane.send(plan)
     assert await lane.ended() is grpc.StatusCode.INTERNAL
-    assert "22 log-probabilities, at most 21" in await lane.call.details()
+    assert "34 log-probabilities, at most 33" in await lane.call.details()

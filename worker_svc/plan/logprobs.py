@@ -12,8 +12,8 @@ from worker_svc.plan.inputs import Ints
 
 Floats = NDArray[np.float32]
 
-# The chosen token and the top 20.
-MAX_NUM_LOGPROBS = 21
+# The chosen token and the most likely ones: 20 for a request's own, 32 as candidates of a search.
+MAX_NUM_LOGPROBS = 33
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from worker_svc.runner.step_runner import Callback, Identity, PendingOutput, Rea
 from worker_svc.sim.drafter import Drafts, SimDrafter
 from worker_svc.sim.kv_checker import KvChecker
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
-from worker_svc.sim.sampling import logprobs_at, tokens_at
+from worker_svc.sim.sampling import logprobs_at, seeds_after, tokens_at
 
 # A sleep may end this late; for the last part of a step the clock is polled instead.
 _LONGEST_OVERSLEEP_NS = 150_000
@@ -47,6 +47,8 @@ class SimModel:
     step_ms: float = 0.0  # of every forward pass
     token_us: float = 0.0  # more for each scheduled token
     context_ns: float = 0.0  # more for each token attended to
+    # Log-probabilities depend on the last token, too, not only on seed and position.
+    token_logprobs: bool = False
     longest_jump: int = 0  # of rows with look-ahead: after token t they jump by t % (this + 1)
     num_speculative_tokens: int = 0
     acceptance_rate: float = 0.0  # the share of drafts that are right
@@ -311,6 +313,8 @@ class SimRunner:
             return None
         asked = rows[has_logprobs]
         seeds, positions = self._tables.seeds[asked], self._tables.num_tokens[asked]
+        if self.model.token_logprobs:
+            seeds = seeds_after(seeds, self._tables.token_table[asked, positions - 1])
         num_top = int(num_logprobs.max()) - 1
         vocab_size = self.model.vocab_size
         return Logprobs.pack(

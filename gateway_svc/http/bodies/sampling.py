@@ -1,9 +1,10 @@
 """Fields of completions and chat completions alike."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from gateway_svc.generation.beam_search import Search
 from gateway_svc.http.bodies.fields import (
     UINT32_MAX,
     Count,
@@ -15,7 +16,14 @@ from gateway_svc.http.bodies.fields import (
 from gateway_svc.http.bodies.logits_fields import LogitsFields
 from gateway_svc.http.bodies.structured import FORMAT_NAMES, OutputFormat, StructuredOutputs
 from quire.service.errors import invalid
-from quire.v1 import inference_pb2, structured_output_pb2
+from quire.v1 import beam_search_pb2, inference_pb2, structured_output_pb2
+
+_EARLY_STOPPING = {
+    None: beam_search_pb2.EARLY_STOPPING_UNSPECIFIED,
+    False: beam_search_pb2.EARLY_STOPPING_HEURISTIC,
+    True: beam_search_pb2.EARLY_STOPPING_ALWAYS,
+    "never": beam_search_pb2.EARLY_STOPPING_NEVER,
+}
 
 
 def _one_or_many(value: object) -> object:
@@ -62,6 +70,12 @@ class SamplingFields(LogitsFields):
     # Quire's: seconds for which the request continues after its client has disconnected.
     resume_window_s: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
 
+    # Beam search, as vLLM has it: `n` is the number of beams, which are sent at the end.
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    # transformers' values, as vLLM had them.
+    early_stopping: bool | Literal["never"] | None = None
+
     # Formats of the output: OpenAI's field, and vLLM's.
     response_format: OutputFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -74,10 +88,26 @@ class SamplingFields(LogitsFields):
     guided_decoding_backend: unsupported() = None  # type: ignore[valid-type]
     guided_whitespace_pattern: unsupported() = None  # type: ignore[valid-type]
     structural_tag: replaced_by("structured_outputs.structural_tag") = None  # type: ignore[valid-type]
-    length_penalty: unsupported(1) = None  # type: ignore[valid-type]
-    use_beam_search: unsupported(False) = None  # type: ignore[valid-type]
     spaces_between_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
     return_tokens_as_token_ids: unsupported(False) = None  # type: ignore[valid-type]
+
+    @property
+    def search(self) -> Search | None:
+        """The parameters of a beam search. RequestError if there is none and they are set."""
+        if self.use_beam_search:
+            return Search.of(
+                beam_search_pb2.BeamSearchParams(
+                    beam_width=self.n or 1,
+                    length_penalty=self.length_penalty,
+                    early_stopping=_EARLY_STOPPING[self.early_stopping],
+                )
+            )
+        for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+            if (value := getattr(self, name)) is not None and value != neutral:
+                raise invalid(
+                    name, "NO_BEAM_SEARCH", "is accepted only with use_beam_search = true"
+                )
+        return None
 
     @property
     def include_usage(self) -> bool:
