@@ -98,12 +98,13 @@ def _part(
             f"thread. In texts of the demo model it agrees with {agreement['greedy']:.0%} of the "
             f"greedy tokens, and with {agreement['sampled']:.0%} of those sampled at temperature "
             f"{_TEMPERATURE:g} with the same noise. Rows of a step share 12 tokens, so 4 rows have "
-            "fewer drafts, and 32 have none: that line is the price of the draft model's cache.",
+            "fewer drafts, and 32 have none: that line is the price of the draft model's cache. A "
+            "pass for the drafts of one row takes nearly as long as one for all of them.",
         ],
         columns=COLUMNS,
         rows=rows,
         targets=[
-            _target(row) for row in rows if "streamed" in str(row["text"]) or row["requests"] == 32
+            _target(row) for row in rows if "streamed" in str(row["text"]) or row["requests"] != 1
         ],
     )
 
