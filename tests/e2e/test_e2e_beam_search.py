@@ -1,6 +1,7 @@
 """Beam searches through the whole stack, equal to those of transformers."""
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -12,8 +13,11 @@ import torch
 from pool_watch import PoolWatch
 from tiny_models import FAMILIES, VOCAB_SIZE, Reference, save_model
 from tiny_tokenizer import save_tokenizer
+from typer.testing import CliRunner
 from waiting import until
 
+from quire import LLM
+from quire.cli import app
 from quire.client.async_client import AsyncClient
 from quire.client.outputs import BeamSearchOutput, RequestOutput
 from quire.client.sampling_params import BeamSearchParams, EarlyStopping, SamplingParams
@@ -147,3 +151,23 @@ async def test_searches_equal_those_of_transformers(family: Family) -> None:
                 assert other.outputs == alone.outputs
     assert num_stopped >= 3
     await family.comes_to_rest()
+
+
+def test_offline_and_in_the_command(family: Family) -> None:
+    params = BeamSearchParams(
+        beam_width=3, max_tokens=6, length_penalty=1.0, early_stopping="never", stop_token_ids=[3]
+    )
+    chosen = prompts(3)[1:]
+    with LLM(target=family.stack.address) as llm:
+        found = llm.beam_search(chosen, params)
+        [of_text] = llm.beam_search("one two", params)
+    for prompt, one in zip(chosen, found, strict=True):
+        check(family, prompt, params, one)
+    command = ["beam-search", "one two", "--target", family.stack.address, "--beam-width", "3"]
+    command += ["--max-tokens", "6", "--early-stopping", "never", "--stop-token-id", "3"]
+    run = CliRunner().invoke(app, [*command, "--json"])
+    assert run.exit_code == 0, run.output
+    printed = [one["token_ids"] for one in json.loads(run.stdout)["sequences"]]
+    assert printed == [one.token_ids for one in of_text.sequences]
+    run = CliRunner().invoke(app, command)
+    assert run.stdout.startswith(f"[1/3] score {of_text.sequences[0].score:.4f}\n")
