@@ -49,7 +49,7 @@ class DraftModel:
             self._params.rows_have_changed()
         for admission in plan.admissions:
             self._passes.admit(admission.row, admission.num_computed_tokens)
-        self._lengths.begin_step(is_one_of_rounds=plan.is_one_of_rounds)
+        self._lengths.begin_step(len(rows), is_one_of_rounds=plan.is_one_of_rounds)
         most = self._budget.most(plan, rows, counts)
         if most is None:
             return None
