@@ -275,23 +275,23 @@ def test_vocabularies_are_compared_by_what_an_id_stands_for(tmp_path: Path) -> N
     )
 
 
-PRICE = DraftPrice(plan=20, target_pass=10, token=1, draft_pass=4)
+PRICE = DraftPrice(plan=20, target_pass=10, token=1, draft_pass=4, verifying=1)
 
 
 @pytest.mark.parametrize(
     ("num_rows", "drafting", "is_one_of_rounds", "expected"),
     [
-        # Of one row: 1 token in 30, 1.5 in 35, 1.75 in 40, 1.875 in 45.
+        # Of one row: 1 token in 30, 1.5 in 36, 1.75 in 41, 1.875 in 46.
         (1, 1, False, [2]),
-        # 1 token in 10, 1.5 in 15.
+        # 1 token in 10, 1.5 in 16.
         (1, 1, True, [0]),
-        # 2 tokens in 31; with drafts of both 3 in 37, 3.5 in 43, 3.75 in 49.
+        # 2 tokens in 31; with drafts of both 3 in 38, 3.5 in 44, 3.75 in 50.
         (2, 2, False, [2, 2]),
-        # 2 tokens in 31; with drafts of one 2.5 in 36, 2.75 in 41.
+        # 2 tokens in 31; with drafts of one 2.5 in 37, 2.75 in 42.
         (2, 1, False, [1]),
-        # 4 tokens in 13, 6 in 21, 7 in 29.
+        # 4 tokens in 13, 6 in 22, 7 in 30.
         (4, 4, True, [0, 0, 0, 0]),
-        # 8 tokens in 37, 8.5 in 42: a pass for one row delays all.
+        # 8 tokens in 37, 8.5 in 43: a pass for one row delays all.
         (8, 1, False, [0]),
     ],
 )
@@ -316,12 +316,9 @@ def test_rows_whose_drafts_are_wrong_have_few_all_in_the_same_steps() -> None:
     later = [lengths.next(rows).tolist() for _ in range(64)]
     assert [counts for counts in later if counts[1:] != [0, 0]] == 2 * [[5, 1, 1]]
     lengths.admit(2)
-    # About 9 tokens in 62: the third draft of a row whose drafts are right in half of the cases
+    # About 9 tokens in 63: the third draft of a row whose drafts are right in half of the cases
     # gives 0.125 tokens in the time of one, 1.
     assert lengths.next(rows).tolist() == [5, 2, 0]
-    lengths.admit(1)
-    # 3 tokens in 32; 4 in 38, 4.5 in 44.
-    assert lengths.next(rows).tolist() == [1, 1, 0]
 
 
 def test_a_draft_of_a_large_model_costs_its_weights() -> None:
@@ -330,4 +327,4 @@ def test_a_draft_of_a_large_model_costs_its_weights() -> None:
     assert large.draft_pass / large.target_pass == pytest.approx(1 / 7, rel=0.01)
     assert large.token / large.target_pass == pytest.approx(0.05, rel=0.01)
     assert large.plan / large.target_pass < 0.01
-    assert small.plan == 2 * small.target_pass == 5 * small.draft_pass
+    assert small.plan == small.target_pass == 2.5 * small.draft_pass == 2.5 * small.verifying

@@ -16,11 +16,11 @@ _PAUSE: Final = 32
 # Times as bytes of weights that are read meanwhile, some 20 GB/s: what a pass takes beside reading
 # weights, and what a plan takes in all services. Significant for small models only.
 _PASS_BYTES: Final = 3e6
-_PLAN_BYTES: Final = 20e6
-# Of computing and sampling one token more in a pass: its share of the target's weights, and the
-# call's time.
+_PLAN_BYTES: Final = 10e6
+# Of sampling and comparing the drafts of a step, however many.
+_VERIFYING_BYTES: Final = 4e6
+# Of computing and sampling one token more in a pass: its share of the target's weights.
 _TOKEN_SHARE: Final = 0.05
-_TOKEN_BYTES: Final = 2e6
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class DraftPrice:
     target_pass: float  # for one token
     token: float  # for each token more
     draft_pass: float
+    verifying: float  # of a step with drafts
 
     @classmethod
     def of(cls, draft_bytes: float, target_bytes: float) -> "DraftPrice":
@@ -38,8 +39,9 @@ class DraftPrice:
         return cls(
             plan=_PLAN_BYTES,
             target_pass=target_bytes + _PASS_BYTES,
-            token=_TOKEN_SHARE * target_bytes + _TOKEN_BYTES,
+            token=_TOKEN_SHARE * target_bytes,
             draft_pass=draft_bytes + _PASS_BYTES,
+            verifying=_VERIFYING_BYTES,
         )
 
 
@@ -48,11 +50,11 @@ class PricedLengths:
     to the first wrong one, and later ones count more. With k drafts a row gains 1 + p + p² + … + pᵏ
     tokens in a step.
 
-    A step of R rows, m of which have k drafts, takes a pass of R + m*k tokens and k passes of the
-    draft model. The numbers with the most tokens per time are chosen, for the m rows of the
-    greatest acceptance. Of a row's drafts, those are left out that are not worth the time of their
-    token. Rows without get one draft in every 32nd step. All of it depends on numbers of steps and
-    tokens, never on the clock.
+    A step of R rows, m of which have k drafts, takes a pass of R + m*k tokens, k passes of the
+    draft model, and a time to verify. The m rows of the greatest acceptance get the number of
+    drafts that gives the most tokens per time. Of a row's drafts, those are left out that are not
+    worth the time of their token. Rows without get one draft in every 32nd step. All of it depends
+    on numbers of steps and tokens, never on the clock.
     """
 
     def __init__(self, most: int, price: DraftPrice, max_num_seqs: int) -> None:
@@ -99,7 +101,7 @@ class PricedLengths:
         num_drafts = numbers * np.arange(1, len(rows) + 1)[:, None]
         plan = 0.0 if self._is_one_of_rounds else price.plan
         without = plan + price.target_pass + (num_rows - 1) * price.token
-        times = without + numbers * price.draft_pass + num_drafts * price.token
+        times = without + price.verifying + numbers * price.draft_pass + num_drafts * price.token
         rates = (num_rows + gained) / times
         counts = np.zeros(len(rows), np.int64)
         best = int(rates.argmax())
