@@ -114,7 +114,7 @@ def make_drafter(
     if not most:
         return None
     if draft is None:
-        return PromptLookup(most, tables)
+        return PromptLookup(most, tables, implementation)
     model, cached = draft.source.model, draft.cached
     layers = pool.layers[-len(cached.layers) :]
     attention = PagedAttention(layers, draft.source.implementation, cached.scales)
