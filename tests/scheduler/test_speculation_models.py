@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from draft_models import save_disturbed
+from draft_models import FREE, save_disturbed
 from model_stack import Outcome, Request, outcome
 from tiny_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, save_model
 from worker_driver import LOGPROBS_TOLERANCE, worker_settings
@@ -15,6 +15,7 @@ from quire.internal.v1.logits_pb2 import LogitsParams
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.speculation import draft_budget
+from worker_svc.speculation.priced_lengths import DraftPrice
 
 DEMO = "demo/model"
 NUM_REQUESTS = 32
@@ -145,8 +146,9 @@ async def check_model(
 
 @pytest.fixture(autouse=True)
 def room_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full steps have drafts, too."""
+    """Full steps have drafts, too, also of models whose passes take longer than they save."""
     monkeypatch.setattr(draft_budget, "MAX_STEP_TOKENS", 64)
+    monkeypatch.setattr(DraftPrice, "of", lambda *_: FREE)
 
 
 async def test_prompt_lookup_changes_no_token(

@@ -52,9 +52,12 @@ def passes_of(loaded: LoadedRunner) -> DraftPasses:
     return drafter._passes
 
 
+# Drafts cost next to nothing.
+FREE = DraftPrice(plan=10, target_pass=20, token=0, draft_pass=1, verifying=0)
+
+
 def free_drafts(loaded: LoadedRunner, most: int) -> DraftModel:
     """A drafter with the passes of a loaded one, whose passes cost next to nothing."""
     tables = runner_of(loaded)._tables
     params = SamplingParams(tables, torch.device("cpu"))
-    price = DraftPrice(plan=10, target_pass=20, token=0, draft_pass=1, verifying=0)
-    return DraftModel(most, price, passes_of(loaded), tables, params)
+    return DraftModel(most, FREE, passes_of(loaded), tables, params)
