@@ -84,10 +84,11 @@ class GenerationRoutes:
         states = [_state(body, gateway_pb2.FORMAT_CHAT, 1)]
         renamed = {
             **CHAT_NAMES,
-            "logprobs": "top_logprobs",
             "request_id": _REQUEST_ID,
             **body.format_names,
         }
+        if body.top_logprobs is not None:
+            renamed["logprobs"] = "top_logprobs"
         if body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
         return self._respond(request_id, tenant, body, messages, states, renamed)

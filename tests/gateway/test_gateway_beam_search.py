@@ -197,3 +197,24 @@ async def test_http_refuses_what_a_search_does_not_have(
     body = {"prompt": "The", "use_beam_search": True, "n": 2, **change}
     status, error = await http.error("/v1/completions", body)
     assert (status, error["param"].partition(".")[0], error["code"]) == (400, param, code)
+
+
+@pytest.mark.parametrize("http_listen", ["127.0.0.1:0"], indirect=True)
+@pytest.mark.parametrize("value", ["sometimes", 1, 0.5])
+async def test_http_names_the_field_early_stopping(http: Http, value: object) -> None:
+    body = {"prompt": "The", "use_beam_search": True, "n": 2, "early_stopping": value}
+    status, error = await http.error("/v1/completions", body)
+    assert (status, error["param"], error["code"]) == (400, "early_stopping", "invalid_field")
+
+
+@pytest.mark.parametrize("http_listen", ["127.0.0.1:0"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "param"), [({}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs")]
+)
+async def test_http_chat_names_the_field_of_log_probabilities_that_was_sent(
+    http: Http, change: dict[str, Any], param: str
+) -> None:
+    messages = [{"role": "user", "content": "The"}]
+    body = {"messages": messages, "use_beam_search": True, "logprobs": True, **change}
+    status, error = await http.error("/v1/chat/completions", body)
+    assert (status, error["param"], error["code"]) == (400, param, "not_in_beam_search")

@@ -89,7 +89,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 def _is_member(part: str) -> bool:
     """Whether a part of a location names a member of a union: a type, or a class."""
-    return part in ("str", "int") or part.startswith("list") or part[:1].isupper()
+    return part in ("str", "int", "bool") or part.startswith("list") or part[:1].isupper()
 
 
 def _sentence(message: str) -> str:
