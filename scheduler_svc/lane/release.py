@@ -163,7 +163,7 @@ class StepRelease:
             f"{width} beams need more than the {num_usable_blocks} blocks of the cache; set a "
             "lower beam_width or max_tokens, or give the worker a larger cache (`--num-blocks`)"
         )
-        sequence.group.fail(failed(StatusCode.RESOURCE_EXHAUSTED, "CACHE_TOO_SMALL", message))
+        sequence.group.fail(failed(StatusCode.FAILED_PRECONDITION, "CACHE_TOO_SMALL", message))
         self._release_row(sequence)
 
     def swap_out(self, sequences: list[Sequence]) -> None:

@@ -15,7 +15,7 @@ from scheduler_svc.core.crashes import MAX_CONCLUSIVE
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.engine.engine import Engine
 
-INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
+INVALID_ARGUMENT, FAILED_PRECONDITION = 3, 9
 
 # Choices of these (seed, choice) fail when they sample.
 FAILING = ((900_000, 0), (900_001, 1))
@@ -223,7 +223,7 @@ class Load:
                 limits.add((INVALID_ARGUMENT, "BEAM_WIDTH_OUT_OF_RANGE"))
             # With the largest look-ahead.
             if width * -(-(num_tokens + 5) // hello.block_size) >= hello.num_blocks:
-                limits.add((RESOURCE_EXHAUSTED, "CACHE_TOO_SMALL"))
+                limits.add((FAILED_PRECONDITION, "CACHE_TOO_SMALL"))
         return limits
 
     async def cancel(self, request: Request) -> None:

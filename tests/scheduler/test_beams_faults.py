@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from beam_requests import ReceivedSearch, beam_worker, submit_search
-from scheduler_load import INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+from scheduler_load import FAILED_PRECONDITION, INVALID_ARGUMENT
 from scheduler_stack import CANCELLED, Stack, check_outputs, info_of, prompt, running_stack
 from waiting import until
 
@@ -53,7 +53,7 @@ async def test_a_search_that_the_cache_cannot_hold_fails_alone(redis_url, socket
         search = await submit_search(gateway, prompt(9), 8, 50)
         other = await gateway.submit(prompt(9, 1), 20)
         failed, ended = await gateway.wait_ended(search, other)
-        assert failed.failure.code == RESOURCE_EXHAUSTED
+        assert failed.failure.code == FAILED_PRECONDITION
         assert info_of(failed.failure).reason == "CACHE_TOO_SMALL"
         assert ended.is_whole
         await worker.check()

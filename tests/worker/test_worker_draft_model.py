@@ -240,7 +240,12 @@ def test_a_draft_model_that_does_not_fit_is_refused(
 def test_a_draft_model_that_cannot_be_served_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     BloomConfig().save_pretrained(tmp_path / "bloom")
     (tmp_path / "bloom/model.safetensors").touch()
-    for draft, reason in (("bloom", "BloomForCausalLM"), ("absent", "no such folder")):
+    # Weights of another shape than the configuration says.
+    config = json.loads((save_model(llama(), tmp_path / "other") / "config.json").read_text())
+    config["intermediate_size"] *= 2
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    reasons = {"bloom": "BloomForCausalLM", "absent": "no such folder", "other": "mismatched"}
+    for draft, reason in reasons.items():
         with pytest.raises(WrongSettingError, match=f"--speculative-model .*{reason}"):
             load(tiny_llama, tmp_path / draft)
 

@@ -61,7 +61,7 @@ def load_draft_model(
     of_draft = _settings_of_draft(settings, settings.speculative_model, target)
     try:
         source = load_source(of_draft, device, progress)
-    except (ModelError, WrongSettingError) as error:
+    except (ModelError, WrongSettingError, OSError, RuntimeError, ValueError) as error:
         raise WrongSettingError(
             f"{_SETTING}: cannot be loaded for {target.max_model_len} positions, with --dtype, "
             f"--quantization and --kernels of the model: {error}"
