@@ -70,6 +70,8 @@ async def test_a_search_with_more_beams_than_rows_is_refused(redis_url, sockets)
 async def test_a_search_runs_where_there_are_enough_rows(redis_url, sockets):
     workers = {"a": beam_worker(1, max_num_seqs=3), "b": beam_worker(2, max_num_seqs=8)}
     async with running_stack(redis_url, sockets, dict(workers)) as stack:
+        # A worker's stream may be open before the scheduler knows its rows.
+        await until(lambda: len(stack.engine.lanes) == 2, "both lanes")
         gateway = await stack.gateway()
         for seed in range(3):
             await submit_search(gateway, prompt(9, seed), 5, 8, seed)
