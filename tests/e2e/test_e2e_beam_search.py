@@ -24,6 +24,8 @@ from quire.client.sampling_params import BeamSearchParams, EarlyStopping, Sampli
 from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.stack import LocalStack
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 20
 WEIGHTS = {"llama": 0, "qwen3": 0, "gemma2": 4, "gpt2": 3}
 # Of scores: batches round each in their own way.
@@ -66,12 +68,7 @@ class Family:
         await until(lambda: not self.watch.live_requests(), "the records' ends")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
-    ],
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -8,8 +8,12 @@ from scheduler_stack import check_outputs, prompt, running_stack
 from scheduler_svc.beams.search import EarlyStopping
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("block_size", [2, 4, 16])
+@pytest.mark.parametrize("block_size", [4, slow(2), slow(16)])
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 async def test_a_search_gives_what_its_beams_give_one_by_one(
     redis_url, sockets, depth, block_size, width
@@ -24,7 +28,7 @@ async def test_a_search_gives_what_its_beams_give_one_by_one(
 
 
 @pytest.mark.parametrize("early_stopping", list(EarlyStopping))
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [2.0, slow(0.0), slow(1.0)])
 async def test_searches_end_at_stop_tokens(redis_url, sockets, early_stopping, length_penalty):
     worker = beam_worker(num_blocks=256)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:

@@ -20,7 +20,9 @@ async def running_search(stack: Stack, num_steps: int = 5, **params: object) -> 
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 64], ids=["recomputed", "swapped"])
-@pytest.mark.parametrize("batch_policy", ["chunked", "prefill_first"])
+@pytest.mark.parametrize(
+    "batch_policy", ["chunked", pytest.param("prefill_first", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 async def test_searches_are_preempted_whole(
     redis_url, sockets, num_host_blocks, batch_policy, enable_prefix_caching
