@@ -90,7 +90,7 @@ def wait_for_the_end_of_records(client: redis.Redis) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_random_calls_end_with_a_meaning_and_leave_no_memory_behind(
     redis_server: EmbeddedRedis,
 ) -> None:
