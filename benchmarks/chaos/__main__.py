@@ -57,6 +57,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=0,
         help="drafts of a row in a step; the references have none; default: 0",
     )
+    parser.add_argument(
+        "--speculative-model", help="a draft model's folder; default: drafts by prompt lookup"
+    )
     parser.add_argument("--seed", type=int, help="for requests and times; default: random")
     parser.add_argument("--streams", type=int, default=32, help="concurrent streams; default: 32")
     parser.add_argument("--requests", type=int, default=96, help="distinct requests; default: 96")
@@ -69,6 +72,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="default: a folder in .cache/chaos")
     parser.add_argument("--write", action="store_true", help="write the results")
     options = parser.parse_args(arguments)
+    if options.speculative_model and not options.num_speculative_tokens:
+        parser.error("--speculative-model needs --num-speculative-tokens")
     if unknown := set(options.faults) - set(names):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
     return options
@@ -87,6 +92,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         num_requests=options.requests,
         bound_s=options.bound_s,
         num_speculative_tokens=options.num_speculative_tokens,
+        speculative_model=options.speculative_model,
         logs=options.logs or _ROOT / f".cache/chaos/{began}-{seed}",
     )
 

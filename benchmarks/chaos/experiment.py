@@ -46,11 +46,15 @@ class Plan:
     logs: Path
     # Drafts of a row in a step. The references have none.
     num_speculative_tokens: int = 0
+    # Folder of the draft model; None for drafts by prompt lookup.
+    speculative_model: str | None = None
 
     @property
     def settings(self) -> dict[str, str]:
         """Of the services."""
         drafts = {"QUIRE_WORKER_NUM_SPECULATIVE_TOKENS": str(self.num_speculative_tokens)}
+        if self.speculative_model:
+            drafts["QUIRE_WORKER_SPECULATIVE_MODEL"] = self.speculative_model
         return {**SETTINGS[self.engine], **drafts}
 
 

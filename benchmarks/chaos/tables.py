@@ -57,8 +57,9 @@ def _summary(plan: Plan, outcome: Outcome) -> str:
 def _speculation(plan: Plan, outcome: Outcome) -> str:
     if not plan.num_speculative_tokens or outcome.decoded is None:
         return ""
+    drafter = "a draft model" if plan.speculative_model else "prompt lookup"
     return (
-        f" The streams had up to {plan.num_speculative_tokens} drafts in a step, of which "
+        f" The streams had up to {plan.num_speculative_tokens} drafts of {drafter} in a step, of which "
         f"{outcome.decoded.acceptance:.0%} were accepted; the requests without faults had none."
     )
 
