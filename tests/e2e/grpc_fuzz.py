@@ -33,7 +33,8 @@ _NUM_IDS = 40
 _WILD = (0.0, 0.02, 0.3)
 # Usual values of numbers, from 0.
 _USUAL: dict[str, float] = {
-    "n": 4, "beam_width": 4, "max_tokens": 40, "logprobs": 20, "resume_window_s": 60, "ids": 500, "top_k": 50,
+    "n": 4, "max_tokens": 40, "logprobs": 20, "resume_window_s": 60, "ids": 500, "top_k": 50,
+    "beam_width": 4,
     "next_token_indices": 5, "stop_token_ids": 500, "token_ids": 500, "priority": 9, "seed": 2**32,
     "temperature": 2.0, "top_p": 1.0, "min_p": 0.5, "presence_penalty": 2.0,
     "frequency_penalty": 2.0, "repetition_penalty": 2.0, "min_tokens": 2, "typical_p": 1.0,

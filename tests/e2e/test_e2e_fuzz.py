@@ -41,7 +41,7 @@ def memory_of(pid: int, what: str = "VmRSS") -> int:
 
 
 def memory_of_all(stack: LocalStack, client: redis.Redis) -> dict[str, int]:
-    """Redis' without the free pages that its allocator keeps: the C library's never returns them."""
+    """Redis' without the free pages that its allocator keeps."""
     processes = [p for role in ("gateway", "scheduler", "worker") for p in stack.processes(role)]
     of_redis = client.info("memory")["used_memory"]
     return {**{process.name: memory_of(process.pid) for process in processes}, "redis": of_redis}

@@ -15,6 +15,7 @@ PROMPT = "t71 t72 t73 t74 t75 t76 t77"
 SERVICES = ("GATEWAY", "SCHEDULER", "WORKER")
 
 
+@pytest.mark.slow
 def test_prompts_and_outputs_stay_out_of_the_logs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import redis
 from pool_watch import PoolWatch
 from waiting import until
@@ -20,6 +21,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 async def test_they_are_the_same_after_killed_workers_and_a_killed_scheduler(
     redis_server: EmbeddedRedis,
 ) -> None:

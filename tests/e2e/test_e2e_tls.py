@@ -191,6 +191,7 @@ def test_http_has_the_same_certificates(services: Services) -> None:
         assert client.get(url).json()["data"][0]["id"] == "demo/model"
 
 
+@pytest.mark.slow
 def test_a_private_stack_ignores_the_access_settings_of_the_environment(
     services: Services, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

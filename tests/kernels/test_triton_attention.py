@@ -162,7 +162,7 @@ def options_of(factors: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "factors",
     [
-        factors if number % 4 == 0 else slow(factors)
+        factors if number % 8 == 0 else slow(factors)
         for number, factors in enumerate(pairwise(_FACTORS))
     ],
     ids=str,

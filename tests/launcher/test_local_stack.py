@@ -33,6 +33,7 @@ def short_tmp(tmp_path_factory, monkeypatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_stack_of_an_llm_stops_when_the_object_is_collected(model, short_tmp):
     params = SamplingParams(max_tokens=8, seed=3)
     llm = LLM(model, num_workers=2, block_size=8, engine="sim")

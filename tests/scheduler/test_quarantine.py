@@ -176,7 +176,9 @@ async def kill(stack: Stack, name: str, killed: list[CheckingWorker]) -> None:
 
 
 @pytest.mark.parametrize("is_poisoned", [False, True], ids=["", "poisoned"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 async def test_random_kills_of_two_workers_fail_no_innocent_request(
     redis_url, sockets, monkeypatch, seed, is_poisoned
 ):

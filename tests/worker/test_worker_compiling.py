@@ -52,7 +52,6 @@ def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("family", "capturer"),
     [
         ("llama", HostCapturer),
-        ("gpt_oss", None),
         *(
             pytest.param(family, None, marks=pytest.mark.slow)
             for family in sorted(FAMILIES | MIXTURES)

@@ -13,7 +13,14 @@ _NUM_TOKENS = 24
 _PROMPT_LENS = (1, 3, 4, 5, 8, 13, 16, 30)
 
 
-@pytest.fixture(params=sorted(_MODELS))
+@pytest.fixture(
+    params=[
+        name
+        if name in ("gemma2", "gpt2", "mixtral")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(_MODELS)
+    ]
+)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_model(_MODELS[request.param](), tmp_path / "model")
 
