@@ -59,8 +59,8 @@ def _speculation(plan: Plan, outcome: Outcome) -> str:
         return ""
     drafter = "a draft model" if plan.speculative_model else "prompt lookup"
     return (
-        f" The streams had up to {plan.num_speculative_tokens} drafts of {drafter} in a step, of which "
-        f"{outcome.decoded.acceptance:.0%} were accepted; the requests without faults had none."
+        f" The streams had up to {plan.num_speculative_tokens} drafts of {drafter} in a step, of "
+        f"which {outcome.decoded.acceptance:.0%} were accepted; the requests without faults had none."
     )
 
 

@@ -8,6 +8,8 @@ from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, Reference, save_model
 from worker_driver import BLOCK_SIZE, STEPS_QUEUE_UP, Driver, LaneClient, Sequence, served_model
 
 _MODELS = FAMILIES | MIXTURES
+# The others run in `make test-slow`.
+_FAST = ("gemma2", "gpt2", "mixtral")
 _NUM_TOKENS = 24
 # Around the block size's multiples, and longer than a chunk and Gemma's window.
 _PROMPT_LENS = (1, 3, 4, 5, 8, 13, 16, 30)
@@ -15,9 +17,7 @@ _PROMPT_LENS = (1, 3, 4, 5, 8, 13, 16, 30)
 
 @pytest.fixture(
     params=[
-        name
-        if name in ("gemma2", "gpt2", "mixtral")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name in _FAST else pytest.param(name, marks=pytest.mark.slow)
         for name in sorted(_MODELS)
     ]
 )
