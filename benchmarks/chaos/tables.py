@@ -60,7 +60,8 @@ def _speculation(plan: Plan, outcome: Outcome) -> str:
     drafter = "a draft model" if plan.speculative_model else "prompt lookup"
     return (
         f" The streams had up to {plan.num_speculative_tokens} drafts of {drafter} in a step, of "
-        f"which {outcome.decoded.acceptance:.0%} were accepted; the requests without faults had none."
+        f"which {outcome.decoded.acceptance:.0%} were accepted; the requests without faults had "
+        "none."
     )
 
 
