@@ -94,6 +94,9 @@ def wait_for_the_end_of_records(client: redis.Redis) -> None:
 def test_random_calls_end_with_a_meaning_and_leave_no_memory_behind(
     redis_server: EmbeddedRedis,
 ) -> None:
+    with redis.Redis.from_url(redis_server.url) as client:
+        # Other tests leave records of ended requests, with a time to live.
+        client.flushall()
     with (
         redis.Redis.from_url(redis_server.url) as client,
         LocalStack(MODEL, redis_url=redis_server.url, settings=SETTINGS) as stack,
