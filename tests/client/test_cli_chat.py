@@ -129,10 +129,11 @@ class Terminal:
 
     def interrupt_prompt(self, text: str) -> None:
         """Send SIGINT until the text is shown: Python's readline misses a signal that arrives after
-        it has printed the prompt and before it waits for input."""
+        it has printed the prompt and before it waits for input. Another one follows only after a
+        silence: it would interrupt the next prompt, and discard what is typed there."""
         while text not in self._shown:
             self.process.send_signal(signal.SIGINT)
-            if select.select([self._terminal], [], [], 2.0)[0]:
+            while text not in self._shown and select.select([self._terminal], [], [], 2.0)[0]:
                 self._read()
         self._shown = self._shown.partition(text)[2]
 
