@@ -135,7 +135,7 @@ test-gpu: $(GPU_READY) ## Run the tests that need a GPU, and the worker's tests 
 	@$(HAS_GPU) || { has=$$?; [ $$has = 3 ] || exit $$has; \
 	  echo 'No GPU found: the GPU tests are skipped.'; exit 0; }; \
 	failed=0; set -x; \
-	QUIRE_TEST_DEVICE=cuda $(TEST_ON_GPU) --dist loadfile $(TESTS_ON_GPU) || failed=1; \
+	QUIRE_TEST_DEVICE=cuda $(TEST_ON_GPU) --dist loadfile -m "slow or not slow" $(TESTS_ON_GPU) || failed=1; \
 	$(TEST_ON_GPU) -m gpu --ignore $(TEST_FILLING_GPU) || failed=1; \
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) -m gpu $(TEST_FILLING_GPU) || failed=1; \
 	exit $$failed
