@@ -1,6 +1,7 @@
 """`python -m worker_svc`."""
 
 import importlib
+import os
 import sys
 from functools import partial
 
@@ -18,7 +19,17 @@ from worker_svc.settings import WorkerSettings
 def main() -> None:
     settings = WorkerSettings.load()
     pause_collections()
+    if settings.num_ranks > 1 and int(os.environ.get("RANK", 0)):
+        sys.exit(_follow(settings))
     sys.exit(server.main(settings, _loader(settings.engine)))
+
+
+def _follow(settings: WorkerSettings) -> int:
+    """Run a rank that torchrun has started, other than rank 0."""
+    refuse_foreign_kernels()
+    prepare_process()
+    status: int = importlib.import_module("worker_svc.ranks.following").follow(settings)
+    return status
 
 
 def _loader(engine: str) -> server.RunnerLoader:

@@ -109,7 +109,21 @@ class WorkerSettings(ServiceSettings):
         description="Logits processors of installed packages, by the names of their entry points, "
         "separated by commas; they change logits in this order.",
     )
-    threads: int = Field(0, ge=0, description="CPU threads of the model; 0: as many as cores.")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks, processes that share each layer of the model; the worker starts those "
+        "that torchrun has not; on a CPU only.",
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="Stages of layers; only 1 is supported."
+    )
+    threads: int = Field(
+        0,
+        ge=0,
+        description="CPU threads of the model, in each rank; 0: as many as cores, divided by the "
+        "ranks.",
+    )
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
     max_model_len: int | None = Field(
@@ -235,6 +249,10 @@ class WorkerSettings(ServiceSettings):
     sim_poison_token_id: int | None = Field(
         None, ge=0, description="sim: a prompt with this token kills the worker; for tests."
     )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @field_validator("max_num_batched_tokens")
     @classmethod

@@ -83,6 +83,8 @@ async def served(
         servicer.abort_stream()
         await server.stop(5)
         assert thread.stop(wait_s=10)
+        if loaded is not None:
+            loaded.close()
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """The paged KV cache: its number of blocks, and the blocks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
@@ -103,9 +104,16 @@ class KvPool:
     """Keys and values of every layer, on the device and, for swapped blocks, on the host."""
 
     def __init__(
-        self, layers: AttentionSpecs, size: PoolSize, block_size: int, device: torch.device
+        self,
+        layers: AttentionSpecs,
+        size: PoolSize,
+        block_size: int,
+        device: torch.device,
+        before_moves: Callable[[BlockMoves, BlockMoves, BlockMoves], object] | None = None,
     ) -> None:
+        """`before_moves` is called with the arguments of `move`, if they are valid."""
         self.size = size
+        self._before_moves = before_moves
         self.block_size = block_size
         self.dtype = layers[0].dtype
         self.layers = _allocate(layers, size.num_blocks, block_size, device)
@@ -116,6 +124,8 @@ class KvPool:
         """Device to host, host to device, device to device, in this order; each reads all its
         sources before it writes. PlanError before any move if one of them is invalid."""
         self._check(swap_outs, swap_ins, copies)
+        if self._before_moves is not None:
+            self._before_moves(swap_outs, swap_ins, copies)
         self._host.swap_out(*_ids(swap_outs))
         self._host.swap_in(*_ids(swap_ins))
         if len(copies.sources):

@@ -11,7 +11,7 @@ from worker_svc.gpu.device_inputs import BlockChanges, ForwardInputs, padding_ar
 from worker_svc.gpu.graphs import Capturer, DecodeGraphs, capture_decode
 from worker_svc.gpu.staging import Staging
 from worker_svc.model.paged_attention import PagedAttention
-from worker_svc.model.served_model import FinalStates, ServedModel
+from worker_svc.model.served_model import BatchStates, ServedModel
 
 
 class DeviceForward:
@@ -64,7 +64,7 @@ class DeviceForward:
 
     def launch_states(
         self, inputs: ForwardInputs, max_query_len: int, max_seq_len: int
-    ) -> FinalStates:
+    ) -> BatchStates:
         """As `launch`, up to the head."""
         ids = self._set_batch(inputs, max_query_len, max_seq_len)
         return self.model.final_states(ids, inputs.positions)

@@ -26,6 +26,7 @@ from worker_svc.model.attention import set_attention
 from worker_svc.model.elementwise_fusion import ROUNDED_TOLERANCE, RmsNorm
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.weight_packing import PackedGatedMlp, products_of
+from worker_svc.ranks.group import RankGroup
 
 log = structlog.get_logger()
 
@@ -66,6 +67,8 @@ class DecoderLayer:
     num_heads: int
     num_kv_heads: int
     activation: Activation
+    # With ranks the weights are those of a shard, and products that add the residual are summed.
+    ranks: RankGroup | None = None
 
     @property
     def attention_function(self) -> Any:
@@ -85,9 +88,17 @@ class DecoderLayer:
             scaling=own.scale,
             sliding_window=own.sliding_window,
         )
-        states = own.o_proj(attended.flatten(2), states)
+        states = self._sum(own.o_proj(attended.flatten(2), self._residual(states)))
         gates = rms_norm(states, own.mlp_norm, own.mlp_epsilon, implementation=self._implementation)
-        return PackedGatedMlp(own.gate, own.up, own.down, self.activation)(gates, states)
+        mlp = PackedGatedMlp(own.gate, own.up, own.down, self.activation)
+        return self._sum(mlp(gates, self._residual(states)))
+
+    def _residual(self, states: Tensor) -> Tensor | None:
+        """Only the first rank adds it: it is part of the sum."""
+        return states if self.ranks is None or self.ranks.is_first else None
+
+    def _sum(self, states: Tensor) -> Tensor:
+        return states if self.ranks is None else self.ranks.sum(states)
 
     def _heads(self, states: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values in transformers' layout `[1, heads, num_tokens, dim]`."""
@@ -125,6 +136,9 @@ class LayerStack:
     @property
     def paged_attention(self) -> PagedAttention | None:
         """The attention function if it can run all layers in one call."""
+        if self.layers[0].ranks is not None:
+            # Between the layers' products are sums over the ranks.
+            return None
         attention = self.layers[0].attention_function
         if isinstance(attention, PagedAttention) and attention.can_run(self.weights):
             return attention

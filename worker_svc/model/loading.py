@@ -38,6 +38,8 @@ from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
 from worker_svc.model.quantized.network import load_network, move_stand_ins
 from worker_svc.model.quantized.sources import RoundedInputs, WeightSources
 from worker_svc.model.served_model import AttentionFunction, FinalStates
+from worker_svc.model.shards.shard import Shard
+from worker_svc.model.shards.shard_loading import load_shard
 from worker_svc.model.split_forward import split_forward
 from worker_svc.settings import WrongSettingError, size_text
 
@@ -55,16 +57,12 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    vocab_size: int  # of the whole model, also where this is a shard
     fingerprint: bytes
     weights: tuple[Path, ...]  # safetensors files, or one of GGUF
     # The layers whose weights are quantised in the checkpoint. Their own are NaN. Empty once they
     # are packed, so that no file stays mapped.
     quantized: WeightSources = field(default_factory=dict)
-
-    @property
-    def vocab_size(self) -> int:
-        size: int = self.network.config.get_text_config().vocab_size
-        return size
 
     def set_attention(self, function: AttentionFunction) -> None:
         """Replace the attention function of every layer."""
@@ -78,14 +76,15 @@ class LoadedModel:
         out: Tensor | None = None,
     ) -> Tensor:
         """Float32 `[len(logits_indices), vocab_size]` of a flat batch; in `out` if given."""
-        logits = self._logits(input_ids, positions, logits_indices)
+        logits = self.own_logits(input_ids, positions, logits_indices)
         return logits.float() if out is None else out.copy_(logits)
 
     def final_states(self, input_ids: Tensor, positions: Tensor) -> FinalStates:
         """As `logits`, with the head still to be run."""
         return split_forward(self.network, input_ids, positions)
 
-    def _logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+    def own_logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+        """`logits` in the type that the model gives."""
         forward = self.network.forward
         if isinstance(forward, FusedForward):
             # For a single call the overhead of calling a module is significant.
@@ -111,11 +110,12 @@ def load_model(
     progress: LoadProgress | None = None,
     quantization: str | None = None,
     int8_activations: bool = False,
+    shard: Shard | None = None,
 ) -> LoadedModel:
     """Load a folder or, if there is none of that name, a model of the hub. The weights are those of
     the checkpoint; `quantization` only checks that they can be rounded, and is a part of the
     fingerprint. `int8_activations` allows products of the checkpoint's quantised weights to round
-    their inputs.
+    their inputs. With a `shard` only that is loaded; the fingerprint is that of the whole model.
 
     ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
     `max_model_len` is larger than the model's own, or a quantisation that is not possible.
@@ -136,13 +136,11 @@ def load_model(
     probe = LayerProbe()
     probe_name = register_attention(probe)
     options = {"dtype": dtype, "attn_implementation": probe_name}
-    sources: WeightSources = {}
     if stored is None:
-        options |= {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-        network = network_class.from_pretrained(
-            folder, config=config, use_safetensors=True, **options
-        )
+        network = _load_plain(network_class, config, folder, weights, options, shard)
+        sources: WeightSources = {}
     else:
+        _require_whole(shard, stored)
         network, sources = _load_quantized(network_class, config, stored, weights, options)
         if int8_activations:
             sources = {layer: RoundedInputs(source) for layer, source in sources.items()}
@@ -157,6 +155,7 @@ def load_model(
         dtype=network.dtype,
         device=device,
         max_model_len=length,
+        vocab_size=config.get_text_config().vocab_size,
         fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights, rounding),
         weights=weights,
         quantized=sources,
@@ -170,6 +169,30 @@ def _check_quantization(quantization: str | None, stored: Mapping[str, Any] | No
             f"--quantization: {quantization}, but the checkpoint is quantised by "
             f"{stored['quant_method']} already; leave it out"
         )
+
+
+def _require_whole(shard: Shard | None, stored: Mapping[str, Any]) -> None:
+    if shard is not None:
+        raise WrongSettingError(
+            f"--tensor-parallel-size: {shard.count}, but weights that the checkpoint has quantised "
+            f"by {stored['quant_method']} cannot be split; use one rank, or a checkpoint of 16 or "
+            "32 bits with --quantization"
+        )
+
+
+def _load_plain(
+    network_class: Any,
+    config: Any,
+    folder: Path,
+    weights: tuple[Path, ...],
+    options: Mapping[str, Any],
+    shard: Shard | None,
+) -> Any:
+    if shard is not None:
+        return load_shard(network_class, config, weights, shard, **options)
+    dtype = options["dtype"]
+    own = {**options, "dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    return network_class.from_pretrained(folder, config=config, use_safetensors=True, **own)
 
 
 def _load_quantized(

@@ -88,6 +88,11 @@ class PagedAttention:
         self._slot_mapping = slot_mapping
         self._next_layer = 0
 
+    @property
+    def batch(self) -> tuple[PagedBatch, Tensor]:
+        """What `set_batch` was called with."""
+        return self._batch, self._slot_mapping
+
     def can_run(self, layers: DecoderWeights) -> bool:
         """Whether these layers can run on the pool in one call."""
         alike = self._implementation == layers.implementation and self._flash is None

@@ -27,6 +27,19 @@ class FinalStates:
         return flat.float()
 
 
+class BatchStates(Protocol):
+    """Final hidden states of a flat batch, of which logits can be computed."""
+
+    @property
+    def states(self) -> Tensor:
+        """`[num_tokens, hidden_size]`."""
+        ...
+
+    def logits(self, indices: Tensor) -> Tensor:
+        """Float32 `[len(indices), vocab_size]` of these tokens."""
+        ...
+
+
 class ServedModel(Protocol):
     """A model in memory and its properties."""
 
@@ -69,6 +82,6 @@ class ServedModel(Protocol):
         """Float32 `[len(logits_indices), vocab_size]` of a flat batch; in `out` if given."""
         ...
 
-    def final_states(self, input_ids: Tensor, positions: Tensor) -> FinalStates:
+    def final_states(self, input_ids: Tensor, positions: Tensor) -> BatchStates:
         """As `logits`, with the head still to be run."""
         ...

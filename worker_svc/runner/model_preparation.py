@@ -27,10 +27,15 @@ from worker_svc.model.quantized.packing import (
     restore_weights,
 )
 from worker_svc.model.quantized.sources import rounded_weights
+from worker_svc.model.served_model import ServedModel
+from worker_svc.model.shards.shard import Shard
+from worker_svc.model.shards.sharded_model import ShardedModel
+from worker_svc.model.shards.sums import sum_over_ranks
 from worker_svc.model.weight_packing import pack
 from worker_svc.model.weight_readers import has_finite_logits, probe_weights
 from worker_svc.packed.capture import packed_network
 from worker_svc.packed.packed_model import PackedNetwork
+from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 log = structlog.get_logger()
@@ -40,22 +45,26 @@ log = structlog.get_logger()
 class PreparedModel:
     """A model whose weights are in their final form, and how it is run."""
 
-    model: LoadedModel
+    model: ServedModel
     implementation: Implementation
     flash: FlashAttention | None
     packed: PackedNetwork | None  # if the model consists of packed weights alone
 
 
 def prepare_model(
-    settings: WorkerSettings, device: torch.device, progress: LoadProgress
+    settings: WorkerSettings,
+    device: torch.device,
+    progress: LoadProgress,
+    ranks: RankGroup | None = None,
 ) -> PreparedModel:
-    """Load the model, choose its kernels and give it its weights. ModelError and
-    WrongSettingError as in `load_model`."""
+    """Load the model, choose its kernels and give it its weights. With `ranks` this process has a
+    shard of it. ModelError and WrongSettingError as in `load_model`."""
     if not sys.stderr.isatty():
         # Progress bars would garble the log.
         disable_progress_bars()
         disable_progress_bar()
-    model = _load_model(settings, device, progress)
+    shard = None if ranks is None else ranks.shard
+    model = _load_model(settings, device, progress, shard)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
     if settings.enable_torch_compile:
         _check_compiling(model, settings, implementation)
@@ -72,10 +81,13 @@ def prepare_model(
         log.warning("packed weights give logits that are not finite: the model keeps its own")
         del model
         gc.collect()  # Parts of the model refer to each other.
-        model = _load_model(settings, device, progress)
+        model = _load_model(settings, device, progress, shard)
         replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
     log.info("kernels", implementation=implementation, **replaced)
-    return PreparedModel(model, implementation, flash, packed_network(model))
+    if ranks is None:
+        return PreparedModel(model, implementation, flash, packed_network(model))
+    sum_over_ranks(model.network, ranks)
+    return PreparedModel(ShardedModel(model, ranks), implementation, flash, None)
 
 
 def _check_compiling(
@@ -96,7 +108,7 @@ def _check_compiling(
 
 
 def _load_model(
-    settings: WorkerSettings, device: torch.device, progress: LoadProgress
+    settings: WorkerSettings, device: torch.device, progress: LoadProgress, shard: Shard | None
 ) -> LoadedModel:
     assert settings.model is not None
     return load_model(
@@ -108,6 +120,7 @@ def _load_model(
         progress,
         settings.quantization,
         settings.int8_activations,
+        shard,
     )
 
 

@@ -11,6 +11,7 @@ from kernels.flash import FlashAttention
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.served_model import ServedModel
 from worker_svc.packed.model_cache import ModelCache
+from worker_svc.ranks.group import RankGroup
 from worker_svc.service.process import block_import
 from worker_svc.settings import WorkerSettings
 
@@ -27,11 +28,14 @@ class ModelSource:
 
 
 def load_source(
-    settings: WorkerSettings, device: torch.device, progress: LoadProgress
+    settings: WorkerSettings,
+    device: torch.device,
+    progress: LoadProgress,
+    ranks: RankGroup | None = None,
 ) -> ModelSource:
-    """The model from the cache of packed weights, else from its checkpoint. ModelError and
-    WrongSettingError as in `load_model`."""
-    cache = ModelCache.of(settings, device, progress)
+    """The model from the cache of packed weights, else from its checkpoint. A shard, which is not
+    one call, is never in the cache. ModelError and WrongSettingError as in `load_model`."""
+    cache = ModelCache.of(settings, device, progress) if ranks is None else None
     if cache is not None and (packed := cache.load(progress)) is not None:
         reading = cache.read_ahead()
 
@@ -45,7 +49,7 @@ def load_source(
         block_import("triton")
     # transformers takes seconds to import.
     preparation = import_module("worker_svc.runner.model_preparation")
-    prepared = preparation.prepare_model(settings, device, progress)
+    prepared = preparation.prepare_model(settings, device, progress, ranks)
 
     def store() -> None:
         if cache is not None and prepared.packed is not None:

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kernels.dispatch import Implementation
 from kernels.sampling import TokenLogprobs, token_logprobs
-from worker_svc.model.served_model import FinalStates
+from worker_svc.model.served_model import BatchStates
 
 # Of the float32 logits of a slice.
 _SLICE_BYTES: Final = 64 * 2**20
 
 
 def prompt_logprobs(
-    final: FinalStates,
+    final: BatchStates,
     logits_indices: Tensor,
     token_ids: Tensor,
     num_top: int,

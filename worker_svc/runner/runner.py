@@ -13,7 +13,7 @@ from kernels.dispatch import Implementation
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.model.paged_attention import PagedAttention
-from worker_svc.model.served_model import FinalStates, ServedModel
+from worker_svc.model.served_model import BatchStates, ServedModel
 from worker_svc.plan.draft_counts import by_position
 from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
@@ -167,7 +167,7 @@ class Runner:
             self._tables.hold_back(rows[inputs.sampling_mask], lines.num_drafts)
         return logits, prompt
 
-    def _prompt_logprobs(self, final: FinalStates, targets: PromptTargets) -> PromptLogprobs:
+    def _prompt_logprobs(self, final: BatchStates, targets: PromptTargets) -> PromptLogprobs:
         entries = prompt_logprobs(
             final,
             self._tensor(targets.logits_indices),

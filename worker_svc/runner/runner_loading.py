@@ -4,13 +4,15 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 
 import torch
+from structlog.contextvars import bound_contextvars
 
-from worker_svc.cache.cache_setup import set_up_cache
+from worker_svc.cache.cache_setup import CacheSetup, set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock
@@ -20,13 +22,19 @@ from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.tables import RowTables
+from worker_svc.ranks.agreement import require_equal, with_common_size
+from worker_svc.ranks.leader import LeadingModel
+from worker_svc.ranks.requirements import require_ranks
+from worker_svc.ranks.start import LeadingRanks, start_ranks
+from worker_svc.ranks.threads import set_threads
 from worker_svc.runner.devices import find_device
 from worker_svc.runner.drafter_loading import (
+    LoadedDraftModel,
     load_draft_model,
     make_drafter,
     require_speculation,
 )
-from worker_svc.runner.model_source import load_source
+from worker_svc.runner.model_source import ModelSource, load_source
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
@@ -42,10 +50,12 @@ def load_runner(settings: WorkerSettings) -> LoadedRunner:
     """
     if settings.model is None:
         raise WrongSettingError("--model / QUIRE_WORKER_MODEL: required to run a model")
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings)
     device = find_device(settings.device)
     require_speculation(settings, device)
+    require_ranks(settings, device)
+    if settings.num_ranks > 1:
+        return _load_with_ranks(settings, device)
     if device.type != "cuda":
         return _load(settings, device)
     with exclusive_lock(_lock_file(settings.gpu_locks, device)), convert_out_of_memory():
@@ -71,33 +81,37 @@ def convert_out_of_memory() -> Iterator[None]:
         ) from error
 
 
-def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
+def _load_with_ranks(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
+    with bound_contextvars(rank=0):
+        ranks = start_ranks(settings)
+        try:
+            loaded = _load(settings, device, ranks)
+        except BaseException:
+            ranks.abort()
+            raise
+        ranks.watch()
+        return replace(loaded, close=ranks.close)
+
+
+def _load(
+    settings: WorkerSettings, device: torch.device, ranks: LeadingRanks | None = None
+) -> LoadedRunner:
     own_processors = load_processors(settings.logits_processors)
     progress = _progress(settings)
-    source = load_source(settings, device, progress)
+    source = load_source(settings, device, progress, None if ranks is None else ranks.group)
     model, implementation = source.model, source.implementation
     draft = load_draft_model(settings, model, device, progress)
-    # Packing has freed buffers, which would count beside the cache.
-    return_freed_memory()
-    progress.begin("allocating the cache")
-    meter = CudaMeter(device) if device.type == "cuda" else None
-    cached = None if draft is None else draft.cached
-    cache = set_up_cache(model, settings, implementation, source.flash, meter, cached)
+    cache = _set_up_cache(settings, source, draft, device, progress, ranks)
     with ThreadPoolExecutor(1, "vocabulary") as thread:
         # It holds the interpreter for a second, in which no row could be served. Zeroing the pool
         # does not need the interpreter.
         reading = thread.submit(find_grammars, model.weights[0].parent, model.vocab_size)
-        pool = KvPool(cache.layers, cache.size, settings.block_size, device)
+        before_moves = None if ranks is None else ranks.leader.send_moves
+        pool = KvPool(cache.layers, cache.size, settings.block_size, device, before_moves)
         grammars = reading.result()
-    num_layers = len(model.layers)
-    attention = PagedAttention(
-        pool.layers[:num_layers], implementation, cache.scales[:num_layers], source.flash
-    )
-    if settings.enable_torch_compile:
-        compiling = import_module("worker_svc.model.torch_compile")
-        compiling.compile_model(model, attention, settings.block_size)
-    else:
-        model.set_attention(attention)
+    attention = _set_attention(settings, source, cache, pool)
+    if ranks is not None:
+        model = LeadingModel(model, attention, ranks.leader)
     keep_freed_memory()
     tables = RowTables(
         max_num_seqs=settings.max_num_seqs,
@@ -125,6 +139,48 @@ def _load(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     progress.end()
     on_arrival = no_op if grammars is None else grammars.prepare_for
     return LoadedRunner(MultiStepRunner(runner), identity, on_arrival)
+
+
+def _set_up_cache(
+    settings: WorkerSettings,
+    source: ModelSource,
+    draft: LoadedDraftModel | None,
+    device: torch.device,
+    progress: LoadProgress,
+    ranks: LeadingRanks | None,
+) -> CacheSetup:
+    """All ranks have as many blocks."""
+    if ranks is not None:
+        progress.begin("waiting for other ranks")
+        require_equal(ranks.group, source.model, settings)
+    # Packing has freed buffers, which would count beside the cache.
+    return_freed_memory()
+    progress.begin("allocating the cache")
+    meter = CudaMeter(device) if device.type == "cuda" else None
+    cached = None if draft is None else draft.cached
+    cache = set_up_cache(
+        source.model, settings, source.implementation, source.flash, meter, cached
+    )
+    return cache if ranks is None else with_common_size(ranks.group, cache)
+
+
+def _set_attention(
+    settings: WorkerSettings, source: ModelSource, cache: CacheSetup, pool: KvPool
+) -> PagedAttention:
+    """The model's attention over the pool, in which layers of a draft model come last."""
+    num_layers = len(source.model.layers)
+    attention = PagedAttention(
+        pool.layers[:num_layers],
+        source.implementation,
+        cache.scales[:num_layers],
+        source.flash,
+    )
+    if settings.enable_torch_compile:
+        compiling = import_module("worker_svc.model.torch_compile")
+        compiling.compile_model(source.model, attention, settings.block_size)
+    else:
+        source.model.set_attention(attention)
+    return attention
 
 
 def _progress(settings: WorkerSettings) -> LoadProgress:

@@ -99,3 +99,5 @@ class LoadedRunner:
     identity: Identity
     # Called on the event loop when a plan arrives, which may be long before it is launched.
     on_arrival: Callable[[Plan], object] = no_op
+    # To be called after the last plan.
+    close: Callable[[], object] = no_op

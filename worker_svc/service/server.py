@@ -83,6 +83,8 @@ async def run(settings: WorkerSettings, load_runner: RunnerLoader) -> None:
         ended = thread.stop(_LAST_STEP_S)
         if recorder is not None:
             recorder.close()
+        if ended and loading.done() and not loading.cancelled() and not loading.exception():
+            loading.result().close()
         log.info("stopped")
         if not ended:
             os._exit(0)

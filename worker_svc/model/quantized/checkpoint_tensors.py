@@ -34,11 +34,11 @@ class CheckpointTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that the checkpoint must have."""
-        return tuple(self._slice(name).get_shape())
+        return tuple(self.slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """The name of a dtype in safetensors, such as `F16` or `I32`."""
-        return str(self._slice(name).get_dtype())
+        return str(self.slice(name).get_dtype())
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._file(name).get_tensor(name)
@@ -51,7 +51,8 @@ class CheckpointTensors:
             expected = f"{' or '.join(dtypes)} {list(shape)}"
             raise ModelError(f"{name}: {found[0]} {list(found[1])}, not {expected}")
 
-    def _slice(self, name: str) -> Any:
+    def slice(self, name: str) -> Any:
+        """A slice of safetensors, which reads what is indexed."""
         return self._file(name).get_slice(name)
 
     def _file(self, name: str) -> Any:

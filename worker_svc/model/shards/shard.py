@@ -1,0 +1,34 @@
+"""Which part of a model a rank has."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` equal parts of a model."""
+
+    index: int
+    count: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def equal_part(self, size: int) -> range:
+        """Of `size` numbers, which `count` divides."""
+        part = size // self.count
+        return range(self.index * part, (self.index + 1) * part)
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """The key and value heads of this shard's queries. Where there are fewer than shards,
+        several shards have the same one."""
+        if num_kv_heads % self.count == 0:
+            return self.equal_part(num_kv_heads)
+        head = self.index * num_kv_heads // self.count
+        return range(head, head + 1)
+
+    def rows(self, vocab_size: int) -> range:
+        """Tokens of the vocabulary. All shards have as many; the last ones may be beyond its
+        end."""
+        part = -(-vocab_size // self.count)
+        return range(self.index * part, (self.index + 1) * part)

@@ -1,0 +1,49 @@
+"""A `ServedModel` of which this process has a shard."""
+
+from torch import Tensor
+
+from worker_svc.model.loading import LoadedModel
+from worker_svc.model.served_model import AttentionFunction, FinalStates
+from worker_svc.ranks.group import RankGroup
+
+
+class ShardedModel:
+    """All ranks have to make the same calls. Logits are those of the whole vocabulary on rank 0,
+    those of the shard on the others."""
+
+    def __init__(self, shard: LoadedModel, group: RankGroup) -> None:
+        self.layers = shard.layers
+        self.dtype = shard.dtype
+        self.device = shard.device
+        self.max_model_len = shard.max_model_len
+        self.fingerprint = shard.fingerprint
+        self.weights = shard.weights
+        self.vocab_size = shard.vocab_size
+        self._shard = shard
+        self._group = group
+
+    def set_attention(self, function: AttentionFunction) -> None:
+        self._shard.set_attention(function)
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        part = self._shard.own_logits(input_ids, positions, logits_indices)
+        logits = self._gather(part)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def final_states(self, input_ids: Tensor, positions: Tensor) -> FinalStates:
+        final = self._shard.final_states(input_ids, positions)
+
+        def head(states: Tensor) -> Tensor:
+            return self._gather(final.head(states)[0]).unsqueeze(0)
+
+        return FinalStates(final.states, head)
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """The last rank's part may go beyond the end of the vocabulary."""
+        return self._group.gather(part)[:, : self.vocab_size]

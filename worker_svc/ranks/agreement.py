@@ -1,0 +1,65 @@
+"""What all ranks have to agree on before a worker serves."""
+
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from worker_svc.cache.cache_setup import CacheSetup
+from worker_svc.cache.kv_pool import dtype_name
+from worker_svc.cache.pool_size import PoolSize
+from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.served_model import ServedModel
+from worker_svc.ranks.group import RankGroup
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+log = structlog.get_logger()
+
+_ERROR = "error"
+
+
+def report_failure(group: RankGroup, error: BaseException) -> None:
+    """Let `require_equal` of the other ranks fail with the reason that this rank has not loaded."""
+    group.exchange_own("model", {_ERROR: str(error)})
+
+
+def require_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings) -> None:
+    """WrongSettingError, with both values, if another rank has another checkpoint, type or size.
+    ModelError if another rank could not load its shard."""
+    every = group.exchange("model", _description(model, settings))
+    for rank, one in enumerate(every):
+        if _ERROR in one:
+            raise ModelError(f"rank {rank}: {one[_ERROR]}")
+    for rank, one in enumerate(every):
+        for name, value in one.items():
+            if value != every[0][name]:
+                raise WrongSettingError(
+                    f"ranks differ in {name}: {every[0][name]} on rank 0, {value} on rank {rank}"
+                )
+
+
+def _description(model: ServedModel, settings: WorkerSettings) -> dict[str, Any]:
+    return {
+        "checkpoint (fingerprint)": model.fingerprint.hex(),
+        "type": dtype_name(model.dtype),
+        "--kv-cache-dtype": settings.kv_cache_dtype,
+        "--quantization": settings.quantization,
+        "--block-size": settings.block_size,
+        "--max-model-len": model.max_model_len,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
+    }
+
+
+def with_common_size(group: RankGroup, cache: CacheSetup) -> CacheSetup:
+    """The blocks that the poorest rank can hold."""
+    own = cache.size
+    num_blocks, num_host_blocks = group.smallest([own.num_blocks, own.num_host_blocks])
+    log.info(
+        "blocks of all ranks",
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        own_num_blocks=own.num_blocks,
+        own_num_host_blocks=own.num_host_blocks,
+    )
+    return replace(cache, size=PoolSize(num_blocks, num_host_blocks))

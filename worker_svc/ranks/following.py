@@ -1,0 +1,73 @@
+"""The life of a follower: joins the other ranks, loads its shard, follows rank 0."""
+
+import signal
+import threading
+from typing import Final
+
+import structlog
+import torch
+from structlog.contextvars import bind_contextvars
+
+from quire.service.logs import configure_logging
+from worker_svc.cache.cache_setup import set_up_cache
+from worker_svc.cache.kv_pool import KvPool
+from worker_svc.model.load_progress import LoadProgress
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.ranks.agreement import report_failure, require_equal, with_common_size
+from worker_svc.ranks.follower import Follower
+from worker_svc.ranks.group import RANK_LOST, RankGroup
+from worker_svc.ranks.heartbeats import send_heartbeats
+from worker_svc.ranks.rendezvous import own_place
+from worker_svc.ranks.threads import set_threads
+from worker_svc.runner.model_source import load_source
+from worker_svc.service.process import keep_freed_memory, resume_collections, return_freed_memory
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+log = structlog.get_logger()
+
+# What rank 0 gets to read why this rank has failed, and to end the others.
+_REPORTED_S: Final = 10.0
+
+
+def follow(settings: WorkerSettings) -> int:
+    """Run a follower until rank 0 stops it or is lost; return the process's exit status."""
+    configure_logging("worker", settings.log_level, settings.log_format)
+    # Rank 0 drains, and then stops the others.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    place = own_place(settings)
+    if place is None:
+        raise WrongSettingError("a follower needs the variables RANK, WORLD_SIZE and MASTER_ADDR")
+    bind_contextvars(rank=place.rank)
+    set_threads(settings)
+    send_heartbeats(place.store(), place.rank)
+    group = RankGroup(place.store(), place.rank, place.size, place.interface())
+    try:
+        follower = _load(settings, group)
+    except Exception as error:
+        log.error("shard not loaded", reason=str(error))
+        report_failure(group, error)
+        threading.Event().wait(_REPORTED_S)
+        return RANK_LOST
+    finally:
+        resume_collections()
+    log.info("rank ready")
+    follower.run()
+    return 0
+
+
+def _load(settings: WorkerSettings, group: RankGroup) -> Follower:
+    """Make the calls that rank 0 makes."""
+    device = torch.device("cpu")
+    source = load_source(settings, device, LoadProgress(), group)
+    model = source.model
+    require_equal(group, model, settings)
+    return_freed_memory()
+    cache = set_up_cache(model, settings, source.implementation, source.flash, None)
+    cache = with_common_size(group, cache)
+    pool = KvPool(cache.layers, cache.size, settings.block_size, device)
+    attention = PagedAttention(pool.layers, source.implementation, cache.scales, source.flash)
+    model.set_attention(attention)
+    keep_freed_memory()
+    return Follower(model, pool, attention, group)
+

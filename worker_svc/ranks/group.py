@@ -1,0 +1,143 @@
+"""Communication between the ranks of a worker, by torch.distributed's Gloo backend."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, NoReturn
+
+import structlog
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+)
+
+from worker_svc.model.shards.shard import Shard
+
+log = structlog.get_logger()
+
+# The status of a process that lost another rank. That of a worker whose device is lost.
+RANK_LOST: Final = 3
+# Ranks run a pass side by side, so one never waits long for another within a pass.
+_PASS_TIMEOUT: Final = timedelta(seconds=60)
+# For the next pass they wait as long as there is no request.
+_IDLE_TIMEOUT: Final = timedelta(days=365)
+
+
+def end_process(reason: str) -> NoReturn:
+    """End this process: ranks that are out of step cannot run another pass."""
+    log.critical("a rank is lost", reason=reason)
+    os._exit(RANK_LOST)
+
+
+class RankGroup:
+    """All ranks of a worker, as one of them sees them. Used by one thread at a time; all ranks have
+    to make the same calls in the same order."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: ProcessGroupGloo.Device | None = None,
+        on_lost: Callable[[str], object] = end_process,
+    ) -> None:
+        """Waits until all ranks are here. `device` is the network interface, by default the one of
+        the host's name or of GLOO_SOCKET_IFNAME. `on_lost` is called with the reason when a call
+        fails."""
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self._on_lost = on_lost
+        with self._reporting():
+            self._passes = _connect(store, "passes", rank, size, _PASS_TIMEOUT, device)
+            self._messages = _connect(store, "messages", rank, size, _IDLE_TIMEOUT, device)
+        self._sum = AllreduceOptions()
+        self._smallest = AllreduceOptions()
+        self._smallest.reduceOp = ReduceOp.MIN
+        self._from_first = BroadcastOptions()
+        self._from_first.rootRank = 0
+        self._from_first.rootTensor = 0
+        self._to_first = GatherOptions()
+        self._to_first.rootRank = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.rank, self.size)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, equal on all of them; `part` may be overwritten."""
+        part = part.contiguous()
+        with self._reporting():
+            self._passes.allreduce([part], self._sum).wait()
+        return part
+
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """Each the least of all ranks."""
+        values = torch.tensor(numbers)
+        with self._reporting():
+            self._passes.allreduce([values], self._smallest).wait()
+        return values.tolist()
+
+    def gather(self, part: Tensor) -> Tensor:
+        """On rank 0 all ranks' columns `[n, size * width]`, in their order; on others `part`, which
+        is `[n, width]`."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.is_first else []
+        with self._reporting():
+            self._passes.gather([parts] if parts else [], [part], self._to_first).wait()
+        return torch.cat(parts, -1) if parts else part
+
+    def broadcast(self, words: Tensor) -> None:
+        """Copy the tensor of rank 0, which may come at any time, to all others."""
+        with self._reporting():
+            self._messages.broadcast([words], self._from_first).wait()
+
+    def exchange(self, name: str, own: Any) -> list[Any]:
+        """What each rank gives, a value of JSON, by rank. Under one name once."""
+        with self._reporting():
+            self.exchange_own(name, own)
+            return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.size)]
+
+    def exchange_own(self, name: str, own: Any) -> None:
+        """Give something without waiting for the others."""
+        self.store.set(f"{name}/{self.rank}", json.dumps(own))
+
+    def lost(self, reason: str) -> None:
+        """Report that the ranks are out of step."""
+        self._on_lost(reason)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._on_lost(str(error))
+            raise
+
+
+def _connect(
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device: ProcessGroupGloo.Device | None,
+) -> ProcessGroupGloo:
+    own_keys = PrefixStore(name, store)
+    if device is None:
+        return ProcessGroupGloo(own_keys, rank, size, timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timeout
+    options._threads = 1
+    return ProcessGroupGloo(own_keys, rank, size, options)

@@ -1,0 +1,78 @@
+"""The other ranks of a worker on one host: child processes that end with it, and it with them."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from worker_svc.settings import WorkerSettings
+
+# What a follower gets to end by itself.
+_STOP_S: Final = 5.0
+
+
+class FollowerProcesses:
+    """Ranks 1 and up. They get the settings by a pipe, and end when it is closed, whatever ends
+    this process."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        size: int,
+        port: int,
+        on_lost: Callable[[str], object],
+    ) -> None:
+        """`port` is that of the store. `on_lost` is called with the reason when a rank ends, on
+        another thread."""
+        self._on_lost = on_lost
+        self._stopping = False
+        message = settings.model_dump_json().encode() + b"\n"
+        self._processes = [_start(rank, size, port, message) for rank in range(1, size)]
+        for rank, process in enumerate(self._processes, start=1):
+            thread = threading.Thread(
+                target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
+            )
+            thread.start()
+
+    def expect_end(self) -> None:
+        """To be called before the ranks are stopped."""
+        self._stopping = True
+
+    def stop(self) -> None:
+        """Close the pipes, and kill what does not end."""
+        self.expect_end()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self._stopping:
+            self._on_lost(f"rank {rank} (process {process.pid}) has ended with status {status}")
+
+
+def _start(rank: int, size: int, port: int, message: bytes) -> subprocess.Popen[bytes]:
+    rendezvous = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "worker_svc.ranks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **rendezvous},
+    )
+    assert process.stdin is not None
+    process.stdin.write(message)
+    process.stdin.flush()
+    return process

@@ -1,0 +1,34 @@
+"""Settings that ranks need or exclude."""
+
+from typing import Final
+
+import torch
+
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+_TENSOR: Final = "--tensor-parallel-size / QUIRE_WORKER_TENSOR_PARALLEL_SIZE"
+_PIPELINE: Final = "--pipeline-parallel-size / QUIRE_WORKER_PIPELINE_PARALLEL_SIZE"
+
+
+def require_ranks(settings: WorkerSettings, device: torch.device) -> None:
+    """WrongSettingError if the worker cannot have the ranks that the settings ask for."""
+    if settings.pipeline_parallel_size > 1:
+        raise WrongSettingError(
+            f"{_PIPELINE}: {settings.pipeline_parallel_size}, but stages are not supported; "
+            "leave it at 1"
+        )
+    size = settings.tensor_parallel_size
+    if size == 1:
+        return
+    if device.type != "cpu":
+        raise WrongSettingError(
+            f"{_TENSOR}: {size}, but ranks on GPUs (NCCL) are not supported; set --device=cpu or "
+            "leave it at 1, with a worker per GPU"
+        )
+    excluded = {
+        "--speculative-model": settings.speculative_model is not None,
+        "--enable-torch-compile": settings.enable_torch_compile,
+    }
+    for flag, is_set in excluded.items():
+        if is_set:
+            raise WrongSettingError(f"{_TENSOR}: {size}, which {flag} does not support; leave one out")

@@ -1,0 +1,63 @@
+"""Starts the ranks of a worker, or joins those that torchrun started, as rank 0."""
+
+from dataclasses import dataclass
+
+from torch.distributed import TCPStore
+
+from worker_svc.ranks.group import RankGroup, end_process
+from worker_svc.ranks.heartbeats import HeartbeatMonitor
+from worker_svc.ranks.leader import Leader
+from worker_svc.ranks.processes import FollowerProcesses
+from worker_svc.ranks.rendezvous import LOOPBACK, Place, own_place
+from worker_svc.settings import WorkerSettings, WrongSettingError
+
+
+@dataclass
+class LeadingRanks:
+    """The ranks of a worker, seen by rank 0. It ends with this process's end, and the process ends
+    when a rank is lost."""
+
+    group: RankGroup
+    leader: Leader
+    _store: TCPStore  # listens as long as this object is there
+    _monitor: HeartbeatMonitor
+    _processes: FollowerProcesses | None  # None where torchrun has started them
+
+    def watch(self) -> None:
+        """To be called when all ranks are ready: notice one that is silent."""
+        self._monitor.start()
+
+    def close(self) -> None:
+        """Let the followers end. To be called after the last pass."""
+        self._monitor.stop()
+        if self._processes is not None:
+            self._processes.expect_end()
+        self.leader.stop()
+        if self._processes is not None:
+            self._processes.stop()
+
+    def abort(self) -> None:
+        """As `close` where this rank has not loaded the model."""
+        if self._processes is not None:
+            self._processes.stop()
+
+
+def start_ranks(settings: WorkerSettings) -> LeadingRanks:
+    """Returns when all ranks are connected, before they load the model. WrongSettingError as in
+    `place_of`."""
+    place = own_place(settings)
+    if place is not None:
+        if place.rank != 0:
+            raise WrongSettingError(f"RANK is {place.rank}, but rank 0 has to be the worker")
+        return _lead(place, place.store(is_server=True), None)
+    unbound = Place(0, settings.num_ranks, LOOPBACK, 0)
+    store = unbound.store(is_server=True)
+    place = Place(0, settings.num_ranks, LOOPBACK, store.port)
+    processes = FollowerProcesses(settings, place.size, place.port, end_process)
+    return _lead(place, store, processes)
+
+
+def _lead(place: Place, store: TCPStore, processes: FollowerProcesses | None) -> LeadingRanks:
+    group = RankGroup(store, 0, place.size, place.interface())
+    monitor = HeartbeatMonitor(place.store(), place.size, end_process)
+    return LeadingRanks(group, Leader(group), store, monitor, processes)
