@@ -1,0 +1,46 @@
+"""A worker of several ranks, in real processes: token for token what transformers generates."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, Reference, save_model
+from worker_driver import Driver, LaneClient, Sequence, served_model
+
+_MODELS = FAMILIES | MIXTURES
+# The others run in `make test-slow`.
+_FAST = ("llama", "gpt_oss")
+_NUM_TOKENS = 24
+_PROMPT_LENS = (1, 3, 4, 5, 8, 13, 16, 30)
+
+
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    draw = random.Random(7)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(
+    params=[
+        name if name in _FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(_MODELS)
+    ]
+)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_model(_MODELS[request.param](), tmp_path / "model")
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+async def test_equals_generate(model: Path, num_ranks: int) -> None:
+    reference = Reference(model)
+    async with served_model(model, tensor_parallel_size=num_ranks) as worker:
+        lane = LaneClient(worker.stub)
+        await lane.open()
+        sequences = [
+            Sequence(row=row * 7 % 40, tokens=list(prompt), num_prompt_tokens=len(prompt))
+            for row, prompt in enumerate(prompts(_PROMPT_LENS))
+        ]
+        await Driver(lane).run(sequences, _NUM_TOKENS)
+    for sequence, prompt in zip(sequences, prompts(_PROMPT_LENS), strict=True):
+        expected = reference.generate(prompt, _NUM_TOKENS)
+        assert len(set(expected)) >= 8
+        assert sequence.tokens[len(prompt) :] == expected
