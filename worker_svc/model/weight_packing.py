@@ -124,7 +124,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
-def set_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     module.forward = forward
 
 

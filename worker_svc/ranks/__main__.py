@@ -25,7 +25,7 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return
-    settings = WorkerSettings(_cli_parse_args=[], **json.loads(line))
+    settings = WorkerSettings(_cli_parse_args=[], **json.loads(line))  # type: ignore[call-arg]
     threading.Thread(target=_end_with_pipe, name="pipe", daemon=True).start()
     pause_collections()
     prepare_process()

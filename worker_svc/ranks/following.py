@@ -70,4 +70,3 @@ def _load(settings: WorkerSettings, group: RankGroup) -> Follower:
     model.set_attention(attention)
     keep_freed_memory()
     return Follower(model, pool, attention, group)
-

@@ -10,11 +10,14 @@ from typing import Any, Final, NoReturn
 import structlog
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
     GatherOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
 )
 
 from worker_svc.model.shards.shard import Shard
@@ -59,7 +62,7 @@ class RankGroup:
             self._messages = _connect(store, "messages", rank, size, _IDLE_TIMEOUT, device)
         self._sum = AllreduceOptions()
         self._smallest = AllreduceOptions()
-        self._smallest.reduceOp = ReduceOp.MIN
+        self._smallest.reduceOp = ReduceOp(ReduceOp.MIN)
         self._from_first = BroadcastOptions()
         self._from_first.rootRank = 0
         self._from_first.rootTensor = 0
@@ -86,7 +89,7 @@ class RankGroup:
         values = torch.tensor(numbers)
         with self._reporting():
             self._passes.allreduce([values], self._smallest).wait()
-        return values.tolist()
+        return [int(value) for value in values]
 
     def gather(self, part: Tensor) -> Tensor:
         """On rank 0 all ranks' columns `[n, size * width]`, in their order; on others `part`, which
@@ -132,7 +135,8 @@ def _connect(
     size: int,
     timeout: timedelta,
     device: ProcessGroupGloo.Device | None,
-) -> ProcessGroupGloo:
+) -> Any:
+    """A process group, whose methods the stubs of torch do not have."""
     own_keys = PrefixStore(name, store)
     if device is None:
         return ProcessGroupGloo(own_keys, rank, size, timeout)

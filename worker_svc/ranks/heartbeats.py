@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 _INTERVAL_S: Final = 0.5
 # That of a scheduler for a worker.
@@ -41,7 +41,7 @@ class HeartbeatMonitor:
 
     def start(self) -> None:
         now = time.monotonic()
-        self._last = {rank: (b"", now) for rank in self._last}
+        self._last = dict.fromkeys(self._last, (b"", now))
         self._thread.start()
 
     def stop(self) -> None:

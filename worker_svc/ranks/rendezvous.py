@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from worker_svc.settings import WorkerSettings, WrongSettingError
 

@@ -31,4 +31,6 @@ def require_ranks(settings: WorkerSettings, device: torch.device) -> None:
     }
     for flag, is_set in excluded.items():
         if is_set:
-            raise WrongSettingError(f"{_TENSOR}: {size}, which {flag} does not support; leave one out")
+            raise WrongSettingError(
+                f"{_TENSOR}: {size}, which {flag} does not support; leave one out"
+            )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import Store
 
 from worker_svc.ranks.group import RankGroup, end_process
 from worker_svc.ranks.heartbeats import HeartbeatMonitor
@@ -19,7 +19,7 @@ class LeadingRanks:
 
     group: RankGroup
     leader: Leader
-    _store: TCPStore  # listens as long as this object is there
+    _store: Store  # listens as long as this object is there
     _monitor: HeartbeatMonitor
     _processes: FollowerProcesses | None  # None where torchrun has started them
 
@@ -57,7 +57,7 @@ def start_ranks(settings: WorkerSettings) -> LeadingRanks:
     return _lead(place, store, processes)
 
 
-def _lead(place: Place, store: TCPStore, processes: FollowerProcesses | None) -> LeadingRanks:
+def _lead(place: Place, store: Store, processes: FollowerProcesses | None) -> LeadingRanks:
     group = RankGroup(store, 0, place.size, place.interface())
     monitor = HeartbeatMonitor(place.store(), place.size, end_process)
     return LeadingRanks(group, Leader(group), store, monitor, processes)

@@ -158,9 +158,7 @@ def _set_up_cache(
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
     cached = None if draft is None else draft.cached
-    cache = set_up_cache(
-        source.model, settings, source.implementation, source.flash, meter, cached
-    )
+    cache = set_up_cache(source.model, settings, source.implementation, source.flash, meter, cached)
     return cache if ranks is None else with_common_size(ranks.group, cache)
 
 

@@ -10,7 +10,7 @@ from worker_svc.cache.pool_size import require_capacity
 from worker_svc.model.checkpoint import ModelError, find_model
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.step_runner import LoadedRunner
-from worker_svc.settings import WorkerSettings
+from worker_svc.settings import WorkerSettings, WrongSettingError
 from worker_svc.sim.recorded_tokens import read_tokens
 from worker_svc.sim.runner import Poison, SimModel, SimRunner
 
@@ -26,6 +26,11 @@ def loaded_runner(runner: SimRunner) -> LoadedRunner:
 def load_runner(settings: WorkerSettings) -> LoadedRunner:
     """The runner of the settings. ModelError if the model's config.json cannot be read,
     WrongSettingError if the longest sequence does not fit into the pool."""
+    if settings.num_ranks > 1:
+        raise WrongSettingError(
+            f"--tensor-parallel-size times --pipeline-parallel-size is {settings.num_ranks}, but a "
+            "simulated worker has no ranks; leave both at 1"
+        )
     model = sim_model(settings, _read_config(settings))
     require_capacity(model.num_blocks, model.block_size, model.max_model_len)
     log.info("simulated model", **vars(model))

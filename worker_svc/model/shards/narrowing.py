@@ -31,8 +31,10 @@ def rules_of(config: Any) -> splits.Rules:
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     if config.get_text_config() is config and _is_dense(plan):
         return splits.DENSE
-    known = "Llama, Qwen3, Gemma 2, GPT-2, Mixtral, gpt-oss and models with the plan of Llama"
-    raise WrongSettingError(f"{_SETTING}: no split is known of models of type {kind}, but of {known}")
+    raise WrongSettingError(
+        f"{_SETTING}: no split is known of models of type {kind}, but of Llama, Qwen3, Gemma 2, "
+        "GPT-2, Mixtral, gpt-oss and models with the plan of Llama; leave it at 1"
+    )
 
 
 def _is_dense(plan: dict[str, str]) -> bool:
@@ -109,4 +111,6 @@ def _narrow_attention(attention: Any, shard: Shard) -> None:
 
 def _require_divisible(what: str, size: int, shard: Shard) -> None:
     if size % shard.count:
-        raise WrongSettingError(f"{_SETTING}: {shard.count} does not divide the model's {size} {what}")
+        raise WrongSettingError(
+            f"{_SETTING}: {shard.count} does not divide the model's {size} {what}"
+        )
