@@ -121,8 +121,8 @@ class WorkerSettings(ServiceSettings):
     threads: int = Field(
         0,
         ge=0,
-        description="CPU threads of the model, in each rank; 0: as many as cores, divided by the "
-        "ranks.",
+        description="CPU threads of the model, which the ranks of a host share; 0: as many as "
+        "cores.",
     )
     block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")

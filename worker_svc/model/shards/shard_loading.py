@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import structlog
 from torch import Tensor
 
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
@@ -15,6 +16,9 @@ from worker_svc.model.shards.narrowing import (
 )
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.splits import part_of, rule_of
+from worker_svc.settings import size_text
+
+log = structlog.get_logger()
 
 
 def load_shard(
@@ -24,12 +28,15 @@ def load_shard(
     `from_pretrained`. WrongSettingError if the model cannot be split; ModelError if its tensors are
     not those of its class."""
     narrow = narrow_config(config, shard)
-    tensors = _read_parts(config, weights, shard)
+    tensors = read_parts(config, weights, shard)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    log.info("shard", index=shard.index, count=shard.count, weights=size_text(num_bytes))
     network, _ = load_network(shard_class(network_class, shard), narrow, tensors, {}, **options)
     return network
 
 
-def _read_parts(config: Any, weights: tuple[Path, ...], shard: Shard) -> dict[str, Tensor]:
+def read_parts(config: Any, weights: tuple[Path, ...], shard: Shard) -> dict[str, Tensor]:
+    """The shard's parts of all tensors, by their names in the checkpoint."""
     rules = rules_of(config)
     _, num_kv_heads = num_heads_of(config)
     stored = CheckpointTensors(weights)

@@ -1,0 +1,46 @@
+"""Ranks as threads of one process, with the real backend between them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from worker_svc.ranks.group import RankGroup
+
+T = TypeVar("T")
+_LOOPBACK = "127.0.0.1"
+
+
+def _raise(reason: str) -> None:
+    raise AssertionError(f"a rank is lost: {reason}")
+
+
+class RankThreads:
+    """Groups of all ranks, and a thread for each."""
+
+    def __init__(self, num_ranks: int, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+        store = HashStore()
+        self.groups = self.run(
+            lambda rank: RankGroup(
+                store,
+                rank,
+                num_ranks,
+                ProcessGroupGloo.create_device(hostname=_LOOPBACK),
+                on_lost=_raise,
+            ),
+            num_ranks,
+        )
+
+    def run(self, call: Callable[[int], T], num_ranks: int | None = None) -> Sequence[T]:
+        """What the call gives on each rank."""
+        num_ranks = len(self.groups) if num_ranks is None else num_ranks
+        return list(self._threads.map(call, range(num_ranks), timeout=60))
+
+
+@contextmanager
+def rank_threads(num_ranks: int) -> Iterator[RankThreads]:
+    with ThreadPoolExecutor(num_ranks) as threads:
+        yield RankThreads(num_ranks, threads)

@@ -1,0 +1,186 @@
+"""Shards of a model: together they give what the whole model gives, each with its part of the
+weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import rank_threads
+from safetensors.torch import load_file
+from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, random_network
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+from worker_driver import BLOCK_SIZE, worker_settings
+
+from kernels.attention import PagedBatch
+from worker_svc.cache.kv_pool import KvPool
+from worker_svc.cache.pool_size import PoolSize
+from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.load_progress import LoadProgress
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.model.served_model import ServedModel
+from worker_svc.model.shards.narrowing import narrow_config, rules_of
+from worker_svc.model.shards.shard import Shard
+from worker_svc.model.shards.shard_loading import read_parts
+from worker_svc.model.shards.splits import rule_of
+from worker_svc.ranks.agreement import require_equal
+from worker_svc.ranks.group import RankGroup
+from worker_svc.runner.model_preparation import PreparedModel, prepare_model
+from worker_svc.settings import WrongSettingError
+
+_MODELS = FAMILIES | MIXTURES
+_CPU = torch.device("cpu")
+# Sums in another order.
+_TOLERANCE = 1e-3
+_NUM_TOKENS = 11
+
+
+def saved(config: PretrainedConfig, folder: Path) -> Path:
+    """With random biases and norms."""
+    random_network(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=sorted(_MODELS))
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return saved(_MODELS[request.param](), tmp_path / "model")
+
+
+def prepared(model: Path, group: RankGroup | None = None, **changes: Any) -> PreparedModel:
+    settings = worker_settings(model, **{"dtype": "float32", "device": "cpu", **changes})
+    return prepare_model(settings, _CPU, LoadProgress(), group)
+
+
+@torch.inference_mode()
+def logits_of(one: PreparedModel) -> Tensor:
+    """Of every token of a prompt."""
+    model: ServedModel = one.model
+    num_blocks = -(-_NUM_TOKENS // BLOCK_SIZE)
+    pool = KvPool(model.layers, PoolSize(num_blocks + 1, 0), BLOCK_SIZE, _CPU)
+    attention = PagedAttention(pool.layers, one.implementation)
+    model.set_attention(attention)
+    batch = PagedBatch(
+        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
+        query_start_loc=torch.tensor([0, _NUM_TOKENS]),
+        seq_lens=torch.tensor([_NUM_TOKENS]),
+        block_size=BLOCK_SIZE,
+    )
+    everywhere = torch.arange(_NUM_TOKENS)
+    attention.set_batch(batch, BLOCK_SIZE + everywhere)
+    # From the beginning, the end and the middle of the vocabulary.
+    ids = everywhere * 97 % VOCAB_SIZE
+    ids[3] = VOCAB_SIZE - 1
+    return model.logits(ids, everywhere, everywhere)
+
+
+def logits_of_ranks(model: Path, num_ranks: int, **changes: Any) -> Tensor:
+    with rank_threads(num_ranks) as ranks:
+        # transformers loads one model at a time.
+        shards = [prepared(model, group, **changes) for group in ranks.groups]
+        return ranks.run(lambda rank: logits_of(shards[rank]))[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_give_what_the_model_gives(model: Path, num_ranks: int) -> None:
+    expected, found = logits_of(prepared(model)), logits_of_ranks(model, num_ranks)
+    assert found.shape == (_NUM_TOKENS, VOCAB_SIZE)
+    assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 1},
+    ],
+)
+def test_variants_of_a_family_are_split(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = _MODELS["llama"]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = saved(config, tmp_path)
+    expected, found = logits_of(prepared(model)), logits_of_ranks(model, 2)
+    assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_shards_are_rounded_as_models_are(tmp_path: Path, changes: dict[str, str]) -> None:
+    model = saved(_MODELS["llama"](), tmp_path)
+    expected, found = logits_of(prepared(model)), logits_of_ranks(model, 2, **changes)
+    rounded = logits_of(prepared(model, **changes))
+    assert (found - expected).abs().max() < 2 * (rounded - expected).abs().max()
+
+
+def test_without_kernels_the_models_own_code_is_summed(model: Path) -> None:
+    expected = logits_of(prepared(model))
+    found = logits_of_ranks(model, 2, kernels="torch")
+    assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
+
+
+def test_each_rank_reads_its_part_of_the_weights(model: Path) -> None:
+    files = tuple(model.glob("*.safetensors"))
+    whole = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+    config = AutoConfig.from_pretrained(model)
+    for rank in range(2):
+        parts = read_parts(config, files, Shard(rank, 2))
+        assert sum(part.nbytes for part in parts.values()) <= 1.1 * whole / 2
+
+
+def test_the_cache_has_a_ranks_heads(model: Path) -> None:
+    whole = prepared(model).model.layers
+    with rank_threads(2) as ranks:
+        halves = prepared(model, ranks.groups[1]).model.layers
+    assert sum(one.token_bytes for one in halves) * 2 == sum(one.token_bytes for one in whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "2 does not divide the model's 3"),
+        ({"intermediate_size": 47}, "2 does not divide the model's 47 intermediate_size"),
+    ],
+)
+def test_refuses_sizes_that_the_ranks_do_not_divide(changes: dict[str, int], words: str) -> None:
+    config = LlamaConfig(**{"hidden_size": 96, "vocab_size": 50, **changes})
+    with pytest.raises(WrongSettingError, match=words):
+        narrow_config(config, Shard(0, 2))
+
+
+def test_refuses_key_heads_that_neither_divide_nor_are_divided() -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}
+    config = LlamaConfig(**sizes, intermediate_size=64)
+    with pytest.raises(WrongSettingError, match="4 ranks and 3 key and value heads"):
+        narrow_config(config, Shard(0, 4))
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "falcon", "phi3"])
+def test_refuses_models_without_a_known_split(kind: str) -> None:
+    with pytest.raises(WrongSettingError, match=f"no split is known of models of type {kind}"):
+        rules_of(AutoConfig.for_model(kind))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+def test_splits_models_by_the_plans_of_transformers(kind: str) -> None:
+    assert rules_of(AutoConfig.for_model(kind))
+
+
+def test_refuses_a_tensor_without_a_known_split() -> None:
+    with pytest.raises(ModelError, match=r"no split is known of model\.layers\.0\.other\.weight"):
+        rule_of("model.layers.0.other.weight", rules_of(LlamaConfig()))
+
+
+def test_ranks_with_different_checkpoints_do_not_start(tmp_path: Path) -> None:
+    models = [saved(_MODELS["llama"](), tmp_path / "a"), saved(_MODELS["qwen3"](), tmp_path / "b")]
+    with rank_threads(2) as ranks:
+        shards = [prepared(*both).model for both in zip(models, ranks.groups, strict=True)]
+
+        def compare(rank: int) -> str:
+            with pytest.raises(WrongSettingError) as error:
+                require_equal(ranks.groups[rank], shards[rank], worker_settings(models[rank]))
+            return str(error.value)
+
+        for message in ranks.run(compare):
+            assert "ranks differ in checkpoint" in message
+            assert all(shard.fingerprint.hex() in message for shard in shards)
