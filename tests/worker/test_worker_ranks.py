@@ -1,4 +1,5 @@
-"""A worker of several ranks, in real processes: token for token what transformers generates."""
+"""A worker of several ranks, in real processes: token for token what transformers generates. Shards of
+all families are tested without processes, in `test_worker_shards.py`."""
 
 import random
 from pathlib import Path
@@ -9,7 +10,7 @@ from worker_driver import Driver, LaneClient, Sequence, served_model
 
 _MODELS = FAMILIES | MIXTURES
 # The others run in `make test-slow`.
-_FAST = ("llama", "gpt_oss")
+_FAST = {"llama", "gpt_oss"}
 _NUM_TOKENS = 24
 _PROMPT_LENS = (1, 3, 4, 5, 8, 13, 16, 30)
 
@@ -19,18 +20,16 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-@pytest.fixture(
-    params=[
-        name if name in _FAST else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(_MODELS)
-    ]
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        *((name, 2) for name in sorted(_FAST)),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in sorted(_MODELS.keys() - _FAST)),
+        pytest.param("mixtral", 4, marks=pytest.mark.slow),
+    ],
 )
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return save_model(_MODELS[request.param](), tmp_path / "model")
-
-
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-async def test_equals_generate(model: Path, num_ranks: int) -> None:
+async def test_equals_generate(name: str, num_ranks: int, tmp_path: Path) -> None:
+    model = save_model(_MODELS[name](), tmp_path / name)
     reference = Reference(model)
     async with served_model(model, tensor_parallel_size=num_ranks) as worker:
         lane = LaneClient(worker.stub)

@@ -38,6 +38,11 @@ def require_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings
                 )
 
 
+def wait_for_all(group: RankGroup) -> None:
+    """Return when every rank can run passes."""
+    group.exchange("ready", True)
+
+
 def _description(model: ServedModel, settings: WorkerSettings) -> dict[str, Any]:
     return {
         "checkpoint (fingerprint)": model.fingerprint.hex(),

@@ -1,5 +1,6 @@
 """The life of a follower: joins the other ranks, loads its shard, follows rank 0."""
 
+import os
 import signal
 import threading
 from typing import Final
@@ -13,7 +14,7 @@ from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
-from worker_svc.ranks.agreement import report_failure, require_equal, with_common_size
+from worker_svc.ranks.agreement import report_failure, require_equal, wait_for_all, with_common_size
 from worker_svc.ranks.follower import Follower
 from worker_svc.ranks.group import RANK_LOST, RankGroup
 from worker_svc.ranks.heartbeats import send_heartbeats
@@ -44,6 +45,8 @@ def follow(settings: WorkerSettings) -> int:
     group = RankGroup(place.store(), place.rank, place.size, place.interface())
     try:
         follower = _load(settings, group)
+        log.info("rank ready", process=os.getpid())
+        wait_for_all(group)
     except Exception as error:
         log.error("shard not loaded", reason=str(error))
         report_failure(group, error)
@@ -51,7 +54,6 @@ def follow(settings: WorkerSettings) -> int:
         return RANK_LOST
     finally:
         resume_collections()
-    log.info("rank ready")
     follower.run()
     return 0
 

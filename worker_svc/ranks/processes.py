@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final
 
 from worker_svc.settings import WorkerSettings
@@ -28,13 +29,8 @@ class FollowerProcesses:
         another thread."""
         self._on_lost = on_lost
         self._stopping = False
-        message = settings.model_dump_json().encode() + b"\n"
-        self._processes = [_start(rank, size, port, message) for rank in range(1, size)]
-        for rank, process in enumerate(self._processes, start=1):
-            thread = threading.Thread(
-                target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True
-            )
-            thread.start()
+        self._message = settings.model_dump_json().encode() + b"\n"
+        self._processes = [self._start(rank, size, port) for rank in range(1, size)]
 
     def expect_end(self) -> None:
         """To be called before the ranks are stopped."""
@@ -52,6 +48,29 @@ class FollowerProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def kill(self) -> None:
+        """End them at once."""
+        self.expect_end()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _start(self, rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def run() -> None:
+            # The parent-death signal is that of the thread which starts a process, so this one
+            # stays until the process ends.
+            try:
+                started.set_result(_start(rank, size, port, self._message))
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            self._watch(rank, started.result())
+
+        threading.Thread(target=run, name=f"rank-{rank}", daemon=True).start()
+        return started.result()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()

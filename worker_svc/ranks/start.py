@@ -39,7 +39,7 @@ class LeadingRanks:
     def abort(self) -> None:
         """As `close` where this rank has not loaded the model."""
         if self._processes is not None:
-            self._processes.stop()
+            self._processes.kill()
 
 
 def start_ranks(settings: WorkerSettings) -> LeadingRanks:

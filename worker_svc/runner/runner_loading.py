@@ -22,7 +22,7 @@ from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.tables import RowTables
-from worker_svc.ranks.agreement import require_equal, with_common_size
+from worker_svc.ranks.agreement import require_equal, wait_for_all, with_common_size
 from worker_svc.ranks.leader import LeadingModel
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks, start_ranks
@@ -86,6 +86,7 @@ def _load_with_ranks(settings: WorkerSettings, device: torch.device) -> LoadedRu
         ranks = start_ranks(settings)
         try:
             loaded = _load(settings, device, ranks)
+            wait_for_all(ranks.group)
         except BaseException:
             ranks.abort()
             raise

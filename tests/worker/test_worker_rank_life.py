@@ -1,0 +1,169 @@
+"""The ranks of a worker live and die together."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import llama, save_model
+from worker_driver import worker_settings
+from worker_processes import logged, worker_process
+
+from worker_svc.ranks.requirements import require_ranks
+from worker_svc.settings import WrongSettingError
+
+_RANK_LOST = 3
+_TWO = "--tensor-parallel-size=2"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(llama(), tmp_path_factory.mktemp("llama"))
+
+
+@dataclass
+class Ranks:
+    """A worker of two ranks that is ready."""
+
+    worker: asyncio.subprocess.Process
+    follower: int  # its process id
+
+
+def flags_of(model: Path, folder: Path) -> tuple[str, ...]:
+    return (f"--listen=unix:{folder}/worker.sock", f"--model={model}", "--num-blocks=50", _TWO)
+
+
+@asynccontextmanager
+async def two_ranks(model: Path, folder: Path) -> AsyncIterator[Ranks]:
+    async with worker_process(*flags_of(model, folder)) as process:
+        ready = json.loads(await logged(process, "rank ready"))
+        assert ready["rank"] == 1
+        await logged(process, '"ready"')
+        yield Ranks(process, ready["process"])
+
+
+def is_running(process: int) -> bool:
+    """Whether there is such a process, and not only its status."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+async def ended(process: int) -> None:
+    while is_running(process):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_stops_with_the_worker(model: Path, tmp_path: Path) -> None:
+    async with two_ranks(model, tmp_path) as ranks:
+        ranks.worker.send_signal(signal.SIGTERM)
+        assert await ranks.worker.wait() == 0
+        await ended(ranks.follower)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "has ended"),
+        pytest.param(signal.SIGSTOP, "was silent", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_lost_rank_is_a_lost_worker(
+    model: Path, tmp_path: Path, number: signal.Signals, words: str
+) -> None:
+    async with two_ranks(model, tmp_path) as ranks:
+        os.kill(ranks.follower, number)
+        assert words in await logged(ranks.worker, "a rank is lost")
+        assert await ranks.worker.wait() == _RANK_LOST
+        await ended(ranks.follower)
+
+
+@pytest.mark.slow
+async def test_ends_when_the_worker_is_killed(model: Path, tmp_path: Path) -> None:
+    async with two_ranks(model, tmp_path) as ranks:
+        ranks.worker.kill()
+        await ended(ranks.follower)
+
+
+def variables(rank: int, port: int, size: int = 2) -> dict[str, str]:
+    """As torchrun sets them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+async def test_joins_the_ranks_of_torchrun(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, flags = free_port(), flags_of(model, tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in variables(1, port).items():
+        monkeypatch.setenv(name, value)
+    async with worker_process(*flags) as follower:
+        monkeypatch.setenv("RANK", "0")
+        async with worker_process(*flags) as worker:
+            await logged(worker, '"ready"')
+            # torchrun sends it to all of them.
+            for process in (follower, worker):
+                process.send_signal(signal.SIGTERM)
+            assert await asyncio.gather(worker.wait(), follower.wait()) == [0, 0]
+
+
+async def test_refuses_the_ranks_of_another_number(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables(0, free_port(), size=3).items():
+        monkeypatch.setenv(name, value)
+    async with worker_process(*flags_of(model, tmp_path)) as process:
+        assert await process.wait() == 2
+        assert process.stderr is not None
+        assert b"WORLD_SIZE is 3, but" in await process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"speculative_model": "other"}, "--speculative-model does not support"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile does not support"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:
+    settings = worker_settings(Path("model"), tensor_parallel_size=2, **changes)
+    with pytest.raises(WrongSettingError, match=words):
+        require_ranks(settings, torch.device("cpu"))
+
+
+def test_ranks_on_a_gpu_are_refused() -> None:
+    settings = worker_settings(Path("model"), tensor_parallel_size=2)
+    with pytest.raises(WrongSettingError, match="NCCL"):
+        require_ranks(settings, torch.device("cuda"))
+
+
+async def test_a_simulated_worker_has_no_ranks(model: Path, tmp_path: Path) -> None:
+    async with worker_process(*flags_of(model, tmp_path), "--engine=sim") as process:
+        assert await process.wait() == 2
+        assert process.stderr is not None
+        assert b"a simulated worker has no ranks" in await process.stderr.read()
