@@ -1,5 +1,7 @@
-"""A worker of several ranks, in real processes: token for token what transformers generates. Shards of
-all families are tested without processes, in `test_worker_shards.py`."""
+"""A worker of several ranks, in real processes: token for token what transformers generates.
+
+`test_worker_shards.py` tests the shards of all families, without processes.
+"""
 
 import random
 from pathlib import Path

@@ -34,7 +34,9 @@ def main() -> None:
 
 def _end_with_pipe() -> None:
     """End this process when rank 0 has closed the pipe, or has ended."""
-    sys.stdin.buffer.read()
+    # Past Python's buffer, whose lock the interpreter would wait for when it ends.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
     # Before it closes the pipe, rank 0 stops this process, unless it is lost.
     threading.Event().wait(_STOP_S)
     os._exit(0)
