@@ -202,3 +202,29 @@ def test_a_failing_pass_is_a_lost_rank(model: Path) -> None:
     with pytest.raises(IndexError), leader.in_step():
         raise IndexError("a token out of range")
     assert lost == ["rank 0 failed in a forward pass: a token out of range"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_equal_on_all_ranks(num_ranks: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(5, 7, generator=generator).to(dtype) for _ in range(num_ranks)]
+    expected = torch.stack(parts).float().sum(0)
+    with rank_threads(num_ranks) as ranks:
+        # Of a view, which is not contiguous.
+        found = ranks.run(lambda rank: ranks.groups[rank].sum(parts[rank].clone().T))
+    for one in found:
+        assert torch.equal(one, found[0])
+        assert torch.allclose(one.T.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_columns_are_gathered_in_the_order_of_ranks() -> None:
+    with rank_threads(3) as ranks:
+        found = ranks.run(lambda rank: ranks.groups[rank].gather(torch.full((2, 2), float(rank))))
+    assert found[0].tolist() == [[0, 0, 1, 1, 2, 2]] * 2
+
+
+def test_the_least_of_all_ranks() -> None:
+    with rank_threads(3) as ranks:
+        found = ranks.run(lambda rank: ranks.groups[rank].smallest([5 + rank, 9 - rank]))
+    assert found == [[5, 7]] * 3

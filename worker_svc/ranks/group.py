@@ -26,6 +26,7 @@ log = structlog.get_logger()
 
 # The status of a process that lost another rank. That of a worker whose device is lost.
 RANK_LOST: Final = 3
+_SUM_TAG: Final = 1
 # Ranks run a pass side by side, so one never waits long for another within a pass.
 _PASS_TIMEOUT: Final = timedelta(seconds=60)
 # For the next pass they wait as long as there is no request.
@@ -60,6 +61,7 @@ class RankGroup:
         with self._reporting():
             self._passes = _connect(store, "passes", rank, size, _PASS_TIMEOUT, device)
             self._messages = _connect(store, "messages", rank, size, _IDLE_TIMEOUT, device)
+        self._is_power_of_two = size & (size - 1) == 0
         self._sum = AllreduceOptions()
         self._smallest = AllreduceOptions()
         self._smallest.reduceOp = ReduceOp(ReduceOp.MIN)
@@ -78,11 +80,31 @@ class RankGroup:
         return Shard(self.rank, self.size)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, equal on all of them; `part` may be overwritten."""
+        """The sum of all ranks' tensors, bitwise equal on all of them; `part` may be overwritten.
+
+        Recursive doubling (Thakur, Rabenseifner and Gropp, 2005): in step k a rank exchanges its
+        sum with that of the rank whose number differs in bit k. Gloo's own algorithm, which is used
+        for other numbers of ranks, takes two to three times as long for the small tensors of
+        decode steps.
+        """
         part = part.contiguous()
         with self._reporting():
-            self._passes.allreduce([part], self._sum).wait()
+            if not self._is_power_of_two:
+                self._passes.allreduce([part], self._sum).wait()
+                return part
+            distance = 1
+            while distance < self.size:
+                part = self._add(part, self.rank ^ distance)
+                distance *= 2
         return part
+
+    def _add(self, part: Tensor, other: int) -> Tensor:
+        """The sum of this rank's tensor and that of another one, which does the same."""
+        received = torch.empty_like(part)
+        sending = self._passes.send([part], other, _SUM_TAG)
+        self._passes.recv([received], other, _SUM_TAG).wait()
+        sending.wait()
+        return received.add_(part)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """Each the least of all ranks."""
