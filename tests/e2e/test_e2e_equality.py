@@ -75,12 +75,15 @@ class Family:
 
 # Each family takes a stack.
 _FAST = ("qwen3",)
+# Served by a worker of two ranks.
+_OF_RANKS = "gemma2-ranks"
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
+        name if name in _FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*FAMILIES, _OF_RANKS)
     ],
 )
 def family(
@@ -88,12 +91,13 @@ def family(
     tmp_path_factory: pytest.TempPathFactory,
     redis_server: EmbeddedRedis,
 ) -> Iterator[Family]:
-    name = request.param
+    name, _, has_ranks = request.param.partition("-")
+    ranks = {"QUIRE_WORKER_TENSOR_PARALLEL_SIZE": "2"} if has_ranks else {}
     folder = save_model(FAMILIES[name](), tmp_path_factory.mktemp(name), WEIGHTS[name])
     save_tokenizer(folder, VOCAB_SIZE)
     with (
         redis.Redis.from_url(redis_server.url) as client,
-        LocalStack(str(folder), redis_url=redis_server.url, settings=SETTINGS) as stack,
+        LocalStack(str(folder), redis_url=redis_server.url, settings=SETTINGS | ranks) as stack,
     ):
         yield Family(folder, stack, PoolWatch(client))
     with redis.Redis.from_url(redis_server.url) as client:

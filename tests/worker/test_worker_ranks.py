@@ -26,7 +26,7 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     ("name", "num_ranks"),
     [
         *((name, 2) for name in sorted(_FAST)),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in sorted(_MODELS.keys() - _FAST)),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("gpt2", "qwen3")),
         pytest.param("mixtral", 4, marks=pytest.mark.slow),
     ],
 )
