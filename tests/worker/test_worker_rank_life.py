@@ -64,6 +64,14 @@ async def ended(process: int) -> None:
         await asyncio.sleep(0.02)
 
 
+async def test_a_model_that_cannot_be_loaded_leaves_the_worker_up(tmp_path: Path) -> None:
+    flags = flags_of(tmp_path / "no-model", tmp_path)
+    async with worker_process(*flags) as process:
+        assert "no such folder" in await logged(process, "model not loaded")
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+
+
 async def test_stops_with_the_worker(model: Path, tmp_path: Path) -> None:
     async with two_ranks(model, tmp_path) as ranks:
         ranks.worker.send_signal(signal.SIGTERM)

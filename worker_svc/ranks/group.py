@@ -58,6 +58,8 @@ class RankGroup:
         self.size = size
         self.store = store
         self._on_lost = on_lost
+        # Processes on several hosts may start minutes apart, for which the store waits.
+        self.exchange("started", True)
         with self._reporting():
             self._passes = _connect(store, "passes", rank, size, _PASS_TIMEOUT, device)
             self._messages = _connect(store, "messages", rank, size, _IDLE_TIMEOUT, device)
