@@ -23,21 +23,15 @@ class RankThreads:
     def __init__(self, num_ranks: int, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
         store = HashStore()
-        self.groups = self.run(
-            lambda rank: RankGroup(
-                store,
-                rank,
-                num_ranks,
-                ProcessGroupGloo.create_device(hostname=_LOOPBACK),
-                on_lost=_raise,
-            ),
-            num_ranks,
-        )
+        device = ProcessGroupGloo.create_device(hostname=_LOOPBACK)
+        self.groups = [
+            RankGroup(store, rank, num_ranks, device, on_lost=_raise) for rank in range(num_ranks)
+        ]
+        self.run(lambda rank: self.groups[rank].connect())
 
-    def run(self, call: Callable[[int], T], num_ranks: int | None = None) -> Sequence[T]:
+    def run(self, call: Callable[[int], T]) -> Sequence[T]:
         """What the call gives on each rank."""
-        num_ranks = len(self.groups) if num_ranks is None else num_ranks
-        return list(self._threads.map(call, range(num_ranks), timeout=60))
+        return list(self._threads.map(call, range(len(self.groups)), timeout=60))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from worker_svc.model.shards.narrowing import narrow_config, rules_of
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import read_parts
 from worker_svc.model.shards.splits import rule_of
-from worker_svc.ranks.agreement import require_equal
+from worker_svc.ranks.agreement import connect_equal, report_failure
 from worker_svc.ranks.group import RankGroup
 from worker_svc.runner.model_preparation import PreparedModel, prepare_model
 from worker_svc.settings import WrongSettingError
@@ -178,9 +178,18 @@ def test_ranks_with_different_checkpoints_do_not_start(tmp_path: Path) -> None:
 
         def compare(rank: int) -> str:
             with pytest.raises(WrongSettingError) as error:
-                require_equal(ranks.groups[rank], shards[rank], worker_settings(models[rank]))
+                connect_equal(ranks.groups[rank], shards[rank], worker_settings(models[rank]))
             return str(error.value)
 
         for message in ranks.run(compare):
             assert "ranks differ in checkpoint" in message
             assert all(shard.fingerprint.hex() in message for shard in shards)
+
+
+def test_a_rank_that_cannot_load_its_shard_is_named(tmp_path: Path) -> None:
+    model = saved(_MODELS["llama"](), tmp_path)
+    with rank_threads(2) as ranks:
+        first, second = ranks.groups
+        report_failure(second, ModelError("no such folder"))
+        with pytest.raises(ModelError, match="rank 1: no such folder"):
+            connect_equal(first, prepared(model, first).model, worker_settings(model))

@@ -19,12 +19,12 @@ _ERROR = "error"
 
 
 def report_failure(group: RankGroup, error: BaseException) -> None:
-    """Let `require_equal` of the other ranks fail with the reason that this rank has not loaded."""
+    """Let `connect_equal` of the other ranks fail with the reason that this rank has not loaded."""
     group.exchange_own("model", {_ERROR: str(error)})
 
 
-def require_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings) -> None:
-    """WrongSettingError, with both values, if another rank has another checkpoint, type or size.
+def connect_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings) -> None:
+    """Connect ranks that have loaded their shards. WrongSettingError, with both values, if another rank has another checkpoint, type or size.
     ModelError if another rank could not load its shard."""
     every = group.exchange("model", _description(model, settings))
     for rank, one in enumerate(every):
@@ -36,6 +36,7 @@ def require_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings
                 raise WrongSettingError(
                     f"ranks differ in {name}: {every[0][name]} on rank 0, {value} on rank {rank}"
                 )
+    group.connect()
 
 
 def wait_for_all(group: RankGroup) -> None:

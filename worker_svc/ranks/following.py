@@ -14,7 +14,7 @@ from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
-from worker_svc.ranks.agreement import report_failure, require_equal, wait_for_all, with_common_size
+from worker_svc.ranks.agreement import connect_equal, report_failure, wait_for_all, with_common_size
 from worker_svc.ranks.follower import Follower
 from worker_svc.ranks.group import RANK_LOST, RankGroup
 from worker_svc.ranks.heartbeats import send_heartbeats
@@ -63,7 +63,7 @@ def _load(settings: WorkerSettings, group: RankGroup) -> Follower:
     device = torch.device("cpu")
     source = load_source(settings, device, LoadProgress(), group)
     model = source.model
-    require_equal(group, model, settings)
+    connect_equal(group, model, settings)
     return_freed_memory()
     cache = set_up_cache(model, settings, source.implementation, source.flash, None)
     cache = with_common_size(group, cache)

@@ -51,18 +51,15 @@ class RankGroup:
         device: ProcessGroupGloo.Device | None = None,
         on_lost: Callable[[str], object] = end_process,
     ) -> None:
-        """Waits until all ranks are here. `device` is the network interface, by default the one of
-        the host's name or of GLOO_SOCKET_IFNAME. `on_lost` is called with the reason when a call
-        fails."""
+        """`device` is the network interface, by default the one of the host's name or of
+        GLOO_SOCKET_IFNAME. `on_lost` is called with the reason when a call fails."""
         self.rank = rank
         self.size = size
         self.store = store
         self._on_lost = on_lost
-        # Processes on several hosts may start minutes apart, for which the store waits.
-        self.exchange("started", True)
-        with self._reporting():
-            self._passes = _connect(store, "passes", rank, size, _PASS_TIMEOUT, device)
-            self._messages = _connect(store, "messages", rank, size, _IDLE_TIMEOUT, device)
+        self._device = device
+        self._passes: Any = None
+        self._messages: Any = None
         self._is_power_of_two = size & (size - 1) == 0
         self._sum = AllreduceOptions()
         self._smallest = AllreduceOptions()
@@ -72,6 +69,15 @@ class RankGroup:
         self._from_first.rootTensor = 0
         self._to_first = GatherOptions()
         self._to_first.rootRank = 0
+
+    def connect(self) -> None:
+        """Wait until all ranks are here. Before, a rank can only `exchange`, for which the store
+        waits: ranks may start and load minutes apart."""
+        self.exchange("connecting", True)
+        place = (self.rank, self.size)
+        with self._reporting():
+            self._passes = _connect(self.store, "passes", *place, _PASS_TIMEOUT, self._device)
+            self._messages = _connect(self.store, "messages", *place, _IDLE_TIMEOUT, self._device)
 
     @property
     def is_first(self) -> bool:

@@ -43,7 +43,7 @@ class LeadingRanks:
 
 
 def start_ranks(settings: WorkerSettings) -> LeadingRanks:
-    """Returns when all ranks are connected, before they load the model. WrongSettingError as in
+    """Returns before the others are there: all load their shards at once. WrongSettingError as in
     `place_of`."""
     place = own_place(settings)
     if place is not None:

@@ -22,7 +22,7 @@ from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.tables import RowTables
-from worker_svc.ranks.agreement import require_equal, wait_for_all, with_common_size
+from worker_svc.ranks.agreement import connect_equal, wait_for_all, with_common_size
 from worker_svc.ranks.leader import LeadingModel
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks, start_ranks
@@ -153,7 +153,7 @@ def _set_up_cache(
     """All ranks have as many blocks."""
     if ranks is not None:
         progress.begin("waiting for other ranks")
-        require_equal(ranks.group, source.model, settings)
+        connect_equal(ranks.group, source.model, settings)
     # Packing has freed buffers, which would count beside the cache.
     return_freed_memory()
     progress.begin("allocating the cache")
