@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from tiny_models import llama, save_model
 from worker_driver import worker_settings
 from worker_processes import logged, worker_process
 
+from worker_svc.model.checkpoint import ModelError
 from worker_svc.ranks.requirements import require_ranks
+from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WrongSettingError
 
 _RANK_LOST = 3
@@ -64,12 +67,12 @@ async def ended(process: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_model_that_cannot_be_loaded_leaves_the_worker_up(tmp_path: Path) -> None:
-    flags = flags_of(tmp_path / "no-model", tmp_path)
-    async with worker_process(*flags) as process:
-        assert "no such folder" in await logged(process, "model not loaded")
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 0
+def test_a_model_that_cannot_be_loaded_ends_the_ranks(tmp_path: Path) -> None:
+    settings = worker_settings(tmp_path / "no-model", tensor_parallel_size=2)
+    with pytest.raises(ModelError, match="no such folder"):
+        load_runner(settings)
+    threads = [thread.name for thread in threading.enumerate()]
+    assert "rank-1" not in threads
 
 
 async def test_stops_with_the_worker(model: Path, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def main() -> None:
     threading.Thread(target=_end_with_pipe, name="pipe", daemon=True).start()
     pause_collections()
     prepare_process()
-    sys.exit(importlib.import_module("worker_svc.ranks.following").follow(settings))
+    # Without the interpreter's end, which takes a second and for which rank 0 would wait.
+    os._exit(importlib.import_module("worker_svc.ranks.following").follow(settings))
 
 
 def _end_with_pipe() -> None:

@@ -24,8 +24,9 @@ def report_failure(group: RankGroup, error: BaseException) -> None:
 
 
 def connect_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings) -> None:
-    """Connect ranks that have loaded their shards. WrongSettingError, with both values, if another rank has another checkpoint, type or size.
-    ModelError if another rank could not load its shard."""
+    """Connect ranks that have loaded their shards. WrongSettingError, with both values, if another
+    rank has another checkpoint, type or size. ModelError if another rank could not load its
+    shard."""
     every = group.exchange("model", _description(model, settings))
     for rank, one in enumerate(every):
         if _ERROR in one:

@@ -30,6 +30,7 @@ class FollowerProcesses:
         self._on_lost = on_lost
         self._stopping = False
         self._message = settings.model_dump_json().encode() + b"\n"
+        self._watching: list[threading.Thread] = []
         self._processes = [self._start(rank, size, port) for rank in range(1, size)]
 
     def expect_end(self) -> None:
@@ -47,14 +48,18 @@ class FollowerProcesses:
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+        self._join()
 
     def kill(self) -> None:
         """End them at once."""
         self.expect_end()
         for process in self._processes:
             process.kill()
-            process.wait()
+        self._join()
+
+    def _join(self) -> None:
+        for thread in self._watching:
+            thread.join()
 
     def _start(self, rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
         started: Future[subprocess.Popen[bytes]] = Future()
@@ -69,7 +74,9 @@ class FollowerProcesses:
                 return
             self._watch(rank, started.result())
 
-        threading.Thread(target=run, name=f"rank-{rank}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"rank-{rank}", daemon=True)
+        thread.start()
+        self._watching.append(thread)
         return started.result()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
