@@ -1,0 +1,156 @@
+"""`python -m benchmarks.ranks.decoding JOB` decodes on a runner in this process, with the other
+ranks beside it, and prints what a step took as JSON."""
+
+import importlib
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from quire.internal.v1 import worker_pb2
+from quire.service.logs import configure_logging
+from worker_svc.plan.plans import plan_from_proto
+from worker_svc.runner.step_runner import LoadedRunner, StepRunner
+from worker_svc.service.process import prepare_process
+from worker_svc.settings import WorkerSettings
+
+_PROMPT_LEN: Final = 16
+_WARM_UP: Final = 5
+_VOCAB_SIZE: Final = 8000
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows that decode together."""
+
+    model: str
+    dtype: str
+    num_ranks: int
+    threads: int  # of all ranks together
+    num_rows: int
+    num_steps: int
+
+
+@dataclass
+class Calls:
+    """Those of one kind, on rank 0."""
+
+    count: int = 0
+    num_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What steps took, in milliseconds, and the calls of one step by kind."""
+
+    step_ms: float
+    message_ms: float
+    communication_ms: float
+    num_calls: float
+    num_bytes: float
+
+
+def main() -> None:
+    # The same as in the worker.
+    prepare_process()
+    # Standard output is for the result.
+    configure_logging("worker", "error")
+    job = Job(**json.loads(sys.argv[1]))
+    group = importlib.import_module("worker_svc.ranks.group").RankGroup
+    calls = {name: _counted(group, name) for name in ("sum", "gather", "broadcast")}
+    loaded = importlib.import_module("worker_svc.runner.runner_loading").load_runner(_settings(job))
+    print(json.dumps(asdict(_measure(job, loaded, calls))), flush=True)
+    loaded.close()
+
+
+def _settings(job: Job) -> WorkerSettings:
+    flags = {
+        "model": job.model,
+        "dtype": job.dtype,
+        "device": "cpu",
+        "threads": job.threads,
+        "tensor-parallel-size": job.num_ranks,
+        "max-num-seqs": job.num_rows,
+        "max-num-batched-tokens": max(2048, job.num_rows * _PROMPT_LEN),
+        "max-model-len": 1024,
+        "weight-cache-size": 0,
+        "log-level": "error",
+    }
+    return WorkerSettings.load([f"--{name}={value}" for name, value in flags.items()])
+
+
+def _counted(group: Any, name: str) -> Calls:
+    """Count the calls of this method of the class."""
+    calls, method = Calls(), getattr(group, name)
+
+    def counted(self: Any, tensor: Any) -> Any:
+        began_s = time.perf_counter()
+        result = method(self, tensor)
+        calls.count += 1
+        calls.num_bytes += tensor.nbytes
+        calls.seconds.append(time.perf_counter() - began_s)
+        return result
+
+    setattr(group, name, counted)
+    return calls
+
+
+def _measure(job: Job, loaded: LoadedRunner, calls: dict[str, Calls]) -> Decoding:
+    run = _stepper(job, loaded.runner, loaded.identity.block_size)
+    for _ in range(_WARM_UP):
+        run()
+    for one in calls.values():
+        one.count = one.num_bytes = 0
+        one.seconds.clear()
+    step_s = [run() for _ in range(job.num_steps)]
+    return Decoding(
+        step_ms=1e3 * statistics.median(step_s),
+        message_ms=1e3 * statistics.median(calls["broadcast"].seconds or [0.0]),
+        communication_ms=1e3 * sum(sum(one.seconds) for one in calls.values()) / job.num_steps,
+        num_calls=sum(one.count for one in calls.values()) / job.num_steps,
+        num_bytes=sum(one.num_bytes for one in calls.values()) / job.num_steps,
+    )
+
+
+def _stepper(job: Job, runner: StepRunner, block_size: int) -> Callable[[], float]:
+    """Run the prompts; the result runs a step and returns its seconds."""
+    width = -(-(_PROMPT_LEN + _WARM_UP + job.num_steps + 1) // block_size)
+    draw, step = random.Random(0), 0
+    plan = worker_pb2.BatchPlan()
+    for row in range(job.num_rows):
+        admissions = plan.admissions
+        admissions.rows.append(row)
+        admissions.token_ids.extend(draw.randrange(_VOCAB_SIZE) for _ in range(_PROMPT_LEN))
+        admissions.num_tokens.append(_PROMPT_LEN)
+        admissions.num_prompt_tokens.append(_PROMPT_LEN)
+        admissions.num_computed_tokens.append(0)
+        admissions.block_ids.extend(range(1 + row * width, 1 + (row + 1) * width))
+        admissions.num_blocks.append(width)
+        for values in (admissions.temperatures, admissions.min_ps):
+            values.append(0.0)
+        admissions.top_ps.append(1.0)
+        for numbers in (admissions.top_ks, admissions.seeds, admissions.num_logprobs):
+            numbers.append(0)
+        admissions.num_prompt_logprobs.append(0)
+
+    def run(plan: worker_pb2.BatchPlan, count: int) -> float:
+        nonlocal step
+        step += 1
+        plan.step = step
+        plan.schedule.rows.extend(range(job.num_rows))
+        plan.schedule.num_scheduled_tokens.extend([count] * job.num_rows)
+        began_s = time.perf_counter()
+        runner.launch(plan_from_proto(plan)).output()
+        return time.perf_counter() - began_s
+
+    run(plan, _PROMPT_LEN)
+    return lambda: run(worker_pb2.BatchPlan(), 1)
+
+
+if __name__ == "__main__":
+    main()
