@@ -14,6 +14,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 from worker_driver import BLOCK_SIZE, worker_settings
 
 from kernels.attention import PagedBatch
+from worker_svc.cache.cache_setup import CacheSetup
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.model.checkpoint import ModelError
@@ -24,7 +25,7 @@ from worker_svc.model.shards.narrowing import narrow_config, rules_of
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import read_parts
 from worker_svc.model.shards.splits import rule_of
-from worker_svc.ranks.agreement import connect_equal, report_failure
+from worker_svc.ranks.agreement import connect_equal, report_failure, with_common_size
 from worker_svc.ranks.group import RankGroup
 from worker_svc.runner.model_preparation import PreparedModel, prepare_model
 from worker_svc.settings import WrongSettingError
@@ -184,6 +185,15 @@ def test_ranks_with_different_checkpoints_do_not_start(tmp_path: Path) -> None:
         for message in ranks.run(compare):
             assert "ranks differ in checkpoint" in message
             assert all(shard.fingerprint.hex() in message for shard in shards)
+
+
+def test_all_ranks_have_the_blocks_of_the_poorest() -> None:
+    sizes = [PoolSize(100, 7), PoolSize(90, 8)]
+    with rank_threads(2) as ranks:
+        found = ranks.run(
+            lambda rank: with_common_size(ranks.groups[rank], CacheSetup((), sizes[rank], ()))
+        )
+    assert [one.size for one in found] == [PoolSize(90, 7)] * 2
 
 
 def test_a_rank_that_cannot_load_its_shard_is_named(tmp_path: Path) -> None:
