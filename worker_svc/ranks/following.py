@@ -19,7 +19,7 @@ from worker_svc.ranks.follower import Follower
 from worker_svc.ranks.group import RANK_LOST, RankGroup
 from worker_svc.ranks.heartbeats import send_heartbeats
 from worker_svc.ranks.rendezvous import own_place
-from worker_svc.ranks.threads import set_threads
+from worker_svc.ranks.threads import keep_to_own_cores, set_threads
 from worker_svc.runner.model_source import load_source
 from worker_svc.service.process import keep_freed_memory, resume_collections, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
@@ -40,6 +40,7 @@ def follow(settings: WorkerSettings) -> int:
     if place is None:
         raise WrongSettingError("a follower needs the variables RANK, WORLD_SIZE and MASTER_ADDR")
     bind_contextvars(rank=place.rank)
+    keep_to_own_cores(settings, place.rank)
     set_threads(settings)
     send_heartbeats(place.store(), place.rank)
     group = RankGroup(place.store(), place.rank, place.size, place.interface())

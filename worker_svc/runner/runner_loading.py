@@ -26,7 +26,7 @@ from worker_svc.ranks.agreement import connect_equal, wait_for_all, with_common_
 from worker_svc.ranks.leader import LeadingModel
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks, start_ranks
-from worker_svc.ranks.threads import set_threads
+from worker_svc.ranks.threads import keep_to_own_cores, set_threads
 from worker_svc.runner.devices import find_device
 from worker_svc.runner.drafter_loading import (
     LoadedDraftModel,
@@ -50,12 +50,12 @@ def load_runner(settings: WorkerSettings) -> LoadedRunner:
     """
     if settings.model is None:
         raise WrongSettingError("--model / QUIRE_WORKER_MODEL: required to run a model")
-    set_threads(settings)
     device = find_device(settings.device)
     require_speculation(settings, device)
     require_ranks(settings, device)
     if settings.num_ranks > 1:
         return _load_with_ranks(settings, device)
+    set_threads(settings)
     if device.type != "cuda":
         return _load(settings, device)
     with exclusive_lock(_lock_file(settings.gpu_locks, device)), convert_out_of_memory():
@@ -84,6 +84,8 @@ def convert_out_of_memory() -> Iterator[None]:
 def _load_with_ranks(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     with bound_contextvars(rank=0):
         ranks = start_ranks(settings)
+        keep_to_own_cores(settings, 0)
+        set_threads(settings)
         try:
             loaded = _load(settings, device, ranks)
             wait_for_all(ranks.group)
