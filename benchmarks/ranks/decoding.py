@@ -88,9 +88,9 @@ def _counted(group: Any, name: str) -> Calls:
     """Count the calls of this method of the class."""
     calls, method = Calls(), getattr(group, name)
 
-    def counted(self: Any, tensor: Any) -> Any:
+    def counted(self: Any, tensor: Any, *more: Any) -> Any:
         began_s = time.perf_counter()
-        result = method(self, tensor)
+        result = method(self, tensor, *more)
         calls.count += 1
         calls.num_bytes += tensor.nbytes
         calls.seconds.append(time.perf_counter() - began_s)

@@ -218,10 +218,13 @@ def test_sums_are_equal_on_all_ranks(num_ranks: int, dtype: torch.dtype) -> None
         assert torch.allclose(one.T.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_columns_are_gathered_in_the_order_of_ranks() -> None:
+@pytest.mark.parametrize("num_columns", [6, 5, 4, 3])
+def test_columns_are_gathered_in_the_order_of_ranks(num_columns: int) -> None:
     with rank_threads(3) as ranks:
-        found = ranks.run(lambda rank: ranks.groups[rank].gather(torch.full((2, 2), float(rank))))
-    assert found[0].tolist() == [[0, 0, 1, 1, 2, 2]] * 2
+        part = torch.ones(2, 2)
+        found = ranks.run(lambda rank: ranks.groups[rank].gather(part * rank, num_columns))
+    assert found[0].tolist() == [[0, 0, 1, 1, 2, 2][:num_columns]] * 2
+    assert found[0].is_contiguous()
 
 
 def test_the_least_of_all_ranks() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
-    GatherOptions,
     PrefixStore,
     ProcessGroupGloo,
     ReduceOp,
@@ -27,6 +26,7 @@ log = structlog.get_logger()
 # The status of a process that lost another rank. That of a worker whose device is lost.
 RANK_LOST: Final = 3
 _SUM_TAG: Final = 1
+_GATHER_TAG: Final = 2
 # Ranks run a pass side by side, so one never waits long for another within a pass.
 _PASS_TIMEOUT: Final = timedelta(seconds=60)
 # For the next pass they wait as long as there is no request.
@@ -67,8 +67,6 @@ class RankGroup:
         self._from_first = BroadcastOptions()
         self._from_first.rootRank = 0
         self._from_first.rootTensor = 0
-        self._to_first = GatherOptions()
-        self._to_first.rootRank = 0
 
     def connect(self) -> None:
         """Wait until all ranks are here. Before, a rank can only `exchange`, for which the store
@@ -121,14 +119,27 @@ class RankGroup:
             self._passes.allreduce([values], self._smallest).wait()
         return [int(value) for value in values]
 
-    def gather(self, part: Tensor) -> Tensor:
-        """On rank 0 all ranks' columns `[n, size * width]`, in their order; on others `part`, which
-        is `[n, width]`."""
+    def gather(self, part: Tensor, num_columns: int) -> Tensor:
+        """On rank 0 the columns of all ranks, in their order, without those from `num_columns` on;
+        on the others `part`. All parts have the same shape `[n, width]`."""
         part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)] if self.is_first else []
         with self._reporting():
-            self._passes.gather([parts] if parts else [], [part], self._to_first).wait()
-        return torch.cat(parts, -1) if parts else part
+            if not self.is_first:
+                self._passes.send([part], 0, _GATHER_TAG).wait()
+                return part
+            parts = [torch.empty_like(part) for _ in range(1, self.size)]
+            receiving = [
+                self._passes.recv([one], rank, _GATHER_TAG) for rank, one in enumerate(parts, 1)
+            ]
+            gathered = part.new_empty(len(part), num_columns)
+            columns = gathered.split(part.shape[1], 1)
+            columns[0].copy_(part[:, : columns[0].shape[1]])
+            for rank, found in enumerate(columns[1:], 1):
+                receiving[rank - 1].wait()
+                found.copy_(parts[rank - 1][:, : found.shape[1]])
+            for one in receiving[len(columns) - 1 :]:
+                one.wait()
+        return gathered
 
     def broadcast(self, words: Tensor) -> None:
         """Copy the tensor of rank 0, which may come at any time, to all others."""

@@ -46,4 +46,4 @@ class ShardedModel:
 
     def _gather(self, part: Tensor) -> Tensor:
         """The last rank's part may go beyond the end of the vocabulary."""
-        return self._group.gather(part)[:, : self.vocab_size]
+        return self._group.gather(part, self.vocab_size)
