@@ -21,7 +21,7 @@ _HEADER: Final = (
 def main() -> None:
     options = _options()
     found: defaultdict[int, list[Decoding]] = defaultdict(list)
-    # In turn, so that a change of the machine's speed affects all of them.
+    # Alternately, so that a change of the machine's speed affects all of them.
     for _ in range(options.rounds):
         for num_ranks in options.ranks:
             found[num_ranks].append(_run(_job(options, num_ranks)))

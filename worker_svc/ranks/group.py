@@ -132,7 +132,7 @@ class RankGroup:
                 self._passes.recv([one], rank, _GATHER_TAG) for rank, one in enumerate(parts, 1)
             ]
             gathered = part.new_empty(len(part), num_columns)
-            columns = gathered.split(part.shape[1], 1)
+            columns = torch.split(gathered, part.shape[1], 1)
             columns[0].copy_(part[:, : columns[0].shape[1]])
             for rank, found in enumerate(columns[1:], 1):
                 receiving[rank - 1].wait()
