@@ -89,10 +89,11 @@ def _counted(group: Any, name: str) -> Calls:
     calls, method = Calls(), getattr(group, name)
 
     def counted(self: Any, tensor: Any, *more: Any) -> Any:
+        given = tensor if isinstance(tensor, list) else [tensor]
         began_s = time.perf_counter()
         result = method(self, tensor, *more)
         calls.count += 1
-        calls.num_bytes += tensor.nbytes
+        calls.num_bytes += sum(one.nbytes for one in given)
         calls.seconds.append(time.perf_counter() - began_s)
         return result
 

@@ -1,7 +1,7 @@
 """What rank 0 sends, and that the others follow: block moves, prompts' log-probabilities, drafts.
 Ranks are threads here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,11 +165,12 @@ class Line:
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
 
-    def send(self, words: Tensor) -> None:
-        self.parts.append(words.clone())
+    def send(self, parts: Iterable[Tensor]) -> None:
+        self.parts += [part.clone() for part in parts]
 
-    def receive(self, words: Tensor) -> None:
-        words.copy_(self.parts.pop(0))
+    def receive(self, parts: Iterable[Tensor]) -> None:
+        for part in parts:
+            part.copy_(self.parts.pop(0))
 
 
 @pytest.mark.parametrize("num_words", [0, 1, 100, 4078, 4079, 100_000])
@@ -193,7 +194,7 @@ def test_a_failing_pass_is_a_lost_rank(model: Path) -> None:
     class Group:
         rank = 0
 
-        def broadcast(self, words: Tensor) -> None: ...
+        def broadcast(self, parts: Iterable[Tensor]) -> None: ...
 
         def lost(self, reason: str) -> None:
             lost.append(reason)

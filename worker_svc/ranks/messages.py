@@ -42,9 +42,9 @@ class Message:
 
 
 class Broadcast(Protocol):
-    """Copies the words of rank 0 to all other ranks."""
+    """Copies the words of rank 0 to all other ranks, which may ask for one part at a time."""
 
-    def __call__(self, words: Tensor) -> None: ...
+    def __call__(self, parts: Sequence[Tensor]) -> None: ...
 
 
 class Messages:
@@ -71,19 +71,19 @@ class Messages:
             start += size
         if num_words > _FIRST_WORDS:
             self._words[:] = words[:_FIRST_WORDS]
-        self._broadcast(self._first)
-        if num_words > _FIRST_WORDS:
-            self._broadcast(torch.from_numpy(words[_FIRST_WORDS:]))
+            self._broadcast([self._first, torch.from_numpy(words[_FIRST_WORDS:])])
+        else:
+            self._broadcast([self._first])
 
     def receive(self) -> Message:
         """On the others: wait for the next message. Its arrays are valid until the next call."""
-        self._broadcast(self._first)
+        self._broadcast([self._first])
         words = self._words
         kind, num_words = Kind(words[0]), int(words[1])
         if num_words > _FIRST_WORDS:
             words = self._room(num_words)
             words[:_FIRST_WORDS] = self._words
-            self._broadcast(torch.from_numpy(words[_FIRST_WORDS:]))
+            self._broadcast([torch.from_numpy(words[_FIRST_WORDS:])])
         arrays, start = [], _HEADER_WORDS
         for size, columns in words[2:_HEADER_WORDS].reshape(-1, 2).tolist():
             array = words[start : start + size]
