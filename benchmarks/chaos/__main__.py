@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.chaos.events import Events
 from benchmarks.chaos.experiment import Plan, run
-from benchmarks.chaos.faults import FAULTS
+from benchmarks.chaos.faults import FAULTS, Fault
 from benchmarks.chaos.stack import SETTINGS
 from benchmarks.chaos.tables import part_of_run
 from benchmarks.machine import description
@@ -52,6 +52,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", choices=list(SETTINGS), default="sim")
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="ranks of a worker, with the engine demo; more than one have faults of their own",
+    )
+    parser.add_argument(
         "--num-speculative-tokens",
         type=int,
         default=0,
@@ -76,7 +82,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--speculative-model needs --num-speculative-tokens")
     if unknown := set(options.faults) - set(names):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    if options.tensor_parallel_size > 1 and options.engine == "sim":
+        parser.error("--tensor-parallel-size needs --engine=demo: simulated workers have no ranks")
+    if of_ranks := {one.name for one in _excluded(options)} & set(options.faults):
+        parser.error(f"{', '.join(sorted(of_ranks))}: needs --tensor-parallel-size")
     return options
+
+
+def _excluded(options: argparse.Namespace) -> list[Fault]:
+    """Faults of ranks, where workers have one."""
+    return [fault for fault in FAULTS if fault.is_of_ranks and options.tensor_parallel_size == 1]
+
+
+def _faults(options: argparse.Namespace) -> list[Fault]:
+    possible = [fault for fault in FAULTS if fault not in _excluded(options)]
+    return [fault for fault in possible if not options.faults or fault.name in options.faults]
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -86,13 +106,14 @@ def _plan(options: argparse.Namespace) -> Plan:
         model=options.model,
         engine=options.engine,
         seed=seed,
-        faults=[fault for fault in FAULTS if not options.faults or fault.name in options.faults],
+        faults=_faults(options),
         times=options.times,
         num_streams=options.streams,
         num_requests=options.requests,
         bound_s=options.bound_s,
         num_speculative_tokens=options.num_speculative_tokens,
         speculative_model=options.speculative_model,
+        tensor_parallel_size=options.tensor_parallel_size,
         logs=options.logs or _ROOT / f".cache/chaos/{began}-{seed}",
     )
 

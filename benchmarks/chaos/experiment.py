@@ -48,6 +48,8 @@ class Plan:
     num_speculative_tokens: int = 0
     # Folder of the draft model; None for drafts by prompt lookup.
     speculative_model: str | None = None
+    # Ranks of a worker.
+    tensor_parallel_size: int = 1
 
     @property
     def settings(self) -> dict[str, str]:
@@ -55,7 +57,8 @@ class Plan:
         drafts = {"QUIRE_WORKER_NUM_SPECULATIVE_TOKENS": str(self.num_speculative_tokens)}
         if self.speculative_model:
             drafts["QUIRE_WORKER_SPECULATIVE_MODEL"] = self.speculative_model
-        return {**SETTINGS[self.engine], **drafts}
+        ranks = {"QUIRE_WORKER_TENSOR_PARALLEL_SIZE": str(self.tensor_parallel_size)}
+        return {**SETTINGS[self.engine], **drafts, **ranks}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import redis
 
+from benchmarks.chaos.ranks import kill_loading_rank, kill_rank, pause_rank
 from benchmarks.chaos.stack import ChaosStack
 from quire.launcher.child import ChildProcess
 
@@ -28,6 +29,8 @@ class Fault:
     inject: Inject
     # Target for the 99th percentile of the affected streams' gaps; None: no target.
     aim_s: float | None = None
+    # Whether it is one of workers of several ranks alone.
+    is_of_ranks: bool = False
 
 
 async def _kill_worker(stack: ChaosStack, rng: random.Random) -> str:
@@ -128,5 +131,13 @@ FAULTS = (
         "pair-killed-apart",
         "`kill -9` of two of worker, leader, gateway and Redis, 0.5 to 3 s apart",
         _kill_pair(_two_parts, True),
+    ),
+    Fault("rank-killed", "`kill -9` of a rank", kill_rank, aim_s=1.0, is_of_ranks=True),
+    Fault("rank-stopped", "`SIGSTOP` of a rank for 5 s", pause_rank, aim_s=5.0, is_of_ranks=True),
+    Fault(
+        "rank-killed-loading",
+        "`kill -9` of a worker, and of a rank of its successor up to 8 s after its start",
+        kill_loading_rank,
+        is_of_ranks=True,
     ),
 )

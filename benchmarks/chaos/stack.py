@@ -57,7 +57,8 @@ class ChaosStack:
     def __init__(self, model: str, settings: Mapping[str, str]) -> None:
         # Messages of processes that ended without a fault.
         self.unexpected_ends: list[str] = []
-        self._expected: list[str] = []
+        # By process, with how it ends.
+        self._expected: list[tuple[str, str]] = []
         self.local = LocalStack(
             model,
             num_workers=NUM_WORKERS,
@@ -70,9 +71,9 @@ class ChaosStack:
             on_end=self._note_end,
         )
 
-    def expect_end(self, child: ChildProcess) -> None:
-        """Do not count the next end of this process as unexpected."""
-        self._expected.append(child.name)
+    def expect_end(self, child: ChildProcess, how: str = "by SIGKILL") -> None:
+        """Do not count the next such end of this process as unexpected."""
+        self._expected.append((child.name, how))
 
     def find_problem(self) -> str | None:
         """Return what has not recovered yet; None if everything has."""
@@ -126,11 +127,12 @@ class ChaosStack:
 
     def _note_end(self, error: LaunchError) -> None:
         """Called in the supervisor's thread."""
-        name = str(error).split()[0]
-        if name in self._expected and "by SIGKILL" in str(error):
-            self._expected.remove(name)
-        else:
-            self.unexpected_ends.append(str(error))
+        message = str(error)
+        for name, how in self._expected:
+            if message.startswith(f"{name} ended {how}"):
+                self._expected.remove((name, how))
+                return
+        self.unexpected_ends.append(message)
 
     def _logs(self) -> list[Path]:
         [one, *_] = self.local.processes("scheduler")

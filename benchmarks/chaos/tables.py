@@ -45,13 +45,18 @@ def part_of_run(plan: Plan, outcome: Outcome) -> Part:
 def _summary(plan: Plan, outcome: Outcome) -> str:
     num_faults = sum(map(len, outcome.recoveries.values()))
     return (
-        f"Two schedulers, three workers, two gateways and Redis; {plan.num_streams} streams always "
-        f"open; {num_faults} faults at times drawn from seed {plan.seed}. "
+        f"Two schedulers, three workers{_ranks(plan)}, two gateways and Redis; "
+        f"{plan.num_streams} streams always open; {num_faults} faults at times drawn from seed "
+        f"{plan.seed}. "
         f"{outcome.num_requests:,} streams with {outcome.num_tokens:,} tokens were compared, token "
         "by token, with the same requests without faults; clients cancelled "
         f"{outcome.num_cancelled:,} of them."
         f"{_speculation(plan, outcome)}"
     )
+
+
+def _ranks(plan: Plan) -> str:
+    return f" of {plan.tensor_parallel_size} ranks each" if plan.tensor_parallel_size > 1 else ""
 
 
 def _speculation(plan: Plan, outcome: Outcome) -> str:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 from worker_svc.settings import WorkerSettings
@@ -99,6 +100,8 @@ def _start(rank: int, size: int, port: int, message: bytes) -> subprocess.Popen[
         env={**os.environ, **rendezvous},
     )
     assert process.stdin is not None
-    process.stdin.write(message)
-    process.stdin.flush()
+    # One that has already ended is reported by its status.
+    with suppress(BrokenPipeError):
+        process.stdin.write(message)
+        process.stdin.flush()
     return process
