@@ -98,6 +98,12 @@ def test_the_host_s_memory_holds_its_part() -> None:
         require_host_memory(6 * _GIB, 3 * _GIB, 8 * _GIB)
 
 
+def test_the_host_holds_the_blocks_of_all_its_ranks() -> None:
+    require_host_memory(3 * _GIB, 1 * _GIB, 8 * _GIB, num_ranks=2)
+    with pytest.raises(WrongSettingError, match=r"3 GiB .* 1 GiB in each of 3 ranks .* 8 GiB"):
+        require_host_memory(3 * _GIB, 1 * _GIB, 8 * _GIB, num_ranks=3)
+
+
 @pytest.mark.parametrize(("text", "limited"), [("4096\n", True), ("max\n", False), (None, False)])
 def test_a_container_s_limit_is_its_memory(tmp_path: Path, text: str | None, limited: bool) -> None:
     if text is not None:

@@ -29,7 +29,7 @@ from worker_svc.gpu.graphs import graph_sizes
 from worker_svc.gpu.staging import largest_step_bytes
 from worker_svc.logits.penalties import largest_counts_bytes
 from worker_svc.model.served_model import ServedModel
-from worker_svc.service.process import host_memory
+from worker_svc.service.process import host_memory, num_local_ranks
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 log = structlog.get_logger()
@@ -198,7 +198,12 @@ def _size(
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
     num_bytes = cache_memory(requested, settings.gpu_memory_utilization, memory)
-    require_host_memory(num_bytes if memory is None else 0, settings.swap_space, host_memory())
+    require_host_memory(
+        num_bytes if memory is None else 0,
+        settings.swap_space,
+        host_memory(),
+        num_local_ranks(settings.num_ranks),
+    )
     return size_pool(
         layers,
         settings.block_size,

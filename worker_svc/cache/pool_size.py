@@ -102,15 +102,18 @@ def host_blocks(swap_space: int, block_bytes: int) -> int:
     return swap_space // block_bytes
 
 
-def require_host_memory(cache_bytes: int, swap_bytes: int, host_bytes: int) -> None:
-    """WrongSettingError, with both numbers, if the host cannot hold its part of the blocks.
-    `cache_bytes` are 0 where the cache lies on a GPU."""
-    if cache_bytes + swap_bytes <= host_bytes:
+def require_host_memory(
+    cache_bytes: int, swap_bytes: int, host_bytes: int, num_ranks: int = 1
+) -> None:
+    """WrongSettingError, with both numbers, if the host cannot hold its part of the blocks of its
+    ranks. The sizes are those of one rank; `cache_bytes` are 0 where the cache lies on a GPU."""
+    if num_ranks * (cache_bytes + swap_bytes) <= host_bytes:
         return
+    of_ranks = f" in each of {num_ranks} ranks" if num_ranks > 1 else ""
     what = "--swap-space" if not cache_bytes else "--kv-cache-memory, --num-blocks or --swap-space"
     raise WrongSettingError(
-        f"the cache needs {size_text(cache_bytes)} and swapped blocks {size_text(swap_bytes)} of "
-        f"the host's memory, which is {size_text(host_bytes)}; lower {what}"
+        f"the cache needs {size_text(cache_bytes)} and swapped blocks {size_text(swap_bytes)}"
+        f"{of_ranks} of the host's memory, which is {size_text(host_bytes)}; lower {what}"
     )
 
 

@@ -4,13 +4,14 @@ import os
 
 import torch
 
+from worker_svc.service.process import num_local_ranks
 from worker_svc.settings import WorkerSettings
 
 
 def set_threads(settings: WorkerSettings) -> None:
     """Of torch's operations and of the kernels: this rank's share of the worker's."""
     if settings.num_ranks > 1:
-        torch.set_num_threads(max(1, _total(settings) // _num_local(settings)))
+        torch.set_num_threads(max(1, _total(settings) // num_local_ranks(settings.num_ranks)))
     elif settings.threads:
         torch.set_num_threads(settings.threads)
 
@@ -25,16 +26,11 @@ def keep_to_own_cores(settings: WorkerSettings, rank: int) -> None:
     if not hasattr(os, "sched_setaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))
-    num_local = _num_local(settings)
+    num_local = num_local_ranks(settings.num_ranks)
     share = len(cores) // num_local
     if share and _total(settings) >= len(cores):
         first = int(os.environ.get("LOCAL_RANK", rank)) % num_local * share
         os.sched_setaffinity(0, cores[first : first + share])
-
-
-def _num_local(settings: WorkerSettings) -> int:
-    """Ranks on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", settings.num_ranks))
 
 
 def _total(settings: WorkerSettings) -> int:

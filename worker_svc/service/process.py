@@ -103,6 +103,11 @@ def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
+def num_local_ranks(num_ranks: int) -> int:
+    """How many of a worker's ranks run on this host: all, unless torchrun has started them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
 def _glibc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
