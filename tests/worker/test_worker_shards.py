@@ -5,74 +5,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rank_threads import rank_threads
 from safetensors.torch import load_file
-from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, random_network
+from shard_models import NUM_TOKENS, logits_of, prepared, saved
+from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig
-from worker_driver import BLOCK_SIZE, worker_settings
+from transformers import AutoConfig, LlamaConfig
+from worker_driver import worker_settings
 
-from kernels.attention import PagedBatch
 from worker_svc.cache.cache_setup import CacheSetup
-from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.model.checkpoint import ModelError
-from worker_svc.model.load_progress import LoadProgress
-from worker_svc.model.paged_attention import PagedAttention
-from worker_svc.model.served_model import ServedModel
 from worker_svc.model.shards.narrowing import narrow_config, rules_of
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import read_parts
 from worker_svc.model.shards.splits import rule_of
 from worker_svc.ranks.agreement import connect_equal, report_failure, with_common_size
-from worker_svc.ranks.group import RankGroup
-from worker_svc.runner.model_preparation import PreparedModel, prepare_model
 from worker_svc.settings import WrongSettingError
 
 _MODELS = FAMILIES | MIXTURES
-_CPU = torch.device("cpu")
 # Sums in another order.
 _TOLERANCE = 1e-3
-_NUM_TOKENS = 11
-
-
-def saved(config: PretrainedConfig, folder: Path) -> Path:
-    """With random biases and norms."""
-    random_network(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(params=sorted(_MODELS))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return saved(_MODELS[request.param](), tmp_path / "model")
-
-
-def prepared(model: Path, group: RankGroup | None = None, **changes: Any) -> PreparedModel:
-    settings = worker_settings(model, **{"dtype": "float32", "device": "cpu", **changes})
-    return prepare_model(settings, _CPU, LoadProgress(), group)
-
-
-@torch.inference_mode()
-def logits_of(one: PreparedModel) -> Tensor:
-    """Of every token of a prompt."""
-    model: ServedModel = one.model
-    num_blocks = -(-_NUM_TOKENS // BLOCK_SIZE)
-    pool = KvPool(model.layers, PoolSize(num_blocks + 1, 0), BLOCK_SIZE, _CPU)
-    attention = PagedAttention(pool.layers, one.implementation)
-    model.set_attention(attention)
-    batch = PagedBatch(
-        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
-        query_start_loc=torch.tensor([0, _NUM_TOKENS]),
-        seq_lens=torch.tensor([_NUM_TOKENS]),
-        block_size=BLOCK_SIZE,
-    )
-    everywhere = torch.arange(_NUM_TOKENS)
-    attention.set_batch(batch, BLOCK_SIZE + everywhere)
-    # From the beginning, the end and the middle of the vocabulary.
-    ids = everywhere * 97 % VOCAB_SIZE
-    ids[3] = VOCAB_SIZE - 1
-    return model.logits(ids, everywhere, everywhere)
 
 
 def logits_of_ranks(model: Path, num_ranks: int, **changes: Any) -> Tensor:
@@ -85,7 +43,7 @@ def logits_of_ranks(model: Path, num_ranks: int, **changes: Any) -> Tensor:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_give_what_the_model_gives(model: Path, num_ranks: int) -> None:
     expected, found = logits_of(prepared(model)), logits_of_ranks(model, num_ranks)
-    assert found.shape == (_NUM_TOKENS, VOCAB_SIZE)
+    assert found.shape == (NUM_TOKENS, VOCAB_SIZE)
     assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
 
 

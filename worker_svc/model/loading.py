@@ -38,6 +38,7 @@ from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
 from worker_svc.model.quantized.network import load_network, move_stand_ins
 from worker_svc.model.quantized.sources import RoundedInputs, WeightSources
 from worker_svc.model.served_model import AttentionFunction, FinalStates
+from worker_svc.model.shards.quantized_parts import load_quantized_shard
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import load_shard
 from worker_svc.model.split_forward import split_forward
@@ -140,8 +141,7 @@ def load_model(
         network = _load_plain(network_class, config, folder, weights, options, shard)
         sources: WeightSources = {}
     else:
-        _require_whole(shard, stored)
-        network, sources = _load_quantized(network_class, config, stored, weights, options)
+        network, sources = _load_quantized(network_class, config, stored, weights, options, shard)
         if int8_activations:
             sources = {layer: RoundedInputs(source) for layer, source in sources.items()}
     move_stand_ins(sources, device)
@@ -171,15 +171,6 @@ def _check_quantization(quantization: str | None, stored: Mapping[str, Any] | No
         )
 
 
-def _require_whole(shard: Shard | None, stored: Mapping[str, Any]) -> None:
-    if shard is not None:
-        raise WrongSettingError(
-            f"--tensor-parallel-size: {shard.count}, but weights that the checkpoint has quantised "
-            f"by {stored['quant_method']} cannot be split; use one rank, or a checkpoint of 16 or "
-            "32 bits with --quantization"
-        )
-
-
 def _load_plain(
     network_class: Any,
     config: Any,
@@ -201,8 +192,14 @@ def _load_quantized(
     stored: Mapping[str, Any],
     weights: tuple[Path, ...],
     options: Mapping[str, Any],
+    shard: Shard | None,
 ) -> tuple[Any, WeightSources]:
     if stored["quant_method"] == GGUF:
+        if shard is not None:
+            raise WrongSettingError(
+                f"--tensor-parallel-size: {shard.count}, but the weights of GGUF files cannot be "
+                "split; use one rank, or a checkpoint of safetensors"
+            )
         file = GgufFile.open(weights[0])
         plain, quantized = find_tensors(file, network_class, config)
         if options["dtype"] == "auto":
@@ -211,6 +208,8 @@ def _load_quantized(
     else:
         tensors = CheckpointTensors(weights)
         quantized = find_weights(stored, tensors)
+        if shard is not None:
+            return load_quantized_shard(network_class, config, tensors, quantized, shard, **options)
         used = {name for weight in quantized.values() for name in weight.names}
         plain = {name: tensors.read(name) for name in tensors.names - used}
     return load_network(network_class, config, plain, quantized, **options)

@@ -33,7 +33,11 @@ Rule = Split | Literal["first rank"] | None
 Rules = tuple[tuple[str, Rule], ...]
 
 _VOCABULARY: Final[Rules] = ((r"(?:.*\.)?(?:embed_tokens|lm_head|wte)\.\w+", Split(0, "token")),)
-_REPLICATED: Final[Rules] = ((r".*(?:norm|ln_1|ln_2|ln_f|wpe)\w*\.(?:weight|bias)", WHOLE),)
+_REPLICATED: Final[Rules] = (
+    (r".*(?:norm|ln_1|ln_2|ln_f|wpe)\w*\.(?:weight|bias)", WHOLE),
+    # Of 8-bit caches.
+    (r".*\.(?:k_scale|v_scale|kv_scale|[kv]_proj\.output_scale)", WHOLE),
+)
 _ATTENTION: Final[Rules] = (
     (r".*\.self_attn\.q_proj\.\w+", Split(0)),
     (r".*\.self_attn\.[kv]_proj\.\w+", Split(0, "kv_head")),
@@ -103,7 +107,7 @@ def part_of(stored: Any, rule: Rule, shard: Shard, num_kv_heads: int) -> Tensor:
         bias: Tensor = stored[:]
         return bias if shard.is_first else torch.zeros_like(bias)
     size = stored.get_shape()[rule.dim] // rule.joined
-    kept = _kept(size, rule, shard, num_kv_heads)
+    kept = kept_range(size, rule, shard, num_kv_heads)
     parts = [
         _read(stored, rule.dim, range(start + kept.start, start + min(kept.stop, size)))
         for start in range(0, size * rule.joined, size)
@@ -112,7 +116,9 @@ def part_of(stored: Any, rule: Rule, shard: Shard, num_kv_heads: int) -> Tensor:
     return _padded(part, rule.dim, len(kept) * rule.joined)
 
 
-def _kept(size: int, split: Split, shard: Shard, num_kv_heads: int) -> range:
+def kept_range(size: int, split: Split, shard: Shard, num_kv_heads: int) -> range:
+    """What a rank has of `size` along the split's dimension. May go beyond the end of the
+    vocabulary."""
     if split.unit == "token":
         return shard.rows(size)
     if split.unit == "kv_head":
