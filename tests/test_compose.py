@@ -42,6 +42,16 @@ def test_a_gateway_is_stopped_before_the_workers_that_serve_its_requests(name: s
     assert {"scheduler", "scheduler-standby", "worker"} <= SERVICES[name]["depends_on"].keys()
 
 
+def test_the_worker_of_ranks_is_another_worker() -> None:
+    ranks, worker = SERVICES["worker-ranks"], SERVICES["worker"]
+    assert ranks["profiles"] == ["ranks"]
+    # By which schedulers find it.
+    assert ranks["networks"]["default"]["aliases"] == ["worker"]
+    size = {"QUIRE_WORKER_TENSOR_PARALLEL_SIZE": "2"}
+    assert ranks["environment"] == worker["environment"] | size
+    assert {**worker, **ranks} == ranks
+
+
 def test_make_installs_the_torch_that_the_images_have() -> None:
     pinned = re.findall(r"^ARG PINNED_TORCH=(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     rule = "--eval=torch:;@echo '$(TORCH)'"

@@ -31,6 +31,7 @@ PORTS = {
     "scheduler": 50052,
     "scheduler-standby": 50052,
     "worker": 50053,
+    "worker-ranks": 50053,
 }
 # Separate tags: images of the user are not overwritten.
 IMAGE = "quire-test"
