@@ -41,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if outcome.is_clean else 1
 
 
+def plan_of(arguments: Sequence[str]) -> Plan:
+    """That of the command's arguments. SystemExit if they are wrong."""
+    return _plan(_options(arguments))
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     names = [fault.name for fault in FAULTS]

@@ -89,10 +89,10 @@ def _choose(worker: ServiceProcess, rng: random.Random) -> _Rank:
     """Any rank of a worker; NotSteadyError if it has ended by itself."""
     if not worker.is_alive:
         raise NotSteadyError(f"{worker.name} has ended")
-    return _Rank(worker, rng.choice([worker.pid, *sorted(_followers(worker.pid))]))
+    return _Rank(worker, rng.choice([worker.pid, *sorted(followers_of(worker.pid))]))
 
 
-def _followers(parent: int) -> Iterator[int]:
+def followers_of(parent: int) -> Iterator[int]:
     """Process ids of the followers that a process has started."""
     for folder in Path("/proc").glob("[0-9]*"):
         # A process that has just ended is none.
