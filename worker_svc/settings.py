@@ -47,7 +47,7 @@ Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
 class WorkerSettings(ServiceSettings):
-    """One model on one device."""
+    """One model on one device, or on several ranks."""
 
     model_config = SettingsConfigDict(env_prefix="QUIRE_WORKER_", cli_prog_name="quire-worker")
 
