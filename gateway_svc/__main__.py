@@ -1,9 +1,9 @@
 """`python -m gateway_svc`."""
 
-import asyncio
 import sys
 
 import structlog
+import uvloop
 
 from gateway_svc.access.keys_file import KeysFileError
 from gateway_svc.server import serve
@@ -15,7 +15,7 @@ def main() -> None:
     settings = GatewaySettings.load()
     configure_logging("gateway", settings.log_level, settings.log_format)
     try:
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except (OSError, KeysFileError) as error:
         structlog.get_logger().error("cannot start", reason=str(error))
         sys.exit(1)

@@ -1,9 +1,9 @@
 """`python -m scheduler_svc`: runs the scheduler."""
 
-import asyncio
 import sys
 
 import structlog
+import uvloop
 
 from quire.service.lifecycle import Signals
 from quire.service.logs import configure_logging
@@ -24,7 +24,7 @@ def main() -> None:
     settings = SchedulerSettings.load()
     configure_logging("scheduler", settings.log_level, settings.log_format)
     try:
-        asyncio.run(_run(settings))
+        uvloop.run(_run(settings))
     except* OSError as errors:
         _stop("cannot start", errors)
     except* StoreError as errors:

@@ -10,6 +10,7 @@ from functools import partial
 
 import grpc
 import structlog
+import uvloop
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
@@ -44,7 +45,7 @@ def main(settings: WorkerSettings, load_runner: RunnerLoader) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     configure_logging("worker", settings.log_level, settings.log_format)
     try:
-        asyncio.run(run(settings, load_runner))
+        uvloop.run(run(settings, load_runner))
     except (WrongSettingError, OSError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)
         return _WRONG_SETTING
