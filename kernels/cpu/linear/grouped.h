@@ -33,7 +33,6 @@ static void multiply_groups(const char* rows, const Quantization& quantization, 
   const int64_t places[kGroupedRows] = {0, once, 2 * once, thrice, 4 * once, five_times};
   const int64_t group_steps = quantization.group_steps(), scale_bytes = quantization.scale_bytes;
   const int64_t scales_bytes = quantization.scales_bytes(kPanelWidth);
-  const bool is_near = kRows <= kFewRows && prefetch.is_near;
   const PrefetchSpan* span = prefetch.spans;
   int64_t due_steps = span->end, due_step = span->step, done = 0;
   const char *due = span->due, *row = rows, *row_sums = rows + layout.sums_at;
@@ -42,21 +41,29 @@ static void multiply_groups(const char* rows, const Quantization& quantization, 
     const char* const scales = panel;
     panel += scales_bytes;
     typename Step::Sum sums[kRows][2] = {};
-    for (int64_t step = 0; step < group_steps;) {
-      while (done == due_steps) {
-        ++span;
-        due = span->due, due_step = span->step, due_steps = span->end;
+    const auto add = [&]() __attribute__((always_inline)) {
+      Step::template add<kRows>(row, places, panel, sums);
+      row += Step::kInputs * Step::kNumberBytes;
+      panel += 2 * sizeof(Ints);
+    };
+    if constexpr (kRows <= kFewRows) {
+#pragma GCC unroll 4
+      for (int64_t step = 0; step < group_steps; ++step) add();
+    } else {
+      for (int64_t step = 0; step < group_steps;) {
+        while (done == due_steps) {
+          ++span;
+          due = span->due, due_step = span->step, due_steps = span->end;
+        }
+        const int64_t count = std::min(group_steps - step, due_steps - done);
+        for (int64_t i = 0; i < count; ++i, due += due_step) {
+          prefetch_line(due);
+          if (due_step > kLine) prefetch_line(due + kLine);
+          if (due_step > 2 * kLine) prefetch_line(due + 2 * kLine);
+          add();
+        }
+        step += count, done += count;
       }
-      const int64_t count = std::min(group_steps - step, due_steps - done);
-      for (int64_t i = 0; i < count; ++i, due += due_step) {
-        prefetch_line(due, is_near);
-        if (due_step > kLine) prefetch_line(due + kLine, is_near);
-        if (due_step > 2 * kLine) prefetch_line(due + 2 * kLine, is_near);
-        Step::template add<kRows>(row, places, panel, sums);
-        row += Step::kInputs * Step::kNumberBytes;
-        panel += 2 * sizeof(Ints);
-      }
-      step += count, done += count;
     }
     Floats factors[2], offsets[2];
     load_scales(scales, scale_bytes, factors);

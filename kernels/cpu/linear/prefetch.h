@@ -26,8 +26,6 @@ struct PrefetchSpan {
 // What is prefetched while a tile is multiplied with a panel.
 struct PrefetchSchedule {
   PrefetchSpan spans[3];  // up to the last step; the spans after that are undefined
-  // Into the first-level cache: what this tile is about to read, not what is for later.
-  bool is_near = false;
 };
 
 // Schedules the prefetching of a block's tiles.
@@ -50,7 +48,7 @@ class Prefetcher {
   PrefetchSchedule schedule(const char* panel, int64_t pass, int64_t tile, const Panels& next,
                     const ByteRange& rows) const {
     if (is_sequential() || panel_bytes_ > kLargestPanel)
-      return {{{num_steps_, panel + kShortDistance, panel_bytes_ / num_steps_}}, true};
+      return {{{num_steps_, panel + kShortDistance, panel_bytes_ / num_steps_}}};
     if (next.bytes > kLargestPanel) return in_sequence({share(rows, pass, num_passes_)}, panel);
     if (has_same_shape(next) && !rows.bytes) {
       const char* panels = pass == 0 ? next.first : next.second;
