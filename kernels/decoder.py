@@ -7,11 +7,13 @@ in sequence, bit for bit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.dispatch import Implementation
+from kernels.exchange import Exchange
 from kernels.fused import Activation
 from kernels.inputs.paged_batch import PagedBatch
 from kernels.linear import PackedLinear
@@ -99,14 +101,22 @@ def decoder_layers(
     caches: DecoderCaches,
     batch: PagedBatch,
     slot_mapping: Tensor,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """The layers' output for `hidden_states [num_tokens, hidden_size]`.
 
     `cosines` and `sines` are `[1, num_tokens, head_dim]`. The step's own keys and values are
-    written into the slots.
+    written into the slots. With an `exchange` the weights are this rank's shard of each layer, and
+    the outputs of attention and MLP are summed over the ranks, of which the first adds the
+    residual; `hidden_states` fit into a slot of it.
     """
     out: Tensor = weights.run_layers(
-        caches.kernel_object, hidden_states, cosines, sines, *_arguments(batch, slot_mapping)
+        caches.kernel_object,
+        hidden_states,
+        cosines,
+        sines,
+        *_arguments(batch, slot_mapping),
+        _object(exchange),
     )
     return out
 
@@ -120,15 +130,18 @@ def decoder_forward(
     caches: DecoderCaches,
     batch: PagedBatch,
     slot_mapping: Tensor,
+    exchange: Exchange | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Float32 logits `[len(logits_indices), num_outputs]` of these tokens, rounded to the model's
-    dtype.
+    dtype; in `out` if given, whose rows are dense.
 
     `ids` and `positions` are int64 `[num_tokens]`. IndexError for an id, a position or a token out
-    of range. Otherwise as `decoder_layers`.
+    of range. Otherwise as `decoder_layers`. With an `exchange`, each rank has as many rows of the
+    embedding and of the head, in the order of ranks, and gets the logits of its own.
     """
     head = embedding_and_head.lm_head
-    out: Tensor = weights.run_forward(
+    logits: Tensor = weights.run_forward(
         caches.kernel_object,
         ids,
         positions,
@@ -143,8 +156,14 @@ def decoder_forward(
         head.bias,
         head.weight.num_outputs,
         *_arguments(batch, slot_mapping),
+        _object(exchange),
+        out,
     )
-    return out
+    return logits
+
+
+def _object(exchange: Exchange | None) -> Any:
+    return None if exchange is None else exchange.kernel_object
 
 
 def _arguments(batch: PagedBatch, slot_mapping: Tensor) -> tuple[Tensor, ...]:

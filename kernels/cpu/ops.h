@@ -1,6 +1,6 @@
 // The operations on tensors as stages of work, for callers that execute several stages in one call.
 //
-// Tensors must live until all stages are done. Outputs are dense. A chunk reads only what its stage does
+// Tensors must live until all stages are done. Outputs are dense unless a stage says otherwise. A chunk reads only what its stage does
 // not write, unless input and output share memory, and writes each number once.
 #pragma once
 
@@ -49,8 +49,9 @@ struct NextLinear {
   const Tensor *panels = nullptr, *second_panels = nullptr;
 };
 
-// `input` [num_rows, num_inputs], dense in its last dimension; `out` [..., num_outputs]. Each thread
-// also prefetches the panels with which it begins the next linear layer.
+// `input` [num_rows, num_inputs], dense in its last dimension; `out` [..., num_outputs], or, without a
+// residual, some columns of a wider matrix. Each thread also prefetches the panels with which it begins
+// the next linear layer.
 Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optional<Tensor>& bias,
                    const std::optional<Tensor>& second_panels,
                    const std::optional<Tensor>& second_bias, int64_t activation,
@@ -75,8 +76,11 @@ Stage norm_stage(const Tensor& input, const Tensor& weight, double epsilon, cons
 Stage rope_stage(const Tensor& heads, const Tensor& cosines, const Tensor& sines,
                  const std::optional<Tensor>& norms, double epsilon, const Tensor& out, int64_t isa);
 
-// Converts a dense tensor to float32.
+// Converts a dense matrix to float32, whose rows are dense.
 Stage widen_stage(const Tensor& input, const Tensor& out, int64_t isa);
+
+// Adds tensors like `out` in their order, in float32. The output is dense.
+Stage sum_stage(std::vector<const void*> parts, const Tensor& out, int64_t isa);
 
 }  // namespace fused
 

@@ -12,31 +12,37 @@ namespace {
 
 using WeightsPtr = c10::intrusive_ptr<Weights>;
 using CachesPtr = c10::intrusive_ptr<Caches>;
+// With other ranks, which make the same calls with their shards.
+using ExchangePtr = std::optional<c10::intrusive_ptr<ranks::Exchange>>;
+
+ranks::Exchange* get(const ExchangePtr& exchange) { return exchange ? exchange->get() : nullptr; }
 
 // `hidden_states` [num_tokens, hidden_size]
 Tensor run_layers(const WeightsPtr& weights, const CachesPtr& caches, const Tensor& hidden_states,
                   const Tensor& cosines, const Tensor& sines, const Tensor& block_table,
-                  const Tensor& query_start_loc, const Tensor& seq_lens,
-                  const Tensor& slot_mapping) {
+                  const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& slot_mapping,
+                  const ExchangePtr& exchange) {
   caches->check(*weights);
   TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous(),
               "hidden_states must be dense, [num_tokens, hidden_size]");
   if (!hidden_states.numel()) return hidden_states.clone();
-  StageList stages(*weights, *caches, hidden_states);
+  StageList stages(*weights, *caches, hidden_states, get(exchange));
   const Tensor out =
       stages.add_layers({cosines, sines, block_table, query_start_loc, seq_lens, slot_mapping});
   stages.run();
   return out;
 }
 
-// The logits of these tokens, float32; `ids` and `positions` [num_tokens].
+// The logits of these tokens, float32; `ids` and `positions` [num_tokens]. `into`, if given, gets them:
+// its rows are dense.
 Tensor run_forward(const WeightsPtr& weights, const CachesPtr& caches, const Tensor& ids,
                    const Tensor& positions, const Tensor& logits_indices, const Tensor& embedding,
                    int64_t num_embeddings, const Tensor& cosine_table, const Tensor& sine_table,
                    const Tensor& norm, double epsilon, const Tensor& lm_head,
                    const std::optional<Tensor>& lm_head_bias, int64_t num_outputs,
                    const Tensor& block_table, const Tensor& query_start_loc,
-                   const Tensor& seq_lens, const Tensor& slot_mapping) {
+                   const Tensor& seq_lens, const Tensor& slot_mapping, const ExchangePtr& exchange,
+                   const std::optional<Tensor>& into) {
   call_pool();
   caches->check(*weights);
   const auto rows = [&](int64_t num_rows, int64_t num_numbers) {
@@ -49,15 +55,18 @@ Tensor run_forward(const WeightsPtr& weights, const CachesPtr& caches, const Ten
                sines = rows(num_tokens, sine_table.size(1));
   const Tensor logits_states = rows(num_logits, hidden_size);
   const Tensor normed = at::empty_like(logits_states);
-  const Tensor rounded = rows(num_logits, num_outputs);
-  const Tensor logits = rounded.scalar_type() == at::kFloat
-                            ? rounded
-                            : at::empty_like(rounded, rounded.options().dtype(at::kFloat));
+  const Tensor logits =
+      into ? *into : at::empty({num_logits, num_outputs}, cosine_table.options().dtype(at::kFloat));
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.dim() == 2 &&
+                  logits.size(0) == num_logits && logits.size(1) == num_outputs,
+              "logits are float32, a row per token");
+  const Tensor rounded =
+      cosine_table.scalar_type() == at::kFloat ? logits : rows(num_logits, num_outputs);
   if (!num_tokens && !num_logits) return logits;
   TORCH_CHECK_INDEX(num_tokens, "there are logits to compute, but no tokens");
   TORCH_CHECK(hidden_size, "the embedding has dimension 0");
-  StageList stages(*weights, *caches, hidden_states, {num_logits, &lm_head});
-  stages.add_rows(embedding, num_embeddings, ids, hidden_states);
+  StageList stages(*weights, *caches, hidden_states, get(exchange), {num_logits, &lm_head});
+  stages.add_embedding(embedding, num_embeddings, ids, hidden_states);
   stages.add_rows(cosine_table.unsqueeze(-1), cosine_table.size(0), positions, cosines);
   stages.add_rows(sine_table.unsqueeze(-1), sine_table.size(0), positions, sines);
   const Tensor out =
@@ -72,6 +81,7 @@ Tensor run_forward(const WeightsPtr& weights, const CachesPtr& caches, const Ten
 
 TORCH_LIBRARY_FRAGMENT(quire, library) {
   using Optional = c10::List<std::optional<Tensor>>;
+  ranks::define_exchange(library);
   library.class_<Caches>("DecoderCaches")
       .def(torch::init<std::vector<Tensor>, std::vector<double>>());
   library.class_<Weights>("DecoderWeights")

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "ops.h"
 #include "tensors.h"
@@ -87,13 +89,36 @@ Stage rope_stage(const Tensor& heads, const Tensor& cosines, const Tensor& sines
 
 Stage widen_stage(const Tensor& input, const Tensor& out, int64_t isa) {
   check_wide(input);
-  TORCH_CHECK(input.is_contiguous() && out.is_contiguous() && out.numel() == input.numel(),
-              "the output must be dense, and of the input's size");
-  const Widen call{input.const_data_ptr(), out.mutable_data_ptr<float>(), format_of(input)};
+  TORCH_CHECK(input.is_contiguous() && out.dim() == 2 && out.stride(1) == 1 &&
+                  out.sizes() == input.sizes(),
+              "the output must have dense rows, and the input's size");
+  const char* const from = static_cast<const char*>(input.const_data_ptr());
+  float* const to = out.mutable_data_ptr<float>();
+  const int64_t dim = out.size(1), stride = out.stride(0), row_bytes = dim * input.element_size();
   const Functions& functions = functions_of(static_cast<Isa>(isa));
-  return range_stage(
-      input.numel(), kNumbersPerChunk,
-      [=, &functions](int64_t begin, int64_t end) { functions.widen(call, begin, end); });
+  if (out.is_contiguous()) {
+    const Widen call{from, to, format_of(input)};
+    return range_stage(
+        input.numel(), kNumbersPerChunk,
+        [=, &functions](int64_t begin, int64_t end) { functions.widen(call, begin, end); });
+  }
+  return range_stage(out.size(0), std::max<int64_t>(1, kNumbersPerChunk / std::max<int64_t>(1, dim)),
+                     [=, format = format_of(input), &functions](int64_t begin, int64_t end) {
+                       for (int64_t row = begin; row < end; ++row)
+                         functions.widen({from + row * row_bytes, to + row * stride, format}, 0, dim);
+                     });
+}
+
+Stage sum_stage(std::vector<const void*> parts, const Tensor& out, int64_t isa) {
+  check_wide(out);
+  TORCH_CHECK(out.is_contiguous() && !parts.empty(), "the output must be dense");
+  const Functions& functions = functions_of(static_cast<Isa>(isa));
+  return range_stage(out.numel(), kNumbersPerChunk,
+                     [parts = std::move(parts), to = out.mutable_data_ptr(), format = format_of(out),
+                      &functions](int64_t begin, int64_t end) {
+                       const Sum call{parts.data(), static_cast<int64_t>(parts.size()), to, format};
+                       functions.sum(call, begin, end);
+                     });
 }
 
 namespace {

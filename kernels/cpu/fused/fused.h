@@ -43,11 +43,20 @@ struct Widen {
   Format format;
 };
 
+// Adds the numbers of several tensors in their order, in float32.
+struct Sum {
+  const void* const* parts;
+  int64_t num_parts;
+  void* out;
+  Format format;
+};
+
 struct Functions {
   void (*norm)(const Norm&, int64_t first_row, int64_t end_row);
   void (*gate)(const Gate&, int64_t first, int64_t end);
   void (*rope)(const Rope&, int64_t first_token, int64_t end_token);
   void (*widen)(const Widen&, int64_t first, int64_t end);
+  void (*sum)(const Sum&, int64_t first, int64_t end);
 };
 
 const Functions& functions_of(Isa isa);

@@ -116,4 +116,21 @@ static void widen(const Widen& call, int64_t first, int64_t end) {
   visit_wide(call.format, [&](auto number) { widen_numbers<decltype(number)>(call, first, end); });
 }
 
-constexpr Functions kFunctions{norm, gate, rope, widen};
+template <typename T>
+static void sum_numbers(const Sum& call, int64_t first, int64_t end) {
+  T* out = static_cast<T*>(call.out);
+  for_lanes(end - first, [&](int64_t i, int64_t count) {
+    const auto load_part = [&](int64_t part) {
+      return load_some(static_cast<const T*>(call.parts[part]) + first + i, count);
+    };
+    Floats total = load_part(0);
+    for (int64_t part = 1; part < call.num_parts; ++part) total += load_part(part);
+    store_some(out + first + i, total, count);
+  });
+}
+
+static void sum(const Sum& call, int64_t first, int64_t end) {
+  visit_wide(call.format, [&](auto number) { sum_numbers<decltype(number)>(call, first, end); });
+}
+
+constexpr Functions kFunctions{norm, gate, rope, widen, sum};

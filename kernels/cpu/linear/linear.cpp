@@ -202,10 +202,13 @@ Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optiona
     check_weight(second, second_bias, num_inputs, num_outputs, functions.panel_width);
     TORCH_CHECK(are_alike(weight, second), "weights must be alike");
   }
-  TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.is_contiguous() &&
+  // The columns of a wider matrix are dense in their rows alone.
+  const bool is_dense = out.is_contiguous();
+  TORCH_CHECK(out.scalar_type() == input.scalar_type() &&
+                  (is_dense || (out.dim() == 2 && out.stride(1) == 1)) &&
                   out.numel() == input.size(0) * num_outputs,
-              "outputs must be dense, and of the inputs' dtype");
-  TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() &&
+              "outputs must have dense rows, and be of the inputs' dtype");
+  TORCH_CHECK(!residual || (residual->sizes() == out.sizes() && residual->is_contiguous() && is_dense &&
                             residual->scalar_type() == out.scalar_type()),
               "the residual must be dense, and like the outputs");
   // A chunk may be executed twice, which would add outputs in place twice. A gated product would be
@@ -224,7 +227,8 @@ Stage linear_stage(const Tensor& input, const Tensor& panels, const std::optiona
                         floats(second_bias),
                         static_cast<Activation>(activation),
                         residual ? residual->const_data_ptr() : nullptr,
-                        out.mutable_data_ptr()};
+                        out.mutable_data_ptr(),
+                        is_dense ? num_outputs : out.stride(0)};
   const Multiplier& multiplier = functions.multiplier(call.format, weight);
   return multiply_stage(call, Tiling(call.num_rows, call.format, weight, multiplier),
                         first_panels(next, call.format, functions), multiplier);

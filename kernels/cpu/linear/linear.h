@@ -50,7 +50,8 @@ struct LinearCall {
   const float *bias, *second_bias;  // [num_outputs] or null
   Activation activation;
   const void* residual;  // added to the outputs, or null; like `out`, in other memory
-  void* out;             // dense
+  void* out;
+  int64_t out_stride;  // of rows, in elements
 };
 
 // A chunk of the stage: some tiles of a block of rows, times some panels.

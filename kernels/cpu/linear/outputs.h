@@ -2,7 +2,7 @@
 
 // The offset in bytes of a row's outputs from `first_output` on.
 QUIRE_INLINE int64_t output_offset(const LinearCall& call, int64_t row, int64_t first_output) {
-  return (row * call.num_outputs + first_output) * bytes_of(call.format);
+  return (row * call.out_stride + first_output) * bytes_of(call.format);
 }
 
 // Prefetches outputs and residuals, which are no longer in the caches, while the sums are computed.
@@ -27,7 +27,7 @@ QUIRE_INLINE bool is_whole(const LinearCall& call, int64_t first_output) {
 template <typename T>
 QUIRE_INLINE void store_row(const LinearCall& call, int64_t row, int64_t first_output,
                             const Floats (&sums)[2]) {
-  const int64_t first = row * call.num_outputs + first_output;
+  const int64_t first = row * call.out_stride + first_output;
   const T* others = static_cast<const T*>(call.residual);
   for (int half = 0; half < 2; ++half) {
     const int64_t at = first + half * kLanes;
