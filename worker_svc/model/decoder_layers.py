@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.decoder import DecoderWeights, LayerWeights
 from kernels.dispatch import Implementation
+from kernels.exchange import Exchange
 from kernels.fused import Activation, qk_norm_rope, rms_norm
 from kernels.linear import PackedLinear
 from worker_svc.model.attention import set_attention
@@ -134,10 +135,14 @@ class LayerStack:
     weights: DecoderWeights
 
     @property
-    def paged_attention(self) -> PagedAttention | None:
-        """The attention function if it can run all layers in one call."""
-        if self.layers[0].ranks is not None:
-            # Between the layers' products are sums over the ranks.
+    def exchange(self) -> Exchange | None:
+        """That of the ranks which have the other shards of these layers."""
+        ranks = self.layers[0].ranks
+        return None if ranks is None else ranks.shared
+
+    def attention_for(self, num_tokens: int) -> PagedAttention | None:
+        """The attention function if it can run all layers over so many tokens in one call."""
+        if self.layers[0].ranks is not None and not self._can_exchange(num_tokens):
             return None
         attention = self.layers[0].attention_function
         if isinstance(attention, PagedAttention) and attention.can_run(self.weights):
@@ -147,13 +152,22 @@ class LayerStack:
     def __call__(
         self, states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **unused: object
     ) -> Tensor:
-        attention = self.paged_attention
+        attention = self.attention_for(states.shape[1])
         if attention is not None:
-            states = attention.run_layers(self.weights, states.squeeze(0), *position_embeddings)
+            states = attention.run_layers(
+                self.weights, states.squeeze(0), *position_embeddings, self.exchange
+            )
             return states.unsqueeze(0)
         for layer in self.layers:
             states = layer(states, position_embeddings=position_embeddings)
         return states
+
+    def _can_exchange(self, num_tokens: int) -> bool:
+        """Whether sums over the ranks are possible within the call: not by Gloo, and not of more
+        hidden states than the ranks' memory holds."""
+        own = self.layers[0].weights
+        num_bytes = num_tokens * len(own.attention_norm) * own.qkv_proj.weight.dtype.itemsize
+        return self.exchange is not None and num_bytes <= self.exchange.slot_bytes
 
 
 @torch.inference_mode()

@@ -68,14 +68,22 @@ class FusedForward:
         """Logits of such states."""
         return self.lm_head(self.norm(states))
 
-    def in_one_call(self, ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor | None:
-        """Float32 logits of the tokens `logits_indices` of a flat batch; None if one call is
-        impossible."""
-        attention = self.layers.paged_attention
+    def in_one_call(
+        self, ids: Tensor, positions: Tensor, logits_indices: Tensor, out: Tensor | None = None
+    ) -> Tensor | None:
+        """Float32 logits of the tokens `logits_indices` of a flat batch, in `out` if given; None if
+        one call is impossible."""
+        attention = self.layers.attention_for(len(ids))
         if attention is None or self.embedding_and_head is None:
             return None
         return attention.run_forward(
-            self.layers.weights, self.embedding_and_head, ids, positions, logits_indices
+            self.layers.weights,
+            self.embedding_and_head,
+            ids,
+            positions,
+            logits_indices,
+            self.layers.exchange,
+            out,
         )
 
 

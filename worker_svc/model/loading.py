@@ -77,19 +77,27 @@ class LoadedModel:
         out: Tensor | None = None,
     ) -> Tensor:
         """Float32 `[len(logits_indices), vocab_size]` of a flat batch; in `out` if given."""
-        logits = self.own_logits(input_ids, positions, logits_indices)
-        return logits.float() if out is None else out.copy_(logits)
+        logits = self.own_logits(input_ids, positions, logits_indices, out)
+        if out is None:
+            return logits.float()
+        return out if logits is out else out.copy_(logits)
 
     def final_states(self, input_ids: Tensor, positions: Tensor) -> FinalStates:
         """As `logits`, with the head still to be run."""
         return split_forward(self.network, input_ids, positions)
 
-    def own_logits(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
-        """`logits` in the type that the model gives."""
+    def own_logits(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`logits` in the type that the model gives; in `out` only if the model can do that."""
         forward = self.network.forward
         if isinstance(forward, FusedForward):
             # For a single call the overhead of calling a module is significant.
-            logits = forward.in_one_call(input_ids, positions, logits_indices)
+            logits = forward.in_one_call(input_ids, positions, logits_indices, out)
             if logits is not None:
                 return logits
         output = self.network(

@@ -17,6 +17,7 @@ from kernels.decoder import (
     decoder_layers,
 )
 from kernels.dispatch import Implementation, NoSuchKernel
+from kernels.exchange import Exchange
 from kernels.flash import FlashAttention, FlashBatch, find_flash
 from kernels.flash_dispatch import AttentionNeeds, choose_flash
 from kernels.kv_write import kv_write
@@ -99,11 +100,17 @@ class PagedAttention:
         return alike and layers.num_layers == len(self._layers)
 
     def run_layers(
-        self, layers: DecoderWeights, hidden_states: Tensor, cosines: Tensor, sines: Tensor
+        self,
+        layers: DecoderWeights,
+        hidden_states: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        exchange: Exchange | None = None,
     ) -> Tensor:
-        """All layers of the forward pass, from hidden states `[num_tokens, hidden_size]`."""
+        """All layers of the forward pass, from hidden states `[num_tokens, hidden_size]`. With an
+        `exchange` they are a shard."""
         cache = (self._caches, self._batch, self._slot_mapping)
-        return decoder_layers(hidden_states, cosines, sines, layers, *cache)
+        return decoder_layers(hidden_states, cosines, sines, layers, *cache, exchange)
 
     def run_forward(
         self,
@@ -112,10 +119,14 @@ class PagedAttention:
         ids: Tensor,
         positions: Tensor,
         logits_indices: Tensor,
+        exchange: Exchange | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The whole forward pass: float32 logits `[len(logits_indices), vocab_size]`."""
+        """The whole forward pass: float32 logits `[len(logits_indices), vocab_size]`, in `out` if
+        given. With an `exchange` they are those of a shard."""
         cache = (self._caches, self._batch, self._slot_mapping)
-        return decoder_forward(ids, positions, logits_indices, embedding_and_head, layers, *cache)
+        inputs = (ids, positions, logits_indices)
+        return decoder_forward(*inputs, embedding_and_head, layers, *cache, exchange, out)
 
     @cached_property
     def _caches(self) -> DecoderCaches:

@@ -1,4 +1,5 @@
-"""Communication between the ranks of a worker, by torch.distributed's Gloo backend."""
+"""Communication between the ranks of a worker: through shared memory where all are on one host, and
+by torch.distributed's Gloo backend."""
 
 import json
 import os
@@ -18,7 +19,9 @@ from torch.distributed.distributed_c10d import (
     Store,
 )
 
+from kernels.exchange import SUM_DTYPES, Exchange
 from worker_svc.model.shards.shard import Shard
+from worker_svc.ranks.shared_memory import share_memory
 
 log = structlog.get_logger()
 
@@ -58,6 +61,8 @@ class RankGroup:
         self.store = store
         self._on_lost = on_lost
         self._device = device
+        # None before the ranks connect, and where they are on several hosts.
+        self.shared: Exchange | None = None
         self._passes: Any = None
         self._messages: Any = None
         self._is_power_of_two = size & (size - 1) == 0
@@ -72,7 +77,11 @@ class RankGroup:
         place = (self.rank, self.size)
         with self._reporting():
             self._passes = _connect(self.store, "passes", *place, _PASS_TIMEOUT, self._device)
-            self._messages = _connect(self.store, "messages", *place, _IDLE_TIMEOUT, self._device)
+            self.shared = share_memory(*place, self.exchange, _PASS_TIMEOUT.total_seconds())
+            if self.shared is None:
+                self._messages = _connect(
+                    self.store, "messages", *place, _IDLE_TIMEOUT, self._device
+                )
 
     @property
     def is_first(self) -> bool:
@@ -85,13 +94,15 @@ class RankGroup:
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors, bitwise equal on all of them; `part` may be overwritten.
 
-        Recursive doubling (Thakur, Rabenseifner and Gropp, 2005): in step k a rank exchanges its
-        sum with that of the rank whose number differs in bit k. Gloo's own algorithm, which is used
-        for other numbers of ranks, takes two to three times as long for the small tensors of
-        decode steps.
+        Without shared memory by recursive doubling (Thakur, Rabenseifner and Gropp, 2005): in step
+        k a rank exchanges its sum with that of the rank whose number differs in bit k. Gloo's own
+        algorithm, which is used for other numbers of ranks, takes two to three times as long for
+        the small tensors of decode steps.
         """
         part = part.contiguous()
         with self._reporting():
+            if self.shared is not None and part.dtype in SUM_DTYPES:
+                return self.shared.sum(part)
             if not self._is_power_of_two:
                 self._passes.allreduce([part], self._sum).wait()
                 return part
@@ -115,6 +126,18 @@ class RankGroup:
         with self._reporting():
             self._passes.allreduce([values], self._smallest).wait()
         return [int(value) for value in values]
+
+    def columns(self, num_rows: int, width: int) -> Tensor | None:
+        """`Exchange.columns`; None also without shared memory."""
+        return None if self.shared is None else self.shared.columns(num_rows, width)
+
+    def gathered(self, columns: Tensor, num_columns: int) -> Tensor:
+        """On rank 0 the first columns of the matrix, when all ranks have written theirs; on the
+        others their own. Valid until the next message."""
+        assert self.shared is not None
+        with self._reporting():
+            whole = self.shared.gathered(*columns.shape)
+        return whole[:, :num_columns].contiguous() if self.is_first else columns
 
     def gather(self, part: Tensor, num_columns: int) -> Tensor:
         """On rank 0 the columns of all ranks, in their order, without those from `num_columns` on;
@@ -144,6 +167,10 @@ class RankGroup:
         second part follows the first without a pause."""
         messages = self._messages
         with self._reporting():
+            if self.shared is not None:
+                for part in parts:
+                    self.shared.broadcast(part)
+                return
             if self.is_first:
                 others = range(1, self.size)
                 works = [

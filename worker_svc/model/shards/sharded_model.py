@@ -9,7 +9,7 @@ from worker_svc.ranks.group import RankGroup
 
 class ShardedModel:
     """All ranks have to make the same calls. Logits are those of the whole vocabulary on rank 0,
-    those of the shard on the others."""
+    those of the shard on the others. They are valid until the next pass."""
 
     def __init__(self, shard: LoadedModel, group: RankGroup) -> None:
         self.layers = shard.layers
@@ -32,17 +32,30 @@ class ShardedModel:
         logits_indices: Tensor,
         out: Tensor | None = None,
     ) -> Tensor:
-        part = self._shard.own_logits(input_ids, positions, logits_indices)
-        logits = self._gather(part)
-        return logits.float() if out is None else out.copy_(logits)
+        columns = self._columns(logits_indices)
+        if columns is not None:
+            self._shard.logits(input_ids, positions, logits_indices, columns)
+            logits = self._group.gathered(columns, self.vocab_size)
+        else:
+            part = self._shard.own_logits(input_ids, positions, logits_indices)
+            logits = self._gather(part).float()
+        return logits if out is None else out.copy_(logits)
 
     def final_states(self, input_ids: Tensor, positions: Tensor) -> FinalStates:
         final = self._shard.final_states(input_ids, positions)
 
         def head(states: Tensor) -> Tensor:
-            return self._gather(final.head(states)[0]).unsqueeze(0)
+            part = final.head(states)[0]
+            columns = self._columns(part)
+            if columns is None:
+                return self._gather(part).unsqueeze(0)
+            return self._group.gathered(columns.copy_(part), self.vocab_size).unsqueeze(0)
 
         return FinalStates(final.states, head)
+
+    def _columns(self, lines: Tensor) -> Tensor | None:
+        """Memory for this rank's logits of so many tokens, if ranks share it."""
+        return self._group.columns(len(lines), len(self._group.shard.rows(self.vocab_size)))
 
     def _gather(self, part: Tensor) -> Tensor:
         """The last rank's part may go beyond the end of the vocabulary."""

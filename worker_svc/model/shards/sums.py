@@ -56,9 +56,7 @@ def sum_over_ranks(network: Any, group: RankGroup) -> None:
     split = SplitEmbedding(embedding.forward, group.rank * num_rows, num_rows, group)
     set_forward(embedding, split)
     if isinstance(network.forward, FusedForward):
-        network.forward = replace(
-            network.forward, embed=split, layers=stacks[0], embedding_and_head=None
-        )
+        network.forward = replace(network.forward, embed=split, layers=stacks[0])
 
 
 def _sum_output(module: nn.Module, group: RankGroup) -> None:
@@ -70,7 +68,7 @@ def _sum_output(module: nn.Module, group: RankGroup) -> None:
 
 def _sum_in_fused_layers(network: nn.Module, group: RankGroup) -> list[LayerStack]:
     """Fused layers call the products in a module, and not the module. Returns the stacks of
-    layers, which then run one by one."""
+    layers, which run in one call where the ranks share memory, and one by one elsewhere."""
     stacks = []
     for module in network.modules():
         forward = module.forward
