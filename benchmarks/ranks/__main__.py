@@ -1,5 +1,5 @@
 """`python -m benchmarks.ranks MODEL` compares workers of one and of several ranks with as many
-threads in all, and shows what a step costs in communication. Writes nothing."""
+threads in all, shows what a step costs in communication, and writes the results."""
 
 import argparse
 import json
@@ -10,35 +10,63 @@ from dataclasses import asdict
 from statistics import median
 from typing import Final
 
+from benchmarks import results
+from benchmarks.machine import description
 from benchmarks.ranks.decoding import Decoding, Job
+from benchmarks.ranks.messages import latency_ms
+from benchmarks.report import Cell, Column, Part, Target, markdown
+from benchmarks.results import Measured
 
-_HEADER: Final = (
-    "| ranks | ms per step | tokens per second | messages, ms | calls | KiB | communication |\n"
-    "|---|---|---|---|---|---|---|"
+_NAME: Final = "ranks"
+_PART: Final = "tensor-parallel"
+_COLUMNS: Final = (
+    Column("rows", "rows", "d"),
+    Column("ranks", "ranks", "d"),
+    Column("step_ms", "ms per step", ".2f"),
+    Column("tokens", "tokens per second", ".0f"),
+    Column("overhead", "over one rank", "+.1%"),
+    Column("least", "least of the rounds", "+.1%"),
+    Column("most", "most", "+.1%"),
+    Column("message_ms", "message, ms", ".3f"),
+    Column("calls", "calls", ".0f"),
+    Column("kib", "KiB", ".0f"),
+    Column("communication", "communication", ".1%"),
 )
+_MOST_OVERHEAD: Final = 0.15
+_MOST_MESSAGE_MS: Final = 0.3
+_MESSAGE_ROWS: Final = 256
+
+# By the number of ranks, then of rows: a measurement per round.
+Rounds = dict[int, dict[int, list[Decoding]]]
 
 
-def main() -> None:
+def main() -> int:
     options = _options()
-    found: defaultdict[int, list[Decoding]] = defaultdict(list)
+    machine = description()
+    found: Rounds = {}
     # Alternately, so that a change of the machine's speed affects all of them.
     for _ in range(options.rounds):
         for num_ranks in options.ranks:
-            found[num_ranks].append(_run(_job(options, num_ranks)))
-    print(f"{options.rows} rows, {options.dtype}, {options.threads} threads in all\n\n{_HEADER}")
-    for num_ranks, runs in found.items():
-        print(_line(num_ranks, options.rows, runs))
+            of_ranks = found.setdefault(num_ranks, defaultdict(list))
+            for one in _run(_job(options, num_ranks)):
+                of_ranks[one.num_rows].append(one)
+    part = _part(options, found, latency_ms(_MESSAGE_ROWS))
+    print(markdown(part))
+    if options.write:
+        results.write(_NAME, Measured(machine, part), [_PART])
+    return 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     parser.add_argument("model", help="a folder")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-write", dest="write", action="store_false", help="only print")
     return parser.parse_args()
 
 
@@ -53,22 +81,73 @@ def _job(options: argparse.Namespace, num_ranks: int) -> Job:
     )
 
 
-def _run(job: Job) -> Decoding:
+def _run(job: Job) -> list[Decoding]:
     command = [sys.executable, "-m", "benchmarks.ranks.decoding", json.dumps(asdict(job))]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return Decoding(**json.loads(printed))
+    return [Decoding(**one) for one in json.loads(printed)]
 
 
-def _line(num_ranks: int, num_rows: int, runs: list[Decoding]) -> str:
-    """The medians of all rounds."""
-    step_ms = median(run.step_ms for run in runs)
-    message_ms = median(run.message_ms for run in runs)
-    share = median(run.communication_ms / run.step_ms for run in runs)
-    return (
-        f"| {num_ranks} | {step_ms:.2f} | {num_rows / step_ms * 1e3:.0f} | {message_ms:.3f} "
-        f"| {runs[0].num_calls:.0f} | {runs[0].num_bytes / 1024:.0f} | {share:.0%} |"
+def _part(options: argparse.Namespace, found: Rounds, message_ms: float) -> Part:
+    first = found[options.ranks[0]]
+    rows = [
+        _row(num_ranks, num_rows, found[num_ranks][num_rows], first[num_rows])
+        for num_rows in options.rows
+        for num_ranks in options.ranks
+    ]
+    overheads = [row for row in rows if row["ranks"] == 2]
+    targets = [
+        Target(
+            what=f"step of two ranks with {row['rows']} rows, over one rank",
+            aim=f"< {_MOST_OVERHEAD:.0%}",
+            measured=f"{row['overhead']:+.1%}",
+            met=float(row["overhead"] or 0) < _MOST_OVERHEAD,
+        )
+        for row in overheads
+    ]
+    targets.append(
+        Target(
+            what=f"message of {_MESSAGE_ROWS} rows, from its sending to its receipt",
+            aim=f"<= {_MOST_MESSAGE_MS} ms",
+            measured=f"{message_ms:.3f} ms",
+            met=message_ms <= _MOST_MESSAGE_MS,
+        )
+    )
+    return Part(
+        name=_PART,
+        title=f"Ranks with {options.threads} threads in all, {options.dtype}",
+        notes=[
+            f"Decoding on the runner, without services; medians of {options.rounds} rounds of "
+            f"{options.steps} steps, in which one and several ranks alternate. The overhead is the "
+            "median of the rounds' ratios. Messages are those of rank 0 to the others; calls, "
+            "bytes and the share of time are all communication of rank 0 in a step, with its "
+            "waiting for the others."
+        ],
+        columns=_COLUMNS,
+        rows=rows,
+        targets=targets,
     )
 
 
+def _row(
+    num_ranks: int, num_rows: int, runs: list[Decoding], first: list[Decoding]
+) -> dict[str, Cell]:
+    """Medians of all rounds."""
+    step_ms = median(run.step_ms for run in runs)
+    ratios = [one.step_ms / other.step_ms - 1 for one, other in zip(runs, first, strict=True)]
+    return {
+        "rows": num_rows,
+        "ranks": num_ranks,
+        "step_ms": step_ms,
+        "tokens": num_rows / step_ms * 1e3,
+        "overhead": median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "message_ms": median(run.message_ms for run in runs),
+        "calls": runs[0].num_calls,
+        "kib": runs[0].num_bytes / 1024,
+        "communication": median(run.communication_ms / run.step_ms for run in runs),
+    }
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

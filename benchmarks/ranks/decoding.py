@@ -25,13 +25,13 @@ _VOCAB_SIZE: Final = 8000
 
 @dataclass(frozen=True)
 class Job:
-    """Rows that decode together."""
+    """Numbers of rows that decode together."""
 
     model: str
     dtype: str
     num_ranks: int
     threads: int  # of all ranks together
-    num_rows: int
+    num_rows: list[int]  # one measurement each
     num_steps: int
 
 
@@ -43,11 +43,21 @@ class Calls:
     num_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
 
+    def add(self, other: "Calls") -> None:
+        self.count += other.count
+        self.num_bytes += other.num_bytes
+        self.seconds += other.seconds
+
+    def clear(self) -> None:
+        self.count = self.num_bytes = 0
+        self.seconds.clear()
+
 
 @dataclass(frozen=True)
 class Decoding:
-    """What steps took, in milliseconds, and the calls of one step by kind."""
+    """What steps took, in milliseconds, and the communication of one step."""
 
+    num_rows: int
     step_ms: float
     message_ms: float
     communication_ms: float
@@ -62,9 +72,10 @@ def main() -> None:
     configure_logging("worker", "error")
     job = Job(**json.loads(sys.argv[1]))
     group = importlib.import_module("worker_svc.ranks.group").RankGroup
-    calls = {name: _counted(group, name) for name in ("sum", "gather", "broadcast")}
+    calls = Communication(group)
     loaded = importlib.import_module("worker_svc.runner.runner_loading").load_runner(_settings(job))
-    print(json.dumps(asdict(_measure(job, loaded, calls))), flush=True)
+    found = [_measure(job, num_rows, loaded, calls) for num_rows in job.num_rows]
+    print(json.dumps([asdict(one) for one in found]), flush=True)
     loaded.close()
 
 
@@ -75,13 +86,50 @@ def _settings(job: Job) -> WorkerSettings:
         "device": "cpu",
         "threads": job.threads,
         "tensor-parallel-size": job.num_ranks,
-        "max-num-seqs": job.num_rows,
-        "max-num-batched-tokens": max(2048, job.num_rows * _PROMPT_LEN),
+        "max-num-seqs": max(job.num_rows),
+        "max-num-batched-tokens": max(2048, max(job.num_rows) * _PROMPT_LEN),
         "max-model-len": 1024,
         "weight-cache-size": 0,
         "log-level": "error",
     }
     return WorkerSettings.load([f"--{name}={value}" for name, value in flags.items()])
+
+
+class Communication:
+    """The calls of rank 0: messages, and what Gloo or shared memory exchange within passes."""
+
+    def __init__(self, group: Any) -> None:
+        """Counts the calls of this class."""
+        self._by_gloo = [_counted(group, name) for name in ("sum", "gather")]
+        self._messages = _counted(group, "broadcast")
+        self._groups: list[Any] = []
+        connect = group.connect
+
+        def connected(group: Any) -> None:
+            connect(group)
+            self._groups.append(group)
+
+        group.connect = connected
+
+    def take(self, num_steps: int) -> dict[str, float]:
+        """Of each step since the last call."""
+        messages = self._messages.seconds or [0.0]
+        found = Calls()
+        for one in (*self._by_gloo, self._messages):
+            found.add(one)
+        for shared in (group.shared for group in self._groups if group.shared is not None):
+            # The calls of the group are some of these.
+            usage = shared.take_usage()
+            found = Calls(usage.num_calls, usage.num_bytes, [usage.seconds])
+        taken = {
+            "message_ms": 1e3 * statistics.median(messages),
+            "communication_ms": 1e3 * sum(found.seconds) / num_steps,
+            "num_calls": found.count / num_steps,
+            "num_bytes": found.num_bytes / num_steps,
+        }
+        for one in (*self._by_gloo, self._messages):
+            one.clear()
+        return taken
 
 
 def _counted(group: Any, name: str) -> Calls:
@@ -101,29 +149,23 @@ def _counted(group: Any, name: str) -> Calls:
     return calls
 
 
-def _measure(job: Job, loaded: LoadedRunner, calls: dict[str, Calls]) -> Decoding:
-    run = _stepper(job, loaded.runner, loaded.identity.block_size)
+def _measure(job: Job, num_rows: int, loaded: LoadedRunner, calls: Communication) -> Decoding:
+    run = _stepper(job, num_rows, loaded.runner, loaded.identity.block_size)
     for _ in range(_WARM_UP):
         run()
-    for one in calls.values():
-        one.count = one.num_bytes = 0
-        one.seconds.clear()
+    calls.take(1)
     step_s = [run() for _ in range(job.num_steps)]
-    return Decoding(
-        step_ms=1e3 * statistics.median(step_s),
-        message_ms=1e3 * statistics.median(calls["broadcast"].seconds or [0.0]),
-        communication_ms=1e3 * sum(sum(one.seconds) for one in calls.values()) / job.num_steps,
-        num_calls=sum(one.count for one in calls.values()) / job.num_steps,
-        num_bytes=sum(one.num_bytes for one in calls.values()) / job.num_steps,
-    )
+    release = worker_pb2.BatchPlan(released_rows=range(num_rows))
+    loaded.runner.launch(plan_from_proto(release)).output()
+    return Decoding(num_rows, 1e3 * statistics.median(step_s), **calls.take(job.num_steps))
 
 
-def _stepper(job: Job, runner: StepRunner, block_size: int) -> Callable[[], float]:
+def _stepper(job: Job, num_rows: int, runner: StepRunner, block_size: int) -> Callable[[], float]:
     """Run the prompts; the result runs a step and returns its seconds."""
     width = -(-(_PROMPT_LEN + _WARM_UP + job.num_steps + 1) // block_size)
     draw, step = random.Random(0), 0
     plan = worker_pb2.BatchPlan()
-    for row in range(job.num_rows):
+    for row in range(num_rows):
         admissions = plan.admissions
         admissions.rows.append(row)
         admissions.token_ids.extend(draw.randrange(_VOCAB_SIZE) for _ in range(_PROMPT_LEN))
@@ -143,8 +185,8 @@ def _stepper(job: Job, runner: StepRunner, block_size: int) -> Callable[[], floa
         nonlocal step
         step += 1
         plan.step = step
-        plan.schedule.rows.extend(range(job.num_rows))
-        plan.schedule.num_scheduled_tokens.extend([count] * job.num_rows)
+        plan.schedule.rows.extend(range(num_rows))
+        plan.schedule.num_scheduled_tokens.extend([count] * num_rows)
         began_s = time.perf_counter()
         runner.launch(plan_from_proto(plan)).output()
         return time.perf_counter() - began_s
