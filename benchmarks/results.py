@@ -22,6 +22,7 @@ _TITLES = {
     "scheduler": "Scheduler",
     "grammars": "Structured output",
     "speculation": "Speculative decoding",
+    "ranks": "Several ranks",
 }
 # Text of a section without results; other empty sections are omitted.
 _UNMEASURED = {

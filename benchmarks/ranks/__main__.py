@@ -61,11 +61,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     parser.add_argument("model", help="a folder")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-write", dest="write", action="store_false", help="only print")
     return parser.parse_args()
 
