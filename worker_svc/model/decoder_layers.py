@@ -163,8 +163,7 @@ class LayerStack:
         return states
 
     def _can_exchange(self, num_tokens: int) -> bool:
-        """Whether sums over the ranks are possible within the call: not by Gloo, and not of more
-        hidden states than the ranks' memory holds."""
+        """Whether the ranks have memory for so many hidden states."""
         own = self.layers[0].weights
         num_bytes = num_tokens * len(own.attention_norm) * own.qkv_proj.weight.dtype.itemsize
         return self.exchange is not None and num_bytes <= self.exchange.slot_bytes

@@ -15,7 +15,7 @@ from kernels.exchange import Exchange, ExchangeSizes
 log = structlog.get_logger()
 
 # Hidden states of 2,048 tokens of 8,192 numbers, and logits of 256 rows of a vocabulary of 256,000.
-# What is larger takes another way. Pages that are never used take no memory.
+# Larger ones are exchanged in other ways. Pages that are never used take no memory.
 _SLOT_BYTES: Final = 64 * 2**20
 _MATRIX_BYTES: Final = 256 * 2**20
 _NAME: Final = "quire-ranks"
@@ -82,7 +82,7 @@ def _open(owner: int, number: int, num_bytes: int) -> mmap.mmap | None:
 
 
 def _process_descriptor(process: int) -> int:
-    """-1 where the system cannot tell the end of another process."""
+    """-1 where the system does not report the end of another process."""
     try:
         return os.pidfd_open(process)
     except (AttributeError, OSError):
