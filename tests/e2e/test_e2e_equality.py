@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import random
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,13 @@ import pytest
 import redis
 import torch
 from logits_reference import ReferenceRow
+from mixed_requests import (
+    BLOCK_SIZE,
+    MAX_NUM_BATCHED_TOKENS,
+    NUM_REQUESTS,
+    SETTINGS,
+    mixed_prompts,
+)
 from pool_watch import PoolWatch
 from tiny_models import FAMILIES, VOCAB_SIZE, Reference, save_model
 from tiny_tokenizer import save_tokenizer
@@ -26,11 +32,7 @@ from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.stack import LocalStack
 from worker_svc.plan.logits_params import LogitsParams
 
-BLOCK_SIZE = 16
-# Fewer tokens than the longer prompts have: they can only be computed in chunks.
-MAX_NUM_BATCHED_TOKENS = 40
 NUM_TOKENS = 24
-NUM_REQUESTS = 32
 # Seeds of weights whose outputs vary on all the prompts.
 WEIGHTS = {"llama": 0, "qwen3": 0, "gemma2": 4, "gpt2": 3}
 
@@ -38,16 +40,6 @@ WEIGHTS = {"llama": 0, "qwen3": 0, "gemma2": 4, "gpt2": 3}
 TOLERANCE = 3e-4 if torch.cuda.is_available() else 1e-4
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SETTINGS = {
-    "QUIRE_WORKER_BLOCK_SIZE": str(BLOCK_SIZE),
-    "QUIRE_WORKER_MAX_NUM_SEQS": str(NUM_REQUESTS),
-    "QUIRE_WORKER_NUM_BLOCKS": "257",
-    "QUIRE_WORKER_DTYPE": "float32",
-    # Threads cost more than they bring to models this small.
-    "QUIRE_WORKER_THREADS": "1",
-    "QUIRE_SCHEDULER_MAX_NUM_BATCHED_TOKENS": str(MAX_NUM_BATCHED_TOKENS),
-    "QUIRE_SCHEDULER_CHECK_EVERY_STEP": "true",
-}
 
 
 class Family:
@@ -105,18 +97,6 @@ def family(
         assert PoolWatch(client).num_pools == 1
         assert PoolWatch(client).num_held == 0
         client.flushall()
-
-
-def mixed_prompts() -> list[list[int]]:
-    """Of mixed length, exact multiples of the block among them, half of them with one prefix."""
-    rng = random.Random(0)
-    prefix = [rng.randrange(1, VOCAB_SIZE) for _ in range(2 * BLOCK_SIZE)]
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70, 72]
-    fresh = [[rng.randrange(1, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-    tails = [[rng.randrange(1, VOCAB_SIZE) for _ in range(1 + length // 2)] for length in lengths]
-    prompts = fresh + [prefix + tail for tail in tails]
-    rng.shuffle(prompts)
-    return prompts
 
 
 async def test_greedy_output_equals_transformers(family: Family) -> None:

@@ -11,8 +11,7 @@ from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, Reference, save_model
 from worker_driver import Driver, LaneClient, Sequence, served_model
 
 _MODELS = FAMILIES | MIXTURES
-# The others run in `make test-slow`.
-_FAST = {"llama", "gpt_oss"}
+_TWO = ("gpt_oss", "llama")
 _NUM_TOKENS = 24
 _PROMPT_LENS = (1, 3, 4, 5, 8, 13, 16, 30)
 
@@ -25,8 +24,7 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [
-        *((name, 2) for name in sorted(_FAST)),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("gpt2", "qwen3")),
+        *((name, 2) for name in _TWO),
         pytest.param("mixtral", 4, marks=pytest.mark.slow),
     ],
 )
