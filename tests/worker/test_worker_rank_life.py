@@ -18,6 +18,7 @@ from tiny_models import llama, save_model
 from worker_driver import worker_settings
 from worker_processes import logged, worker_process
 
+from benchmarks.chaos.ranks import followers_of
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.runner.runner_loading import load_runner
@@ -97,6 +98,15 @@ async def test_a_lost_rank_is_a_lost_worker(
         assert words in await logged(ranks.worker, "a rank is lost")
         assert await ranks.worker.wait() == _RANK_LOST
         await ended(ranks.follower)
+
+
+@pytest.mark.slow
+async def test_a_rank_lost_while_loading_is_a_lost_worker(model: Path, tmp_path: Path) -> None:
+    async with worker_process(*flags_of(model, tmp_path)) as process:
+        await logged(process, '"loading"')
+        [follower] = followers_of(process.pid)
+        os.kill(follower, signal.SIGKILL)
+        assert await process.wait() == _RANK_LOST
 
 
 @pytest.mark.slow
