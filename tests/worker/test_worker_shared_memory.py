@@ -1,6 +1,7 @@
 """Exchanges of ranks that share memory: chosen where all can open it, and ended by the end of a
 rank's process."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -84,6 +85,15 @@ def test_all_ranks_use_gloo_if_one_cannot_open_the_memory(
 ) -> None:
     # As on a system without such memory, and on another host.
     monkeypatch.setattr(shared_memory, what, lambda *_: None)
+    assert shared_by(2) == [None, None]
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "ftruncate"])
+def test_memory_that_is_refused_is_not_used(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(what)
+
+    monkeypatch.setattr(os, what, refuse)
     assert shared_by(2) == [None, None]
 
 

@@ -55,11 +55,18 @@ def share_memory(rank: int, size: int, agree: Agree, timeout_s: float) -> Exchan
 
 def _create(num_bytes: int) -> int | None:
     """Memory without a name, which is gone with the last process that has it. None if there is no
-    such memory, as on macOS."""
+    such memory, as on macOS, or if this process may not have as much."""
     if not hasattr(os, "memfd_create"):
         return None
-    descriptor = os.memfd_create(_NAME)
-    os.ftruncate(descriptor, num_bytes)
+    descriptor = None
+    try:
+        descriptor = os.memfd_create(_NAME)
+        os.ftruncate(descriptor, num_bytes)
+    except OSError as error:
+        log.warning("no memory for exchanges between ranks", error=str(error))
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
     return descriptor
 
 
