@@ -10,6 +10,7 @@ from shard_models import logits_of, prepared
 from transformers import LlamaConfig
 
 from kernels.quantized import QuantizedWeight
+from worker_svc.model.loading import load_model
 from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
 from worker_svc.model.shards.narrowing import rules_of
 from worker_svc.model.shards.quantized_parts import parts_of_weights
@@ -46,6 +47,16 @@ def test_quantised_checkpoints_are_split(name: str, num_ranks: int, tmp_path: Pa
     # Products of these round their inputs, and each rank has other ones.
     exact = logits_of(prepared(model / "expected"))
     assert (found - exact).abs().max() < 2 * (expected - exact).abs().max()
+
+
+def test_each_rank_keeps_its_part_of_the_integers(tmp_path: Path) -> None:
+    model = str(write_checkpoint(FORMATS["w4a16-zeros"], tmp_path))
+
+    def num_kept(shard: Shard | None) -> int:
+        loaded = load_model(model, None, "auto", torch.device("cpu"), None, shard=shard)
+        return sum(source().values.numel() for source in loaded.quantized.values())
+
+    assert 2 * num_kept(Shard(1, 2)) == num_kept(None)
 
 
 def weight_of(num_outputs: int, num_inputs: int, group_size: int) -> QuantizedWeight:
