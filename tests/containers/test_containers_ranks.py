@@ -11,6 +11,7 @@ from container_waiting import until
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 
 _BRING_UP_S = 180
+_EXCHANGES = "exchanges between ranks"
 
 
 @pytest.fixture
@@ -36,6 +37,8 @@ async def test_streams_survive_the_loss_of_ranks(of_ranks: ComposeProject) -> No
     service = of_ranks
     await until(lambda: service.is_ready() and service.has_lanes(1), "the service", _BRING_UP_S)
     references = await asyncio.to_thread(make_references, service.target)
+    exchanges = [line for line in service.log("worker-ranks") if line["event"] == _EXCHANGES]
+    assert [line["by"] for line in exchanges] == ["shared memory"] * 2
     async with streaming(service.target, references) as streams:
         worker = service.the("worker-ranks")
 
