@@ -116,7 +116,16 @@ class WorkerSettings(ServiceSettings):
         "that torchrun has not; on a CPU only.",
     )
     pipeline_parallel_size: int = Field(
-        1, ge=1, description="Stages of layers; only 1 is supported."
+        1,
+        ge=1,
+        description="Stages of consecutive layers, each on a rank of its own, or on as many as "
+        "`--tensor-parallel-size`; on a CPU only.",
+    )
+    pipeline_layers: str | None = Field(
+        None,
+        pattern=r"^[1-9]\d*(,[1-9]\d*)*$",
+        description="Number of layers of each stage, separated by commas, such as 10,12,10; if "
+        "absent, stages have about equal weights, those of the head included.",
     )
     threads: int = Field(
         0,
@@ -253,6 +262,12 @@ class WorkerSettings(ServiceSettings):
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...] | None:
+        """None: as the model suggests."""
+        given = self.pipeline_layers
+        return None if given is None else tuple(map(int, given.split(",")))
 
     @field_validator("max_num_batched_tokens")
     @classmethod

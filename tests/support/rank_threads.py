@@ -20,12 +20,13 @@ def _raise(reason: str) -> None:
 class RankThreads:
     """Groups of all ranks, and a thread for each."""
 
-    def __init__(self, num_ranks: int, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, num_ranks: int, threads: ThreadPoolExecutor, num_stages: int) -> None:
         self._threads = threads
         store = HashStore()
         device = ProcessGroupGloo.create_device(hostname=_LOOPBACK)
         self.groups = [
-            RankGroup(store, rank, num_ranks, device, on_lost=_raise) for rank in range(num_ranks)
+            RankGroup(store, rank, num_ranks, device, on_lost=_raise, num_stages=num_stages)
+            for rank in range(num_ranks)
         ]
         self.run(lambda rank: self.groups[rank].connect())
 
@@ -35,6 +36,6 @@ class RankThreads:
 
 
 @contextmanager
-def rank_threads(num_ranks: int) -> Iterator[RankThreads]:
+def rank_threads(num_ranks: int, num_stages: int = 1) -> Iterator[RankThreads]:
     with ThreadPoolExecutor(num_ranks) as threads:
-        yield RankThreads(num_ranks, threads)
+        yield RankThreads(num_ranks, threads, num_stages)

@@ -64,7 +64,7 @@ async def served(
     loaded: LoadedRunner | None, on_device_lost: Callable[[], object] = lambda: None
 ) -> AsyncIterator[ServedWorker]:
     """Serve a loaded runner, or a worker whose model is not loaded yet, on a free port."""
-    thread = DeviceThread()
+    thread = DeviceThread(1 + (1 if loaded is None else loaded.identity.num_stages))
     servicer = WorkerServicer(thread, on_device_lost)
     if loaded is not None:
         servicer.serve(loaded)

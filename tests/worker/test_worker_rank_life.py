@@ -41,13 +41,14 @@ class Ranks:
     follower: int  # its process id
 
 
-def flags_of(model: Path, folder: Path) -> tuple[str, ...]:
-    return (f"--listen=unix:{folder}/worker.sock", f"--model={model}", "--num-blocks=50", _TWO)
+def flags_of(model: Path, folder: Path, *ranks: str) -> tuple[str, ...]:
+    listen = f"--listen=unix:{folder}/worker.sock"
+    return (listen, f"--model={model}", "--num-blocks=50", *(ranks or (_TWO,)))
 
 
 @asynccontextmanager
-async def two_ranks(model: Path, folder: Path) -> AsyncIterator[Ranks]:
-    async with worker_process(*flags_of(model, folder)) as process:
+async def two_ranks(model: Path, folder: Path, *ranks: str) -> AsyncIterator[Ranks]:
+    async with worker_process(*flags_of(model, folder, *ranks)) as process:
         ready = json.loads(await logged(process, "rank ready"))
         assert ready["rank"] == 1
         await logged(process, '"ready"')
@@ -110,6 +111,23 @@ async def test_a_rank_lost_while_loading_is_a_lost_worker(model: Path, tmp_path:
 
 
 @pytest.mark.slow
+async def test_a_lost_stage_is_a_lost_worker(model: Path, tmp_path: Path) -> None:
+    async with two_ranks(model, tmp_path, "--pipeline-parallel-size=2") as ranks:
+        os.kill(ranks.follower, signal.SIGKILL)
+        assert "has ended" in await logged(ranks.worker, "a rank is lost")
+        assert await ranks.worker.wait() == _RANK_LOST
+        await ended(ranks.follower)
+
+
+async def test_layers_that_are_not_the_models_stop_the_start(model: Path, tmp_path: Path) -> None:
+    flags = flags_of(model, tmp_path, "--pipeline-parallel-size=2", "--pipeline-layers=1,1")
+    async with worker_process(*flags) as process:
+        assert await process.wait() == 2
+        assert process.stderr is not None
+        assert b"1,1 is 2 layers, but the model has 3" in await process.stderr.read()
+
+
+@pytest.mark.slow
 async def test_ends_when_the_worker_is_killed(model: Path, tmp_path: Path) -> None:
     async with two_ranks(model, tmp_path) as ranks:
         ranks.worker.kill()
@@ -166,7 +184,6 @@ async def test_refuses_the_ranks_of_another_number(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"speculative_model": "other"}, "--speculative-model does not support"),
         ({"enable_torch_compile": True}, "--enable-torch-compile does not support"),
     ],
@@ -177,8 +194,9 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], words: s
         require_ranks(settings, torch.device("cpu"))
 
 
-def test_ranks_on_a_gpu_are_refused() -> None:
-    settings = worker_settings(Path("model"), tensor_parallel_size=2)
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_on_a_gpu_are_refused(name: str) -> None:
+    settings = worker_settings(Path("model"), **{name: 2})
     with pytest.raises(WrongSettingError, match="NCCL"):
         require_ranks(settings, torch.device("cuda"))
 

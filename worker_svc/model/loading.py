@@ -202,6 +202,12 @@ def _load_quantized(
     options: Mapping[str, Any],
     shard: Shard | None,
 ) -> tuple[Any, WeightSources]:
+    if shard is not None and shard.stage is not None:
+        raise WrongSettingError(
+            f"--pipeline-parallel-size: {shard.stage.count}, but weights that the checkpoint has "
+            "quantised cannot be divided into stages; leave it at 1, or use a checkpoint of 16 or "
+            "32 bits with --quantization"
+        )
     if stored["quant_method"] == GGUF:
         if shard is not None:
             raise WrongSettingError(

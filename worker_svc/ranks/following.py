@@ -43,7 +43,13 @@ def follow(settings: WorkerSettings) -> int:
     keep_to_own_cores(settings, place.rank)
     set_threads(settings)
     send_heartbeats(place.store(), place.rank)
-    group = RankGroup(place.store(), place.rank, place.size, place.interface())
+    group = RankGroup(
+        place.store(),
+        place.rank,
+        place.size,
+        place.interface(),
+        num_stages=settings.pipeline_parallel_size,
+    )
     try:
         follower = _load(settings, group)
         log.info("rank ready", process=os.getpid())

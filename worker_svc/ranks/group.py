@@ -1,5 +1,8 @@
 """Communication between the ranks of a worker: through shared memory where all are on one host, and
-by torch.distributed's Gloo backend."""
+by torch.distributed's Gloo backend.
+
+Ranks are numbered stage by stage: rank = stage * ranks of a stage + index in the stage.
+"""
 
 import json
 import os
@@ -21,7 +24,9 @@ from torch.distributed.distributed_c10d import (
 
 from kernels.exchange import SUM_DTYPES, Exchange
 from worker_svc.model.shards.shard import Shard
+from worker_svc.ranks.send_queue import SendQueue
 from worker_svc.ranks.shared_memory import share_memory
+from worker_svc.ranks.stage_links import StageLinks
 
 log = structlog.get_logger()
 
@@ -34,6 +39,10 @@ _MESSAGE_TAG: Final = 3
 _PASS_TIMEOUT: Final = timedelta(seconds=60)
 # For the next pass they wait as long as there is no request.
 _IDLE_TIMEOUT: Final = timedelta(days=365)
+# A stage waits for all of the pass of the one before it.
+_STAGE_TIMEOUT: Final = timedelta(minutes=10)
+# Messages that followers have not received yet: some for each pass, and block moves.
+_MOST_MESSAGES: Final = 32
 
 
 def end_process(reason: str) -> NoReturn:
@@ -53,9 +62,11 @@ class RankGroup:
         size: int,
         device: ProcessGroupGloo.Device | None = None,
         on_lost: Callable[[str], object] = end_process,
+        num_stages: int = 1,
     ) -> None:
         """`device` is the network interface, by default the one of the host's name or of
-        GLOO_SOCKET_IFNAME. `on_lost` is called with the reason when a call fails."""
+        GLOO_SOCKET_IFNAME. `on_lost` is called with the reason when a call fails. All stages have
+        as many ranks."""
         self.rank = rank
         self.size = size
         self.store = store
@@ -69,6 +80,11 @@ class RankGroup:
         self._sum = AllreduceOptions()
         self._smallest = AllreduceOptions()
         self._smallest.reduceOp = ReduceOp(ReduceOp.MIN)
+        self.num_stages = num_stages
+        # The ranks that have parts of the same layers, as a group.
+        self.of_stage = self if num_stages == 1 else self._of_stage()
+        self.links: StageLinks | None = None  # once connected, if there are several stages
+        self._sent_messages = SendQueue(_MOST_MESSAGES)
 
     def connect(self) -> None:
         """Wait until all ranks are here. Before, a rank can only `exchange`, for which the store
@@ -77,11 +93,31 @@ class RankGroup:
         place = (self.rank, self.size)
         with self._reporting():
             self._passes = _connect(self.store, "passes", *place, _PASS_TIMEOUT, self._device)
-            self.shared = share_memory(*place, self.exchange, _PASS_TIMEOUT.total_seconds())
+            if self.num_stages == 1:
+                self.shared = share_memory(*place, self.exchange, _PASS_TIMEOUT.total_seconds())
             if self.shared is None:
                 self._messages = _connect(
                     self.store, "messages", *place, _IDLE_TIMEOUT, self._device
                 )
+        if self.num_stages > 1:
+            self._connect_stages()
+
+    def _connect_stages(self) -> None:
+        if self.of_stage.size > 1:
+            self.of_stage.connect()
+        place = (self.rank, self.size)
+        with self._reporting():
+            links = _connect(self.store, "stages", *place, _STAGE_TIMEOUT, self._device)
+        self.links = StageLinks(links, *place, self.num_stages, self._reporting)
+
+    def _of_stage(self) -> "RankGroup":
+        width = self.size // self.num_stages
+        own_keys = PrefixStore(f"stage {self.stage}", self.store)
+        return RankGroup(own_keys, self.rank % width, width, self._device, self._on_lost)
+
+    @property
+    def stage(self) -> int:
+        return self.rank * self.num_stages // self.size
 
     @property
     def is_first(self) -> bool:
@@ -89,7 +125,7 @@ class RankGroup:
 
     @property
     def shard(self) -> Shard:
-        return Shard(self.rank, self.size)
+        return Shard(self.of_stage.rank, self.of_stage.size)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors, bitwise equal on all of them; `part` may be overwritten.
@@ -173,13 +209,24 @@ class RankGroup:
                 return
             if self.is_first:
                 others = range(1, self.size)
+                if self.num_stages > 1:
+                    # The ranks of later stages are busy with earlier passes.
+                    parts = [part.clone() for part in parts]
                 works = [
                     messages.send([one], rank, _MESSAGE_TAG) for one in parts for rank in others
                 ]
+                if self.num_stages > 1:
+                    self._sent_messages.add(works, parts)
+                    return
             else:
                 works = [messages.recv([one], 0, _MESSAGE_TAG) for one in parts]
             for work in works:
                 work.wait()
+
+    def flush(self) -> None:
+        """Wait until all messages are received."""
+        with self._reporting():
+            self._sent_messages.flush()
 
     def exchange(self, name: str, own: Any) -> list[Any]:
         """What each rank gives, a value of JSON, by rank. Under one name once."""

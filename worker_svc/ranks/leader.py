@@ -1,6 +1,7 @@
 """Rank 0's side of forward passes: sends the inputs of each pass before it runs it."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 from worker_svc.cache.kv_pool import AttentionSpecs
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import AttentionFunction, BatchStates, ServedModel
+from worker_svc.model.stages.staged_model import StagedModel
 from worker_svc.plan.plans import BlockMoves
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.messages import Kind, Messages
@@ -22,6 +24,10 @@ class Leader:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._messages = Messages(group.broadcast)
+
+    @property
+    def has_stages(self) -> bool:
+        return self._group.num_stages > 1
 
     def send_moves(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         moves = (swap_outs, swap_ins, copies)
@@ -44,6 +50,7 @@ class Leader:
 
     def stop(self) -> None:
         self._messages.send(Kind.STOP)
+        self._group.flush()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -87,6 +94,17 @@ class LeadingModel:
         leader.send_pass(Kind.LOGITS, self._attention, input_ids, positions, logits_indices)
         with leader.in_step():
             return self._model.logits(input_ids, positions, logits_indices, out)
+
+    def begin_logits(
+        self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor
+    ) -> Future[Tensor]:
+        """As `logits`, which follow when all stages have run. TypeError unless there are stages."""
+        leader, model = self._leader, self._model
+        if not isinstance(model, StagedModel):
+            raise TypeError("only a model of several stages runs passes side by side")
+        leader.send_pass(Kind.LOGITS, self._attention, input_ids, positions, logits_indices)
+        with leader.in_step():
+            return model.begin_logits(input_ids, positions, logits_indices)
 
     def final_states(self, input_ids: Tensor, positions: Tensor) -> "LeadingStates":
         leader, none = self._leader, positions[:0]

@@ -12,17 +12,14 @@ _PIPELINE: Final = "--pipeline-parallel-size / QUIRE_WORKER_PIPELINE_PARALLEL_SI
 
 def require_ranks(settings: WorkerSettings, device: torch.device) -> None:
     """WrongSettingError if the worker cannot have the ranks that the settings ask for."""
-    if settings.pipeline_parallel_size > 1:
-        raise WrongSettingError(
-            f"{_PIPELINE}: {settings.pipeline_parallel_size}, but stages are not supported; "
-            "leave it at 1"
-        )
-    size = settings.tensor_parallel_size
-    if size == 1:
+    if settings.num_ranks == 1:
         return
+    size, name = settings.tensor_parallel_size, _TENSOR
+    if size == 1:
+        size, name = settings.pipeline_parallel_size, _PIPELINE
     if device.type != "cpu":
         raise WrongSettingError(
-            f"{_TENSOR}: {size}, but ranks on GPUs (NCCL) are not supported; set --device=cpu or "
+            f"{name}: {size}, but ranks on GPUs (NCCL) are not supported; set --device=cpu or "
             "leave it at 1, with a worker per GPU"
         )
     excluded = {
@@ -31,6 +28,4 @@ def require_ranks(settings: WorkerSettings, device: torch.device) -> None:
     }
     for flag, is_set in excluded.items():
         if is_set:
-            raise WrongSettingError(
-                f"{_TENSOR}: {size}, which {flag} does not support; leave one out"
-            )
+            raise WrongSettingError(f"{name}: {size}, which {flag} does not support; leave one out")

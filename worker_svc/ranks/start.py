@@ -49,15 +49,19 @@ def start_ranks(settings: WorkerSettings) -> LeadingRanks:
     if place is not None:
         if place.rank != 0:
             raise WrongSettingError(f"RANK is {place.rank}, but rank 0 has to be the worker")
-        return _lead(place, place.store(is_server=True), None)
+        return _lead(settings, place, place.store(is_server=True), None)
     unbound = Place(0, settings.num_ranks, LOOPBACK, 0)
     store = unbound.store(is_server=True)
     place = Place(0, settings.num_ranks, LOOPBACK, store.port)
     processes = FollowerProcesses(settings, place.size, place.port, end_process)
-    return _lead(place, store, processes)
+    return _lead(settings, place, store, processes)
 
 
-def _lead(place: Place, store: Store, processes: FollowerProcesses | None) -> LeadingRanks:
-    group = RankGroup(store, 0, place.size, place.interface())
+def _lead(
+    settings: WorkerSettings, place: Place, store: Store, processes: FollowerProcesses | None
+) -> LeadingRanks:
+    group = RankGroup(
+        store, 0, place.size, place.interface(), num_stages=settings.pipeline_parallel_size
+    )
     monitor = HeartbeatMonitor(place.store(), place.size, end_process)
     return LeadingRanks(group, Leader(group), store, monitor, processes)

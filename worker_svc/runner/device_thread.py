@@ -17,6 +17,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 # Launched steps at once: one that runs, and one queued behind it so that the device never idles.
+# With several stages one runs in each.
 MAX_IN_FLIGHT: Final = 2
 # Delay until the end of a step is noticed while no calls arrive.
 _POLL_S = 0.0001
@@ -37,7 +38,8 @@ class DeviceThread:
     thread does not keep the process alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+        self._max_in_flight = max_in_flight
         self._stopped = False
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._launched: deque[tuple[Future[Any], PendingOutput[Any]]] = deque()
@@ -110,7 +112,7 @@ class DeviceThread:
     def _next(self) -> _Call | None:
         """The next call. Completes launched work while it waits."""
         while self._launched:
-            if len(self._launched) < MAX_IN_FLIGHT:
+            if len(self._launched) < self._max_in_flight:
                 try:
                     return self._calls.get_nowait()
                 except Empty:

@@ -4,7 +4,7 @@ is needed: transformers takes seconds to import."""
 import gc
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -28,9 +28,11 @@ from worker_svc.model.quantized.packing import (
 )
 from worker_svc.model.quantized.sources import rounded_weights
 from worker_svc.model.served_model import ServedModel
-from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.sharded_model import ShardedModel
 from worker_svc.model.shards.sums import sum_over_ranks
+from worker_svc.model.stages.joining import join_stage
+from worker_svc.model.stages.stage import Stage
+from worker_svc.model.stages.staged_model import StagedModel
 from worker_svc.model.weight_packing import pack
 from worker_svc.model.weight_readers import has_finite_logits, probe_weights
 from worker_svc.packed.capture import packed_network
@@ -63,8 +65,7 @@ def prepare_model(
         # Progress bars would garble the log.
         disable_progress_bars()
         disable_progress_bar()
-    shard = None if ranks is None else ranks.shard
-    model = _load_model(settings, device, progress, shard)
+    model = _load_model(settings, device, progress, ranks)
     implementation = _implementation(model, settings.kv_cache_dtype, settings.kernels, progress)
     if settings.enable_torch_compile:
         _check_compiling(model, settings, implementation)
@@ -81,13 +82,28 @@ def prepare_model(
         log.warning("packed weights give logits that are not finite: the model keeps its own")
         del model
         gc.collect()  # Parts of the model refer to each other.
-        model = _load_model(settings, device, progress, shard)
+        model = _load_model(settings, device, progress, ranks)
         replaced = _quantize(model, settings.quantization, Implementation.TORCH, progress)
     log.info("kernels", implementation=implementation, **replaced)
     if ranks is None:
         return PreparedModel(model, implementation, flash, packed_network(model))
-    sum_over_ranks(model.network, ranks)
-    return PreparedModel(ShardedModel(model, ranks), implementation, flash, None)
+    return PreparedModel(_joined(model, ranks, settings), implementation, flash, None)
+
+
+def _joined(model: LoadedModel, ranks: RankGroup, settings: WorkerSettings) -> ServedModel:
+    """The part of this process with what it gets from the other ranks."""
+    if ranks.of_stage.size > 1:
+        sum_over_ranks(model.network, ranks.of_stage)
+    stage = _stage(ranks, settings)
+    if stage is None:
+        return ShardedModel(model, ranks)
+    return StagedModel(model, stage, join_stage(model.network, stage), ranks)
+
+
+def _stage(ranks: RankGroup, settings: WorkerSettings) -> Stage | None:
+    if ranks.num_stages == 1:
+        return None
+    return Stage(ranks.stage, ranks.num_stages, settings.layers_of_stages)
 
 
 def _check_compiling(
@@ -108,7 +124,7 @@ def _check_compiling(
 
 
 def _load_model(
-    settings: WorkerSettings, device: torch.device, progress: LoadProgress, shard: Shard | None
+    settings: WorkerSettings, device: torch.device, progress: LoadProgress, ranks: RankGroup | None
 ) -> LoadedModel:
     assert settings.model is not None
     return load_model(
@@ -120,7 +136,7 @@ def _load_model(
         progress,
         settings.quantization,
         settings.int8_activations,
-        shard,
+        None if ranks is None else replace(ranks.shard, stage=_stage(ranks, settings)),
     )
 
 

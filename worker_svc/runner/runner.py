@@ -1,6 +1,9 @@
 """Runs plans synchronously: tables, inputs, forward pass, sampling."""
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +34,28 @@ from worker_svc.speculation.verification import VerifiedTokens, sample_and_verif
 
 _NO_ROWS: Final[Ints] = np.empty(0, np.int64)
 
+# Called with ids, positions and the indices of the tokens whose logits are needed.
+BeginLogits = Callable[[Tensor, Tensor, Tensor], Future[Tensor]]
+
+
+@dataclass(frozen=True)
+class BegunStep:
+    """A step whose forward pass has begun."""
+
+    plan: Plan
+    rows: Ints  # that sample
+    lines: DraftLines | None
+    # Float32 `[num_sampling, vocab_size]`, or of `lines`; None for a step without tokens.
+    logits: Future[Tensor] | None
+    prompt: PromptLogprobs | None
+    failures: dict[int, RowFailure]
+    started_ns: int
+    prepared_ns: int
+
+    @property
+    def has_logits(self) -> bool:
+        return self.logits is None or self.logits.done()
+
 
 class Runner:
     """One model with its pool and tables. Not thread-safe: one thread runs all steps."""
@@ -44,10 +69,12 @@ class Runner:
         processors: LogitsPipeline,
         implementation: Implementation | None = None,
         drafter: Drafter | None = None,
+        begin_logits: BeginLogits | None = None,
     ) -> None:
         """`implementation` is that of the sampler; the default is the best one available. Without
-        a drafter nothing is speculated."""
+        a drafter nothing is speculated. `begin_logits` is that of a model of several stages."""
         self._model = model
+        self._begin_logits = begin_logits or self._logits_at_once
         self._pool = pool
         self._attention = attention
         self._tables = tables
@@ -65,11 +92,15 @@ class Runner:
         the forward pass: both release the interpreter."""
         return ReadyOutput(self.run(plan, before_blocking))
 
-    @torch.inference_mode()
     def run(self, plan: Plan, before_blocking: Callback = no_op) -> StepOutput:
         """Run one plan. An error leaves rows undefined until `clear`; the pool stays usable."""
+        return self.end(self.begin(plan, before_blocking))
+
+    @torch.inference_mode()
+    def begin(self, plan: Plan, before_blocking: Callback = no_op) -> BegunStep:
+        """Apply a plan and begin its forward pass. Before a step has ended, others may begin that
+        neither run nor change its rows."""
         started_ns = time.monotonic_ns()
-        idle_since_ns = self._idle_since_ns
         self._apply(plan, before_blocking)
         rows, counts, failures = self._tables.runnable(plan)
         inputs, lines = self._prepare(plan, rows, counts)
@@ -77,25 +108,27 @@ class Runner:
         logits, prompt = self._forward(inputs, lines, rows, before_blocking)
         if prompt is not None:
             self._fail(dict.fromkeys(prompt.failing_rows, NO_TOKEN), failures)
+        sampling = rows[inputs.sampling_mask]
+        return BegunStep(plan, sampling, lines, logits, prompt, failures, started_ns, prepared_ns)
+
+    @torch.inference_mode()
+    def end(self, begun: BegunStep) -> StepOutput:
+        """Wait for the logits, and sample. Steps end in the order in which they began."""
+        plan, lines, failures = begun.plan, begun.lines, begun.failures
+        logits = None if begun.logits is None else begun.logits.result()
         forwarded_ns = time.monotonic_ns()
-        sampled = self._sample(plan, logits, lines, rows[inputs.sampling_mask], failures)
+        sampled = self._sample(plan, logits, lines, begun.rows, failures)
         jumps = self._jump(plan, sampled)
         ended_ns = time.monotonic_ns()
-        self._idle_since_ns = ended_ns
+        idle_since_ns, self._idle_since_ns = self._idle_since_ns, ended_ns
         self.last_finished_step = plan.step
         output = StepOutput(
             sampled_rows=sampled.sampled_rows,
             sampled_token_ids=sampled.sampled_token_ids,
-            times=StepTimes(
-                waiting_ns=started_ns - idle_since_ns,
-                preparing_ns=prepared_ns - started_ns,
-                forward_ns=forwarded_ns - prepared_ns,
-                sampling_ns=ended_ns - forwarded_ns,
-                starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
-            ),
+            times=_times(begun, idle_since_ns, forwarded_ns, ended_ns),
             logprobs=sampled.logprobs,
             failures=failures,
-            prompt_logprobs=prompt,
+            prompt_logprobs=begun.prompt,
             num_draft_tokens=[] if lines is None else by_position(lines.num_drafts),
             num_accepted_tokens=by_position(sampled.num_accepted),
         )
@@ -132,9 +165,9 @@ class Runner:
 
     def _forward(
         self, inputs: StepInputs, lines: DraftLines | None, rows: Ints, before_blocking: Callback
-    ) -> tuple[Tensor | None, PromptLogprobs | None]:
+    ) -> tuple[Future[Tensor] | None, PromptLogprobs | None]:
         """Logits of the rows that sample, float32 `[num_sampling, vocab_size]`, or of `lines`, and
-        the log-probabilities of prompt tokens, where rows request them."""
+        the log-probabilities of prompt tokens, where rows request them. For these it waits."""
         if not inputs.num_tokens:
             return None, None
         batch = PagedBatch(
@@ -157,15 +190,18 @@ class Runner:
         before_blocking()
         prompt = None
         if targets is None:
-            logits = self._model.logits(ids, positions, indices)
+            logits = self._begin_logits(ids, positions, indices)
         else:
             final = self._model.final_states(ids, positions)
             prompt = self._prompt_logprobs(final, targets)
-            logits = final.logits(indices)
+            logits = _known(final.logits(indices))
         self._tables.advance(rows, inputs.seq_lens)
         if lines is not None:
             self._tables.hold_back(rows[inputs.sampling_mask], lines.num_drafts)
         return logits, prompt
+
+    def _logits_at_once(self, ids: Tensor, positions: Tensor, indices: Tensor) -> Future[Tensor]:
+        return _known(self._model.logits(ids, positions, indices))
 
     def _prompt_logprobs(self, final: BatchStates, targets: PromptTargets) -> PromptLogprobs:
         entries = prompt_logprobs(
@@ -227,3 +263,21 @@ class Runner:
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._is_on_host else tensor.to(self._device)
+
+
+def _known(logits: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(logits)
+    return future
+
+
+def _times(begun: BegunStep, idle_since_ns: int, forwarded_ns: int, ended_ns: int) -> StepTimes:
+    """`idle_since_ns` is the end of the step before; if this one began earlier, its pass counts
+    from there on."""
+    return StepTimes(
+        waiting_ns=max(0, begun.started_ns - idle_since_ns),
+        preparing_ns=begun.prepared_ns - begun.started_ns,
+        forward_ns=max(0, forwarded_ns - max(begun.prepared_ns, idle_since_ns)),
+        sampling_ns=ended_ns - forwarded_ns,
+        starting_ns=max(0, begun.started_ns - max(idle_since_ns, begun.plan.arrived_ns)),
+    )

@@ -113,8 +113,10 @@ def _load(
         pool = KvPool(cache.layers, cache.size, settings.block_size, device, before_moves)
         grammars = reading.result()
     attention = _set_attention(settings, source, cache, pool)
+    begin_logits = None
     if ranks is not None:
-        model = LeadingModel(model, attention, ranks.leader)
+        model = leading = LeadingModel(model, attention, ranks.leader)
+        begin_logits = leading.begin_logits if ranks.leader.has_stages else None
     keep_freed_memory()
     tables = RowTables(
         max_num_seqs=settings.max_num_seqs,
@@ -134,6 +136,7 @@ def _load(
         grammars=grammars,
         own_processors=own_processors,
         drafter=make_drafter(settings, draft, pool, tables, implementation),
+        begin_logits=begin_logits,
     )
     identity = _identity(model, settings, pool)
     source.is_ready()
@@ -201,4 +204,5 @@ def _identity(model: ServedModel, settings: WorkerSettings, pool: KvPool) -> Ide
         max_model_len=model.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_speculative_tokens=settings.num_speculative_tokens,
+        num_stages=settings.pipeline_parallel_size,
     )

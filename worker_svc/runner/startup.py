@@ -31,7 +31,8 @@ from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
 from worker_svc.plan.tables import RowTables
-from worker_svc.runner.runner import Runner
+from worker_svc.runner.runner import BeginLogits, Runner
+from worker_svc.runner.staged_runner import StagedRunner
 from worker_svc.runner.step_runner import StepRunner
 from worker_svc.speculation.drafter import Drafter
 
@@ -52,13 +53,18 @@ def start_runner(
     grammars: GrammarCompiler | None = None,
     own_processors: Mapping[str, ProcessorFactory] | None = None,
     drafter: Drafter | None = None,
+    begin_logits: BeginLogits | None = None,
 ) -> StepRunner:
     """A runner that is ready for the first plan. `enforce_eager`: without CUDA graphs. Without
-    `grammars`, rows that follow one fail. A GPU's runner does not speculate."""
+    `grammars`, rows that follow one fail. A GPU's runner does not speculate. `begin_logits` is that
+    of a model of several stages."""
     if model.device.type != "cuda":
         context = _context(model, tables, implementation, _copy, grammars)
         processors = make_pipeline(context, own_processors)
-        return Runner(model, pool, attention, tables, processors, implementation, drafter)
+        runner = Runner(
+            model, pool, attention, tables, processors, implementation, drafter, begin_logits
+        )
+        return runner if begin_logits is None else StagedRunner(runner)
     return start_pipelined(
         model,
         pool,

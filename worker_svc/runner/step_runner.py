@@ -89,6 +89,7 @@ class Identity:
     max_model_len: int
     max_num_batched_tokens: int
     num_speculative_tokens: int = 0  # the most drafts of a row in a step
+    num_stages: int = 1  # that run passes of different rows side by side
 
 
 @dataclass(frozen=True)

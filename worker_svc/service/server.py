@@ -58,7 +58,7 @@ async def run(settings: WorkerSettings, load_runner: RunnerLoader) -> None:
     signals = Signals()
     signals.install()
     health = Health([_MODEL_CHECK], [_SERVICE])
-    thread = DeviceThread()
+    thread = DeviceThread(settings.pipeline_parallel_size + 1)
     # The supervisor starts a new process with a new device context.
     servicer = WorkerServicer(thread, on_device_lost=partial(os._exit, _DEVICE_LOST))
     server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))

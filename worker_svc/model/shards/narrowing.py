@@ -32,8 +32,9 @@ def rules_of(config: Any) -> splits.Rules:
     if config.get_text_config() is config and _is_dense(plan):
         return splits.DENSE
     raise WrongSettingError(
-        f"{_SETTING}: no split is known of models of type {kind}, but of Llama, Qwen3, Gemma 2, "
-        "GPT-2, Mixtral, gpt-oss and models with the plan of Llama; leave it at 1"
+        "--tensor-parallel-size, --pipeline-parallel-size: no split is known of models of type "
+        f"{kind}, but of Llama, Qwen3, Gemma 2, GPT-2, Mixtral, gpt-oss and models with the plan "
+        "of Llama; leave both at 1"
     )
 
 

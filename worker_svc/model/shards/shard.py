@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
+from worker_svc.model.stages.stage import Stage
+
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` equal parts of a model."""
+    """One of `count` equal parts of a model, or of a stage of it."""
 
     index: int
     count: int
+    stage: Stage | None = None  # None: all layers
 
     @property
     def is_first(self) -> bool:

@@ -1,0 +1,95 @@
+"""The runner of rank 0 and its followers, in one process."""
+
+from typing import Final
+
+import torch
+from worker_driver import BLOCK_SIZE, Sampling, Sequence, admit, schedule
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.cache.kv_pool import KvPool
+from worker_svc.cache.pool_size import PoolSize
+from worker_svc.model.paged_attention import PagedAttention
+from worker_svc.plan.plans import StepOutput, plan_from_proto
+from worker_svc.plan.tables import RowTables
+from worker_svc.ranks.follower import Follower
+from worker_svc.ranks.group import RankGroup
+from worker_svc.ranks.leader import Leader, LeadingModel
+from worker_svc.runner.model_preparation import PreparedModel
+from worker_svc.runner.startup import start_runner
+from worker_svc.runner.step_runner import StepRunner
+from worker_svc.speculation.prompt_lookup import PromptLookup
+
+SIZE: Final = PoolSize(20, 8)
+_CPU: Final = torch.device("cpu")
+_PROMPT: Final = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
+_SEED: Final = 3
+
+
+def runner_of(one: PreparedModel, leader: Leader | None, *, drafts: int = 0) -> StepRunner:
+    moves = None if leader is None else leader.send_moves
+    pool = KvPool(one.model.layers, SIZE, BLOCK_SIZE, _CPU, moves)
+    attention = PagedAttention(pool.layers, one.implementation)
+    one.model.set_attention(attention)
+    model, begin_logits = one.model, None
+    if leader is not None:
+        model = leading = LeadingModel(one.model, attention, leader)
+        begin_logits = leading.begin_logits if leader.has_stages else None
+    tables = RowTables(
+        max_num_seqs=4,
+        max_model_len=model.max_model_len,
+        block_size=BLOCK_SIZE,
+        num_blocks=SIZE.num_blocks,
+        max_num_batched_tokens=64,
+    )
+    drafter = PromptLookup(drafts, tables, one.implementation) if drafts else None
+    return start_runner(
+        model,
+        pool,
+        attention,
+        tables,
+        one.implementation,
+        enforce_eager=True,
+        drafter=drafter,
+        begin_logits=begin_logits,
+    )
+
+
+def follower_of(one: PreparedModel, group: RankGroup) -> Follower:
+    pool = KvPool(one.model.layers, SIZE, BLOCK_SIZE, _CPU)
+    attention = PagedAttention(pool.layers, one.implementation)
+    one.model.set_attention(attention)
+    return Follower(one.model, pool, attention, group)
+
+
+def outputs_of(runner: StepRunner) -> list[StepOutput]:
+    """A prompt, a fork that copies its last block, a row that is swapped out and in again."""
+    outputs: list[StepOutput] = []
+
+    def run(plan: worker_pb2.BatchPlan) -> int:
+        plan.step = len(outputs) + 1
+        outputs.append(runner.launch(plan_from_proto(plan)).output())
+        return outputs[-1].sampled_token_ids[-1] if outputs[-1].sampled_token_ids else -1
+
+    def admitted(
+        row: int, tokens: list[int], num_computed: int, blocks: list[int], num_prompt: int = 0
+    ) -> worker_pb2.BatchPlan:
+        sampling = Sampling(1.0, seed=_SEED + row, num_prompt_logprobs=num_prompt)
+        plan = worker_pb2.BatchPlan()
+        admit(plan, Sequence(row, tokens, len(_PROMPT), num_computed, blocks, sampling))
+        schedule(plan, row, len(tokens) - num_computed)
+        return plan
+
+    run(admitted(0, _PROMPT, 0, [1, 2, 3], num_prompt=3))
+    fork = admitted(1, _PROMPT, len(_PROMPT) - 1, [1, 2, 4])
+    fork.copies.sources.append(3)
+    fork.copies.destinations.append(4)
+    token = run(fork)
+    swap = worker_pb2.BatchPlan(released_rows=[0, 1])
+    swap.swap_outs.sources.extend([1, 2, 4])
+    swap.swap_outs.destinations.extend([5, 6, 7])
+    run(swap)
+    back = admitted(2, [*_PROMPT, token], len(_PROMPT), [9, 8, 7])
+    back.swap_ins.sources.extend([5, 6, 7])
+    back.swap_ins.destinations.extend([9, 8, 7])
+    run(back)
+    return outputs

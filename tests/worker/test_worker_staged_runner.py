@@ -1,0 +1,165 @@
+"""Plans of different rows side by side, in a pipeline of stages whose ranks are threads here."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runners import follower_of, outputs_of, runner_of
+from rank_threads import rank_threads
+from shard_models import prepared
+from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, llama, save_model
+from worker_driver import Sampling, Sequence, admit, append, schedule
+
+from quire.internal.v1 import worker_pb2
+from worker_svc.plan.plans import plan_from_proto
+from worker_svc.ranks.leader import Leader
+from worker_svc.runner.staged_runner import StagedRunner
+from worker_svc.runner.step_runner import StepRunner
+
+# The others run in `make test-slow`.
+_FAST = ("llama", "gpt_oss")
+_PROMPT = [5, 17, 99, 3, 42, 8, 150]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(llama(), tmp_path_factory.mktemp("llama"))
+
+
+@contextmanager
+def staged(model: Path, num_ranks: int = 2, drafts: int = 0) -> Iterator[StepRunner]:
+    """The runner of rank 0 of two stages."""
+    with rank_threads(num_ranks, 2) as ranks, ThreadPoolExecutor(num_ranks) as threads:
+        first, *others = (prepared(model, group) for group in ranks.groups)
+        following = [
+            threads.submit(follower_of(one, group).run)
+            for one, group in zip(others, ranks.groups[1:], strict=True)
+        ]
+        leader = Leader(ranks.groups[0])
+        yield runner_of(first, leader, drafts=drafts)
+        leader.stop()
+        for one in following:
+            one.result(timeout=10)
+
+
+class Rows:
+    """Two rows that decode, each with a plan of its own."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def plan(self, row: int, *, is_new: bool = False) -> Any:
+        self.step += 1
+        plan = worker_pb2.BatchPlan(step=self.step)
+        if is_new:
+            blocks = list(range(1 + row * 9, 10 + row * 9))
+            admit(plan, Sequence(row, [*_PROMPT, row], 8, 0, blocks, Sampling(1.0, seed=row)))
+        schedule(plan, row, 8 if is_new else 1)
+        return plan_from_proto(plan)
+
+
+def alternating(runner: StepRunner, num_tokens: int) -> list[list[int]]:
+    """The tokens of two rows. The plan of one is launched before the result of the other is
+    read."""
+    rows = Rows()
+    tokens: list[list[int]] = [[], []]
+    launched = [runner.launch(rows.plan(row, is_new=True)) for row in (0, 1)]
+    for _ in range(num_tokens):
+        for row in (0, 1):
+            tokens[row] += launched[row].output().sampled_token_ids
+            launched[row] = runner.launch(rows.plan(row))
+    for one in launched:
+        one.output()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in _FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*FAMILIES, *MIXTURES)
+    ],
+)
+def test_rows_in_different_plans_get_their_tokens(tmp_path: Path, name: str) -> None:
+    model = save_model((FAMILIES | MIXTURES)[name](), tmp_path)
+    expected = alternating(runner_of(prepared(model), None), 24)
+    for num_ranks in (2, 4):
+        with staged(model, num_ranks) as runner:
+            assert isinstance(runner, StagedRunner)
+            assert alternating(runner, 24) == expected
+
+
+def test_a_step_begins_before_the_one_before_has_ended(model: Path) -> None:
+    with staged(model) as runner:
+        rows = Rows()
+        first = runner.launch(rows.plan(0, is_new=True))
+        second = runner.launch(rows.plan(1, is_new=True))
+        assert runner.last_finished_step == 0
+        first.output()
+        assert runner.last_finished_step == 1
+        second.output()
+        assert runner.last_finished_step == 2
+
+
+def test_a_plan_waits_for_the_steps_of_its_rows(model: Path) -> None:
+    """Such plans come when a row is preempted."""
+
+    def tokens(runner: StepRunner) -> list[list[int]]:
+        rows = Rows()
+        plans = [rows.plan(0, is_new=True), rows.plan(1, is_new=True)]
+        plans += [rows.plan(row) for row in (0, 0, 1)]
+        released = worker_pb2.BatchPlan(step=6, released_rows=[0])
+        admit(released, Sequence(0, [3, 4, 5], 3, 0, [19], Sampling(1.0, seed=9)))
+        schedule(released, 0, 3)
+        plans.append(plan_from_proto(released))
+        appended = worker_pb2.BatchPlan(step=7)
+        append(appended, 1, [9])
+        schedule(appended, 1, 1)
+        plans.append(plan_from_proto(appended))
+        launched = [runner.launch(plan) for plan in plans]
+        return [one.output().sampled_token_ids for one in launched]
+
+    expected = tokens(runner_of(prepared(model), None))
+    with staged(model) as runner:
+        assert tokens(runner) == expected
+
+
+def test_a_clear_drops_what_runs(model: Path) -> None:
+    expected = alternating(runner_of(prepared(model), None), 3)
+    with staged(model) as runner:
+        rows = Rows()
+        runner.launch(rows.plan(0, is_new=True))
+        runner.launch(rows.plan(1, is_new=True))
+        runner.clear()
+        assert alternating(runner, 3) == expected
+
+
+def test_stages_move_blocks_and_compute_prompt_logprobs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Slices of three tokens.
+    monkeypatch.setattr("worker_svc.runner.prompt_slices._SLICE_BYTES", 3 * 4 * VOCAB_SIZE)
+    expected = outputs_of(runner_of(prepared(model), None))
+    with staged(model, 4) as runner:
+        found = outputs_of(runner)
+    for one, other in zip(found, expected, strict=True):
+        assert one.sampled_token_ids == other.sampled_token_ids
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    first, reference = found[0].prompt_logprobs, expected[0].prompt_logprobs
+    assert first is not None
+    assert reference is not None
+    ids = [np.frombuffer(x.packed, "<u4").reshape(-1, 3)[:, 0] for x in (first, reference)]
+    assert (ids[0] == ids[1]).all()
+
+
+def test_a_step_that_samples_nothing_ends_when_all_stages_have_run(model: Path) -> None:
+    with staged(model) as runner:
+        plan = worker_pb2.BatchPlan(step=1)
+        admit(plan, Sequence(0, list(_PROMPT), len(_PROMPT), 0, [1, 2]))
+        schedule(plan, 0, 3)
+        output = runner.launch(plan_from_proto(plan)).output()
+        assert output.sampled_rows == []
