@@ -91,7 +91,12 @@ class SchedulerSettings(ServiceSettings):
     num_lookahead_slots: int = Field(
         0, ge=0, description="Slots kept free for each decoding sequence beyond its next token."
     )
-    pipeline_depth: int = Field(2, ge=1, le=8, description="Maximum plans in flight per worker.")
+    pipeline_depth: int = Field(
+        2,
+        ge=1,
+        le=8,
+        description="Maximum plans in flight per worker; one with more stages has one for each.",
+    )
     multi_step_s: float = Field(
         0.1,
         ge=0,

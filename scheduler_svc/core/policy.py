@@ -6,6 +6,8 @@ by recomputation and by swapping (vLLM, SOSP 2023). Two policies:
 chunked        decodes, forks, partial prefills, swapped groups, new prompts: all in one step
 prefill_first  prompts while any are left to compute, else decodes, forks and swapped groups
 
+On a worker with several stages a step has a part of the decodes that are not in flight.
+
 Sequences of each kind are scheduled in order of (priority, arrival, choice), up to the first that
 does not fit. A prompt gets all its blocks at its admission, so only decodes need more later.
 """
@@ -13,6 +15,7 @@ does not fit. A prompt gets all its blocks at its admission, so only decodes nee
 from typing import Generic
 
 from scheduler_svc.core.block_fit import blocks_for, fit
+from scheduler_svc.core.micro_batches import micro_batch, not_in_flight
 from scheduler_svc.core.preemption import choose_victims
 from scheduler_svc.core.view import (
     Admitted,
@@ -74,15 +77,19 @@ class _Step(Generic[SeqT]):
         self._prefills: list[SeqT] = []
         # Prefills without all their blocks: beams that did not run after a fork.
         self._starving: list[SeqT] = []
-        for row in view.running:
+        for row in not_in_flight(view):
             if (remaining := row.num_tokens - row.num_computed_tokens) == 1:
                 self._decodes.append(row)
             elif row.is_beam and row.num_tokens > len(row.block_ids) * limits.block_size:
                 self._starving.append(row)
             elif remaining:
                 self._prefills.append(row)
-        self._num_partial = 0
-        self._num_long = 0
+        if view.num_micro_batches > 1:
+            self._decodes = micro_batch(view, self._decodes)
+        # Prompts in flight count: they are continued in later steps.
+        left = [row.num_tokens - row.num_computed_tokens for row in view.in_flight]
+        self._num_partial = sum(remaining > 1 for remaining in left)
+        self._num_long = sum(map(limits.is_long, left))
         # Something did not fit: everything after it waits.
         self._is_blocked = False
         # Rows preempted in this step.
@@ -338,6 +345,6 @@ class _Step(Generic[SeqT]):
 
     def unpin(self) -> None:
         """Unpin the last group's blocks if nothing runs: what waits for them would starve."""
-        if self.decision.is_empty:
+        if self.decision.is_empty and not self._view.in_flight:
             pinned = [group for group in self._view.forkable if group.pinned_blocks is not None]
             self.decision.cancelled_forks += pinned[-1:]

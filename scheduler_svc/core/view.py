@@ -1,6 +1,6 @@
 """Input and output values of the policy: a lane's view, and the decision for one step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Generic, Protocol, TypeVar
@@ -75,6 +75,8 @@ class SequenceView(Protocol):
     @property
     def num_lookahead_tokens(self) -> int: ...  # that a jump may add in each step
     @property
+    def last_step(self) -> int: ...  # that ran it
+    @property
     def block_ids(self) -> Sequence[int]: ...
 
 
@@ -137,6 +139,11 @@ class LaneView(Generic[SeqT]):
     num_reserved_rows: int = 0
     # Rounds of decoding allowed if the step runs nothing else.
     num_rounds: int = 1
+    # Of a worker with several stages: plans in flight have different rows, and decodes are divided
+    # among so many of them.
+    num_micro_batches: int = 1
+    # Running rows whose last plan is in flight. They do not run, but may be preempted.
+    in_flight: Set[SeqT] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

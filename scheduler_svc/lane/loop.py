@@ -60,8 +60,10 @@ class LaneLoop:
         self.quarantine = Quarantine(table)
         self.compaction = JournalCompaction(pool, hooks.compact)
         self.batch_window = BatchWindow(options.multi_step_s > 0, hooks.since_last_arrival_s)
+        self._most_in_flight = options.pipeline_depth_for(worker)
+        self._num_micro_batches = options.num_micro_batches_for(worker)
         # All plans in flight together stay far below the step timeout.
-        max_s = options.step_timeout_s / (4 * options.pipeline_depth)
+        max_s = options.step_timeout_s / (4 * self._most_in_flight)
         self._multi_step = MultiStep(min(options.multi_step_s, max_s), hooks.since_last_arrival_s)
         # Sequences with tokens that are not committed yet, and those whose rows failed.
         self._uncommitted: dict[Sequence, None] = {}
@@ -142,7 +144,7 @@ class LaneLoop:
     @property
     def _pipeline_depth(self) -> int:
         """Maximum plans in flight: one while a suspect runs alone."""
-        return 1 if self.quarantine.suspect() else self._options.pipeline_depth
+        return 1 if self.quarantine.suspect() else self._most_in_flight
 
     async def _wait_for_work(self) -> None:
         """Wait for work; check the pool once when the lane has been idle for a while."""
@@ -210,7 +212,14 @@ class LaneLoop:
         self, candidates: list[tuple[Sequence, PrefixMatch]], suspect: Sequence | None
     ) -> Step:
         num_usable = self._worker.num_blocks - 1
-        step = Step(self._builder(), self._table, self._limits, num_usable, self._stats)
+        step = Step(
+            self._builder(),
+            self._table,
+            self._limits,
+            num_usable,
+            self._stats,
+            self._num_micro_batches,
+        )
         uncommitted, self._uncommitted = self._uncommitted, {}
         failed, self._failed = self._failed, []
         step.release.release_ended(failed)
@@ -226,8 +235,11 @@ class LaneLoop:
         return step
 
     def _num_rounds(self, builder: StepBuilder) -> int:
-        """Rounds that decodes may run in a plan without anything else; 1 if a sequence waits."""
+        """Rounds that decodes may run in a plan without anything else; 1 if a sequence waits, or
+        if stages wait for the next round of other rows."""
         table = self._table
+        if self._num_micro_batches > 1:
+            return 1
         has_waiting = table.assigned or table.swapped or table.is_preempting or builder.requeued
         if has_waiting or self._hooks.has_waiting():
             return 1

@@ -17,7 +17,7 @@ class LaneOptions:
     limits: Limits
     # Share of a pool's blocks that new requests must leave free.
     watermark: float
-    # Maximum number of plans in flight.
+    # Maximum number of plans in flight; a worker with more stages has one in each.
     pipeline_depth: int
     enable_prefix_caching: bool
     check_every_step: bool
@@ -39,9 +39,18 @@ class LaneOptions:
         )
 
     def num_lookahead_tokens_for(self, worker: WorkerInfo) -> int:
-        """The look-ahead of every sequence: when a plan is made, each plan in flight before it may
-        have as many accepted drafts as the plan itself."""
-        return worker.num_speculative_tokens * self.pipeline_depth
+        """The look-ahead of every sequence: when a plan is made, each plan in flight with the same
+        rows may have as many accepted drafts as the plan itself."""
+        num_plans = 1 if worker.num_stages > 1 else self.pipeline_depth
+        return worker.num_speculative_tokens * num_plans
+
+    def pipeline_depth_for(self, worker: WorkerInfo) -> int:
+        """Plans in flight: at least one in each stage."""
+        return max(self.pipeline_depth, worker.num_stages)
+
+    def num_micro_batches_for(self, worker: WorkerInfo) -> int:
+        """Plans in flight with different rows, among which the decodes are divided."""
+        return self.pipeline_depth_for(worker) if worker.num_stages > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

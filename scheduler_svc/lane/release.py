@@ -1,6 +1,6 @@
 """Releases sequences from their rows and routes them: finished, requeued, or swapped."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from grpc import StatusCode
 
@@ -16,7 +16,15 @@ from scheduler_svc.lane.step_builder import StepBuilder
 class StepRelease:
     """The releases of one step. All free the row; what follows differs."""
 
-    def __init__(self, builder: StepBuilder, table: SequenceTable, stats: LaneStats) -> None:
+    def __init__(
+        self,
+        builder: StepBuilder,
+        table: SequenceTable,
+        stats: LaneStats,
+        kept: Set[Sequence] = frozenset(),
+    ) -> None:
+        """Rows that are `kept` are not released when they have ended, but with a later step."""
+        self._kept = kept
         self._builder = builder
         self._table = table
         self._stats = stats
@@ -39,9 +47,12 @@ class StepRelease:
         return [
             sequence
             for sequence in self._table.rows
-            if sequence.num_tokens >= sequence.max_num_tokens
-            or sequence.end is not None
-            or sequence.group.error is not None
+            if sequence not in self._kept
+            and (
+                sequence.num_tokens >= sequence.max_num_tokens
+                or sequence.end is not None
+                or sequence.group.error is not None
+            )
         ]
 
     def _release_row(self, sequence: Sequence) -> None:

@@ -157,6 +157,10 @@ class SequenceTable:
         """A preempted sequence is not requeued yet; nothing may overtake it."""
         return any(not sequence.is_complete for sequence in self.awaiting_results)
 
+    def rows_in_flight(self) -> frozenset[Sequence]:
+        """Rows that a plan without a result runs."""
+        return frozenset(row for row in self.rows if row.last_step > self.completed_step)
+
     def all_admitted(self) -> Iterator[Sequence]:
         """All sequences but the assigned ones."""
         yield from self.rows

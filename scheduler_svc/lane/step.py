@@ -35,13 +35,18 @@ class Step:
         limits: Limits,
         num_usable_blocks: int,
         stats: LaneStats,
+        num_micro_batches: int = 1,
     ) -> None:
+        """With several micro-batches, a row in flight is neither run nor released, so that no plan
+        waits for the result of another one."""
         self.builder = builder
         self._table = table
         self._limits = limits
         self._num_usable_blocks = num_usable_blocks
         self._stats = stats
-        self.release = StepRelease(builder, table, stats)
+        self._num_micro_batches = num_micro_batches
+        self._in_flight = table.rows_in_flight() if num_micro_batches > 1 else frozenset()
+        self.release = StepRelease(builder, table, stats, self._in_flight)
         self.beams = StepBeams(builder, table)
         # Set by the decision.
         self._decision: StepDecision[Sequence]
@@ -174,6 +179,8 @@ class Step:
                 len(group.siblings) for group, computed in groups.items() if not computed
             ),
             num_rounds=num_rounds,
+            num_micro_batches=self._num_micro_batches,
+            in_flight=self._in_flight,
         )
 
     def _candidate(self, sequence: Sequence, match: PrefixMatch) -> Candidate[Sequence]:

@@ -48,6 +48,7 @@ class WorkerInfo:
     last_finished_step: int
     draining: bool
     num_speculative_tokens: int
+    num_stages: int = 1
 
 
 class WorkerStream:

@@ -1,5 +1,6 @@
-"""A worker of two ranks behind real services: token for token what one rank gives, among chunked
-prompts, shared prefixes, preemption and swapping; and the types in which no equality is promised.
+"""A worker of two ranks, shards or stages, behind real services: token for token what one rank
+gives, among chunked prompts, shared prefixes, preemption and swapping; and the types in which no
+equality is promised.
 
 `test_e2e_equality.py` compares one of its families with transformers in all parameters.
 """
@@ -28,6 +29,7 @@ from quire.launcher.stack import LocalStack
 pytestmark = pytest.mark.slow
 
 _TWO_RANKS = {"QUIRE_WORKER_TENSOR_PARALLEL_SIZE": "2"}
+_TWO_STAGES = {"QUIRE_WORKER_PIPELINE_PARALLEL_SIZE": "2"}
 # Fewer than the requests need at once.
 _FEW_BLOCKS = {"QUIRE_WORKER_NUM_BLOCKS": "61", "QUIRE_WORKER_SWAP_SPACE": "1MiB"}
 _NUM_TOKENS = 24
@@ -88,16 +90,23 @@ def mixed_params() -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("llama", "swap"), ("gpt_oss", "recompute")])
+@pytest.mark.parametrize(
+    ("name", "mode", "ranks"),
+    [
+        ("llama", "swap", _TWO_RANKS),
+        ("gpt_oss", "recompute", _TWO_RANKS),
+        ("gemma2", "swap", _TWO_STAGES),
+    ],
+)
 async def test_two_ranks_give_what_one_gives(
-    name: str, mode: str, tmp_path: Path, redis_server: EmbeddedRedis
+    name: str, mode: str, ranks: dict[str, str], tmp_path: Path, redis_server: EmbeddedRedis
 ) -> None:
     model, prompts, params = saved(name, tmp_path), mixed_prompts(), mixed_params()
     with serving(model, redis_server) as stack:
         expected = await generate(stack, prompts, params)
         assert num_preempted(status_of(stack)) == {"swap": 0, "recompute": 0}
     preemption = {**_FEW_BLOCKS, "QUIRE_SCHEDULER_PREEMPTION_MODE": mode}
-    with serving(model, redis_server, **_TWO_RANKS, **preemption) as stack:
+    with serving(model, redis_server, **ranks, **preemption) as stack:
         found = await generate(stack, prompts, params)
         worker = status_of(stack)
     assert num_preempted(worker)[mode] > 0

@@ -56,6 +56,8 @@ class CheckingStream:
     def __init__(self) -> None:
         self.plans: asyncio.Queue[worker_pb2.BatchPlan | None] = asyncio.Queue()
         self.responses: asyncio.Queue[worker_pb2.ExecuteResponse | None] = asyncio.Queue()
+        # By step, the rows of plans without a result.
+        self.in_flight: dict[int, set[int]] = {}
 
     def send(self, **message: Any) -> None:
         self.responses.put_nowait(worker_pb2.ExecuteResponse(**message))
@@ -92,6 +94,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         num_speculative_tokens: int = 0,
         acceptance_rate: float = 0.7,
         token_logprobs: bool = False,
+        num_stages: int = 1,
     ) -> None:
         self.hello = worker_pb2.Hello(
             incarnation=incarnation,
@@ -105,6 +108,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             num_speculative_tokens=num_speculative_tokens,
+            num_stages=num_stages,
         )
         self.runner = SimRunner(
             SimModel(
@@ -132,6 +136,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_poisoned = 0
         # Changes results before they are sent; raises Broken to lose the result of a step.
         self.distort: Callable[[worker_pb2.StepResult], object] = lambda result: None
+        self.violations: list[str] = []
         self.plans: list[worker_pb2.BatchPlan] = []
         # Seeds of the rows in use.
         self.seeds: dict[int, int] = {}
@@ -147,6 +152,11 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
     @property
     def rows(self) -> set[int]:
         return set(self.seeds)
+
+    @property
+    def rows_in_flight(self) -> list[set[int]]:
+        """Those of each plan without a result."""
+        return [] if self._stream is None else [*self._stream.in_flight.values()]
 
     @property
     def is_held_back(self) -> bool:
@@ -176,7 +186,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def check(self) -> None:
         """Assert that no row is in use and no rule was broken."""
-        violations = self.runner.kv_checker.violations
+        violations = [*self.runner.kv_checker.violations, *self.violations]
         assert not violations, [str(violation) for violation in violations]
         await until(lambda: not self.rows, "the release of all rows")
 
@@ -248,8 +258,19 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, requests: AsyncIterator[worker_pb2.ExecuteRequest], stream: CheckingStream
     ) -> None:
         async for request in requests:
+            if request.plan.schedule.rows:
+                self._add_in_flight(stream, request.plan)
             stream.plans.put_nowait(request.plan)
         stream.end()
+
+    def _add_in_flight(self, stream: CheckingStream, plan: worker_pb2.BatchPlan) -> None:
+        """Several stages run plans of different rows."""
+        rows = {*plan.schedule.rows}
+        if self.hello.num_stages > 1:
+            shared = [step for step, others in stream.in_flight.items() if rows & others]
+            if shared:
+                self.violations.append(f"step {plan.step} runs rows of {shared}, in flight")
+        stream.in_flight[plan.step] = rows
 
     async def _send_heartbeats(self, stream: CheckingStream) -> None:
         while True:
@@ -273,7 +294,9 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 if stream is not self._stream:
                     return
                 try:
-                    stream.send(result=self._run(plan))
+                    result = self._run(plan)
+                    stream.in_flight.pop(plan.step, None)
+                    stream.send(result=result)
                 except (Broken, PlanError):
                     stream.end()
                     return

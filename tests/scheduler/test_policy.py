@@ -37,6 +37,7 @@ class Row:
     is_abandoned: bool = False
     is_beam: bool = False
     num_lookahead_tokens: int = 0
+    last_step: int = 0
 
     def __repr__(self) -> str:
         return self.name

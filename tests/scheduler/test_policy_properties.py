@@ -32,6 +32,7 @@ class Row:
     is_abandoned: bool = False
     is_beam: bool = False
     num_lookahead_tokens: int = 0
+    last_step: int = 0
 
     @property
     def remaining(self) -> int:
@@ -99,6 +100,7 @@ def running_groups(draw: st.DrawFn, limits: Limits, pool: Pool) -> list[list[Row
             row = Row((priority, arrival, choice), num_tokens, computed, blocks)
             row.is_abandoned = is_abandoned
             row.max_num_tokens = num_tokens + draw(st.integers(1, 6))
+            row.last_step = draw(st.integers(0, 9))
             row.num_lookahead_tokens = draw(st.sampled_from([0, 0, 1, 9]))
             group.append(row)
         groups.append(group)
@@ -165,6 +167,8 @@ def cases(draw: st.DrawFn) -> tuple[Limits, LaneView[Row]]:
     num_free = draw(st.integers(0, 12))
     arrivals = range(draw(st.integers(0, 3)))
     swapped = [draw(swapped_groups(bounds)) for _ in range(draw(st.integers(0, 2)))]
+    num_micro_batches = draw(st.sampled_from([1, 1, 2, 3]))
+    in_flight = [one for one in running if num_micro_batches > 1 and draw(st.booleans())]
     return bounds, LaneView(
         running=running,
         num_free_blocks=num_free,
@@ -175,7 +179,9 @@ def cases(draw: st.DrawFn) -> tuple[Limits, LaneView[Row]]:
         num_free_host_blocks=draw(st.sampled_from([0, 2, 50])),
         candidates=[draw(candidates(bounds, arrival)) for arrival in arrivals],
         num_reserved_rows=draw(st.sampled_from([0, 0, 2])),
-        num_rounds=draw(st.sampled_from([1, 2, 5])),
+        num_rounds=draw(st.sampled_from([1, 2, 5])) if num_micro_batches == 1 else 1,
+        num_micro_batches=num_micro_batches,
+        in_flight=frozenset(in_flight),
     )
 
 
@@ -258,6 +264,8 @@ def preempted_rows_are_last_in_order_and_do_not_run(
 def decodes_run_or_are_preempted_unless_the_step_is_for_prompts(
     limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
+    if view.num_micro_batches > 1:
+        return
     decodes = {one for one in view.running if one.remaining == 1}
     done = decodes & {*decision.scheduled, *victims(decision)}
     num_prompts = len(decision.scheduled) - len(decodes & set(decision.scheduled))
@@ -352,7 +360,8 @@ def swaps_go_one_way_and_fit_on_the_host(
 def a_lane_that_is_not_empty_makes_progress(
     limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
 ) -> None:
-    if view.running or any(group.pinned_blocks for group in view.forkable):
+    has_work = view.running or any(group.pinned_blocks for group in view.forkable)
+    if has_work and not view.in_flight:
         assert not decision.is_empty
 
 
@@ -364,6 +373,24 @@ def groups_are_forked_or_cancelled_not_both(
     for group in view.forkable:
         mine = [sibling for one, sibling in decision.forked if one is group]
         assert mine == list(group.siblings)[: len(mine)]
+
+
+def a_micro_batch_has_an_equal_part_of_the_decodes(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
+) -> None:
+    assert view.in_flight.isdisjoint(decision.scheduled)
+    if view.num_micro_batches == 1:
+        return
+    decodes = {one for one in view.running if one.remaining == 1}
+    most = ceil(len(decodes), view.num_micro_batches)
+    free = decodes - view.in_flight
+    chosen = decodes & {*decision.scheduled, *victims(decision)} - view.in_flight
+    num_plans = view.num_micro_batches - len({one.last_step for one in view.in_flight})
+    most_at_once = min(most, ceil(len(free), max(1, num_plans)))
+    assert len(decodes.intersection(decision.scheduled)) <= most
+    is_for_prompts = len(decision.scheduled) > decision.num_decodes or decision.admitted
+    if limits.policy is Policy.CHUNKED or not is_for_prompts:
+        assert len(chosen) >= most_at_once
 
 
 INVARIANTS = (
@@ -380,6 +407,7 @@ INVARIANTS = (
     swaps_go_one_way_and_fit_on_the_host,
     a_lane_that_is_not_empty_makes_progress,
     groups_are_forked_or_cancelled_not_both,
+    a_micro_batch_has_an_equal_part_of_the_decodes,
 )
 
 

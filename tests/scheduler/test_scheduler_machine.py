@@ -61,6 +61,7 @@ def pools(draw: st.DrawFn, block_size: int, max_model_len: int) -> dict[str, Any
         "num_holds": draw(st.sampled_from([0, 0, 1, 3])),
         "num_speculative_tokens": draw(st.sampled_from([0, 0, 1, 3, 5])),
         "acceptance_rate": draw(st.sampled_from([0.7, 0.0, 0.3, 1.0])),
+        "num_stages": draw(st.sampled_from([1, 1, 2, 3])),
     }
 
 

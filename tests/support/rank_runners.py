@@ -93,3 +93,20 @@ def outputs_of(runner: StepRunner) -> list[StepOutput]:
     back.swap_ins.destinations.extend([9, 8, 7])
     run(back)
     return outputs
+
+
+def decoded(runner: StepRunner, num_tokens: int) -> list[int]:
+    """The greedy tokens of one row with look-ahead."""
+    prompt = [5, 6, 7, 8] * 4
+    plan = worker_pb2.BatchPlan(step=1)
+    blocks = list(range(1, 12))
+    admit(plan, Sequence(0, list(prompt), len(prompt), 0, blocks))
+    schedule(plan, 0, len(prompt))
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        plan.schedule.num_lookahead_tokens.append(4)
+        output = runner.launch(plan_from_proto(plan)).output()
+        tokens += output.sampled_token_ids
+        plan = worker_pb2.BatchPlan(step=plan.step + 1)
+        schedule(plan, 0, 1)
+    return tokens[:num_tokens]

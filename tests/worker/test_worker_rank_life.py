@@ -110,15 +110,6 @@ async def test_a_rank_lost_while_loading_is_a_lost_worker(model: Path, tmp_path:
         assert await process.wait() == _RANK_LOST
 
 
-@pytest.mark.slow
-async def test_a_lost_stage_is_a_lost_worker(model: Path, tmp_path: Path) -> None:
-    async with two_ranks(model, tmp_path, "--pipeline-parallel-size=2") as ranks:
-        os.kill(ranks.follower, signal.SIGKILL)
-        assert "has ended" in await logged(ranks.worker, "a rank is lost")
-        assert await ranks.worker.wait() == _RANK_LOST
-        await ended(ranks.follower)
-
-
 async def test_layers_that_are_not_the_models_stop_the_start(model: Path, tmp_path: Path) -> None:
     flags = flags_of(model, tmp_path, "--pipeline-parallel-size=2", "--pipeline-layers=1,1")
     async with worker_process(*flags) as process:

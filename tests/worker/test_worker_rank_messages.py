@@ -9,15 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_runners import follower_of, outputs_of, runner_of
+from rank_runners import decoded, follower_of, outputs_of, runner_of
 from rank_threads import rank_threads
 from shard_models import prepared
 from tiny_models import VOCAB_SIZE, llama, save_model
 from torch import Tensor
-from worker_driver import Sequence, admit, schedule
 
-from quire.internal.v1 import worker_pb2
-from worker_svc.plan.plans import plan_from_proto
 from worker_svc.ranks.leader import Leader
 from worker_svc.ranks.messages import Kind, Messages
 from worker_svc.runner.step_runner import StepRunner
@@ -56,23 +53,6 @@ def test_followers_move_blocks_and_compute_prompt_logprobs(
     assert reference is not None
     ids = [np.frombuffer(x.packed, "<u4").reshape(-1, 3)[:, 0] for x in (first, reference)]
     assert (ids[0] == ids[1]).all()
-
-
-def decoded(runner: StepRunner, num_tokens: int) -> list[int]:
-    """The greedy tokens of one row with look-ahead."""
-    prompt = [5, 6, 7, 8] * 4
-    plan = worker_pb2.BatchPlan(step=1)
-    blocks = list(range(1, 12))
-    admit(plan, Sequence(0, list(prompt), len(prompt), 0, blocks))
-    schedule(plan, 0, len(prompt))
-    tokens: list[int] = []
-    while len(tokens) < num_tokens:
-        plan.schedule.num_lookahead_tokens.append(4)
-        output = runner.launch(plan_from_proto(plan)).output()
-        tokens += output.sampled_token_ids
-        plan = worker_pb2.BatchPlan(step=plan.step + 1)
-        schedule(plan, 0, 1)
-    return tokens[:num_tokens]
 
 
 def test_rank_0_speculates_by_prompt_lookup(model: Path) -> None:

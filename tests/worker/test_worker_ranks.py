@@ -26,7 +26,6 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
         ("gpt_oss", 2, 1),
         ("llama", 1, 2),
         pytest.param("mixtral", 4, 1, marks=pytest.mark.slow),
-        pytest.param("mixtral", 2, 2, marks=pytest.mark.slow),
     ],
 )
 async def test_equals_generate(name: str, num_shards: int, num_stages: int, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runners import follower_of, outputs_of, runner_of
+from rank_runners import decoded, follower_of, outputs_of, runner_of
 from rank_threads import rank_threads
 from shard_models import prepared
 from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, llama, save_model
@@ -163,3 +163,9 @@ def test_a_step_that_samples_nothing_ends_when_all_stages_have_run(model: Path) 
         schedule(plan, 0, 3)
         output = runner.launch(plan_from_proto(plan)).output()
         assert output.sampled_rows == []
+
+
+def test_rank_0_speculates_by_prompt_lookup(model: Path) -> None:
+    expected = decoded(runner_of(prepared(model), None), 20)
+    with staged(model, drafts=3) as runner:
+        assert decoded(runner, 20) == expected
