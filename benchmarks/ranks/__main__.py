@@ -22,6 +22,7 @@ _PART: Final = "tensor-parallel"
 _COLUMNS: Final = (
     Column("rows", "rows", "d"),
     Column("ranks", "ranks", "d"),
+    Column("stages", "stages", "d"),
     Column("step_ms", "ms per step", ".2f"),
     Column("tokens", "tokens per second", ".0f"),
     Column("overhead", "over one rank", "+.1%"),
@@ -36,8 +37,9 @@ _MOST_OVERHEAD: Final = 0.15
 _MOST_MESSAGE_MS: Final = 0.3
 _MESSAGE_ROWS: Final = 256
 
-# By the number of ranks, then of rows: a measurement per round.
-Rounds = dict[int, dict[int, list[Decoding]]]
+# By the numbers of ranks and of stages, then of rows: a measurement per round.
+Layout = tuple[int, int]
+Rounds = dict[Layout, dict[int, list[Decoding]]]
 
 
 def main() -> int:
@@ -46,9 +48,9 @@ def main() -> int:
     found: Rounds = {}
     # Alternately, so that a change of the machine's speed affects all of them.
     for _ in range(options.rounds):
-        for num_ranks in options.ranks:
-            of_ranks = found.setdefault(num_ranks, defaultdict(list))
-            for one in _run(_job(options, num_ranks)):
+        for layout in _layouts(options):
+            of_ranks = found.setdefault(layout, defaultdict(list))
+            for one in _run(_job(options, layout)):
                 of_ranks[one.num_rows].append(one)
     part = _part(options, found, latency_ms(_MESSAGE_ROWS))
     print(markdown(part))
@@ -60,7 +62,8 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     parser.add_argument("model", help="a folder")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of one stage")
+    parser.add_argument("--stages", type=int, nargs="*", default=[2], help="of one rank each")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
@@ -70,11 +73,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _job(options: argparse.Namespace, num_ranks: int) -> Job:
+def _layouts(options: argparse.Namespace) -> list[Layout]:
+    of_shards = [(num_ranks, 1) for num_ranks in options.ranks]
+    return of_shards + [(num_stages, num_stages) for num_stages in options.stages]
+
+
+def _job(options: argparse.Namespace, layout: Layout) -> Job:
+    num_ranks, num_stages = layout
     return Job(
         model=options.model,
         dtype=options.dtype,
-        num_ranks=num_ranks,
+        num_shards=num_ranks // num_stages,
+        num_stages=num_stages,
         threads=options.threads,
         num_rows=options.rows,
         num_steps=options.steps,
@@ -88,13 +98,13 @@ def _run(job: Job) -> list[Decoding]:
 
 
 def _part(options: argparse.Namespace, found: Rounds, message_ms: float) -> Part:
-    first = found[options.ranks[0]]
+    first = found[options.ranks[0], 1]
     rows = [
-        _row(num_ranks, num_rows, found[num_ranks][num_rows], first[num_rows])
+        _row(layout, num_rows, found[layout][num_rows], first[num_rows])
         for num_rows in options.rows
-        for num_ranks in options.ranks
+        for layout in _layouts(options)
     ]
-    overheads = [row for row in rows if row["ranks"] == 2]
+    overheads = [row for row in rows if (row["ranks"], row["stages"]) == (2, 1)]
     targets = [
         Target(
             what=f"step of two ranks with {row['rows']} rows, over one rank",
@@ -120,7 +130,8 @@ def _part(options: argparse.Namespace, found: Rounds, message_ms: float) -> Part
             f"{options.steps} steps, in which one and several ranks alternate. The overhead is the "
             "median of the rounds' ratios. Messages are those of rank 0 to the others; calls, "
             "bytes and the share of time are all communication of rank 0 in a step, with its "
-            "waiting for the others."
+            "waiting for the others. With stages a step is one token of all rows, which are in as "
+            "many plans in flight; what they send is counted, and their waiting is not."
         ],
         columns=_COLUMNS,
         rows=rows,
@@ -129,14 +140,15 @@ def _part(options: argparse.Namespace, found: Rounds, message_ms: float) -> Part
 
 
 def _row(
-    num_ranks: int, num_rows: int, runs: list[Decoding], first: list[Decoding]
+    layout: Layout, num_rows: int, runs: list[Decoding], first: list[Decoding]
 ) -> dict[str, Cell]:
     """Medians of all rounds."""
     step_ms = median(run.step_ms for run in runs)
     ratios = [one.step_ms / other.step_ms - 1 for one, other in zip(runs, first, strict=True)]
     return {
         "rows": num_rows,
-        "ranks": num_ranks,
+        "ranks": layout[0],
+        "stages": layout[1],
         "step_ms": step_ms,
         "tokens": num_rows / step_ms * 1e3,
         "overhead": median(ratios),

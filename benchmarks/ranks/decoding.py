@@ -7,14 +7,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from quire.internal.v1 import worker_pb2
 from quire.service.logs import configure_logging
-from worker_svc.plan.plans import plan_from_proto
-from worker_svc.runner.step_runner import LoadedRunner, StepRunner
+from worker_svc.plan.plans import StepOutput, plan_from_proto
+from worker_svc.runner.step_runner import LoadedRunner, PendingOutput, StepRunner
 from worker_svc.service.process import prepare_process
 from worker_svc.settings import WorkerSettings
 
@@ -29,7 +29,8 @@ class Job:
 
     model: str
     dtype: str
-    num_ranks: int
+    num_shards: int
+    num_stages: int
     threads: int  # of all ranks together
     num_rows: list[int]  # one measurement each
     num_steps: int
@@ -72,7 +73,8 @@ def main() -> None:
     configure_logging("worker", "error")
     job = Job(**json.loads(sys.argv[1]))
     group = importlib.import_module("worker_svc.ranks.group").RankGroup
-    calls = Communication(group)
+    links = importlib.import_module("worker_svc.ranks.stage_links").StageLinks
+    calls = Communication(group, links)
     loaded = importlib.import_module("worker_svc.runner.runner_loading").load_runner(_settings(job))
     found = [_measure(job, num_rows, loaded, calls) for num_rows in job.num_rows]
     print(json.dumps([asdict(one) for one in found]), flush=True)
@@ -85,7 +87,8 @@ def _settings(job: Job) -> WorkerSettings:
         "dtype": job.dtype,
         "device": "cpu",
         "threads": job.threads,
-        "tensor-parallel-size": job.num_ranks,
+        "tensor-parallel-size": job.num_shards,
+        "pipeline-parallel-size": job.num_stages,
         "max-num-seqs": max(job.num_rows),
         "max-num-batched-tokens": max(2048, max(job.num_rows) * _PROMPT_LEN),
         "max-model-len": 1024,
@@ -96,11 +99,13 @@ def _settings(job: Job) -> WorkerSettings:
 
 
 class Communication:
-    """The calls of rank 0: messages, and what Gloo or shared memory exchange within passes."""
+    """The calls of rank 0: messages, hidden states that it sends to the next stage, and what Gloo
+    or shared memory exchange within passes."""
 
-    def __init__(self, group: Any) -> None:
-        """Counts the calls of this class."""
+    def __init__(self, group: Any, links: Any) -> None:
+        """Counts the calls of these classes."""
         self._by_gloo = [_counted(group, name) for name in ("sum", "gather")]
+        self._by_gloo.append(_counted(links, "send_states"))
         self._messages = _counted(group, "broadcast")
         self._groups: list[Any] = []
         connect = group.connect
@@ -150,23 +155,61 @@ def _counted(group: Any, name: str) -> Calls:
 
 
 def _measure(job: Job, num_rows: int, loaded: LoadedRunner, calls: Communication) -> Decoding:
-    run = _stepper(job, num_rows, loaded.runner, loaded.identity.block_size)
+    run = _Stepper(job, num_rows, loaded.runner, loaded.identity.block_size)
     for _ in range(_WARM_UP):
         run()
     calls.take(1)
     step_s = [run() for _ in range(job.num_steps)]
+    run.end()
     release = worker_pb2.BatchPlan(released_rows=range(num_rows))
     loaded.runner.launch(plan_from_proto(release)).output()
     return Decoding(num_rows, 1e3 * statistics.median(step_s), **calls.take(job.num_steps))
 
 
-def _stepper(job: Job, num_rows: int, runner: StepRunner, block_size: int) -> Callable[[], float]:
-    """Run the prompts; the result runs a step and returns its seconds."""
-    width = -(-(_PROMPT_LEN + _WARM_UP + job.num_steps + 1) // block_size)
-    draw, step = random.Random(0), 0
+class _Stepper:
+    """Decodes a token of all rows per call. With several stages the rows are divided into as many
+    plans, which are in flight at the same time."""
+
+    def __init__(self, job: Job, num_rows: int, runner: StepRunner, block_size: int) -> None:
+        """Run the prompts."""
+        self._runner = runner
+        self._step = 0
+        rows = range(num_rows)
+        parts = [rows[stage :: job.num_stages] for stage in range(job.num_stages)]
+        self._parts = [part for part in parts if part]
+        width = -(-(_PROMPT_LEN + _WARM_UP + job.num_steps + 2) // block_size)
+        draw = random.Random(0)
+        self._launched = [
+            self._launch(_prompts(part, width, draw), part, _PROMPT_LEN) for part in self._parts
+        ]
+
+    def __call__(self) -> float:
+        """The seconds that it took."""
+        began_s = time.perf_counter()
+        for at, rows in enumerate(self._parts):
+            self._launched[at].output()
+            self._launched[at] = self._launch(worker_pb2.BatchPlan(), rows, 1)
+        return time.perf_counter() - began_s
+
+    def end(self) -> None:
+        for one in self._launched:
+            one.output()
+
+    def _launch(
+        self, plan: worker_pb2.BatchPlan, rows: Sequence[int], count: int
+    ) -> PendingOutput[StepOutput]:
+        self._step += 1
+        plan.step = self._step
+        plan.schedule.rows.extend(rows)
+        plan.schedule.num_scheduled_tokens.extend([count] * len(rows))
+        return self._runner.launch(plan_from_proto(plan))
+
+
+def _prompts(rows: Sequence[int], width: int, draw: random.Random) -> worker_pb2.BatchPlan:
+    """Admits the rows, each with `width` blocks."""
     plan = worker_pb2.BatchPlan()
-    for row in range(num_rows):
-        admissions = plan.admissions
+    admissions = plan.admissions
+    for row in rows:
         admissions.rows.append(row)
         admissions.token_ids.extend(draw.randrange(_VOCAB_SIZE) for _ in range(_PROMPT_LEN))
         admissions.num_tokens.append(_PROMPT_LEN)
@@ -180,19 +223,7 @@ def _stepper(job: Job, num_rows: int, runner: StepRunner, block_size: int) -> Ca
         for numbers in (admissions.top_ks, admissions.seeds, admissions.num_logprobs):
             numbers.append(0)
         admissions.num_prompt_logprobs.append(0)
-
-    def run(plan: worker_pb2.BatchPlan, count: int) -> float:
-        nonlocal step
-        step += 1
-        plan.step = step
-        plan.schedule.rows.extend(range(num_rows))
-        plan.schedule.num_scheduled_tokens.extend([count] * num_rows)
-        began_s = time.perf_counter()
-        runner.launch(plan_from_proto(plan)).output()
-        return time.perf_counter() - began_s
-
-    run(plan, _PROMPT_LEN)
-    return lambda: run(worker_pb2.BatchPlan(), 1)
+    return plan
 
 
 if __name__ == "__main__":
