@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from worker_svc.cache.kv_pool import AttentionSpecs
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import AttentionFunction, BatchStates, ServedModel
-from worker_svc.model.stages.staged_model import StagedModel
 from worker_svc.plan.plans import BlockMoves
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.messages import Kind, Messages
@@ -100,7 +100,9 @@ class LeadingModel:
     ) -> Future[Tensor]:
         """As `logits`, which follow when all stages have run. TypeError unless there are stages."""
         leader, model = self._leader, self._model
-        if not isinstance(model, StagedModel):
+        # It imports transformers, which a start from packed weights does without.
+        staged = import_module("worker_svc.model.stages.staged_model")
+        if not isinstance(model, staged.StagedModel):
             raise TypeError("only a model of several stages runs passes side by side")
         leader.send_pass(Kind.LOGITS, self._attention, input_ids, positions, logits_indices)
         with leader.in_step():
