@@ -106,7 +106,8 @@ class LeadingModel:
             raise TypeError("only a model of several stages runs passes side by side")
         leader.send_pass(Kind.LOGITS, self._attention, input_ids, positions, logits_indices)
         with leader.in_step():
-            return model.begin_logits(input_ids, positions, logits_indices)
+            begun: Future[Tensor] = model.begin_logits(input_ids, positions, logits_indices)
+            return begun
 
     def final_states(self, input_ids: Tensor, positions: Tensor) -> "LeadingStates":
         leader, none = self._leader, positions[:0]
