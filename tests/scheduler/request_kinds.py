@@ -1,14 +1,17 @@
 """Requests of all kinds, and the comparison of what two workers make of them."""
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from model_stack import Outcome, Request
 from tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
-from worker_driver import LOGPROBS_TOLERANCE
+from worker_driver import LOGPROBS_TOLERANCE, worker_settings
 
 from quire.internal.v1.logits_pb2 import LogitsParams
+from worker_svc.runner.runner_loading import load_runner
+from worker_svc.runner.step_runner import LoadedRunner
 
 NUM_REQUESTS = 32
 MAX_NUM_BATCHED_TOKENS = 24
@@ -38,6 +41,23 @@ KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.6, "num_logprobs": 2}, {**_PENALTIES, "processed_logprobs": True}),
     ({"num_prompt_logprobs": 2, "stop_token_ids": [5]}, _FEW),
 ]
+
+
+def load(model: Path, num_blocks: int, **changes: object) -> LoadedRunner:
+    """A worker for such requests. It computes prompts in chunks, beside rows that decode."""
+    return load_runner(
+        worker_settings(
+            model,
+            device="cpu",
+            num_blocks=num_blocks,
+            max_num_seqs=10,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            swap_space=2**20,
+            weight_cache_size=0,
+            **changes,
+        )
+    )
 
 
 def requests() -> list[Request]:

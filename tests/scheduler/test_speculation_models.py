@@ -11,12 +11,11 @@ from request_kinds import (
     MANY_BLOCKS,
     MAX_NUM_BATCHED_TOKENS,
     check_equal,
+    load,
     requests,
 )
-from tiny_models import FAMILIES, MAX_MODEL_LEN, save_model
-from worker_driver import worker_settings
+from tiny_models import FAMILIES, save_model
 
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.speculation import draft_budget
 from worker_svc.speculation.priced_lengths import DraftPrice
@@ -32,21 +31,14 @@ def without_changes(some: list[Request]) -> list[Request]:
     ]
 
 
-def load(model: Path, num_blocks: int, num_drafts: int, draft: Path | None = None) -> LoadedRunner:
-    return load_runner(
-        worker_settings(
-            model,
-            device="cpu",
-            num_blocks=num_blocks,
-            max_num_seqs=10,
-            max_model_len=MAX_MODEL_LEN,
-            # Prompts are computed in chunks, beside rows with drafts.
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            swap_space=2**20,
-            num_speculative_tokens=num_drafts,
-            speculative_model=None if draft is None else str(draft),
-            weight_cache_size=0,
-        )
+def load_speculating(
+    model: Path, num_blocks: int, num_drafts: int, draft: Path | None = None
+) -> LoadedRunner:
+    return load(
+        model,
+        num_blocks,
+        num_speculative_tokens=num_drafts,
+        speculative_model=None if draft is None else str(draft),
     )
 
 
@@ -68,12 +60,18 @@ async def check_model(
     numbers_of_drafts: list[int],
     draft: Path | None = None,
 ) -> None:
-    expected = await outcome(redis_url, sockets, load(model, MANY_BLOCKS, 0), requests())
+    expected = await outcome(
+        redis_url, sockets, load_speculating(model, MANY_BLOCKS, 0), requests()
+    )
     assert not expected.stats.draft_tokens
     assert expected.stats.num_preempted_by_recompute + expected.stats.num_preempted_by_swap == 0
     for count in numbers_of_drafts:
         found = await outcome(
-            redis_url, sockets, load(model, FEW_BLOCKS, count, draft), requests(), watermark=0
+            redis_url,
+            sockets,
+            load_speculating(model, FEW_BLOCKS, count, draft),
+            requests(),
+            watermark=0,
         )
         check_equal(found, expected)
         check_that_all_happened(found, count)
@@ -107,8 +105,8 @@ async def test_the_target_as_its_draft_model_is_always_right(
     """So its cache has what the target's has: through shared prefixes, forks, preemption of both
     kinds and swaps."""
     model, some = save_model(FAMILIES["llama"](), tmp_path), without_changes(requests())
-    expected = await outcome(redis_url, sockets, load(model, MANY_BLOCKS, 0), some)
-    runner = load(model, FEW_BLOCKS, 4, draft=model)
+    expected = await outcome(redis_url, sockets, load_speculating(model, MANY_BLOCKS, 0), some)
+    runner = load_speculating(model, FEW_BLOCKS, 4, draft=model)
     found = await outcome(redis_url, sockets, runner, some, watermark=0)
     check_equal(found, expected)
     stats = found.stats

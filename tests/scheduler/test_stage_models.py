@@ -5,34 +5,8 @@ from pathlib import Path
 
 import pytest
 from model_stack import outcome
-from request_kinds import (
-    FEW_BLOCKS,
-    MANY_BLOCKS,
-    MAX_NUM_BATCHED_TOKENS,
-    check_equal,
-    requests,
-)
-from tiny_models import FAMILIES, MAX_MODEL_LEN, save_model
-from worker_driver import worker_settings
-
-from worker_svc.runner.runner_loading import load_runner
-from worker_svc.runner.step_runner import LoadedRunner
-
-
-def load(model: Path, num_blocks: int, **changes: object) -> LoadedRunner:
-    return load_runner(
-        worker_settings(
-            model,
-            device="cpu",
-            num_blocks=num_blocks,
-            max_num_seqs=10,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            swap_space=2**20,
-            weight_cache_size=0,
-            **changes,
-        )
-    )
+from request_kinds import FEW_BLOCKS, MANY_BLOCKS, check_equal, load, requests
+from tiny_models import FAMILIES, save_model
 
 
 @pytest.mark.slow

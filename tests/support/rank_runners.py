@@ -1,7 +1,9 @@
 """The runner of rank 0 and its followers, in one process."""
 
+from collections.abc import Iterable
 from typing import Final
 
+import numpy as np
 import torch
 from worker_driver import BLOCK_SIZE, Sampling, Sequence, admit, schedule
 
@@ -110,3 +112,16 @@ def decoded(runner: StepRunner, num_tokens: int) -> list[int]:
         plan = worker_pb2.BatchPlan(step=plan.step + 1)
         schedule(plan, 0, 1)
     return tokens[:num_tokens]
+
+
+def check_equal_outputs(found: Iterable[StepOutput], expected: Iterable[StepOutput]) -> None:
+    """Of `outputs_of`: equal tokens, and log-probabilities of the same tokens of the prompt."""
+    prompts = []
+    for one, other in zip(found, expected, strict=True):
+        assert one.sampled_token_ids == other.sampled_token_ids
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        if one.prompt_logprobs is not None and other.prompt_logprobs is not None:
+            prompts.append((one.prompt_logprobs.packed, other.prompt_logprobs.packed))
+    assert prompts
+    ids = [np.frombuffer(packed, "<u4").reshape(-1, 3)[:, 0] for packed in prompts[0]]
+    assert (ids[0] == ids[1]).all()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_runners import decoded, follower_of, outputs_of, runner_of
+from rank_runners import check_equal_outputs, decoded, follower_of, outputs_of, runner_of
 from rank_threads import rank_threads
 from shard_models import prepared
 from tiny_models import VOCAB_SIZE, llama, save_model
@@ -45,14 +45,7 @@ def test_followers_move_blocks_and_compute_prompt_logprobs(
     expected = outputs_of(runner_of(prepared(model), None))
     with two_ranks(model) as runner:
         found = outputs_of(runner)
-    for one, other in zip(found, expected, strict=True):
-        assert one.sampled_token_ids == other.sampled_token_ids
-        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
-    first, reference = found[0].prompt_logprobs, expected[0].prompt_logprobs
-    assert first is not None
-    assert reference is not None
-    ids = [np.frombuffer(x.packed, "<u4").reshape(-1, 3)[:, 0] for x in (first, reference)]
-    assert (ids[0] == ids[1]).all()
+    check_equal_outputs(found, expected)
 
 
 def test_rank_0_speculates_by_prompt_lookup(model: Path) -> None:

@@ -1,9 +1,10 @@
 """What the runners need of a model, however it was loaded."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,3 +86,27 @@ class ServedModel(Protocol):
     def final_states(self, input_ids: Tensor, positions: Tensor) -> BatchStates:
         """As `logits`, with the head still to be run."""
         ...
+
+
+@runtime_checkable
+class StagesModel(Protocol):
+    """A model whose later layers are in other processes."""
+
+    def begin_logits(
+        self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor
+    ) -> Future[Tensor]:
+        """As `ServedModel.logits`, which follow when all stages have run."""
+        ...
+
+
+class SameProperties:
+    """The properties of a `ServedModel`, for another one that runs it with more ranks."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.layers = model.layers
+        self.dtype = model.dtype
+        self.device = model.device
+        self.max_model_len = model.max_model_len
+        self.fingerprint = model.fingerprint
+        self.weights = model.weights
+        self.vocab_size = model.vocab_size

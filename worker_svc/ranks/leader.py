@@ -4,15 +4,17 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from worker_svc.cache.kv_pool import AttentionSpecs
 from worker_svc.model.paged_attention import PagedAttention
-from worker_svc.model.served_model import AttentionFunction, BatchStates, ServedModel
+from worker_svc.model.served_model import (
+    AttentionFunction,
+    BatchStates,
+    SameProperties,
+    ServedModel,
+    StagesModel,
+)
 from worker_svc.plan.plans import BlockMoves
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.messages import Kind, Messages
@@ -62,18 +64,12 @@ class Leader:
             raise
 
 
-class LeadingModel:
+class LeadingModel(SameProperties):
     """A `ServedModel` that all ranks run when rank 0 does."""
 
     def __init__(self, model: ServedModel, attention: PagedAttention, leader: Leader) -> None:
         """`model` is that of this rank."""
-        self.layers: AttentionSpecs = model.layers
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
-        self.max_model_len: int = model.max_model_len
-        self.fingerprint: bytes = model.fingerprint
-        self.weights: tuple[Path, ...] = model.weights
-        self.vocab_size: int = model.vocab_size
+        super().__init__(model)
         self._model = model
         self._attention = attention
         self._leader = leader
@@ -100,14 +96,11 @@ class LeadingModel:
     ) -> Future[Tensor]:
         """As `logits`, which follow when all stages have run. TypeError unless there are stages."""
         leader, model = self._leader, self._model
-        # It imports transformers, which a start from packed weights does without.
-        staged = import_module("worker_svc.model.stages.staged_model")
-        if not isinstance(model, staged.StagedModel):
+        if not isinstance(model, StagesModel):
             raise TypeError("only a model of several stages runs passes side by side")
         leader.send_pass(Kind.LOGITS, self._attention, input_ids, positions, logits_indices)
         with leader.in_step():
-            begun: Future[Tensor] = model.begin_logits(input_ids, positions, logits_indices)
-            return begun
+            return model.begin_logits(input_ids, positions, logits_indices)
 
     def final_states(self, input_ids: Tensor, positions: Tensor) -> "LeadingStates":
         leader, none = self._leader, positions[:0]

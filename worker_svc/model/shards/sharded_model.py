@@ -3,22 +3,16 @@
 from torch import Tensor
 
 from worker_svc.model.loading import LoadedModel
-from worker_svc.model.served_model import AttentionFunction, FinalStates
+from worker_svc.model.served_model import AttentionFunction, FinalStates, SameProperties
 from worker_svc.ranks.group import RankGroup
 
 
-class ShardedModel:
+class ShardedModel(SameProperties):
     """All ranks have to make the same calls. Logits are those of the whole vocabulary on rank 0,
     those of the shard on the others. They are valid until the next pass."""
 
     def __init__(self, shard: LoadedModel, group: RankGroup) -> None:
-        self.layers = shard.layers
-        self.dtype = shard.dtype
-        self.device = shard.device
-        self.max_model_len = shard.max_model_len
-        self.fingerprint = shard.fingerprint
-        self.weights = shard.weights
-        self.vocab_size = shard.vocab_size
+        super().__init__(shard)
         self._shard = shard
         self._group = group
 

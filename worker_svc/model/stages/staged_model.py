@@ -8,25 +8,19 @@ import torch
 from torch import Tensor
 
 from worker_svc.model.loading import LoadedModel
-from worker_svc.model.served_model import AttentionFunction, FinalStates
+from worker_svc.model.served_model import AttentionFunction, FinalStates, SameProperties
 from worker_svc.model.stages.joining import Inlet
 from worker_svc.model.stages.stage import Stage
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.stage_links import StageLinks
 
 
-class StagedModel:
+class StagedModel(SameProperties):
     """All ranks have to make the same calls. Logits are known on rank 0 alone."""
 
     def __init__(self, part: LoadedModel, stage: Stage, inlet: Inlet, group: RankGroup) -> None:
         """`part` is a shard of the stage, joined by `inlet`. The group may not be connected yet."""
-        self.layers = part.layers
-        self.dtype = part.dtype
-        self.device = part.device
-        self.max_model_len = part.max_model_len
-        self.fingerprint = part.fingerprint
-        self.weights = part.weights
-        self.vocab_size = part.vocab_size
+        super().__init__(part)
         self._part = part
         self._stage = stage
         self._inlet = inlet
