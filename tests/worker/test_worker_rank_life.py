@@ -77,6 +77,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_ranks(tmp_path: Path) -> None:
     assert "rank-1" not in threads
 
 
+@pytest.mark.slow
 async def test_stops_with_the_worker(model: Path, tmp_path: Path) -> None:
     async with two_ranks(model, tmp_path) as ranks:
         ranks.worker.send_signal(signal.SIGTERM)
@@ -110,6 +111,7 @@ async def test_a_rank_lost_while_loading_is_a_lost_worker(model: Path, tmp_path:
         assert await process.wait() == _RANK_LOST
 
 
+@pytest.mark.slow
 async def test_layers_that_are_not_the_models_stop_the_start(model: Path, tmp_path: Path) -> None:
     flags = flags_of(model, tmp_path, "--pipeline-parallel-size=2", "--pipeline-layers=1,1")
     async with worker_process(*flags) as process:

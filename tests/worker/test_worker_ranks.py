@@ -24,7 +24,7 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     ("name", "num_shards", "num_stages"),
     [
         ("gpt_oss", 2, 1),
-        ("llama", 1, 2),
+        pytest.param("llama", 1, 2, marks=pytest.mark.slow),
         pytest.param("mixtral", 4, 1, marks=pytest.mark.slow),
     ],
 )
