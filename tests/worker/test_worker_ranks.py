@@ -20,13 +20,9 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_shards", "num_stages"),
-    [
-        ("gpt_oss", 2, 1),
-        pytest.param("llama", 1, 2, marks=pytest.mark.slow),
-        pytest.param("mixtral", 4, 1, marks=pytest.mark.slow),
-    ],
+    ("name", "num_shards", "num_stages"), [("gpt_oss", 2, 1), ("llama", 1, 2), ("mixtral", 4, 1)]
 )
 async def test_equals_generate(name: str, num_shards: int, num_stages: int, tmp_path: Path) -> None:
     model = save_model(_MODELS[name](), tmp_path / name)
