@@ -91,7 +91,8 @@ class Probe:
         self._clear()
         lanes: Counter[str] = Counter()
         for lane in self._lanes:
-            lanes.update(asdict(lane.stats))
+            totals = asdict(lane.stats).items()
+            lanes.update({name: total for name, total in totals if not isinstance(total, Counter)})
         return {**figures, "lanes": lanes, "all_calls": sum(c.num_calls for c in self._connections)}
 
     @staticmethod
