@@ -95,7 +95,7 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
   bench-kernels bench-gateway bench-scheduler chaos quantizers gpu-packages lint buf-lint buf-breaking check-links \
-  hooks test-clients format stubs docs dist clean up down local-images
+  hooks test-clients format stubs docs dist clean up scale down local-images
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -218,7 +218,7 @@ clean: ## Remove everything that was generated: environment, stubs, caches.
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 up: ## Build the images and start the service in containers.
-	@scripts/make-secrets.sh && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' \
+	@scripts/make-secrets.sh && images=$$($(CHOOSE_IMAGES) --save) && export $$images TORCH='$(TORCH)' \
 	  && echo $(COMPOSE) up --build --detach $(UP_ARGS) \
 	  && $(COMPOSE) up --build --detach $(UP_ARGS)
 	@echo 'Waiting for the gateways to be ready ...'
@@ -226,6 +226,11 @@ up: ## Build the images and start the service in containers.
 	  until $(COMPOSE) exec -T $$gateway quire health; do sleep 1; done; done' \
 	  >/dev/null 2>&1 || { $(COMPOSE) ps; echo 'Not ready; see $(COMPOSE) logs.'; exit 1; }
 	@$(COMPOSE) ps
+
+scale: ## Have WORKERS workers in containers, such as `make scale WORKERS=3`.
+	@[ '$(WORKERS)' -ge 0 ] 2>/dev/null \
+	  || { echo 'Give the number of workers, such as: make scale WORKERS=3'; exit 2; }
+	$(COMPOSE) up --detach --no-recreate --scale worker=$(WORKERS) $(UP_ARGS)
 
 down: ## Stop the containers and remove them with their networks and volumes.
 	$(COMPOSE) down --volumes --remove-orphans

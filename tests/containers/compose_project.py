@@ -147,7 +147,7 @@ class ComposeProject:
 
     def scale(self, num_workers: int) -> None:
         """Add or remove workers; return when removed workers have drained and stopped."""
-        self.up("--no-recreate", "--scale", f"worker={num_workers}")
+        self.make("scale", f"WORKERS={num_workers}")
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "1")
@@ -158,8 +158,8 @@ class ComposeProject:
             subprocess.run(["docker", "pause", container.id], capture_output=True).returncode == 0
         )
 
-    def make(self, target: str) -> str:
-        return run("make", target, env=self.env)
+    def make(self, target: str, *variables: str) -> str:
+        return run("make", target, *variables, env=self.env)
 
     def containers(self, service: str | None = None) -> list[Container]:
         """Return the containers by number, including stopped ones."""
