@@ -9,6 +9,8 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from quire.internal.v1 import (
+    leadership_pb2,
+    leadership_pb2_grpc,
     operations_pb2,
     operations_pb2_grpc,
     scheduler_pb2,
@@ -20,6 +22,7 @@ from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, serving_metrics
 from scheduler_svc.gateway.servicer import SchedulerServicer
 from scheduler_svc.leadership.lease import Lease, WritesLost
+from scheduler_svc.leadership.servicer import LeadershipServicer
 from scheduler_svc.leadership.standby import Standby
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.servicer import OperationsServicer
@@ -35,6 +38,7 @@ log = structlog.get_logger()
 _SERVICES = (
     scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
     operations_pb2.DESCRIPTOR.services_by_name["OperationsService"].full_name,
+    leadership_pb2.DESCRIPTOR.services_by_name["LeadershipService"].full_name,
 )
 _REDIS, _LEAD, _WORKER = "redis", "lead", "worker"
 # Intervals of the health checks while one fails, and while all pass.
@@ -58,11 +62,13 @@ class Scheduler:
         self._term: Term | None = None
         self._servicer = SchedulerServicer(self._leader_address)
         self._operations = OperationsServicer(self._leader_address)
+        self._leadership = LeadershipServicer()
         self._steps = StepHistograms()
         self._collector = EngineCollector(self._steps)
         self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self._servicer, self._server)
         operations_pb2_grpc.add_OperationsServiceServicer_to_server(self._operations, self._server)
+        leadership_pb2_grpc.add_LeadershipServiceServicer_to_server(self._leadership, self._server)
 
     @property
     def leading(self) -> bool:
@@ -87,6 +93,7 @@ class Scheduler:
             settings.health_listen,
         )
         store = Store.at(settings.redis_url, settings.redis_password)
+        self._leadership.lease = store.lease
         reporting = asyncio.create_task(self._report_health())
         try:
             await self._run_terms(store, settings.advertise or address)
@@ -100,7 +107,9 @@ class Scheduler:
 
     async def _run_terms(self, store: Store, address: str) -> None:
         """Alternate between standby and terms until the first signal."""
-        self._standby = standby = Standby(store.lease, address, self._settings.lease_s)
+        settings = self._settings
+        standby = Standby(store.lease, address, settings.lease_s, settings.peer_tls)
+        self._standby = standby
         state: RecoveredState | None = None
         while not self._signals.drain.is_set():
             if state is None:

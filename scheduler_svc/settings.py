@@ -53,6 +53,17 @@ class SchedulerSettings(ServiceSettings):
     worker_tls_key: Path | None = Field(
         None, description="PEM file with the key of --worker-tls-cert."
     )
+    peer_tls_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities that other schedulers are verified by; a "
+        "standby connects to the leader without TLS if absent. If the leader has TLS, its death is "
+        "then noticed by its lease alone. A certificate has the host in --advertise.",
+    )
+    peer_tls_cert: Path | None = Field(
+        None,
+        description="PEM file with the scheduler's certificate, for schedulers that ask for one.",
+    )
+    peer_tls_key: Path | None = Field(None, description="PEM file with the key of --peer-tls-cert.")
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Maximum tokens per step of a worker; longer prompts are chunked."
     )
@@ -171,9 +182,15 @@ class SchedulerSettings(ServiceSettings):
         return value
 
     @model_validator(mode="after")
-    def _has_usable_worker_tls(self) -> Self:
+    def _has_usable_tls(self) -> Self:
         link_tls("worker", self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key)
+        link_tls("peer", self.peer_tls_ca, self.peer_tls_cert, self.peer_tls_key)
         return self
+
+    @property
+    def peer_tls(self) -> TLS | None:
+        """The TLS of connections to other schedulers; None without."""
+        return link_tls("peer", self.peer_tls_ca, self.peer_tls_cert, self.peer_tls_key)
 
     @property
     def worker_tls(self) -> TLS | None:

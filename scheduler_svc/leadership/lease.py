@@ -38,7 +38,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certainly held: output may be sent."""
+        """Whether the lease has certainly not expired: output may be sent."""
         return time.monotonic() < self._safe_until
 
     async def wait_held(self) -> None:

@@ -1,5 +1,6 @@
 """The leadership lease in Redis; its epoch is the fencing token of every write."""
 
+import asyncio
 import secrets
 from dataclasses import dataclass
 
@@ -17,6 +18,15 @@ class Leadership:
     holder: bytes  # 16 bytes
 
 
+@dataclass(frozen=True, slots=True)
+class StoredLeader:
+    """The leader as Redis has it; holder and address are empty after a release."""
+
+    epoch: int
+    holder: bytes
+    address: str
+
+
 class LeaseStore:
     """Acquires, renews and releases the lease.
 
@@ -28,6 +38,8 @@ class LeaseStore:
         self._connection = connection
         self._held: Leadership | None = None
         self._next_holder = secrets.token_bytes(16)
+        # Replaced whenever it is set: when the lease was acquired or released.
+        self._changed = asyncio.Event()
 
     @property
     def held(self) -> Leadership:
@@ -36,20 +48,39 @@ class LeaseStore:
             raise LeadershipLost("the lease was not acquired")
         return self._held
 
-    async def leader_address(self) -> str | None:
-        """Address of the stored leader; empty if it released the lease, None if there never was
-        one. Needs no leadership."""
-        epoch, address = await self._connection.execute("HMGET", LEADERSHIP, "epoch", "address")
-        return None if epoch is None else (address or b"").decode()
+    def is_own(self, holder: bytes) -> bool:
+        """Whether this store holds the lease by this acquisition, may have lost it without knowing,
+        or is acquiring it so."""
+        return holder == self._next_holder or (
+            self._held is not None and holder == self._held.holder
+        )
 
-    async def acquire(self, address: str, lease_ms: int) -> Leadership | None:
-        """Acquire the lease if it was released, not renewed for `lease_ms` or never held; None if
-        another scheduler holds it. From then on the writes of all earlier leaders are refused.
+    async def wait_given_up(self, holder: bytes) -> None:
+        """Wait until this acquisition ends: the lease is released, or acquired again."""
+        while self.is_own(holder):
+            await self._changed.wait()
+
+    async def leader(self) -> StoredLeader | None:
+        """The stored leader; None if there never was one. Needs no leadership."""
+        epoch, holder, address = await self._connection.execute(
+            "HMGET", LEADERSHIP, "epoch", "holder", "address"
+        )
+        if epoch is None:
+            return None
+        return StoredLeader(int(epoch), holder or b"", (address or b"").decode())
+
+    async def acquire(
+        self, address: str, lease_ms: int, lost_epoch: int | None = None
+    ) -> Leadership | None:
+        """Acquire the lease if it was released, not renewed for `lease_ms` or never held, or is
+        that of `lost_epoch`, whose leader has ended; None if another scheduler holds it. From then
+        on the writes of all earlier leaders are refused, so that an error about the end of a leader
+        costs a pause and loses nothing.
 
         `address` is where gateways and standbys reach the leader.
         """
         holder = self._next_holder
-        args = (holder, address, lease_ms)
+        args = (holder, address, lease_ms, "" if lost_epoch is None else lost_epoch)
         epoch = await self._connection.run(scripts.ACQUIRE_LEASE, (LEADERSHIP,), args)
         return self._hold(int(epoch), holder) if epoch else None
 
@@ -74,8 +105,14 @@ class LeaseStore:
             args = (self._held.epoch, self._held.holder)
             await self._connection.run(scripts.RELEASE_LEASE, (LEADERSHIP,), args)
             self._held = None
+            self._announce_change()
 
     def _hold(self, epoch: int, holder: bytes) -> Leadership:
         self._held = Leadership(epoch, holder)
         self._next_holder = secrets.token_bytes(16)
+        self._announce_change()
         return self._held
+
+    def _announce_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -375,6 +375,12 @@ class Member:
         standby = self.scheduler._standby
         return standby is not None and standby.redis_error is None and not self.scheduler.leading
 
+    @property
+    def watches_leader(self) -> bool:
+        """Whether it has seen the leader's process lead."""
+        standby = self.scheduler._standby
+        return standby is not None and standby.watches_leader
+
     async def kill(self) -> None:
         """Stop without a drain and without releasing the lease."""
         self.serving.cancel()

@@ -72,6 +72,17 @@ async def test_a_released_lease_is_acquired_at_once_by_the_next_scheduler(redis_
         assert again.is_whole
 
 
+async def test_a_standby_replaces_an_ended_leader_before_its_lease_expires(redis_url, sockets):
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}, lease_s=3600) as stack:
+        _, received = await running(stack)
+        leader, standby = stack.member, stack.start_scheduler()
+        await until(lambda: standby.is_standby and standby.watches_leader, "a standby that watches")
+        await leader.kill()
+        gateway = await stack.gateway()
+        [again] = await gateway.wait_ended(await gateway.submit_again(received))
+        assert again.is_whole
+
+
 async def test_a_drain_does_not_wait_for_an_absent_worker(redis_url, sockets, monkeypatch):
     monkeypatch.setattr("scheduler_svc.lane.worker_stream.OPEN_TIMEOUT_S", 3600)
     async with running_stack(

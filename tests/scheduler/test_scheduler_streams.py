@@ -343,7 +343,7 @@ async def test_a_drain_delivers_what_is_in_flight_and_leaves_the_rest_to_the_nex
         assert not received.is_ended
         assert received.token_ids == received.tokens(worker.num_sampled_tokens)
         store = Store.at(redis_url)
-        assert await store.lease.leader_address() == ""
+        assert (await store.lease.leader()).address == ""
         [stored] = await store.load_live()
         assert list(stored.output_token_ids[0]) == received.token_ids
         await store.close()

@@ -9,6 +9,7 @@ import redis
 
 from scheduler_svc.store.errors import LeadershipLost, StaleEpoch
 from scheduler_svc.store.keys import LEADERSHIP
+from scheduler_svc.store.leadership import StoredLeader
 from scheduler_svc.store.store import Store
 
 LEASE_MS = 3000
@@ -21,7 +22,7 @@ def age_lease(client: redis.Redis, by_ms: int) -> None:
 
 
 async def test_there_is_no_leader_before_the_first_acquisition(standby: Store) -> None:
-    assert await standby.lease.leader_address() is None
+    assert await standby.lease.leader() is None
     with pytest.raises(LeadershipLost):
         await standby.lease.renew()
     with pytest.raises(LeadershipLost):
@@ -40,7 +41,7 @@ async def test_every_scheduler_can_read_the_leader(
     assert len(own.holder) == 16
     seconds, _ = redis_client.time()
     assert abs(own.epoch - seconds * 1000) < 60_000
-    assert await standby.lease.leader_address() == "first"
+    assert (await standby.lease.leader()).address == "first"
     stored = redis_client.hgetall(LEADERSHIP)
     assert (int(stored[b"epoch"]), stored[b"holder"]) == (own.epoch, own.holder)
     age_lease(redis_client, HOUR_MS)
@@ -63,6 +64,20 @@ async def test_an_expired_lease_goes_to_a_standby(
     assert taken.holder != store.leadership.holder
 
 
+async def test_the_lease_of_a_leader_that_has_ended_is_free(
+    store: Store, standby: Store, redis_client: redis.Redis
+) -> None:
+    ended = store.leadership.epoch
+    assert await standby.lease.acquire("second", LEASE_MS, lost_epoch=ended - 1) is None
+    taken = await standby.lease.acquire("second", LEASE_MS, lost_epoch=ended)
+    assert taken is not None
+    assert taken.epoch > ended
+    # It was an error: the leader had not ended. It is fenced, and cannot return the favour.
+    with pytest.raises(StaleEpoch):
+        await store.lease.renew()
+    assert await store.lease.acquire("first", LEASE_MS, lost_epoch=ended) is None
+
+
 async def test_a_leaders_late_renewal_after_the_takeover_changes_nothing(
     store: Store, successor: Store, redis_client: redis.Redis
 ) -> None:
@@ -82,7 +97,7 @@ async def test_a_released_lease_is_acquired_at_once(
     previous = store.leadership
     await store.lease.release()
     await store.lease.release()  # as after a lost reply
-    assert await standby.lease.leader_address() == ""
+    assert (await standby.lease.leader()).address == ""
     assert redis_client.hgetall(LEADERSHIP) == {b"epoch": b"%d" % previous.epoch}
     with pytest.raises(LeadershipLost):
         await store.lease.renew()
@@ -167,3 +182,23 @@ async def test_epochs_rise_even_if_redis_clock_was_set_back(
     assert taken.epoch == ahead + 1
     redis_client.delete(LEADERSHIP)
     assert (await standby.lease.reacquire("second")).epoch == ahead + 2
+
+
+async def test_a_holder_is_given_up_by_a_release_or_the_next_acquisition(
+    store: Store, standby: Store
+) -> None:
+    leader = await standby.lease.leader()
+    assert leader == StoredLeader(store.leadership.epoch, store.leadership.holder, "first")
+    assert store.lease.is_own(leader.holder)
+    assert not standby.lease.is_own(leader.holder)
+    waiting = asyncio.create_task(store.lease.wait_given_up(leader.holder))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    again = await store.lease.reacquire("first")
+    await asyncio.wait_for(waiting, 5)
+    waiting = asyncio.create_task(store.lease.wait_given_up(again.holder))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await store.lease.release()
+    await asyncio.wait_for(waiting, 5)
+    await store.lease.wait_given_up(again.holder)

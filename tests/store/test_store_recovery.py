@@ -223,7 +223,7 @@ async def test_redis_restarts_empty(own_redis: EmbeddedRedis, lasting: Store) ->
     first = lasting.leadership
     await lasting.record([RECORD], [False])
     restart_from_file(own_redis)
-    assert await lasting.lease.leader_address() is None
+    assert await lasting.lease.leader() is None
     with pytest.raises(LeadershipLost):
         await lasting.lease.renew()
     assert (await lasting.lease.reacquire("first")).epoch > first.epoch

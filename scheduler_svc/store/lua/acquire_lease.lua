@@ -7,6 +7,7 @@
 --   1 holder       random; a caller without a reply repeats the call with the same one
 --   2 address      address of the caller
 --   3 lease_ms     time after its last renewal at which a leader has lost the lease
+--   4 lost_epoch   epoch whose leader is known to have ended; its lease counts as free. Empty: none
 -- RETURN the epoch; 0 if another scheduler leads. It is above all earlier ones, also after lost
 --   writes, unless Redis' clock is set back behind the last one.
 --
@@ -17,7 +18,8 @@ local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 -- Absolute: after the clock was set back, a lease must not last until that time is reached again.
 local idle_ms = math.abs(now_ms - tonumber(stored[3] or 0))
-if stored[2] and stored[2] ~= ARGV[1] and idle_ms < tonumber(ARGV[3]) then
+local is_held = stored[2] and stored[1] ~= ARGV[4] and idle_ms < tonumber(ARGV[3])
+if is_held and stored[2] ~= ARGV[1] then
   return 0
 end
 local epoch = math.max(tonumber(stored[1] or 0) + 1, now_ms)

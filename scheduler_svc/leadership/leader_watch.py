@@ -1,0 +1,96 @@
+"""Notices the end of the leader's process by its connection, before its lease expires."""
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+
+import grpc
+import structlog
+
+from quire.internal.v1 import leadership_pb2, leadership_pb2_grpc
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.tls import TLS, open_aio_channel
+from scheduler_svc.store.leadership import StoredLeader
+
+log = structlog.get_logger()
+
+# A leader whose connection broke has ended unless a new one is served within this time. A stopped
+# or unreachable leader breaks no connection: its lease expires.
+RECONNECT_WITHIN_S = 0.3
+# Between attempts to reach a leader that was not reached yet.
+RETRY_INTERVAL_S = 0.5
+
+
+class _End(Enum):
+    """How watching ended."""
+
+    # No such leader is at the address, or nothing is.
+    UNREACHED = auto()
+    # It led, and the connection broke.
+    BROKEN = auto()
+    # It led, and released the lease.
+    GIVEN_UP = auto()
+
+
+class LeaderWatch:
+    """Watches one leader at a time. `on_lost` is called once when it has ended or released the
+    lease. An error about it costs a change of the leader and nothing else: epochs fence."""
+
+    def __init__(self, tls: TLS | None, on_lost: Callable[[StoredLeader], None]) -> None:
+        # Whether the leader has responded that it leads.
+        self.is_watching = False
+        self._tls = tls
+        self._on_lost = on_lost
+        self._leader: StoredLeader | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self, leader: StoredLeader) -> None:
+        """Watch this leader from now on; no effect if it is watched already."""
+        if leader == self._leader:
+            return
+        self.stop()
+        self._leader = leader
+        self._task = asyncio.create_task(self._watch(leader))
+
+    def stop(self) -> None:
+        """Watch no leader."""
+        self._leader = None
+        self.is_watching = False
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _watch(self, leader: StoredLeader) -> None:
+        options = channel_options(INTERNAL_MESSAGE_BYTES)
+        async with open_aio_channel(leader.address, options, self._tls) as channel:
+            stub = leadership_pb2_grpc.LeadershipServiceStub(channel)
+            end = _End.UNREACHED
+            # Only a process that was seen to lead can be lost: another one may have the address.
+            while end is _End.UNREACHED and self._leader is leader:
+                end = await self._watch_once(stub, leader, None)
+                if end is _End.UNREACHED:
+                    await asyncio.sleep(RETRY_INTERVAL_S)
+            while end is _End.BROKEN and self._leader is leader:
+                end = await self._watch_once(stub, leader, RECONNECT_WITHIN_S)
+        if self._leader is leader:
+            log.info("the leader has ended", address=leader.address, epoch=leader.epoch)
+            self._on_lost(leader)
+
+    async def _watch_once(
+        self,
+        stub: "leadership_pb2_grpc.LeadershipServiceAsyncStub",
+        leader: StoredLeader,
+        within_s: float | None,
+    ) -> _End:
+        """Watch until the stream ends; `within_s` bounds its beginning."""
+        self.is_watching = False
+        call = stub.Watch(leadership_pb2.WatchRequest(holder=leader.holder))
+        try:
+            async with asyncio.timeout(within_s):
+                self.is_watching = isinstance(await call.read(), leadership_pb2.WatchResponse)
+            await call.read()
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return _End.BROKEN if self.is_watching else _End.UNREACHED
+        finally:
+            call.cancel()
+        return _End.GIVEN_UP

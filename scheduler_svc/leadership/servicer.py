@@ -1,0 +1,30 @@
+"""`LeadershipService`: lets standbys watch this process's hold of the lease."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+
+from quire.internal.v1 import leadership_pb2, leadership_pb2_grpc
+from quire.service.errors import abort, failed
+from scheduler_svc.store.leadership import LeaseStore
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class LeadershipServicer(leadership_pb2_grpc.LeadershipServiceServicer):
+    """Without a store, before the start, it has made no acquisition."""
+
+    def __init__(self) -> None:
+        self.lease: LeaseStore | None = None
+
+    async def Watch(  # noqa: N802
+        self, request: leadership_pb2.WatchRequest, context: _Context
+    ) -> AsyncIterator[leadership_pb2.WatchResponse]:
+        lease = self.lease
+        if lease is None or not lease.is_own(request.holder):
+            message = "this process did not acquire the lease so"
+            await abort(context, failed(StatusCode.FAILED_PRECONDITION, "NOT_HOLDER", message))
+        yield leadership_pb2.WatchResponse()
+        await lease.wait_given_up(request.holder)

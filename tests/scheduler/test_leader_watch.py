@@ -1,0 +1,128 @@
+"""How a standby notices the end of the leader's process, over real connections."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from waiting import until
+
+from quire.internal.v1 import leadership_pb2_grpc
+from scheduler_svc.leadership import leader_watch
+from scheduler_svc.leadership.leader_watch import LeaderWatch
+from scheduler_svc.leadership.servicer import LeadershipServicer
+from scheduler_svc.store.leadership import LeaseStore, StoredLeader
+from scheduler_svc.store.store import Store
+
+
+class Watched:
+    """A scheduler's process, as far as its peers can see: it may end and start at its address."""
+
+    def __init__(self, address: str, store: Store) -> None:
+        self.address = address
+        self.store = store
+        self.num_calls = 0
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def leader(self) -> StoredLeader:
+        leadership = self.store.leadership
+        return StoredLeader(leadership.epoch, leadership.holder, self.address)
+
+    async def start(self, lease: LeaseStore | None) -> None:
+        self._server = grpc.aio.server()
+        servicer = LeadershipServicer()
+        servicer.lease = lease
+        watch = servicer.Watch
+
+        async def counted(*args):
+            self.num_calls += 1
+            async for response in watch(*args):
+                yield response
+
+        servicer.Watch = counted
+        leadership_pb2_grpc.add_LeadershipServiceServicer_to_server(servicer, self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def end(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+            self._server = None
+
+
+@pytest.fixture
+async def watched(redis_url: str, sockets: Path) -> AsyncIterator[Watched]:
+    store = Store.at(redis_url)
+    watched = Watched(f"unix:{sockets}/s.sock", store)
+    await store.lease.acquire(watched.address, lease_ms=3000)
+    await watched.start(store.lease)
+    yield watched
+    await watched.end()
+    await store.lease.release()
+    await store.close()
+
+
+@pytest.fixture
+async def lost(watched: Watched) -> AsyncIterator[list[StoredLeader]]:
+    """The leaders that a watch has reported; it watches the leader."""
+    lost: list[StoredLeader] = []
+    watch = LeaderWatch(None, lost.append)
+    watch.watch(watched.leader)
+    await until(lambda: watched.num_calls == 1, "a watched leader")
+    yield lost
+    watch.stop()
+
+
+async def test_an_ended_process_is_lost_without_waiting(watched: Watched, lost: list) -> None:
+    leader = watched.leader
+    await watched.end()
+    await asyncio.wait_for(until(lambda: lost, "the loss"), 1)
+    assert lost == [leader]
+
+
+async def test_another_process_at_its_address_does_not_hide_the_loss(
+    watched: Watched, lost: list
+) -> None:
+    leader = watched.leader
+    await watched.end()
+    await watched.start(None)
+    await asyncio.wait_for(until(lambda: lost, "the loss"), 1)
+    assert lost == [leader]
+
+
+async def test_a_released_lease_is_reported_at_once(watched: Watched, lost: list) -> None:
+    leader = watched.leader
+    await watched.store.lease.release()
+    await asyncio.wait_for(until(lambda: lost, "the release"), 1)
+    assert lost == [leader]
+
+
+async def test_a_broken_connection_alone_is_no_loss(watched, lost, monkeypatch) -> None:
+    # The second server starts within microseconds; this machine may be busy.
+    monkeypatch.setattr(leader_watch, "RECONNECT_WITHIN_S", 30)
+    await watched.end()
+    await watched.start(watched.store.lease)
+    await until(lambda: watched.num_calls == 2, "the leader, watched again")
+    assert lost == []
+    leader = watched.leader
+    await watched.end()
+    await until(lambda: lost == [leader], "the loss")
+
+
+async def test_who_was_never_seen_to_lead_is_not_lost(watched: Watched, monkeypatch) -> None:
+    monkeypatch.setattr(leader_watch, "RETRY_INTERVAL_S", 0.01)
+    lost: list[StoredLeader] = []
+    watch = LeaderWatch(None, lost.append)
+    # Its address leads to another scheduler, as 0.0.0.0 does.
+    other = StoredLeader(watched.leader.epoch, b"another holder..", watched.address)
+    watch.watch(other)
+    await until(lambda: watched.num_calls >= 3, "several attempts")
+    await watched.end()
+    await asyncio.sleep(0.1)
+    assert lost == []
+    watch.watch(StoredLeader(1, b"", f"{watched.address}-absent"))
+    await asyncio.sleep(0.1)
+    assert lost == []
+    watch.stop()
