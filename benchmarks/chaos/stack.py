@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire.launcher.processes import ServiceProcess
 from quire.launcher.stack import LocalStack
 
 _RPC_TIMEOUT_S = 2.0
+_LEADER_WITHIN_S = 3.0
 NUM_WORKERS = 3
 # Short, so that the cancellation of orphaned requests is observed.
 ORPHAN_GRACE_S = 10.0
@@ -100,10 +102,13 @@ class ChaosStack:
             return None
 
     async def leader(self) -> ServiceProcess:
-        """Return the leader. NotSteadyError if there is none."""
-        leader = await asyncio.to_thread(self.local.leader)
-        if leader is None:
-            raise NotSteadyError("there is no leader")
+        """Return the leader. NotSteadyError if there is none for `_LEADER_WITHIN_S`: on a loaded
+        machine a single call to Redis may be late, and the leader is not ready for a moment."""
+        until = time.monotonic() + _LEADER_WITHIN_S
+        while (leader := await asyncio.to_thread(self.local.leader)) is None:
+            if time.monotonic() > until:
+                raise NotSteadyError("there is no leader")
+            await asyncio.sleep(0.1)
         return leader
 
     def save_logs(self, directory: Path) -> None:
