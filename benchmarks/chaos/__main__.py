@@ -20,6 +20,7 @@ from benchmarks.results import Measured
 
 _ROOT = Path(__file__).parents[2]
 _LARGEST_SEED = 2**32
+_SIZES = "--tensor-parallel-size or --pipeline-parallel-size"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +61,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tensor-parallel-size",
         type=int,
         default=1,
-        help="ranks of a worker, with the engine demo; more than one have faults of their own",
+        help="ranks of a worker, or of each of its stages, with the engine demo; several have "
+        "faults of their own",
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        help="stages of a worker, with the engine demo",
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -87,16 +95,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--speculative-model needs --num-speculative-tokens")
     if unknown := set(options.faults) - set(names):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
-    if options.tensor_parallel_size > 1 and options.engine == "sim":
-        parser.error("--tensor-parallel-size needs --engine=demo: simulated workers have no ranks")
+    if _has_ranks(options) and options.engine == "sim":
+        parser.error(f"{_SIZES} needs --engine=demo: simulated workers have no ranks")
     if of_ranks := {one.name for one in _excluded(options)} & set(options.faults):
-        parser.error(f"{', '.join(sorted(of_ranks))}: needs --tensor-parallel-size")
+        parser.error(f"{', '.join(sorted(of_ranks))}: needs {_SIZES}")
     return options
+
+
+def _has_ranks(options: argparse.Namespace) -> bool:
+    sizes: list[int] = [options.tensor_parallel_size, options.pipeline_parallel_size]
+    return max(sizes) > 1
 
 
 def _excluded(options: argparse.Namespace) -> list[Fault]:
     """Faults of ranks, where workers have one."""
-    return [fault for fault in FAULTS if fault.is_of_ranks and options.tensor_parallel_size == 1]
+    return [fault for fault in FAULTS if fault.is_of_ranks and not _has_ranks(options)]
 
 
 def _faults(options: argparse.Namespace) -> list[Fault]:
@@ -119,6 +132,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         num_speculative_tokens=options.num_speculative_tokens,
         speculative_model=options.speculative_model,
         tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
         logs=options.logs or _ROOT / f".cache/chaos/{began}-{seed}",
     )
 

@@ -48,8 +48,10 @@ class Plan:
     num_speculative_tokens: int = 0
     # Folder of the draft model; None for drafts by prompt lookup.
     speculative_model: str | None = None
-    # Ranks of a worker.
+    # Ranks of a worker, or of each of its stages.
     tensor_parallel_size: int = 1
+    # Stages of a worker.
+    pipeline_parallel_size: int = 1
 
     @property
     def settings(self) -> dict[str, str]:
@@ -57,7 +59,10 @@ class Plan:
         drafts = {"QUIRE_WORKER_NUM_SPECULATIVE_TOKENS": str(self.num_speculative_tokens)}
         if self.speculative_model:
             drafts["QUIRE_WORKER_SPECULATIVE_MODEL"] = self.speculative_model
-        ranks = {"QUIRE_WORKER_TENSOR_PARALLEL_SIZE": str(self.tensor_parallel_size)}
+        ranks = {
+            "QUIRE_WORKER_TENSOR_PARALLEL_SIZE": str(self.tensor_parallel_size),
+            "QUIRE_WORKER_PIPELINE_PARALLEL_SIZE": str(self.pipeline_parallel_size),
+        }
         return {**SETTINGS[self.engine], **drafts, **ranks}
 
 

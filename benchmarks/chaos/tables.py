@@ -56,7 +56,9 @@ def _summary(plan: Plan, outcome: Outcome) -> str:
 
 
 def _ranks(plan: Plan) -> str:
-    return f" of {plan.tensor_parallel_size} ranks each" if plan.tensor_parallel_size > 1 else ""
+    sizes = [(plan.pipeline_parallel_size, "stages"), (plan.tensor_parallel_size, "ranks")]
+    several = [f" of {size} {what}" for size, what in sizes if size > 1]
+    return "".join([*several, " each"]) if several else ""
 
 
 def _speculation(plan: Plan, outcome: Outcome) -> str:

@@ -7,28 +7,48 @@ import sys
 import pytest
 
 from benchmarks.chaos.__main__ import main, plan_of
+from benchmarks.chaos.experiment import Outcome
 from benchmarks.chaos.ranks import followers_of
 from benchmarks.chaos.stack import ChaosStack
+from benchmarks.chaos.tables import part_of_run
 from quire.launcher.child import ChildProcess
 from quire.launcher.errors import LaunchError
 
 _FAULTS = {"rank-killed", "rank-stopped", "rank-killed-loading"}
-_RANKS = ("--engine=demo", "--tensor-parallel-size=2")
+_SHARDS = "--tensor-parallel-size=2"
+_STAGES = "--pipeline-parallel-size=2"
 
 
-def test_ranks_are_killed_where_there_are_several() -> None:
-    of_one, of_two = ({fault.name for fault in plan_of(flags).faults} for flags in ((), _RANKS))
-    assert of_two - of_one == _FAULTS
-    assert of_one < of_two
-    settings = plan_of(_RANKS).settings
-    assert settings["QUIRE_WORKER_TENSOR_PARALLEL_SIZE"] == "2"
+@pytest.mark.parametrize(
+    ("flags", "sizes", "words"),
+    [
+        ([_SHARDS], ("2", "1"), "three workers of 2 ranks each, two"),
+        ([_STAGES], ("1", "2"), "three workers of 2 stages each, two"),
+        ([_SHARDS, _STAGES], ("2", "2"), "three workers of 2 stages of 2 ranks each, two"),
+    ],
+)
+def test_ranks_are_killed_where_there_are_several(
+    flags: list[str], sizes: tuple[str, str], words: str
+) -> None:
+    of_one, of_several = plan_of(()), plan_of(["--engine=demo", *flags])
+    names_of_one, names = ({fault.name for fault in one.faults} for one in (of_one, of_several))
+    assert names - names_of_one == _FAULTS
+    assert names_of_one < names
+    settings = of_several.settings
+    found = (f"QUIRE_WORKER_{kind}_PARALLEL_SIZE" for kind in ("TENSOR", "PIPELINE"))
+    assert tuple(settings[name] for name in found) == sizes
+    assert words in part_of_run(of_several, Outcome(baseline=[0.1])).notes[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("rank-killed", "--engine=demo"), "rank-killed: needs --tensor-parallel-size"),
-        (("--tensor-parallel-size=2",), "simulated workers have no ranks"),
+        (
+            ("rank-killed", "--engine=demo"),
+            "rank-killed: needs --tensor-parallel-size or --pipeline-parallel-size",
+        ),
+        ((_SHARDS,), "simulated workers have no ranks"),
+        ((_STAGES,), "simulated workers have no ranks"),
     ],
 )
 def test_faults_without_ranks_are_refused(
