@@ -14,6 +14,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DECIMAL_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _MOST_BYTES = 2**63
+_LAYERS = re.compile(r"[1-9]\d*(,[1-9]\d*)*")
 
 
 class WrongSettingError(ValueError):
@@ -123,7 +124,6 @@ class WorkerSettings(ServiceSettings):
     )
     pipeline_layers: str | None = Field(
         None,
-        pattern=r"^[1-9]\d*(,[1-9]\d*)*$",
         description="Number of layers of each stage, separated by commas, such as 10,12,10; if "
         "absent, stages have about equal weights, those of the head included.",
     )
@@ -268,6 +268,21 @@ class WorkerSettings(ServiceSettings):
         """None: as the model suggests."""
         given = self.pipeline_layers
         return None if given is None else tuple(map(int, given.split(",")))
+
+    @field_validator("pipeline_layers")
+    @classmethod
+    def _has_layers_of_each_stage(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        if _LAYERS.fullmatch(value) is None:
+            raise ValueError("must be the number of layers of each stage, such as 10,12,10")
+        num_stages = info.data.get("pipeline_parallel_size")
+        if num_stages is not None and (found := value.count(",") + 1) != num_stages:
+            raise ValueError(
+                f"must have a number for each stage: has {found}, and --pipeline-parallel-size is "
+                f"{num_stages}"
+            )
+        return value
 
     @field_validator("max_num_batched_tokens")
     @classmethod

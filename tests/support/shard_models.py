@@ -29,7 +29,9 @@ def saved(config: PretrainedConfig, folder: Path) -> Path:
 
 
 def prepared(model: Path, group: RankGroup | None = None, **changes: Any) -> PreparedModel:
-    settings = worker_settings(model, **{"dtype": "float32", "device": "cpu", **changes})
+    ranks = {} if group is None else {"pipeline_parallel_size": group.num_stages}
+    values = {"dtype": "float32", "device": "cpu", **ranks, **changes}
+    settings = worker_settings(model, **values)
     return prepare_model(settings, _CPU, LoadProgress(), group)
 
 

@@ -49,6 +49,25 @@ def test_invalid_values_are_refused(
     assert value in said
 
 
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ("10,12", "must have a number for each stage: has 2, and --pipeline-parallel-size is 3"),
+        ("10,0,12", "must be the number of layers of each stage, such as 10,12,10"),
+        ("10-12-10", "must be the number of layers of each stage, such as 10,12,10"),
+    ],
+)
+def test_each_stage_has_a_number_of_layers(
+    layers: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--pipeline-parallel-size=3", "--pipeline-layers"]
+    with pytest.raises(SystemExit):
+        WorkerSettings.load([*flags, layers])
+    setting = "--pipeline-layers / QUIRE_WORKER_PIPELINE_LAYERS"
+    assert capsys.readouterr().err == f"quire-worker: {setting}: {words} (got '{layers}')\n"
+    assert WorkerSettings.load([*flags, "10,12,10"]).layers_of_stages == (10, 12, 10)
+
+
 @pytest.mark.parametrize("flag", ["--max-num-seqs=4096", "--max-num-batched-tokens=16"])
 def test_a_step_has_a_token_for_each_row(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The scheduler would refuse the worker, which would seem to be ready."""

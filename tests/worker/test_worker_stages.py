@@ -149,7 +149,7 @@ def test_ranks_with_different_stages_do_not_start(tmp_path: Path) -> None:
         ]
 
         def compare(rank: int) -> str:
-            settings = worker_settings(model, pipeline_layers=given[rank])
+            settings = worker_settings(model, pipeline_parallel_size=2, pipeline_layers=given[rank])
             with pytest.raises(WrongSettingError) as error:
                 connect_equal(ranks.groups[rank], parts[rank], settings)
             return str(error.value)
@@ -181,16 +181,10 @@ def test_layers_are_divided_evenly(
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ((10, 12, 11), "10,12,11 is 33 layers, but the model has 32"),
-        ((16, 16), "16,16 is for 2 stages, but --pipeline-parallel-size is 3"),
-    ],
-)
-def test_refuses_layers_that_are_not_the_models(given: tuple[int, ...], words: str) -> None:
+def test_refuses_layers_that_are_not_the_models() -> None:
+    words = "10,12,11 is 33 layers, but the model has 32"
     with pytest.raises(WrongSettingError, match=words):
-        Stage(0, 3, given).layers(32, 0)
+        Stage(0, 3, (10, 12, 11)).layers(32, 0)
 
 
 def test_refuses_more_stages_than_layers() -> None:

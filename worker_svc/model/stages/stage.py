@@ -42,13 +42,8 @@ class Stage:
                 return divide(num_layers, self.count, head_cost)
             except ValueError as error:
                 raise WrongSettingError(f"{_STAGES}: {error}") from error
-        given = ",".join(map(str, self.num_layers))
-        if len(self.num_layers) != self.count:
-            raise WrongSettingError(
-                f"{_LAYERS}: {given} is for {len(self.num_layers)} stages, but "
-                f"--pipeline-parallel-size is {self.count}"
-            )
         if (total := sum(self.num_layers)) != num_layers:
+            given = ",".join(map(str, self.num_layers))
             raise WrongSettingError(
                 f"{_LAYERS}: {given} is {total} layers, but the model has {num_layers}"
             )
