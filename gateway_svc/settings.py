@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from gateway_svc.metrics.objectives import Objectives, parse_objectives
 from gateway_svc.output_formats.formats import REASONING_SETTINGS, TOOL_SETTINGS
 from quire.service.addresses import Address, check_address
 from quire.service.metrics import MetricsAddress
@@ -18,6 +19,11 @@ _Text = Annotated[str, StringConstraints(min_length=1)]
 def _check_addresses(value: str) -> str:
     """ValueError unless every part is an address."""
     return ",".join(check_address(part.strip()) for part in value.split(","))
+
+
+def _check_objectives(value: str) -> str:
+    parse_objectives(value)
+    return value
 
 
 def _one_of(*names: str) -> AfterValidator:
@@ -33,6 +39,7 @@ def _one_of(*names: str) -> AfterValidator:
 
 ToolCallParser = Annotated[str, _one_of(*TOOL_SETTINGS)]
 ReasoningParser = Annotated[str, _one_of(*REASONING_SETTINGS)]
+LatencyObjectives = Annotated[str, AfterValidator(_check_objectives)]
 Addresses = Annotated[str, AfterValidator(_check_addresses)]
 
 
@@ -132,6 +139,13 @@ class GatewaySettings(ServiceSettings):
         None, description="Address to serve metrics on over HTTP, host:port; not served if not set."
     )
 
+    slo: LatencyObjectives = Field(
+        "default=2:0.2",
+        description="Latency objectives by class of tenants, for the metrics of goodput: "
+        "CLASS=TTFT:ITL, separated by commas, with the seconds to the first token and between "
+        "tokens. A class without its own has those of default.",
+    )
+
     @model_validator(mode="after")
     def _has_usable_scheduler_tls(self) -> Self:
         link_tls(
@@ -145,6 +159,10 @@ class GatewaySettings(ServiceSettings):
         return link_tls(
             "scheduler", self.scheduler_tls_ca, self.scheduler_tls_cert, self.scheduler_tls_key
         )
+
+    @property
+    def objectives(self) -> Objectives:
+        return parse_objectives(self.slo)
 
     @property
     def scheduler_addresses(self) -> tuple[str, ...]:

@@ -16,11 +16,20 @@ from pydantic import (
     model_validator,
 )
 
-from gateway_svc.access.tenant import PriorityRange, Tenant, TenantLimits
+from gateway_svc.access.tenant import (
+    DEFAULT_CLASS,
+    TENANT_CLASS,
+    PriorityRange,
+    Tenant,
+    TenantLimits,
+)
 from quire.service.api_keys import TENANT_NAME
 
+# Each has its own series of every histogram by class.
+MAX_CLASSES = 8
 _INT32_MIN, _INT32_MAX, _UINT32_MAX = -(2**31), 2**31 - 1, 2**32 - 1
 _Name = Annotated[str, StringConstraints(pattern=f"^{TENANT_NAME}$")]
+_Class = Annotated[str, StringConstraints(pattern=f"^{TENANT_CLASS}$")]
 _KeyHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Priority = Annotated[int, Field(ge=_INT32_MIN, le=_INT32_MAX)]
 _Positive = Annotated[int, Field(ge=1, le=_UINT32_MAX)]
@@ -66,6 +75,7 @@ class _TenantEntry(_Entry):
     share_prefixes: bool = False
     priority: _PriorityEntry | None = None
     limits: _LimitsEntry = _LimitsEntry()
+    tenant_class: _Class = Field(DEFAULT_CLASS, alias="class")
 
     def to_tenant(self) -> Tenant:
         return Tenant(
@@ -77,6 +87,7 @@ class _TenantEntry(_Entry):
             if self.priority
             else None,
             limits=TenantLimits(**self.limits.model_dump()),
+            tenant_class=self.tenant_class,
         )
 
 
@@ -128,6 +139,8 @@ def parse_keys(text: str) -> Mapping[bytes, Tenant]:
 
 
 def _by_hash(entries: list[_TenantEntry]) -> dict[bytes, Tenant]:
+    if len({entry.tenant_class for entry in entries} | {DEFAULT_CLASS}) > MAX_CLASSES:
+        raise KeysFileError(f"there are more than {MAX_CLASSES} classes, {DEFAULT_CLASS} included")
     names: set[str] = set()
     tenants: dict[bytes, Tenant] = {}
     for entry in entries:

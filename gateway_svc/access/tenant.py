@@ -1,9 +1,14 @@
 """Tenants: the clients that share one set of keys, limits and a share of the service."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from quire.internal.v1 import scheduler_pb2
 
+# The class of tenants without another one, and of requests without keys.
+DEFAULT_CLASS: Final = "default"
+# A regular expression.
+TENANT_CLASS: Final = r"[a-z][a-z0-9_-]{0,31}"
 # Begins the salt of a tenant's prefixes. No cache salt of a request has this byte: they are UTF-8.
 _SALT_BYTE = b"\xff"
 
@@ -60,6 +65,8 @@ class Tenant:
     shares_prefixes: bool = False
     priorities: PriorityRange | None = None
     limits: TenantLimits = TenantLimits()
+    # Tenants of a class share their latency objectives, and series of metrics.
+    tenant_class: str = DEFAULT_CLASS
 
     @property
     def principal(self) -> str:
@@ -83,6 +90,7 @@ class Tenant:
             live_requests=limits.live_requests,
             waiting_tokens=limits.waiting_tokens,
             resumable_requests=limits.resumable_requests,
+            tenant_class=self.tenant_class,
         )
 
 

@@ -47,7 +47,9 @@ class Generations:
         """Yield the updates of all prompts. RequestError, before the first update, if one of them
         is invalid; no prompt is started then."""
         with ExitStack() as measured:
-            times = [measured.enter_context(self._metrics.request()) for _ in messages]
+            times = [
+                measured.enter_context(self._metrics.request(tenant.tenant_class)) for _ in messages
+            ]
             prepared = [
                 await self._service.prepare(message, None, tenant, state, search)
                 for message, state in zip(messages, states, strict=True)
@@ -64,7 +66,7 @@ class Generations:
     async def resume(self, request_id: str, event_id: EventId, tenant: Tenant) -> Updates:
         """Yield the updates of a request that runs or has ended, after the client's last event.
         RequestError, before the first update, if the event is of a request of another shape."""
-        with self._metrics.resumed_request() as times:
+        with self._metrics.resumed_request(tenant.tenant_class) as times:
 
             def source(prompt: int) -> Updates:
                 request = inference_pb2.ResumeGenerateRequest(

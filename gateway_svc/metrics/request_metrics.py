@@ -4,12 +4,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
+import grpc
 from prometheus_client import CollectorRegistry, Counter
 
+from gateway_svc.access.tenant import DEFAULT_CLASS
 from gateway_svc.generation.choice import ChoiceUpdate
-from gateway_svc.metrics.histogram import Histogram
+from gateway_svc.metrics.histogram import Histogram, Observations
+from gateway_svc.metrics.objectives import Objective, Objectives
+from gateway_svc.scheduler.events import error_reason
 from quire.service.errors import RequestError
 
 _STOP, _LENGTH = "stop", "length"
@@ -27,28 +32,64 @@ _E2E_LATENCY_S: Final = (
 )
 
 
+_CLASS: Final = "tenant_class"
+# With these the service has failed a request. Other codes are the client's doing.
+_FAULTS: Final = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+# The scheduler refuses any tenant's requests with this reason; others are limits of one tenant.
+_OVERLOAD: Final = "QUEUE_FULL"
+
+
+@dataclass(frozen=True, slots=True)
+class _ClassMetrics:
+    """The series of one class of tenants."""
+
+    objective: Objective
+    time_to_first_token: Observations
+    inter_token_latency: Observations
+    e2e_latency: Observations
+    # Ended requests that count for the objective, and those of them that kept it.
+    counted: Counter
+    met: Counter
+
+
 class GatewayMetrics:
     """The metrics of one gateway, named as vLLM's where it has the same."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, objectives: Objectives, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry = CollectorRegistry()
         self.clock = clock
-        self.time_to_first_token = Histogram(
+        self._objectives = objectives
+        self._time_to_first_token = self._histogram(
             "quire:time_to_first_token_seconds",
             "Seconds from a request's arrival to its first token.",
-            bounds=_TIME_TO_FIRST_TOKEN_S,
-            registry=registry,
+            _TIME_TO_FIRST_TOKEN_S,
         )
-        self.inter_token_latency = Histogram(
+        self._inter_token_latency = self._histogram(
             "quire:inter_token_latency_seconds",
             "Seconds between a choice's tokens; tokens received together share the time equally.",
-            bounds=_INTER_TOKEN_LATENCY_S,
-            registry=registry,
+            _INTER_TOKEN_LATENCY_S,
         )
-        self._e2e_latency = Histogram(
+        self._e2e_latency = self._histogram(
             "quire:e2e_request_latency_seconds",
             "Seconds from the arrival of a successful request to its end.",
-            bounds=_E2E_LATENCY_S,
+            _E2E_LATENCY_S,
+        )
+        self._counted = Counter(
+            "quire:slo_requests",
+            "Ended requests that count for their class's latency objectives.",
+            [_CLASS],
+            registry=registry,
+        )
+        self._met = Counter(
+            "quire:slo_requests_met",
+            "Requests that succeeded within their class's latency objectives.",
+            [_CLASS],
             registry=registry,
         )
         self._ended_choices = Counter(
@@ -76,49 +117,111 @@ class GatewayMetrics:
         # Exported as 0 from the start, so that the first increment is visible as a rate.
         self._ended_by_stop = self._ended_choices.labels(_STOP)
         self._ended_by_length = self._ended_choices.labels(_LENGTH)
+        self._classes: dict[str, _ClassMetrics] = {}
+        self._of_class(DEFAULT_CLASS)
+
+    def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
+        return Histogram(name, documentation, _CLASS, bounds, self.registry)
+
+    def _of_class(self, name: str) -> _ClassMetrics:
+        found = self._classes.get(name)
+        if found is None:
+            found = self._classes[name] = _ClassMetrics(
+                self._objectives.of(name),
+                self._time_to_first_token.labels(name),
+                self._inter_token_latency.labels(name),
+                self._e2e_latency.labels(name),
+                self._counted.labels(name),
+                self._met.labels(name),
+            )
+        return found
 
     @contextmanager
-    def request(self) -> Iterator["RequestTimes"]:
-        """Measure a request, from its arrival to its end."""
-        arrived_at = self.clock()
-        with self._count_failure():
-            yield RequestTimes(self, arrived_at)
-        self._e2e_latency.observe(self.clock() - arrived_at)
+    def request(self, tenant_class: str = DEFAULT_CLASS) -> Iterator["RequestTimes"]:
+        """Measure a request of a tenant of this class, from its arrival to its end."""
+        series = self._of_class(tenant_class)
+        times = RequestTimes(self, series, self.clock())
+        with self._count_failure(series):
+            yield times
+        series.e2e_latency.observe(times.since_arrival_s())
+        series.counted.inc()
+        if times.meet(series.objective):
+            series.met.inc()
 
     @contextmanager
-    def resumed_request(self) -> Iterator["RequestTimes"]:
-        """Measure a resumed request: no time to first token and no end-to-end latency."""
+    def resumed_request(self, tenant_class: str = DEFAULT_CLASS) -> Iterator["RequestTimes"]:
+        """Measure a resumed request: no time to first token and no end-to-end latency. It does not
+        count for an objective: the call that started it does."""
         self._resumed.inc()
         with self._count_failure():
-            yield RequestTimes(self, None)
+            yield RequestTimes(self, self._of_class(tenant_class), None)
 
     @contextmanager
-    def _count_failure(self) -> Iterator[None]:
+    def _count_failure(self, series: _ClassMetrics | None = None) -> Iterator[None]:
+        """Count a failure; also as a missed objective of `series`, unless the client caused it."""
+        is_fault = False
         try:
             yield
         except RequestError as error:
             self._failures.labels(error.code.name.lower()).inc()
+            is_fault = error.code in _FAULTS or error_reason(error) == _OVERLOAD
             raise
         except asyncio.CancelledError:
             self._failures.labels("cancelled").inc()
             raise
         except Exception:
             self._failures.labels("internal").inc()
+            is_fault = True
             raise
+        finally:
+            if is_fault and series is not None:
+                series.counted.inc()
 
     def choice_ended(self, by_stop: bool) -> None:
         (self._ended_by_stop if by_stop else self._ended_by_length).inc()
 
 
+@dataclass(slots=True)
+class _ChoiceTimes:
+    """When a choice's first and latest tokens were received, and how many came after the first
+    ones."""
+
+    first_at: float
+    latest_at: float
+    num_later_tokens: int = 0
+
+    @property
+    def mean_inter_token_latency_s(self) -> float:
+        return (self.latest_at - self.first_at) / max(1, self.num_later_tokens)
+
+
 class RequestTimes:
     """Token latencies of one request."""
 
-    def __init__(self, metrics: GatewayMetrics, arrived_at: float | None) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, series: _ClassMetrics, arrived_at: float | None
+    ) -> None:
         """`arrived_at` is None for a resumed request."""
         self._metrics = metrics
+        self._series = series
         self._arrived_at = arrived_at
-        # When the latest tokens were received, by choice.
-        self._latest_at: dict[int, float] = {}
+        self._time_to_first_token_s: float | None = None
+        self._choices: dict[int, _ChoiceTimes] = {}
+
+    def since_arrival_s(self) -> float:
+        """Seconds since its arrival; 0 for a resumed request."""
+        return 0.0 if self._arrived_at is None else self._metrics.clock() - self._arrived_at
+
+    def meet(self, objective: Objective) -> bool:
+        """Whether the request, which has ended, has kept an objective. Without tokens, its end
+        stands for the first one."""
+        first_s = self._time_to_first_token_s
+        if first_s is None:
+            first_s = self.since_arrival_s()
+        return first_s <= objective.time_to_first_token_s and all(
+            choice.mean_inter_token_latency_s <= objective.inter_token_latency_s
+            for choice in self._choices.values()
+        )
 
     async def measure(
         self, updates: AsyncIterator[Sequence[ChoiceUpdate]]
@@ -131,13 +234,17 @@ class RequestTimes:
             yield update
 
     def _observe(self, update: ChoiceUpdate, now: float) -> None:
-        metrics = self._metrics
         if num_tokens := len(update.token_ids):
-            if not self._latest_at and self._arrived_at is not None:
-                metrics.time_to_first_token.observe(now - self._arrived_at)
-            latest_at = self._latest_at.get(update.index)
-            if latest_at is not None:
-                metrics.inter_token_latency.observe((now - latest_at) / num_tokens, num_tokens)
-            self._latest_at[update.index] = now
+            if not self._choices and self._arrived_at is not None:
+                self._time_to_first_token_s = now - self._arrived_at
+                self._series.time_to_first_token.observe(self._time_to_first_token_s)
+            choice = self._choices.get(update.index)
+            if choice is None:
+                self._choices[update.index] = _ChoiceTimes(now, now)
+            else:
+                latency_s = (now - choice.latest_at) / num_tokens
+                self._series.inter_token_latency.observe(latency_s, num_tokens)
+                choice.latest_at = now
+                choice.num_later_tokens += num_tokens
         if update.end is not None:
-            metrics.choice_ended(update.end.is_stop)
+            self._metrics.choice_ended(update.end.is_stop)

@@ -30,12 +30,13 @@ class BeamSearchServicer(beam_search_pb2_grpc.BeamSearchServiceServicer):
     async def BeamSearch(  # noqa: N802
         self, request: beam_search_pb2.BeamSearchRequest, context: Context
     ) -> beam_search_pb2.BeamSearchResponse:
-        with self._metrics.request() as times:
+        tenant = self._tenant_of(context)
+        with self._metrics.request(tenant.tenant_class) as times:
             async with self._until_deadline(context), _with_params():
                 prepared = await self._generations.prepare(
                     generation_request(request),
                     context.time_remaining(),
-                    self._tenant_of(context),
+                    tenant,
                     search=Search.of(request.params),
                 )
                 texts: dict[int, list[str]] = defaultdict(list)

@@ -28,10 +28,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        with self._metrics.request() as times:
+        tenant = self._tenant_of(context)
+        with self._metrics.request(tenant.tenant_class) as times:
             async with self._until_deadline(context):
                 prepared = await self._generations.prepare(
-                    request, context.time_remaining(), self._tenant_of(context)
+                    request, context.time_remaining(), tenant
                 )
                 has_ids = request.WhichOneof("prompt") == "token_ids"
                 builder = responses.ResponseBuilder(
@@ -46,10 +47,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.StreamGenerateRequest, context: Context
     ) -> None:
         # Written, not yielded, so that the call of a slow client can still end with a status.
-        with self._metrics.request() as times:
+        tenant = self._tenant_of(context)
+        with self._metrics.request(tenant.tenant_class) as times:
             async with self._until_deadline(context):
                 prepared = await self._generations.prepare(
-                    request, context.time_remaining(), self._tenant_of(context)
+                    request, context.time_remaining(), tenant
                 )
                 async with self._generations.start(prepared) as running:
                     async for update in times.measure(running.updates()):
@@ -61,12 +63,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ResumeGenerate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.ResumeGenerateRequest, context: Context
     ) -> None:
-        with self._metrics.resumed_request() as times:
+        tenant = self._tenant_of(context)
+        with self._metrics.resumed_request(tenant.tenant_class) as times:
             async with self._until_deadline(context):
                 model = self._generations.served.get(None)
                 async with (
                     _without_field(),
-                    self._generations.resume(request, self._tenant_of(context)) as running,
+                    self._generations.resume(request, tenant) as running,
                 ):
                     async for update in times.measure(running.updates()):
                         response = await responses.stream_response(

@@ -8,6 +8,7 @@ from quire.service.errors import RequestError
 from scheduler_svc.beams.state import BeamState
 from scheduler_svc.core.crashes import LoneCrashes
 from scheduler_svc.core.logprobs import ENTRY_BYTES
+from scheduler_svc.core.queue_times import QueueTimer
 from scheduler_svc.core.request import Delivery, End, EndReason, Params
 from scheduler_svc.store.hashing import HashChain
 from scheduler_svc.store.requests import RequestKey, RequestRecord
@@ -26,14 +27,11 @@ class Subscriber(Protocol):
 class NullSubscriber:
     """Discards everything; for requests that are attached to no stream."""
 
-    def deliver(self, delivery: Delivery) -> None:
-        pass
+    def deliver(self, delivery: Delivery) -> None: ...
 
-    def ended(self, sequence: "Sequence", end: End) -> None:
-        pass
+    def ended(self, sequence: "Sequence", end: End) -> None: ...
 
-    def failed(self, group: "Group", error: RequestError) -> None:
-        pass
+    def failed(self, group: "Group", error: RequestError) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +56,7 @@ class Group:
     error: RequestError | None = None
     # Sequences that are not finished yet.
     num_live: int = 0
+    queue_timer: QueueTimer | None = None  # until its first row; None for one of an earlier term
     # What its prompt has added to its principal's counter.
     prompt_charge: float = 0.0
     # The end of its record is written.
@@ -245,9 +244,8 @@ class Sequence:
     @property
     def is_truncated(self) -> bool:
         """No more of its tokens are journaled or delivered."""
-        if self.group.error is not None:
-            return True
-        return self.end is not None and self.end.reason is EndReason.STOP_STRING
+        is_stopped = self.end is not None and self.end.reason is EndReason.STOP_STRING
+        return is_stopped or self.group.error is not None
 
     @property
     def journaled(self) -> "array[int]":

@@ -6,6 +6,8 @@ Metrics, `quire status` and the benchmarks read differences of them.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.queue_times import QueueTimes
+
 
 @dataclass(slots=True)
 class LaneStats:
@@ -72,6 +74,7 @@ class EngineStats:
     num_recovered: int = 0
     # Ended choices by reason: "stop_token", "length", "stop_string", or a gRPC code in lower case.
     ended: dict[str, int] = field(default_factory=dict)
+    queue_times: QueueTimes = field(default_factory=QueueTimes)
 
     def of(self, principal: str) -> TenantStats:
         """The totals of a principal."""

@@ -153,6 +153,7 @@ class Engine:
     def submit(self, group: Group) -> None:
         """Queue a new request."""
         self.stats.accept(group.key.principal, group.num_prompt_tokens)
+        group.queue_timer = self.stats.queue_times.start(group.key.principal)
         self.restore(group)
 
     def restore(self, group: Group) -> None:

@@ -29,6 +29,9 @@ MAX_CHOICES = 16
 RECORD_TIMEOUT_S = 10.0
 RECORD_RETRY_S = 0.1
 
+# Fields of a tenant's policy beside its limits.
+_NO_LIMITS = frozenset({"weight", "tenant_class"})
+
 _Submission = scheduler_pb2.Submission
 
 
@@ -58,7 +61,7 @@ class Submissions:
         num_tokens = 0
         for submission in submissions:
             if submission.HasField("tenant"):
-                self._engine.set_tenant(submission.principal, *_tenant_of(submission.tenant))
+                self._set_tenant(submission.principal, submission.tenant)
             if group := self._engine.live.get(key_of(submission)):
                 self._attachments.attach_if_same(submission, group, connection)
                 continue
@@ -85,6 +88,11 @@ class Submissions:
         if new:
             # Not cancelled with the stream: what is recorded must also be queued.
             await asyncio.shield(self._start(self._record(new, connection)))
+
+    def _set_tenant(self, principal: str, policy: scheduler_pb2.TenantPolicy) -> None:
+        weight = policy.weight if policy.weight > 0 else 1.0
+        self._engine.set_tenant(principal, weight, _limits_of(policy))
+        self._engine.stats.queue_times.set_class(principal, policy.tenant_class)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -180,10 +188,9 @@ def _reservation_of(submission: _Submission) -> Reservation:
     return Reservation(submission.principal, num_tokens, submission.resume_window_s > 0)
 
 
-def _tenant_of(policy: scheduler_pb2.TenantPolicy) -> tuple[float, PrincipalLimits]:
-    """The weight and the limits of a tenant."""
-    limits = {field.name: value for field, value in policy.ListFields() if field.name != "weight"}
-    return policy.weight if policy.weight > 0 else 1.0, PrincipalLimits(**limits)
+def _limits_of(policy: scheduler_pb2.TenantPolicy) -> PrincipalLimits:
+    given = {field.name: value for field, value in policy.ListFields()}
+    return PrincipalLimits(**{name: given[name] for name in given.keys() - _NO_LIMITS})
 
 
 def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:

@@ -149,6 +149,9 @@ class StepAdmission:
         self._start(sequence, entry.num_scheduled_tokens)
         sequence.num_published_blocks = sequence.num_computed_tokens // block_size
         self._count(sequence, num_cached)
+        if (timer := sequence.group.queue_timer) is not None:
+            sequence.group.queue_timer = None
+            timer.stop()
 
     def _count(self, sequence: Sequence, num_cached: int) -> None:
         stats, num_tokens = self._stats, len(sequence.token_ids)

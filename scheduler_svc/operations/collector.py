@@ -14,10 +14,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from scheduler_svc.core.histogram import Histogram
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
-from scheduler_svc.operations.step_histograms import Histogram, StepHistograms, WorkerHistograms
+from scheduler_svc.operations.step_histograms import StepHistograms, WorkerHistograms
 from scheduler_svc.operations.tenant_metrics import of_tenants
 
 _NS_PER_S: Final = 1e9
@@ -200,8 +201,7 @@ class EngineCollector(Collector):
             family = HistogramMetricFamily(name, meaning, labels=["worker"])
             for incarnation, histograms in steps.items():
                 histogram = histogram_of(histograms)
-                buckets = [(_bound(bound), count) for bound, count in histogram.buckets()]
-                family.add_metric([_hex(incarnation)], buckets, histogram.sum)
+                family.add_metric([_hex(incarnation)], _buckets(histogram), histogram.sum)
             yield family
 
 
@@ -224,6 +224,14 @@ def _of_engine(engine: Engine) -> Iterator[Metric]:
         "Sequences requeued because their worker was lost.",
         stats.num_recovered,
     )
+    waited = HistogramMetricFamily(
+        "quire:request_queue_time_seconds",
+        "Time from a request's acceptance to its first row.",
+        labels=["tenant_class"],
+    )
+    for tenant_class, histogram in stats.queue_times.by_class.items():
+        waited.add_metric([tenant_class], _buckets(histogram), histogram.sum)
+    yield waited
     ended = CounterMetricFamily(
         "quire:sequences_ended",
         "Ended choices by end reason, failed requests by gRPC status code in lower case.",
@@ -272,6 +280,10 @@ def _worker(lane: Lane) -> str:
 def _hex(incarnation: int) -> str:
     """Format as in Redis keys and logs."""
     return f"{incarnation:016x}"
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    return [(_bound(bound), count) for bound, count in histogram.buckets()]
 
 
 def _bound(bound: float) -> str:

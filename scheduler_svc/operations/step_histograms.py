@@ -1,9 +1,8 @@
 """Histograms of step times, by worker."""
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 
+from scheduler_svc.core.histogram import Histogram
 from scheduler_svc.core.stats import StepTiming
 
 SECONDS = (
@@ -11,23 +10,6 @@ SECONDS = (
     *(0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.0, 60.0),
 )
 TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
-
-
-class Histogram:
-    """Counts of values by their upper bounds."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.sum = 0.0
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> Iterator[tuple[float, int]]:
-        """Each bound with the number of values up to it; the last bound is infinite."""
-        return zip((*self._bounds, float("inf")), accumulate(self._counts), strict=True)
 
 
 class WorkerHistograms:

@@ -29,18 +29,26 @@ def samples(
 
 @given(
     st.lists(
-        st.tuples(st.one_of(st.sampled_from([0.0, *BOUNDS]), st.floats(0, 100)), st.integers(1, 3)),
+        st.tuples(
+            st.sampled_from(["a", "b"]),
+            st.one_of(st.sampled_from([0.0, *BOUNDS]), st.floats(0, 100)),
+            st.integers(1, 3),
+        ),
         max_size=20,
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_exposition_equals_that_of_prometheus_client(observed: list[tuple[float, int]]) -> None:
+def test_exposition_equals_that_of_prometheus_client(
+    observed: list[tuple[str, float, int]],
+) -> None:
     our_registry, their_registry = CollectorRegistry(), CollectorRegistry()
-    ours = Histogram("quire:seconds", "Time.", BOUNDS, our_registry)
-    theirs = Theirs("quire:seconds", "Time.", buckets=BOUNDS, registry=their_registry)
-    for value, times in observed:
-        ours.observe(value, times)
+    ours = Histogram("quire:seconds", "Time.", "kind", BOUNDS, our_registry)
+    theirs = Theirs("quire:seconds", "Time.", ["kind"], buckets=BOUNDS, registry=their_registry)
+    ours.labels("none")
+    theirs.labels("none")
+    for kind, value, times in observed:
+        ours.labels(kind).observe(value, times)
         for _ in range(times):
-            theirs.observe(value)
+            theirs.labels(kind).observe(value)
     for generate in (generate_latest, generate_open_metrics):
         assert samples(our_registry, generate) == samples(their_registry, generate)

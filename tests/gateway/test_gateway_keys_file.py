@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import until
 
-from gateway_svc.access.keys_file import KeysFileError, parse_keys, read_keys_file
+from gateway_svc.access.keys_file import MAX_CLASSES, KeysFileError, parse_keys, read_keys_file
 from gateway_svc.access.keys_watch import KeysWatch
 from gateway_svc.access.tenant import PriorityRange, Tenant, TenantLimits
 from quire.service.api_keys import hash_key
@@ -22,6 +22,7 @@ WHOLE = f"""
   admin: true
   share_prefixes: true
   priority: {{min: -1, max: 5}}
+  class: interactive
   limits:
     requests_per_minute: 60
     tokens_per_minute: 1000
@@ -43,7 +44,7 @@ def test_every_field_is_read() -> None:
     assert set(tenants) == {hash_key(FIRST), hash_key(SECOND)}
     assert tenants[hash_key(FIRST)] is tenants[hash_key(SECOND)]
     limits = TenantLimits(60, 1000, 4, 500, 0, 100, 30)
-    expected = Tenant("research", 2.0, True, True, PriorityRange(-1, 5), limits)
+    expected = Tenant("research", 2.0, True, True, PriorityRange(-1, 5), limits, "interactive")
     assert tenants[hash_key(FIRST)] == expected
 
 
@@ -67,6 +68,12 @@ def test_a_tenant_without_fields_has_no_limits() -> None:
         ("- {name: a, name: b}", "line 1: a field is given twice"),
         ("- {name: a}\n- {name: a}", "tenant 'a' is given twice"),
         (entry("a", FIRST) + entry("b", FIRST), "a key of tenant 'b' is given twice"),
+        ("- {name: a, class: Fast}", "[0].class: String should match pattern"),
+        ("- {name: a, tenant_class: fast}", "[0].tenant_class: no such field"),
+        (
+            "\n".join(f"- {{name: t{n}, class: c{n}}}" for n in range(MAX_CLASSES)),
+            "there are more than 8 classes, default included",
+        ),
         ("- {name: a", "line 1: "),
     ],
 )

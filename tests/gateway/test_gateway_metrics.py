@@ -13,11 +13,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
+from gateway_svc.metrics.objectives import parse_objectives
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.server import Gateway
 from gateway_svc.settings import GatewaySettings
 from quire.service.channels import channel_options
+from quire.service.errors import RequestError, failed, invalid, unavailable
 from quire.v1 import inference_pb2 as pb
+
+OBJECTIVES = parse_objectives("default=2:0.2,fast=1:0.1")
 
 
 class Clock:
@@ -82,9 +86,9 @@ async def test_latencies_and_outcomes_are_counted(stack: Stack) -> None:
         stack.scheduler.end(submission, 2, choice=choice)
     assert [response async for response in responses][-1].HasField("usage")
     seen = await scrape(stack.gateway)
-    assert seen["time_to_first_token_seconds_count",] == 1
-    assert seen["inter_token_latency_seconds_count",] == 2
-    assert seen["e2e_request_latency_seconds_count",] == 1
+    assert seen["time_to_first_token_seconds_count", "default"] == 1
+    assert seen["inter_token_latency_seconds_count", "default"] == 2
+    assert seen["e2e_request_latency_seconds_count", "default"] == 1
     assert seen["request_success_total", "length"] == 2
     assert ("request_failure_total", "cancelled") not in seen
 
@@ -104,13 +108,13 @@ async def test_failures_are_counted_by_code(stack: Stack) -> None:
     seen = await scrape(stack.gateway)
     for code in ("invalid_argument", "unavailable", "cancelled"):
         assert seen["request_failure_total", code] == 1
-    assert seen["e2e_request_latency_seconds_count",] == 0
+    assert seen["e2e_request_latency_seconds_count", "default"] == 0
 
 
 async def test_tokens_received_together_share_their_time() -> None:
     clock = Clock()
-    metrics = GatewayMetrics(clock)
-    with metrics.request() as times:
+    metrics = GatewayMetrics(OBJECTIVES, clock)
+    with metrics.request("fast") as times:
         clock.now += 2
 
         async def updates() -> AsyncIterator[list[ChoiceUpdate]]:
@@ -129,15 +133,95 @@ async def test_tokens_received_together_share_their_time() -> None:
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"quire:{name}", labels)
 
-    assert value("time_to_first_token_seconds_count") == 1
-    assert value("time_to_first_token_seconds_sum") == pytest.approx(3)
+    assert value("time_to_first_token_seconds_count", tenant_class="fast") == 1
+    assert value("time_to_first_token_seconds_sum", tenant_class="fast") == pytest.approx(3)
     # Three of 0.1 s for choice 0, one of 0.4 s for choice 1.
-    assert value("inter_token_latency_seconds_count") == 4
-    assert value("inter_token_latency_seconds_bucket", le="0.15") == 3
-    assert value("inter_token_latency_seconds_sum") == pytest.approx(0.7)
-    assert value("e2e_request_latency_seconds_sum") == pytest.approx(3.9)
+    assert value("inter_token_latency_seconds_count", tenant_class="fast") == 4
+    assert value("inter_token_latency_seconds_bucket", tenant_class="fast", le="0.15") == 3
+    assert value("inter_token_latency_seconds_sum", tenant_class="fast") == pytest.approx(0.7)
+    assert value("e2e_request_latency_seconds_sum", tenant_class="fast") == pytest.approx(3.9)
     assert value("request_success_total", finished_reason="stop") == 1
     assert value("request_success_total", finished_reason="length") == 1
+
+
+@pytest.mark.parametrize(
+    ("tenant_class", "first_s", "latencies_s", "is_met"),
+    [
+        ("default", 2.0, (0.2, 0.2), True),
+        ("default", 2.1, (0.2, 0.2), False),
+        # The mean counts.
+        ("default", 0.5, (0.3, 0.1), True),
+        ("default", 0.5, (0.3, 0.2), False),
+        ("fast", 1.0, (0.1, 0.1), True),
+        ("fast", 1.5, (0.1, 0.1), False),
+        ("unnamed", 1.5, (0.2,), True),
+        # One token.
+        ("fast", 0.5, (), True),
+    ],
+)
+async def test_goodput_is_what_kept_the_objectives_of_its_class(
+    tenant_class: str, first_s: float, latencies_s: tuple[float, ...], is_met: bool
+) -> None:
+    clock = Clock()
+    metrics = GatewayMetrics(OBJECTIVES, clock)
+    # Sums of floats are inexact.
+    slack = 1e-6
+
+    async def updates() -> AsyncIterator[list[ChoiceUpdate]]:
+        clock.now += first_s - slack
+        yield [ChoiceUpdate(0, "a", (1,), 0, None), ChoiceUpdate(1, "a", (1,), 0, None)]
+        for number, latency_s in enumerate(latencies_s, 1):
+            clock.now += latency_s - slack
+            # The second choice has ended at its first token.
+            yield [ChoiceUpdate(0, "a", (1,), number, None)]
+
+    with metrics.request(tenant_class) as times:
+        async for _ in times.measure(updates()):
+            pass
+    assert goodput(metrics, tenant_class) == (1, int(is_met))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_counted"),
+    [
+        (unavailable("NO_WORKER", "none"), True),
+        (failed(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE", "late"), True),
+        (failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full"), True),
+        (RuntimeError("a fault"), True),
+        # The client's doing.
+        (failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOKENS_PER_MINUTE", "limit"), False),
+        (failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", "slow"), False),
+        (invalid("n", "N_OUT_OF_RANGE", "is 99"), False),
+        (asyncio.CancelledError(), False),
+    ],
+    ids=lambda value: getattr(value, "message", None),
+)
+def test_failures_of_the_service_are_missed_objectives(
+    error: BaseException, is_counted: bool
+) -> None:
+    metrics = GatewayMetrics(OBJECTIVES)
+    with pytest.raises(type(error)), metrics.request("fast"):
+        raise error
+    assert goodput(metrics, "fast") == (int(is_counted), 0)
+
+
+def test_a_resumed_request_counts_for_no_objective() -> None:
+    metrics = GatewayMetrics(OBJECTIVES)
+    with metrics.resumed_request("fast"):
+        pass
+    with pytest.raises(RequestError), metrics.resumed_request("fast"):
+        raise unavailable("NO_WORKER", "none")
+    assert goodput(metrics, "fast") == (0, 0)
+
+
+def goodput(metrics: GatewayMetrics, tenant_class: str) -> tuple[float | None, float | None]:
+    """Requests that count for an objective, and those of them that kept it."""
+    counted, met = (
+        metrics.registry.get_sample_value(f"quire:slo_requests{part}_total", labels)
+        for labels in [{"tenant_class": tenant_class}]
+        for part in ("", "_met")
+    )
+    return counted, met
 
 
 async def test_a_metrics_port_in_use_fails_the_start(

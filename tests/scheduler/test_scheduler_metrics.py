@@ -12,6 +12,7 @@ from scheduler_stack import running_stack
 from scripted_engine import FREE, HELD, ScriptedEngine
 from waiting import until
 
+from quire.internal.v1.scheduler_pb2 import TenantPolicy
 from quire.service.lifecycle import Signals
 from quire.service.metrics import MetricsServer, start_metrics
 from scheduler_svc.core.quotas import Reservation
@@ -96,6 +97,8 @@ async def test_the_engine_and_its_lanes_are_reported(
     engine.stats.num_accepted, engine.stats.num_refused = 5, 1
     engine.stats.num_recovered = 3
     engine.stats.end("length")
+    engine.stats.queue_times.set_class("t", "fast")
+    engine.stats.queue_times.start("t").stop()
     seen = await scrape(server.address)
     assert (
         seen.items()
@@ -107,6 +110,8 @@ async def test_the_engine_and_its_lanes_are_reported(
             ("requests_accepted_total",): 5,
             ("requests_refused_total",): 1,
             ("sequences_ended_total", "length"): 1,
+            ("request_queue_time_seconds_count", "fast"): 1,
+            ("request_queue_time_seconds_count", "default"): 0,
             ("num_requests_running", A): 3,
             ("num_requests_assigned", A): 1,
             ("num_requests_swapped", A): 2,
@@ -214,7 +219,10 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
         gateway = await stack.gateway()
         for seed, principal in ((1, ""), (2, "t")):
             # The same prompt twice: 11 tokens, of which 8 are cached.
-            await gateway.submit(list(range(11)), max_tokens=5, seed=seed, principal=principal)
+            tenant = TenantPolicy(tenant_class="fast") if principal else None
+            await gateway.submit(
+                list(range(11)), max_tokens=5, seed=seed, principal=principal, tenant=tenant
+            )
             await gateway.wait_ended()
         [lane] = stack.engine.lanes.values()
         await until(lambda: lane.is_empty and not lane.num_in_flight, "the return of every plan")
@@ -233,6 +241,8 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
             ("tenant_generation_tokens_total", "t"): 5,
             ("tenant_live_requests", "t"): 0,
             ("sequences_ended_total", "length"): 2,
+            ("request_queue_time_seconds_count", "default"): 1,
+            ("request_queue_time_seconds_count", "fast"): 1,
             ("num_requests_running", A): 0,
             ("num_requests_waiting",): 0,
             ("num_kv_cache_blocks", A): 31,
