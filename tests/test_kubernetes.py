@@ -1,33 +1,182 @@
-"""The manifest for Kubernetes: what it starts exists, and its parts refer to each other."""
+"""The manifests for Kubernetes as they are written, without the tools that render them."""
 
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from kubernetes_checks import CHECKS, SETTINGS, Check, container_of, pod_templates, variables_of
+from kubernetes_manifests import CHART, KUBERNETES, ROOT
 
 from worker_svc.ranks.rendezvous import VARIABLES
-from worker_svc.settings import WorkerSettings
 
-ROOT = Path(__file__).resolve().parent.parent
-MANIFEST = ROOT / "deploy" / "kubernetes" / "leaderworkerset.yaml"
-WORKERS, SERVICE = yaml.safe_load_all(MANIFEST.read_text())
-TEMPLATE: dict[str, Any] = WORKERS["spec"]["leaderWorkerTemplate"]
-PODS: list[dict[str, Any]] = [
-    TEMPLATE[name]["spec"] for name in ("leaderTemplate", "workerTemplate")
+DEPLOY = ROOT / "deploy"
+KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
+RANKS = KUBERNETES / "components" / "ranks" / "leaderworkerset.yaml"
+# Parts whose objects are complete without patches of others.
+COMPONENTS = ("redis", "ranks")
+
+
+def load(file: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(file.read_text()))
+
+
+def objects_of(folder: Path) -> list[dict[str, Any]]:
+    files = [file for file in folder.glob("*.yaml") if file.name != "kustomization.yaml"]
+    return [item for file in sorted(files) for item in load(file)]
+
+
+def base_objects() -> list[dict[str, Any]]:
+    """With the labels that its kustomization gives them."""
+    objects = objects_of(KUBERNETES / "base")
+    kustomization = yaml.safe_load((KUBERNETES / "base" / "kustomization.yaml").read_text())
+    [labels] = kustomization["labels"]
+    for pod in pod_templates(objects):
+        pod["metadata"]["labels"].update(labels["pairs"])
+    return objects
+
+
+def is_service(item: dict[str, Any], name: str) -> bool:
+    return bool(item["kind"] == "Service" and item["metadata"]["name"] == name)
+
+
+OBJECTS = [
+    *base_objects(),
+    *(item for name in COMPONENTS for item in objects_of(KUBERNETES / "components" / name)),
 ]
 
 
-def container_of(pod: dict[str, Any]) -> dict[str, Any]:
-    [container] = pod["containers"]
-    return dict(container)
+@pytest.mark.parametrize("check", CHECKS)
+def test_objects_agree(check: Check) -> None:
+    check(OBJECTS)
 
 
-def test_the_command_has_flags_that_exist_and_the_variables_of_ranks() -> None:
-    [command] = container_of(PODS[0])["args"]
+def test_kustomizations_have_all_files() -> None:
+    listed = {
+        (file.parent / name).resolve()
+        for file in KUSTOMIZATIONS
+        for name in [*yaml.safe_load(file.read_text()).get("resources", [])]
+    }
+    parts = {path if path.is_file() else path / "kustomization.yaml" for path in listed}
+    assert all(path.is_file() for path in parts)
+    written = set(KUBERNETES.rglob("*.yaml")) - set(KUSTOMIZATIONS)
+    assert written == {path for path in listed if path.is_file()}
+    components = {
+        (file.parent / name / "kustomization.yaml").resolve()
+        for file in KUSTOMIZATIONS
+        for name in yaml.safe_load(file.read_text()).get("components", [])
+    }
+    assert components == set((KUBERNETES / "components").rglob("kustomization.yaml"))
+
+
+def test_variables_exist_wherever_they_are_written() -> None:
+    """In patches and in templates of the chart, too."""
+    files = [file for file in DEPLOY.rglob("*") if file.is_file()]
+    names = {name for file in files for name in re.findall(r"\bQUIRE_[A-Z_]+", file.read_text())}
+    settings = {
+        f"{kind.model_config['env_prefix']}{field}".upper()
+        for kind in SETTINGS.values()
+        for field in kind.model_fields
+    }
+    assert len(names) > 25
+    assert names <= settings
+
+
+def test_variables_of_tls_are_those_of_compose() -> None:
+    pattern = r"QUIRE_[A-Z]+_[A-Z_]*TLS_[A-Z_]+"
+    compose = set(re.findall(pattern, (ROOT / "docker-compose.tls.yml").read_text()))
+    # Clients need no certificate. Schedulers have none for their pod's address, by which standbys
+    # connect to the leader.
+    peer = {f"QUIRE_SCHEDULER_PEER_TLS_{name}" for name in ("CA", "CERT", "KEY")}
+    expected = compose - {"QUIRE_GATEWAY_TLS_CLIENT_CA"} - peer
+    component = KUBERNETES / "components" / "tls" / "kustomization.yaml"
+    assert set(re.findall(pattern, component.read_text())) == expected
+    templates = "".join(file.read_text() for file in (CHART / "templates").iterdir())
+    assert set(re.findall(pattern, templates)) == expected
+
+
+def test_queries_are_of_metrics_that_exist() -> None:
+    collector = (ROOT / "scheduler_svc" / "operations" / "collector.py").read_text()
+    files = [*KUBERNETES.rglob("*.yaml"), *(CHART / "templates").iterdir()]
+    names = {name for file in files for name in re.findall(r"quire:[a-z_]+", file.read_text())}
+    assert len(names) == 3
+    assert all(f'"{name}"' in collector for name in names)
+
+
+def test_probes_ask_for_checks_that_exist() -> None:
+    assert '_REDIS, _LEAD, _WORKER = "redis",' in (ROOT / "scheduler_svc/server.py").read_text()
+
+
+def test_images_are_targets_of_the_dockerfile_with_the_version_of_the_project() -> None:
+    [version] = re.findall(
+        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    targets = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    images = {container_of(pod)["image"] for pod in pod_templates(OBJECTS)} - {"redis:7"}
+    assert len(images) == 3
+    for image in images:
+        name, tag = image.removeprefix("quire-").split(":")
+        assert name in targets
+        assert tag == version
+    gpu = yaml.safe_load((KUBERNETES / "components" / "gpu" / "kustomization.yaml").read_text())
+    assert gpu["images"][0]["newName"].removeprefix("quire-") in targets
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == version
+
+
+def test_ports_are_those_of_the_image() -> None:
+    image = (ROOT / "Dockerfile").read_text()
+    for pod in pod_templates(OBJECTS):
+        container = container_of(pod)
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        name = container["name"]
+        if name in SETTINGS:
+            assert f"QUIRE_{name.upper()}_LISTEN=0.0.0.0:{ports['grpc']}" in image
+        if "http" in ports:
+            assert f"QUIRE_GATEWAY_HTTP_LISTEN=0.0.0.0:{ports['http']}" in image
+
+
+def test_redis_is_that_of_compose() -> None:
+    """Its configuration, but for the place of the password and what compose has as a variable."""
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["redis"]
+    [redis] = [pod for pod in pod_templates(OBJECTS) if container_of(pod)["name"] == "redis"]
+    [script] = container_of(redis)["args"]
+    expected = compose["command"][2].replace("$$", "$").replace("${REDIS_MAXMEMORY:-1gb}", "1gb")
+    assert script == expected.replace("/run/secrets/redis-password", "/run/secrets/redis/password")
+    assert f"{redis['spec']['securityContext']['runAsUser']}:999" == compose["user"]
+    template = (CHART / "templates" / "redis.yaml").read_text()
+    for line in script.splitlines():
+        assert line in template.replace("{{ $values.maxmemory }}", "1gb")
+
+
+def test_all_ranks_run_the_same_and_the_first_serves() -> None:
+    leader, follower = map(container_of, pod_templates(load(RANKS)))
+    assert "readinessProbe" in leader
+    del leader["readinessProbe"]
+    assert leader == follower
+    [workers] = load(RANKS)
+    template = workers["spec"]["leaderWorkerTemplate"]
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    first, other = (
+        template[name]["metadata"]["labels"] for name in ("leaderTemplate", "workerTemplate")
+    )
+    assert first == {**other, "quire-rank": "0"}
+    patches = yaml.safe_load((RANKS.parent / "kustomization.yaml").read_text())["patches"]
+    service = yaml.safe_load(patches[1]["patch"])
+    assert service["spec"]["selector"] == {"quire-rank": "0"}
+    [service] = [item for item in OBJECTS if is_service(item, "quire-worker")]
+    # The others resolve the first one's address before it is ready, as it waits for them.
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_the_command_of_ranks_has_flags_that_exist_and_the_variables_of_ranks() -> None:
+    leader = container_of(next(pod_templates(load(RANKS))))
+    [command] = leader["args"]
     flags = re.findall(r"--([a-z-]+)=", command)
-    assert {"model", "tensor-parallel-size"} <= set(flags)
-    assert {flag.replace("-", "_") for flag in flags} <= WorkerSettings.model_fields.keys()
+    assert flags == ["tensor-parallel-size"]
+    assert "QUIRE_WORKER_KV_CACHE_MEMORY" in variables_of(leader)
+    assert "tensor_parallel_size" in SETTINGS["worker"].model_fields
     assigned = set(re.findall(r"([A-Z_]+)=", command))
     assert {*VARIABLES, "LOCAL_WORLD_SIZE"} <= assigned
     # LeaderWorkerSet sets no others.
@@ -36,31 +185,5 @@ def test_the_command_has_flags_that_exist_and_the_variables_of_ranks() -> None:
         "LWS_GROUP_SIZE",
         "LWS_LEADER_ADDRESS",
     }
-
-
-def test_all_ranks_run_the_same_and_the_first_serves() -> None:
-    leader, follower = map(container_of, PODS)
-    probe = leader.pop("readinessProbe")
-    assert probe["exec"]["command"][:2] == ["quire", "health"]
-    assert follower.pop("readinessProbe") is None
-    assert leader == follower
-    labels = TEMPLATE["leaderTemplate"]["metadata"]["labels"]
-    assert SERVICE["spec"]["selector"].items() <= labels.items()
-    assert "metadata" not in TEMPLATE["workerTemplate"]
-    assert TEMPLATE["restartPolicy"] == "RecreateGroupOnPodRestart"
-
-
-def test_ports_are_those_of_the_image() -> None:
-    image = (ROOT / "Dockerfile").read_text()
-    ports = {port["name"]: port["containerPort"] for port in container_of(PODS[0])["ports"]}
-    [served] = SERVICE["spec"]["ports"]
-    assert served["targetPort"] in ports
-    assert served["port"] == ports["worker"]
-    assert f"QUIRE_WORKER_LISTEN=0.0.0.0:{ports['worker']}" in image
-    assert f"MASTER_PORT={ports['ranks']}" in container_of(PODS[0])["args"][0]
-
-
-def test_volumes_are_mounted_where_they_are_declared() -> None:
-    for pod in PODS:
-        mounted = {mount["name"] for mount in container_of(pod)["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    [port] = [port["containerPort"] for port in leader["ports"] if port["name"] == "ranks"]
+    assert f"MASTER_PORT={port}" in command
