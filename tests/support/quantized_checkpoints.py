@@ -34,14 +34,21 @@ class Format:
     other_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def write_checkpoint(form: Format, folder: Path, *, tied: bool = False) -> Path:
+def write_checkpoint(
+    form: Format,
+    folder: Path,
+    *,
+    tied: bool = False,
+    num_layers: int = 2,
+    vocab_size: int = VOCAB_SIZE,
+) -> Path:
     """A model whose decoder layers are quantised, in `folder`, and the model that it stands for in
     `folder/expected`."""
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=96,

@@ -1,10 +1,15 @@
 """The runner of rank 0 and its followers, in one process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+from rank_threads import rank_threads
+from shard_models import prepared
 from worker_driver import BLOCK_SIZE, Sampling, Sequence, admit, schedule
 
 from quire.internal.v1 import worker_pb2
@@ -61,6 +66,22 @@ def follower_of(one: PreparedModel, group: RankGroup) -> Follower:
     attention = PagedAttention(pool.layers, one.implementation)
     one.model.set_attention(attention)
     return Follower(one.model, pool, attention, group)
+
+
+@contextmanager
+def staged(model: Path, num_ranks: int = 2, drafts: int = 0) -> Iterator[StepRunner]:
+    """The runner of rank 0 of two stages."""
+    with rank_threads(num_ranks, 2) as ranks, ThreadPoolExecutor(num_ranks) as threads:
+        first, *others = (prepared(model, group) for group in ranks.groups)
+        following = [
+            threads.submit(follower_of(one, group).run)
+            for one, group in zip(others, ranks.groups[1:], strict=True)
+        ]
+        leader = Leader(ranks.groups[0])
+        yield runner_of(first, leader, drafts=drafts)
+        leader.stop()
+        for one in following:
+            one.result(timeout=10)
 
 
 def outputs_of(runner: StepRunner) -> list[StepOutput]:

@@ -13,8 +13,9 @@ from kernels.quantized import QuantizedWeight
 from worker_svc.model.loading import load_model
 from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
 from worker_svc.model.shards.narrowing import rules_of
-from worker_svc.model.shards.quantized_parts import parts_of_weights
+from worker_svc.model.shards.quantized_parts import part_of_weight
 from worker_svc.model.shards.shard import Shard
+from worker_svc.model.shards.splits import rule_of
 from worker_svc.settings import WrongSettingError
 
 # Sums in another order.
@@ -65,9 +66,10 @@ def weight_of(num_outputs: int, num_inputs: int, group_size: int) -> QuantizedWe
     return QuantizedWeight(values, 8, scales, scales * 3, group_size)
 
 
-def part_of_weight(weight: QuantizedWeight, layer: str, shard: Shard) -> QuantizedWeight:
-    stored = StoredWeight((weight.num_outputs, weight.num_inputs), (), lambda: weight)
-    part = parts_of_weights({layer: stored}, rules_of(LlamaConfig()), shard, 2)[layer]
+def part_of(weight: QuantizedWeight, layer: str, shard: Shard) -> QuantizedWeight:
+    stored = StoredWeight((weight.num_outputs, weight.num_inputs), (), 0, lambda: weight)
+    rule = rule_of(f"{layer}.weight", rules_of(LlamaConfig()))
+    part = part_of_weight(layer, stored, rule, shard, 2)
     assert part.read().values.shape == part.shape
     return part.read()
 
@@ -75,25 +77,25 @@ def part_of_weight(weight: QuantizedWeight, layer: str, shard: Shard) -> Quantiz
 @pytest.mark.parametrize("group_size", [4, 8, 24])
 def test_scales_follow_the_inputs_of_a_rank(group_size: int) -> None:
     weight = weight_of(3, 24, group_size)
-    found = [part_of_weight(weight, "layers.0.mlp.down_proj", Shard(i, 3)) for i in range(3)]
+    found = [part_of(weight, "layers.0.mlp.down_proj", Shard(i, 3)) for i in range(3)]
     assert torch.equal(torch.cat([part.dequantize() for part in found], 1), weight.dequantize())
 
 
 def test_scales_follow_the_outputs_of_a_rank() -> None:
     weight = weight_of(8, 12, 4)
-    found = [part_of_weight(weight, "layers.0.self_attn.k_proj", Shard(i, 4)) for i in range(4)]
+    found = [part_of(weight, "layers.0.self_attn.k_proj", Shard(i, 4)) for i in range(4)]
     rows = torch.cat([part.dequantize() for part in found])
     # Two heads of four outputs, each of two ranks.
     assert torch.equal(
         rows, weight.dequantize()[[*range(4), *range(4), *range(4, 8), *range(4, 8)]]
     )
-    head = [part_of_weight(weight_of(5, 12, 4), "lm_head", Shard(i, 2)) for i in range(2)]
+    head = [part_of(weight_of(5, 12, 4), "lm_head", Shard(i, 2)) for i in range(2)]
     assert not head[1].dequantize()[2:].any()
 
 
 def test_refuses_parts_of_groups() -> None:
     with pytest.raises(WrongSettingError, match=r"24 inputs of .*\.down_proj are not whole groups"):
-        part_of_weight(weight_of(3, 48, 16), "layers.0.mlp.down_proj", Shard(0, 2))
+        part_of(weight_of(3, 48, 16), "layers.0.mlp.down_proj", Shard(0, 2))
 
 
 def test_refuses_inputs_in_an_order_of_their_own(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from worker_driver import worker_settings
 from worker_svc.cache.cache_setup import CacheSetup
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.quantized.formats import open_checkpoint
 from worker_svc.model.shards.narrowing import narrow_config, rules_of
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import read_parts
@@ -82,9 +83,10 @@ def test_each_rank_reads_its_part_of_the_weights(model: Path) -> None:
     files = tuple(model.glob("*.safetensors"))
     whole = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
     config = AutoConfig.from_pretrained(model)
+    stored = open_checkpoint(None, None, config, files)
     for rank in range(2):
-        parts = read_parts(config, files, Shard(rank, 2))
-        assert sum(part.nbytes for part in parts.values()) <= 1.1 * whole / 2
+        parts = read_parts(config, stored, Shard(rank, 2), None).plain.values()
+        assert sum(part.nbytes for part in parts) <= 1.1 * whole / 2
 
 
 def test_the_cache_has_a_ranks_heads(model: Path) -> None:

@@ -1,21 +1,16 @@
 """Plans of different rows side by side, in a pipeline of stages whose ranks are threads here."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_runners import check_equal_outputs, decoded, follower_of, outputs_of, runner_of
-from rank_threads import rank_threads
+from rank_runners import check_equal_outputs, decoded, outputs_of, runner_of, staged
 from shard_models import prepared
 from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, Sequence, admit, append, schedule
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.plan.plans import plan_from_proto
-from worker_svc.ranks.leader import Leader
 from worker_svc.runner.staged_runner import StagedRunner
 from worker_svc.runner.step_runner import StepRunner
 
@@ -27,22 +22,6 @@ _PROMPT = [5, 17, 99, 3, 42, 8, 150]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama(), tmp_path_factory.mktemp("llama"))
-
-
-@contextmanager
-def staged(model: Path, num_ranks: int = 2, drafts: int = 0) -> Iterator[StepRunner]:
-    """The runner of rank 0 of two stages."""
-    with rank_threads(num_ranks, 2) as ranks, ThreadPoolExecutor(num_ranks) as threads:
-        first, *others = (prepared(model, group) for group in ranks.groups)
-        following = [
-            threads.submit(follower_of(one, group).run)
-            for one, group in zip(others, ranks.groups[1:], strict=True)
-        ]
-        leader = Leader(ranks.groups[0])
-        yield runner_of(first, leader, drafts=drafts)
-        leader.stop()
-        for one in following:
-            one.result(timeout=10)
 
 
 class Rows:

@@ -15,8 +15,9 @@ from worker_driver import worker_settings
 
 from worker_svc.cache.cache_setup import cached_layers
 from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.quantized.formats import open_checkpoint
 from worker_svc.model.shards.shard import Shard
-from worker_svc.model.shards.shard_loading import layers_of, read_stage
+from worker_svc.model.shards.shard_loading import layers_of, read_parts
 from worker_svc.model.stages.division import divide
 from worker_svc.model.stages.narrowing import head_of, require_uniform_layers
 from worker_svc.model.stages.stage import Stage
@@ -74,7 +75,9 @@ def test_the_last_stage_has_a_tied_head(tmp_path: Path, name: str) -> None:
         check_close(logits_of_stages(model, num_ranks, 2), expected)
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}]
+)
 def test_stages_are_rounded_as_models_are(tmp_path: Path, changes: dict[str, str]) -> None:
     model = saved(_MODELS["llama"](), tmp_path)
     expected, found = logits_of(prepared(model)), logits_of_stages(model, 2, 2, **changes)
@@ -102,13 +105,15 @@ def test_each_rank_reads_its_layers(tmp_path: Path, name: str) -> None:
     files = tuple(model.glob("*.safetensors"))
     whole = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
     read = AutoConfig.from_pretrained(model)
+    stored = open_checkpoint(None, None, read, files)
     for num_shards, num_stages in ((1, 2), (2, 2), (1, 4)):
-        for index in range(num_stages):
-            stage = Stage(index, num_stages, (4 // num_stages,) * num_stages)
-            layers = layers_of(read, files, stage)
-            for shard in range(num_shards):
-                parts = read_stage(read, files, Shard(shard, num_shards), stage, layers)
-                num_bytes = sum(part.nbytes for part in parts.values())
+        for number in range(num_stages):
+            stage = Stage(number, num_stages, (4 // num_stages,) * num_stages)
+            layers = layers_of(read, stored, stage)
+            for index in range(num_shards):
+                shard = Shard(index, num_shards, stage)
+                parts = read_parts(read, stored, shard, layers).plain.values()
+                num_bytes = sum(part.nbytes for part in parts)
                 assert num_bytes <= 1.1 * whole / (num_shards * num_stages)
 
 

@@ -115,10 +115,14 @@ def _known_scales(model: ServedModel, dtype: torch.dtype) -> tuple[KvScales, ...
     """1.0 for a cache of 16 or 32 bits, else the checkpoint's, or None if it has none."""
     if dtype.itemsize > 1:
         return (KvScales(),) * len(model.layers)
-    scales = read_scales(model.weights, len(model.layers))
-    if scales is not None:
-        _log_scales(scales, dtype, "the checkpoint")
-    return scales
+    first, num_own = model.num_earlier_layers, len(model.layers)
+    # Either all stages use those of the checkpoint, or all make the run that finds others.
+    scales = read_scales(model.weights, first + num_own + model.num_later_layers)
+    if scales is None:
+        return None
+    own = scales[first : first + num_own]
+    _log_scales(own, dtype, "the checkpoint")
+    return own
 
 
 def _profiled_scales(maxima: tuple[KvMaxima, ...], dtype: torch.dtype) -> tuple[KvScales, ...]:

@@ -32,15 +32,12 @@ from worker_svc.model.checkpoint import (
 from worker_svc.model.fused_forward import FusedForward
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.longrope import choose_longrope_factors, longrope_default
-from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
-from worker_svc.model.quantized.formats import GGUF, find_weights, quantization_of
-from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
+from worker_svc.model.quantized.formats import GGUF, open_checkpoint, quantization_of
 from worker_svc.model.quantized.network import load_network, move_stand_ins
 from worker_svc.model.quantized.sources import RoundedInputs, WeightSources
 from worker_svc.model.served_model import AttentionFunction, FinalStates
-from worker_svc.model.shards.quantized_parts import load_quantized_shard
 from worker_svc.model.shards.shard import Shard
-from worker_svc.model.shards.shard_loading import load_shard
+from worker_svc.model.shards.shard_loading import layers_of, load_shard
 from worker_svc.model.split_forward import split_forward
 from worker_svc.settings import WrongSettingError, size_text
 
@@ -61,6 +58,8 @@ class LoadedModel:
     vocab_size: int  # of the whole model, also where this is a shard
     fingerprint: bytes
     weights: tuple[Path, ...]  # safetensors files, or one of GGUF
+    num_earlier_layers: int = 0  # of attention, in other stages
+    num_later_layers: int = 0
     # The layers whose weights are quantised in the checkpoint. Their own are NaN. Empty once they
     # are packed, so that no file stays mapped.
     quantized: WeightSources = field(default_factory=dict)
@@ -145,13 +144,10 @@ def load_model(
     probe = LayerProbe()
     probe_name = register_attention(probe)
     options = {"dtype": dtype, "attn_implementation": probe_name}
-    if stored is None:
-        network = _load_plain(network_class, config, folder, weights, options, shard)
-        sources: WeightSources = {}
-    else:
-        network, sources = _load_quantized(network_class, config, stored, weights, options, shard)
-        if int8_activations:
-            sources = {layer: RoundedInputs(source) for layer, source in sources.items()}
+    loaded = _load(network_class, config, folder, weights, stored, shard, options)
+    network, sources = loaded.network, loaded.quantized
+    if int8_activations:
+        sources = {layer: RoundedInputs(source) for layer, source in sources.items()}
     move_stand_ins(sources, device)
     network.to(device).eval()
     layers = _probe_layers(network, probe, device)
@@ -166,6 +162,8 @@ def load_model(
         vocab_size=config.get_text_config().vocab_size,
         fingerprint=model_fingerprint(folder, dtype_name(network.dtype), weights, rounding),
         weights=weights,
+        num_earlier_layers=loaded.num_earlier_layers,
+        num_later_layers=loaded.num_later_layers,
         quantized=sources,
     )
 
@@ -179,54 +177,44 @@ def _check_quantization(quantization: str | None, stored: Mapping[str, Any] | No
         )
 
 
-def _load_plain(
+@dataclass(frozen=True)
+class _Loaded:
+    """A network, or this process's part of it."""
+
+    network: Any
+    quantized: WeightSources
+    num_earlier_layers: int = 0
+    num_later_layers: int = 0
+
+
+def _load(
     network_class: Any,
     config: Any,
     folder: Path,
     weights: tuple[Path, ...],
-    options: Mapping[str, Any],
+    quantization: Mapping[str, Any] | None,
     shard: Shard | None,
-) -> Any:
-    if shard is not None:
-        return load_shard(network_class, config, weights, shard, **options)
-    dtype = options["dtype"]
-    own = {**options, "dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-    return network_class.from_pretrained(folder, config=config, use_safetensors=True, **own)
-
-
-def _load_quantized(
-    network_class: Any,
-    config: Any,
-    stored: Mapping[str, Any],
-    weights: tuple[Path, ...],
     options: Mapping[str, Any],
-    shard: Shard | None,
-) -> tuple[Any, WeightSources]:
-    if shard is not None and shard.stage is not None:
-        raise WrongSettingError(
-            f"--pipeline-parallel-size: {shard.stage.count}, but weights that the checkpoint has "
-            "quantised cannot be divided into stages; leave it at 1, or use a checkpoint of 16 or "
-            "32 bits with --quantization"
-        )
-    if stored["quant_method"] == GGUF:
-        if shard is not None:
-            raise WrongSettingError(
-                f"--tensor-parallel-size: {shard.count}, but the weights of GGUF files cannot be "
-                "split; use one rank, or a checkpoint of safetensors"
-            )
-        file = GgufFile.open(weights[0])
-        plain, quantized = find_tensors(file, network_class, config)
-        if options["dtype"] == "auto":
-            # Norms are in float32 whatever the model's type.
-            options = {**options, "dtype": dtype_name(config.dtype or torch.bfloat16)}
-    else:
-        tensors = CheckpointTensors(weights)
-        quantized = find_weights(stored, tensors)
-        if shard is not None:
-            return load_quantized_shard(network_class, config, tensors, quantized, shard, **options)
-        used = {name for weight in quantized.values() for name in weight.names}
-        plain = {name: tensors.read(name) for name in tensors.names - used}
-    return load_network(network_class, config, plain, quantized, **options)
+) -> _Loaded:
+    """`quantization` is that of the checkpoint."""
+    if quantization is None and shard is None:
+        dtype = options["dtype"]
+        own = {**options, "dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+        network = network_class.from_pretrained(folder, config=config, use_safetensors=True, **own)
+        return _Loaded(network, {})
+    stored = open_checkpoint(quantization, network_class, config, weights)
+    is_gguf = quantization is not None and quantization["quant_method"] == GGUF
+    if is_gguf and options["dtype"] == "auto":
+        # Norms are in float32 whatever the model's type.
+        options = {**options, "dtype": dtype_name(config.dtype or torch.bfloat16)}
+    if shard is None:
+        plain = {name: tensor[...] for name, tensor in stored.plain.items()}
+        return _Loaded(*load_network(network_class, config, plain, stored.quantized, **options))
+    layers = None if shard.stage is None else layers_of(config, stored, shard.stage)
+    loaded = load_shard(network_class, config, stored, shard, layers, **options)
+    if layers is None:
+        return _Loaded(*loaded)
+    return _Loaded(*loaded, layers.start, config.num_hidden_layers - layers.stop)
 
 
 def _read_config(folder: Path) -> Any:

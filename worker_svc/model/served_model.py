@@ -50,6 +50,14 @@ class ServedModel(Protocol):
         ...
 
     @property
+    def num_earlier_layers(self) -> int:
+        """Of attention, in the stages before this one."""
+        ...
+
+    @property
+    def num_later_layers(self) -> int: ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
     @property
@@ -104,6 +112,8 @@ class SameProperties:
 
     def __init__(self, model: ServedModel) -> None:
         self.layers = model.layers
+        self.num_earlier_layers = model.num_earlier_layers
+        self.num_later_layers = model.num_later_layers
         self.dtype = model.dtype
         self.device = model.device
         self.max_model_len = model.max_model_len

@@ -39,6 +39,8 @@ class PackedModel:
     """A `ServedModel` on a CPU. Its attention is always paged."""
 
     device = torch.device("cpu")
+    # It is never one of several stages.
+    num_earlier_layers = num_later_layers = 0
 
     def __init__(self, network: PackedNetwork, weights: tuple[Path, ...]) -> None:
         """`weights` are the files that it was loaded from at first."""

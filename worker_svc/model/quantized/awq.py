@@ -46,7 +46,8 @@ def _find(tensors: CheckpointTensors, layer: str) -> StoredWeight:
     tensors.require(scales, FLOATS, (num_groups, num_outputs))
     group_size = group_size_of(layer, num_inputs, num_groups)
     read = partial(_read, tensors, layer, group_size)
-    return StoredWeight((num_outputs, num_inputs), (weight, zeros, scales), read)
+    names = (weight, zeros, scales)
+    return StoredWeight((num_outputs, num_inputs), names, tensors.num_bytes(names), read)
 
 
 def _read(tensors: CheckpointTensors, layer: str, group_size: int) -> QuantizedWeight:

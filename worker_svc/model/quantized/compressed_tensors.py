@@ -104,7 +104,7 @@ def _find_packed(tensors: CheckpointTensors, layer: str, group: _Group) -> Store
         num_groups = tensors.shape(f"{layer}.weight_scale")[1]
         tensors.require(zeros, ("I32",), (math.ceil(num_outputs * group.bits / 32), num_groups))
     read = partial(_read_packed, tensors, layer, group, (num_outputs, num_inputs))
-    return StoredWeight((num_outputs, num_inputs), tuple(names), read)
+    return StoredWeight((num_outputs, num_inputs), tuple(names), tensors.num_bytes(names), read)
 
 
 def _find_plain(tensors: CheckpointTensors, layer: str, group: _Group) -> StoredWeight:
@@ -117,7 +117,7 @@ def _find_plain(tensors: CheckpointTensors, layer: str, group: _Group) -> Stored
     if zeros in tensors.names:
         tensors.require(zeros, ("I8",), tensors.shape(f"{layer}.weight_scale"))
     read = partial(_read_plain, tensors, layer, group)
-    return StoredWeight((shape[0], shape[1]), tuple(names), read)
+    return StoredWeight((shape[0], shape[1]), tuple(names), tensors.num_bytes(names), read)
 
 
 def _scale_names(

@@ -7,7 +7,12 @@ from typing import Any, Final
 
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized import awq, compressed_tensors, gptq
-from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors, StoredWeight
+from worker_svc.model.quantized.checkpoint_tensors import (
+    CheckpointTensors,
+    StoredModel,
+    StoredWeight,
+)
+from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
 
 _READERS: Final = {
     "compressed-tensors": compressed_tensors.find_weights,
@@ -34,6 +39,23 @@ def quantization_of(config: Any, weights: tuple[Path, ...]) -> Mapping[str, Any]
         if (path := weights[0].parent / name).is_file():
             return _served({**_read_json(path), "quant_method": method})
     return None
+
+
+def open_checkpoint(
+    quantization: Mapping[str, Any] | None,
+    network_class: Any,
+    config: Any,
+    weights: tuple[Path, ...],
+) -> StoredModel:
+    """What the files have, `quantization` being that of `quantization_of`. ModelError if a weight
+    cannot be served."""
+    if quantization is not None and quantization["quant_method"] == GGUF:
+        return find_tensors(GgufFile.open(weights[0]), network_class, config)
+    tensors = CheckpointTensors(weights)
+    quantized = {} if quantization is None else find_weights(quantization, tensors)
+    elsewhere = {name for weight in quantized.values() for name in weight.names}
+    plain = {name: tensors.slice(name) for name in sorted(tensors.names - elsewhere)}
+    return StoredModel(plain, quantized)
 
 
 def find_weights(

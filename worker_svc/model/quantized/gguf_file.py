@@ -1,6 +1,6 @@
 """Reads the tensors of GGUF files under the names that transformers has for them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -15,7 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from kernels.quantized import QuantizedWeight
 from worker_svc.model.checkpoint import ModelError
-from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
+from worker_svc.model.quantized.checkpoint_tensors import StoredModel, StoredTensor, StoredWeight
 from worker_svc.model.quantized.gguf_blocks import BLOCK_KINDS, weight_of
 from worker_svc.model.quantized.gguf_header import GgufTensor, read_header
 
@@ -60,15 +60,30 @@ class GgufFile:
         return str(self.metadata.get("general.architecture"))
 
 
-def find_tensors(
-    file: GgufFile, network_class: Any, config: Any
-) -> tuple[Mapping[str, Tensor], Mapping[str, StoredWeight]]:
-    """The plain tensors by name, and the quantised weights by layer, under transformers' names.
-    ModelError for types that are not served."""
+@dataclass(frozen=True)
+class _PlainTensor:
+    """A `StoredTensor`. All of it is converted, whatever is read."""
+
+    tensor: GgufTensor
+    processor: Any
+
+    def get_shape(self) -> Sequence[int]:
+        return self.tensor.shape
+
+    def get_dtype(self) -> str:
+        return self.tensor.kind
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return plain_tensor(self.tensor, self.processor)[index]
+
+
+def find_tensors(file: GgufFile, network_class: Any, config: Any) -> StoredModel:
+    """The tensors under transformers' names. ModelError for types that are not served."""
     text_config = config.get_text_config()
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(text_config.to_dict())
     names = parameter_names(file.architecture, network_class, config)
-    plain, quantized = {}, {}
+    plain: dict[str, StoredTensor] = {}
+    quantized = {}
     for tensor in file.tensors:
         if tensor.name in ROTARY_FACTORS:
             continue
@@ -76,15 +91,16 @@ def find_tensors(
             raise ModelError(f"{file.path}: {network_class.__name__} has no tensor {tensor.name}")
         name = names[tensor.name]
         if tensor.kind in _DTYPES:
-            plain[name] = plain_tensor(tensor, processor)
+            plain[name] = _PlainTensor(tensor, processor)
         elif tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2 and name.endswith(".weight"):
             read = partial(_read, tensor, processor)
-            stored = StoredWeight((tensor.shape[0], tensor.shape[1]), (tensor.name,), read)
+            shape, num_bytes = (tensor.shape[0], tensor.shape[1]), tensor.data.nbytes
+            stored = StoredWeight(shape, (tensor.name,), num_bytes, read)
             quantized[name.removesuffix(".weight")] = stored
         else:
             served = ", ".join((*_DTYPES, *BLOCK_KINDS))
             raise ModelError(f"{file.path}: {tensor.name} is {tensor.kind}; served are {served}")
-    return plain, quantized
+    return StoredModel(plain, quantized)
 
 
 def parameter_names(architecture: str, network_class: Any, config: Any) -> Mapping[str, str]:

@@ -52,7 +52,7 @@ def _find(tensors: CheckpointTensors, layer: str, minus_one: bool) -> StoredWeig
         names.append(groups)
     group_size_of(layer, num_inputs, num_groups)
     read = partial(_read, tensors, layer, bits, minus_one)
-    return StoredWeight((num_outputs, num_inputs), tuple(names), read)
+    return StoredWeight((num_outputs, num_inputs), tuple(names), tensors.num_bytes(names), read)
 
 
 def _bits(layer: str, bits: float) -> Bits:

@@ -1,77 +1,51 @@
-"""Loads a rank's shard of a model whose weights are quantised in the checkpoint.
+"""Parts of the weights that a checkpoint has quantised.
 
 A weight is read whole and converted to `QuantizedWeight`, in which the parts of all formats are
 cut alike: scales and offsets follow outputs and groups of inputs. Weights are read one at a time,
 when they are packed, so a rank keeps no more than its part.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
-import structlog
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.quantized import QuantizedWeight
-from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors, StoredWeight
-from worker_svc.model.quantized.network import load_network
-from worker_svc.model.quantized.sources import WeightSource, WeightSources
-from worker_svc.model.shards.narrowing import narrow_config, num_heads_of, rules_of, shard_class
+from kernels.quantized import QuantizedWeight, quantize
+from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
+from worker_svc.model.quantized.sources import WeightSource
 from worker_svc.model.shards.shard import Shard
-from worker_svc.model.shards.splits import Rules, Split, kept_range, part_of, rule_of
+from worker_svc.model.shards.splits import Rule, Split, kept_range
 from worker_svc.settings import WrongSettingError
-
-log = structlog.get_logger()
 
 _SETTING: Final = "--tensor-parallel-size / QUIRE_WORKER_TENSOR_PARALLEL_SIZE"
 _OUTPUTS: Final = 0
 
 
-def load_quantized_shard(
-    network_class: Any,
-    config: Any,
-    tensors: CheckpointTensors,
-    quantized: Mapping[str, StoredWeight],
-    shard: Shard,
-    **options: Any,
-) -> tuple[Any, WeightSources]:
-    """As `load_shard`, and where the shard's parts of the quantised weights come from."""
-    rules = rules_of(config)
-    _, num_kv_heads = num_heads_of(config)
-    narrow = narrow_config(config, shard)
-    elsewhere = {name for weight in quantized.values() for name in weight.names}
-    plain = {
-        name: part_of(tensors.slice(name), rule_of(name, rules), shard, num_kv_heads)
-        for name in sorted(tensors.names - elsewhere)
-    }
-    parts = parts_of_weights(quantized, rules, shard, num_kv_heads)
-    log.info("shard", index=shard.index, count=shard.count, quantised_weights=len(parts))
-    return load_network(shard_class(network_class, shard), narrow, plain, parts, **options)
-
-
-def parts_of_weights(
-    weights: Mapping[str, StoredWeight], rules: Rules, shard: Shard, num_kv_heads: int
-) -> dict[str, StoredWeight]:
-    """The shard's part of each weight, by layer. ModelError if no rule has its name. Reading a part
-    raises WrongSettingError if its inputs are not whole groups, or are in an order of their own."""
-    return {
-        layer: _part_of(layer, stored, rules, shard, num_kv_heads)
-        for layer, stored in weights.items()
-    }
-
-
-def _part_of(
-    layer: str, stored: StoredWeight, rules: Rules, shard: Shard, num_kv_heads: int
+def part_of_weight(
+    layer: str, stored: StoredWeight, rule: Rule, shard: Shard, num_kv_heads: int
 ) -> StoredWeight:
-    rule = rule_of(f"{layer}.weight", rules)
-    if not isinstance(rule, Split):
+    """The shard's part. Reading it raises WrongSettingError if its inputs are not whole groups, or
+    are in an order of their own."""
+    if not isinstance(rule, Split) or shard.count == 1:
         return stored
     kept = kept_range(stored.shape[rule.dim], rule, shard, num_kv_heads)
     shape = list(stored.shape)
     shape[rule.dim] = len(kept)
     read = _PartSource(layer, stored.read, rule.dim, kept, shard.count)
-    return StoredWeight((shape[0], shape[1]), stored.names, read)
+    return replace(stored, shape=(shape[0], shape[1]), read=read)
+
+
+def stand_in_weight(num_outputs: int, stored: StoredWeight) -> StoredWeight:
+    """Random outputs in place of an embedding or a head that another stage has. Nothing is read:
+    formats that pack several outputs in one integer could not be read in part."""
+    shape = (num_outputs, stored.shape[1])
+
+    def read() -> QuantizedWeight:
+        return quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), 8)
+
+    return replace(stored, shape=shape, read=read)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,27 @@
 """Loads a rank's shard of a model or of a stage, reading only its part of the files."""
 
-import math
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from torch import Tensor
 
-from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
+from worker_svc.model.quantized.checkpoint_tensors import StoredModel, StoredWeight
 from worker_svc.model.quantized.network import load_network
+from worker_svc.model.quantized.sources import WeightSources
 from worker_svc.model.shards.narrowing import (
     narrow_config,
     num_heads_of,
     rules_of,
     shard_class,
 )
+from worker_svc.model.shards.quantized_parts import part_of_weight, stand_in_weight
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.splits import part_of, rule_of
 from worker_svc.model.stages.narrowing import (
+    STAND_IN_TOKENS,
+    Source,
     head_cost,
     require_uniform_layers,
     stage_class,
@@ -31,58 +35,76 @@ from worker_svc.settings import size_text
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True)
+class ShardTensors:
+    """What a rank has of a checkpoint, by the names in its network."""
+
+    plain: Mapping[str, Tensor]
+    quantized: Mapping[str, StoredWeight]  # by layer; not read yet
+
+
 def load_shard(
-    network_class: Any, config: Any, weights: tuple[Path, ...], shard: Shard, **options: Any
-) -> Any:
-    """A network with the shard's heads, width and vocabulary, and the stage's layers. The options
-    are those of `from_pretrained`. WrongSettingError if the model cannot be split; ModelError if
-    its tensors are not those of its class."""
-    stage = shard.stage
+    network_class: Any,
+    config: Any,
+    stored: StoredModel,
+    shard: Shard,
+    layers: range | None,
+    **options: Any,
+) -> tuple[Any, WeightSources]:
+    """A network with the shard's heads, width and vocabulary, and the `layers` of its stage, and
+    where its quantised weights come from. The options are those of `from_pretrained`.
+    WrongSettingError if the model cannot be split; ModelError if its tensors are not those of its
+    class."""
     narrow, narrow_class = narrow_config(config, shard), shard_class(network_class, shard)
-    if stage is None:
-        tensors, of_stage = read_parts(config, weights, shard), {}
-    else:
-        require_uniform_layers(config)
-        layers = layers_of(config, weights, stage)
-        tensors = read_stage(config, weights, shard, stage, layers)
-        narrow, narrow_class = stage_config(narrow, layers), stage_class(narrow_class, stage)
-        of_stage = {"stage": stage.index, "layers": f"{layers.start} to {layers.stop - 1}"}
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    tensors = read_parts(config, stored, shard, layers)
+    of_stage: dict[str, Any] = {}
+    if shard.stage is not None and layers is not None:
+        narrow, narrow_class = stage_config(narrow, layers), stage_class(narrow_class, shard.stage)
+        of_stage = {"stage": shard.stage.index, "layers": f"{layers.start} to {layers.stop - 1}"}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.plain.values())
     log.info(
-        "shard", index=shard.index, count=shard.count, **of_stage, weights=size_text(num_bytes)
+        "shard",
+        index=shard.index,
+        count=shard.count,
+        **of_stage,
+        weights=size_text(num_bytes),
+        quantised_weights=len(tensors.quantized),
     )
-    network, _ = load_network(narrow_class, narrow, tensors, {}, **options)
-    return network
+    return load_network(narrow_class, narrow, tensors.plain, tensors.quantized, **options)
 
 
-def read_parts(config: Any, weights: tuple[Path, ...], shard: Shard) -> dict[str, Tensor]:
-    """The shard's parts of all tensors, by their names in the checkpoint."""
+def layers_of(config: Any, stored: StoredModel, stage: Stage) -> range:
+    """The stage's layers. WrongSettingError if the settings are for another number of layers, or if
+    the model has no stages."""
+    require_uniform_layers(config)
+    num_layers = config.num_hidden_layers
+    return stage.layers(num_layers, head_cost(stored.names, stored.num_bytes, num_layers))
+
+
+def read_parts(
+    config: Any, stored: StoredModel, shard: Shard, layers: range | None
+) -> ShardTensors:
+    """The shard's parts of all tensors, or of those of its stage, which has these layers."""
     rules = rules_of(config)
     _, num_kv_heads = num_heads_of(config)
-    stored = CheckpointTensors(weights)
-    return {
-        name: part_of(stored.slice(name), rule_of(name, rules), shard, num_kv_heads)
-        for name in sorted(stored.names)
-    }
+    plain, quantized = {}, {}
+    for own, source in _sources(stored, shard.stage, layers).items():
+        rule, weight = rule_of(source.name, rules), stored.weight_of(source.name)
+        if weight is not None:
+            layer, stored_layer = (name.removesuffix(".weight") for name in (own, source.name))
+            if source.is_stand_in:
+                quantized[layer] = stand_in_weight(STAND_IN_TOKENS, weight)
+            else:
+                quantized[layer] = part_of_weight(stored_layer, weight, rule, shard, num_kv_heads)
+        elif source.is_stand_in:
+            plain[own] = stand_in_rows(stored.plain[source.name])
+        else:
+            plain[own] = part_of(stored.plain[source.name], rule, shard, num_kv_heads)
+    return ShardTensors(plain, quantized)
 
 
-def layers_of(config: Any, weights: tuple[Path, ...], stage: Stage) -> range:
-    """The stage's layers. WrongSettingError if the settings are for another number of layers."""
-    stored, num_layers = CheckpointTensors(weights), config.num_hidden_layers
-    cost = head_cost(stored.names, lambda name: math.prod(stored.shape(name)), num_layers)
-    return stage.layers(num_layers, cost)
-
-
-def read_stage(
-    config: Any, weights: tuple[Path, ...], shard: Shard, stage: Stage, layers: range
-) -> dict[str, Tensor]:
-    """The shard's parts of a stage's tensors, by their names in its network."""
-    rules = rules_of(config)
-    _, num_kv_heads = num_heads_of(config)
-    stored = CheckpointTensors(weights)
-    return {
-        own: stand_in_rows(stored.slice(source.name))
-        if source.is_stand_in
-        else part_of(stored.slice(source.name), rule_of(source.name, rules), shard, num_kv_heads)
-        for own, source in stage_tensors(stored.names, stage, layers).items()
-    }
+def _sources(stored: StoredModel, stage: Stage | None, layers: range | None) -> dict[str, Source]:
+    """By the names in the network."""
+    if stage is None or layers is None:
+        return {name: Source(name) for name in sorted(stored.names)}
+    return stage_tensors(stored.names, stage, layers)

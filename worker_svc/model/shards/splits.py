@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.quantized.checkpoint_tensors import StoredTensor
 from worker_svc.model.shards.shard import Shard
 
 
@@ -97,14 +98,13 @@ def rule_of(name: str, rules: Rules) -> Rule:
     raise ModelError(f"--tensor-parallel-size: no split is known of {name}")
 
 
-def part_of(stored: Any, rule: Rule, shard: Shard, num_kv_heads: int) -> Tensor:
-    """A rank's part of a tensor in a file, of which nothing else is read. `stored` is a slice of
-    safetensors."""
+def part_of(stored: StoredTensor, rule: Rule, shard: Shard, num_kv_heads: int) -> Tensor:
+    """A rank's part of a tensor in a file, of which nothing else is read."""
     if rule is WHOLE:
-        whole: Tensor = stored[:]
-        return whole
+        # Scales may have no dimension.
+        return stored[...]
     if isinstance(rule, str):
-        bias: Tensor = stored[:]
+        bias = stored[...]
         return bias if shard.is_first else torch.zeros_like(bias)
     size = stored.get_shape()[rule.dim] // rule.joined
     kept = kept_range(size, rule, shard, num_kv_heads)
@@ -127,11 +127,10 @@ def kept_range(size: int, split: Split, shard: Shard, num_kv_heads: int) -> rang
     return shard.equal_part(size)
 
 
-def _read(stored: Any, dim: int, kept: range) -> Tensor:
+def _read(stored: StoredTensor, dim: int, kept: range) -> Tensor:
     """`kept` may be empty, beyond the end."""
     stop = max(kept.start, kept.stop)
-    part: Tensor = stored[(slice(None),) * dim + (slice(kept.start, stop),)]
-    return part
+    return stored[(slice(None),) * dim + (slice(kept.start, stop),)]
 
 
 def _padded(part: Tensor, dim: int, size: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.quantized.checkpoint_tensors import StoredTensor
 from worker_svc.model.stages.stage import Stage
 from worker_svc.settings import WrongSettingError
 
@@ -19,7 +20,7 @@ _EMBEDDING: Final = re.compile(r"(?:.*\.)?(?:embed_tokens|wte)\.weight")
 _POSITIONS: Final = re.compile(r"(?:.*\.)?wpe\.weight")
 _HEAD: Final = "lm_head.weight"
 # Tokens of a stand-in of an embedding or a head: as many as probes of a model use.
-_STAND_IN_TOKENS: Final = 4
+STAND_IN_TOKENS: Final = 4
 # What a config has for each layer.
 _PER_LAYER: Final = ("layer_types", "mlp_layer_types", "no_rope_layers")
 # What makes a layer depend on its number in another way, with the value that does not.
@@ -39,10 +40,8 @@ class Source:
     is_stand_in: bool = False
 
 
-def stand_in_rows(stored: Any) -> Tensor:
-    """Those of a slice of safetensors."""
-    rows: Tensor = stored[:_STAND_IN_TOKENS]
-    return rows
+def stand_in_rows(stored: StoredTensor) -> Tensor:
+    return stored[:STAND_IN_TOKENS]
 
 
 def require_uniform_layers(config: Any) -> None:
@@ -85,7 +84,7 @@ def stage_class(network_class: Any, stage: Stage) -> Any:
 
 def _shorten(module: nn.Module) -> int:
     """Leave the rows of a stand-in; return their number."""
-    module.weight = nn.Parameter(module.get_parameter("weight")[:_STAND_IN_TOKENS].clone())
+    module.weight = nn.Parameter(module.get_parameter("weight")[:STAND_IN_TOKENS].clone())
     return len(module.weight)
 
 
@@ -136,8 +135,8 @@ def _of_stage(names: Iterable[str], stage: Stage, layers: range) -> Iterator[tup
             yield name, Source(name)
 
 
-def head_cost(names: Iterable[str], num_elements: Callable[[str], int], num_layers: int) -> float:
-    """What the head costs in layers, by the sizes of both. `num_elements` is that of a tensor."""
+def head_cost(names: Iterable[str], num_bytes: Callable[[str], int], num_layers: int) -> float:
+    """What the head costs in layers, by the sizes of both. `num_bytes` is that of a tensor."""
     found = list(names)
-    of_layers = sum(num_elements(name) for name in found if layer_of(name) is not None)
-    return num_elements(head_of(found)) * num_layers / max(1, of_layers)
+    of_layers = sum(num_bytes(name) for name in found if layer_of(name) is not None)
+    return num_bytes(head_of(found)) * num_layers / max(1, of_layers)
