@@ -30,8 +30,6 @@ from worker_svc.model.quantized.gguf_blocks import BLOCK_KINDS, weight_of
 from worker_svc.model.quantized.gguf_folder import make_folder
 from worker_svc.model.quantized.gguf_header import GgufTensor
 from worker_svc.model.quantized.packing import pack_quantized
-from worker_svc.model.shards.shard import Shard
-from worker_svc.settings import WrongSettingError
 
 gguf = pytest.importorskip("gguf")
 models = pytest.importorskip("gguf_models")
@@ -234,10 +232,3 @@ def test_norms_of_gemma_are_stored_plus_one() -> None:
     tensor = GgufTensor("blk.0.attn_norm.weight", "F32", (2,), np.float32([1.5, 3]).view(np.uint8))
     processor = gguf_file.TENSOR_PROCESSORS["gemma2"]({})
     assert gguf_file.plain_tensor(tensor, processor).tolist() == [0.5, 2.0]
-
-
-def test_files_are_not_split_over_ranks(tmp_path: Path) -> None:
-    file = models.write_gguf(models.llama(), tmp_path, lambda name: "Q8_0")
-    make_folder(file, tmp_path / "served")
-    with pytest.raises(WrongSettingError, match="weights of GGUF files cannot be split"):
-        load(tmp_path / "served", shard=Shard(0, 2))
