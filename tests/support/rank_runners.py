@@ -3,28 +3,31 @@
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+from draft_models import FREE
 from rank_threads import rank_threads
 from shard_models import prepared
-from worker_driver import BLOCK_SIZE, Sampling, Sequence, admit, schedule
+from worker_driver import BLOCK_SIZE, Sampling, Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.plan.plans import StepOutput, plan_from_proto
 from worker_svc.plan.tables import RowTables
 from worker_svc.ranks.follower import Follower
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.leader import Leader, LeadingModel
+from worker_svc.runner.drafter_loading import load_draft_model, make_drafter
 from worker_svc.runner.model_preparation import PreparedModel
 from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import StepRunner
-from worker_svc.speculation.prompt_lookup import PromptLookup
 
 SIZE: Final = PoolSize(20, 8)
 _CPU: Final = torch.device("cpu")
@@ -32,10 +35,29 @@ _PROMPT: Final = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
 _SEED: Final = 3
 
 
-def runner_of(one: PreparedModel, leader: Leader | None, *, drafts: int = 0) -> StepRunner:
+def runner_of(
+    one: PreparedModel,
+    leader: Leader | None,
+    *,
+    drafts: int = 0,
+    draft_model: Path | None = None,
+) -> StepRunner:
+    """`drafts` are those of a draft model, if there is one, whose passes cost next to nothing, else
+    of prompt lookup."""
+    settings = worker_settings(
+        one.model.weights[0].parent,
+        dtype="float32",
+        speculative_model=draft_model,
+        num_speculative_tokens=drafts,
+        weight_cache_size=0,
+    )
+    draft, layers = load_draft_model(settings, one.model, _CPU, LoadProgress()), one.model.layers
+    if draft is not None:
+        draft = replace(draft, price=FREE)
+        layers = layers + draft.cached.layers
     moves = None if leader is None else leader.send_moves
-    pool = KvPool(one.model.layers, SIZE, BLOCK_SIZE, _CPU, moves)
-    attention = PagedAttention(pool.layers, one.implementation)
+    pool = KvPool(layers, SIZE, BLOCK_SIZE, _CPU, moves)
+    attention = PagedAttention(pool.layers[: len(one.model.layers)], one.implementation)
     one.model.set_attention(attention)
     model, begin_logits = one.model, None
     if leader is not None:
@@ -48,7 +70,6 @@ def runner_of(one: PreparedModel, leader: Leader | None, *, drafts: int = 0) -> 
         num_blocks=SIZE.num_blocks,
         max_num_batched_tokens=64,
     )
-    drafter = PromptLookup(drafts, tables, one.implementation) if drafts else None
     return start_runner(
         model,
         pool,
@@ -56,7 +77,7 @@ def runner_of(one: PreparedModel, leader: Leader | None, *, drafts: int = 0) -> 
         tables,
         one.implementation,
         enforce_eager=True,
-        drafter=drafter,
+        drafter=make_drafter(settings, draft, pool, tables, one.implementation),
         begin_logits=begin_logits,
     )
 
@@ -69,7 +90,9 @@ def follower_of(one: PreparedModel, group: RankGroup) -> Follower:
 
 
 @contextmanager
-def staged(model: Path, num_ranks: int = 2, drafts: int = 0) -> Iterator[StepRunner]:
+def staged(
+    model: Path, num_ranks: int = 2, drafts: int = 0, draft_model: Path | None = None
+) -> Iterator[StepRunner]:
     """The runner of rank 0 of two stages."""
     with rank_threads(num_ranks, 2) as ranks, ThreadPoolExecutor(num_ranks) as threads:
         first, *others = (prepared(model, group) for group in ranks.groups)
@@ -78,7 +101,7 @@ def staged(model: Path, num_ranks: int = 2, drafts: int = 0) -> Iterator[StepRun
             for one, group in zip(others, ranks.groups[1:], strict=True)
         ]
         leader = Leader(ranks.groups[0])
-        yield runner_of(first, leader, drafts=drafts)
+        yield runner_of(first, leader, drafts=drafts, draft_model=draft_model)
         leader.stop()
         for one in following:
             one.result(timeout=10)

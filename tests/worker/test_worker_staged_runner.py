@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_models import save_disturbed
 from rank_runners import check_equal_outputs, decoded, outputs_of, runner_of, staged
 from shard_models import prepared
 from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE, llama, save_model
@@ -30,13 +31,15 @@ class Rows:
     def __init__(self) -> None:
         self.step = 0
 
-    def plan(self, row: int, *, is_new: bool = False) -> Any:
+    def plan(self, row: int, *, is_new: bool = False, lookahead: int = 0) -> Any:
         self.step += 1
         plan = worker_pb2.BatchPlan(step=self.step)
         if is_new:
             blocks = list(range(1 + row * 9, 10 + row * 9))
             admit(plan, Sequence(row, [*_PROMPT, row], 8, 0, blocks, Sampling(1.0, seed=row)))
         schedule(plan, row, 8 if is_new else 1)
+        if lookahead:
+            plan.schedule.num_lookahead_tokens.append(lookahead)
         return plan_from_proto(plan)
 
 
@@ -140,3 +143,32 @@ def test_rank_0_speculates_by_prompt_lookup(model: Path) -> None:
     expected = decoded(runner_of(prepared(model), None), 20)
     with staged(model, drafts=3) as runner:
         assert decoded(runner, 20) == expected
+
+
+def speculating(runner: StepRunner, num_tokens: int) -> tuple[list[list[int]], int]:
+    """As `alternating`, with look-ahead; also the number of drafts that were accepted."""
+    rows = Rows()
+    tokens: list[list[int]] = [[], []]
+    num_accepted = 0
+    launched = {row: runner.launch(rows.plan(row, is_new=True)) for row in (0, 1)}
+    while launched:
+        for row in list(launched):
+            output = launched.pop(row).output()
+            tokens[row] += output.sampled_token_ids
+            num_accepted += sum(output.num_accepted_tokens)
+            if len(tokens[row]) < num_tokens:
+                launched[row] = runner.launch(rows.plan(row, lookahead=4))
+    return [each[:num_tokens] for each in tokens], num_accepted
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_rank_0_runs_a_draft_model(model: Path, tmp_path: Path, num_ranks: int) -> None:
+    """Its tokens are in fewer steps, also where another row's step has not ended."""
+    draft = save_disturbed(model, tmp_path)
+    expected = alternating(runner_of(prepared(model), None), 20)
+    with staged(model, num_ranks, drafts=3, draft_model=draft) as runner:
+        found, num_accepted = speculating(runner, 20)
+        assert found == expected
+        assert num_accepted > 4
+        runner.clear()
+        assert speculating(runner, 20)[0] == expected

@@ -22,10 +22,7 @@ def require_ranks(settings: WorkerSettings, device: torch.device) -> None:
             f"{name}: {size}, but ranks on GPUs (NCCL) are not supported; set --device=cpu or "
             "leave it at 1, with a worker per GPU"
         )
-    excluded = {
-        "--speculative-model": settings.speculative_model is not None,
-        "--enable-torch-compile": settings.enable_torch_compile,
-    }
-    for flag, is_set in excluded.items():
-        if is_set:
-            raise WrongSettingError(f"{name}: {size}, which {flag} does not support; leave one out")
+    if settings.enable_torch_compile:
+        raise WrongSettingError(
+            f"{name}: {size}, which --enable-torch-compile does not support; leave one out"
+        )

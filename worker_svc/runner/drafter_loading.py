@@ -55,7 +55,8 @@ def require_speculation(settings: WorkerSettings, device: torch.device) -> None:
 def load_draft_model(
     settings: WorkerSettings, target: ServedModel, device: torch.device, progress: LoadProgress
 ) -> LoadedDraftModel | None:
-    """None if there is to be none. WrongSettingError if it cannot propose tokens of the target."""
+    """None if there is to be none. It is whole, also where the target has several ranks.
+    WrongSettingError if it cannot propose tokens of the target."""
     if settings.speculative_model is None:
         return None
     of_draft = _settings_of_draft(settings, settings.speculative_model, target)
@@ -68,7 +69,9 @@ def load_draft_model(
         ) from error
     _require_same_vocabulary(source.model, target)
     cached = cached_layers(source.model, of_draft, source.implementation)
-    price = DraftPrice.of(_num_bytes(source.model), _num_bytes(target))
+    # Ranks of a stage read the target's weights at the same time, and stages one after another.
+    target_bytes = _num_bytes(target) / settings.tensor_parallel_size
+    price = DraftPrice.of(_num_bytes(source.model), target_bytes)
     return LoadedDraftModel(source, cached, price)
 
 
