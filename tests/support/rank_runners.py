@@ -47,7 +47,7 @@ def runner_of(
     settings = worker_settings(
         one.model.weights[0].parent,
         dtype="float32",
-        speculative_model=draft_model,
+        speculative_model=None if draft_model is None else str(draft_model),
         num_speculative_tokens=drafts,
         weight_cache_size=0,
     )
@@ -101,8 +101,10 @@ def staged(
             for one, group in zip(others, ranks.groups[1:], strict=True)
         ]
         leader = Leader(ranks.groups[0])
-        yield runner_of(first, leader, drafts=drafts, draft_model=draft_model)
-        leader.stop()
+        try:
+            yield runner_of(first, leader, drafts=drafts, draft_model=draft_model)
+        finally:
+            leader.stop()
         for one in following:
             one.result(timeout=10)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from draft_models import free_drafts, passes_of, runner_of, save_disturbed, save_truncated
+from draft_models import FREE, free_drafts, passes_of, runner_of, save_disturbed, save_truncated
 from sequence_script import Script
 from speculating_jobs import (
     NUM_OUTPUT,
@@ -218,6 +218,25 @@ def test_the_draft_model_caches_in_8_bits_as_well(tiny_llama: Path) -> None:
     found = run_jobs(with_drafter(loaded, free_drafts(loaded, MOST)), GREEDY, How(lookahead=5))
     check_equal(found, expected)
     assert found.num_accepted == found.num_drafts > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_worker_of_two_ranks_has_a_draft_model(
+    tiny_llama: Path, tmp_path: Path, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_worker_staged_runner.py` tests the same without processes."""
+    expected = run_jobs(
+        load_runner(worker_settings(tiny_llama, device="cpu")).runner, GREEDY, How()
+    )
+    monkeypatch.setattr(DraftPrice, "of", lambda *bytes_of_weights: FREE)
+    loaded = load(tiny_llama, save_disturbed(tiny_llama, tmp_path), **{ranks: 2})
+    try:
+        found = run_jobs(loaded.runner, GREEDY, How(lookahead=5))
+    finally:
+        loaded.close()
+    check_equal(found, expected)
+    assert found.num_accepted > 0
 
 
 @pytest.mark.parametrize(
