@@ -33,8 +33,9 @@ def test_every_container_is_limited_and_has_no_privileges(name: str) -> None:
 
 def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
-    hosts = re.findall(r"\$\{QUIRE_(?:HTTP_)?PORT(?:_2)?:-127\.0\.0\.1:(\d+)\}", " ".join(ports))
-    assert len(ports) == len(set(hosts)) == 4
+    name = r"(?:QUIRE_(?:HTTP_)?PORT(?:_2)?|PROMETHEUS_PORT|GRAFANA_PORT)"
+    hosts = re.findall(rf"\$\{{{name}:-127\.0\.0\.1:(\d+)\}}", " ".join(ports))
+    assert len(ports) == len(set(hosts)) == 6
 
 
 @pytest.mark.parametrize("name", ["gateway", "gateway-2"])

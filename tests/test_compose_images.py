@@ -155,7 +155,7 @@ def test_compose_reads_the_saved_images(checkout: Checkout) -> None:
     checkout.choose("--save")
     environment = {name: v for name, v in os.environ.items() if not name.endswith("_IMAGE")}
     rendered = subprocess.run(
-        ["docker-compose", "config"],
+        ["docker-compose", "--profile", "observability", "config"],
         cwd=checkout.folder,
         env=environment,
         capture_output=True,
@@ -163,6 +163,7 @@ def test_compose_reads_the_saved_images(checkout: Checkout) -> None:
         check=True,
     )
     services = yaml.safe_load(rendered.stdout)["services"]
+    assert {"prometheus", "grafana"} <= services.keys()
     assert services["redis"]["image"] == LOCAL["REDIS_IMAGE"]
     built_with = services["worker"]["build"]["args"]
     assert [built_with[name] for name in LOCAL if name in built_with] == [
