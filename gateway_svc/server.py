@@ -27,6 +27,7 @@ from gateway_svc.settings import GatewaySettings
 from gateway_svc.text import model_files
 from gateway_svc.text.model_files import ModelFilesError
 from gateway_svc.text.served_model import Model, ServedModel
+from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
 from quire.service.channels import PUBLIC_MESSAGE_BYTES, server_options
 from quire.service.health import Health
@@ -65,8 +66,10 @@ class Gateway:
         )
         self.health = Health((_TOKENIZER, _SCHEDULER), SERVICES)
         self.live_limits = LiveLimits(settings.max_live_calls, settings.max_request_bytes)
+        self._spans = settings.span_exporter("gateway")
+        self._tracing = CallTracing(self._spans, settings.trace_sampling_ratio)
         self.calls = CallInterceptor(
-            SERVICES, self.authentication, self.live_limits, self.request_size
+            SERVICES, self.authentication, self.live_limits, self.request_size, self._tracing
         )
         # None before the start, and if metrics are not configured.
         self.metrics_server: MetricsServer | None = None
@@ -186,6 +189,8 @@ class Gateway:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.metrics_server is not None:
             await self.metrics_server.stop()
+        if self._spans is not None:
+            await self._spans.close()
 
     def _make_server(self, max_message_bytes: int) -> grpc.aio.Server:
         options = server_options(PUBLIC_MESSAGE_BYTES, max_message_bytes)
@@ -212,7 +217,9 @@ class Gateway:
             self.health,
             self.authentication,
         )
-        return HttpServer(app, listen, self.live_limits, self.authentication, self._certificates)
+        return HttpServer(
+            app, listen, self.live_limits, self.authentication, self._certificates, self._tracing
+        )
 
     async def _set_model(self, reading: "asyncio.Future[Model]") -> None:
         try:

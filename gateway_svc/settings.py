@@ -10,8 +10,9 @@ from gateway_svc.metrics.objectives import Objectives, parse_objectives
 from gateway_svc.output_formats.formats import REASONING_SETTINGS, TOOL_SETTINGS
 from quire.service.addresses import Address, check_address
 from quire.service.metrics import MetricsAddress
-from quire.service.settings import ServiceSettings, link_tls
+from quire.service.settings import link_tls
 from quire.service.tls import TLS
+from quire.service.tracing.settings import TracedServiceSettings
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
 
@@ -43,7 +44,7 @@ LatencyObjectives = Annotated[str, AfterValidator(_check_objectives)]
 Addresses = Annotated[str, AfterValidator(_check_addresses)]
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TracedServiceSettings):
     """Flags and `QUIRE_GATEWAY_*` environment variables."""
 
     model_config = SettingsConfigDict(
@@ -137,6 +138,13 @@ class GatewaySettings(ServiceSettings):
     )
     metrics_listen: MetricsAddress | None = Field(
         None, description="Address to serve metrics on over HTTP, host:port; not served if not set."
+    )
+    trace_sampling_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the traces begun here that are recorded; a client's decision, in its "
+        "traceparent, is kept.",
     )
 
     slo: LatencyObjectives = Field(

@@ -20,6 +20,7 @@ from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, serving_metrics
+from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.gateway.servicer import SchedulerServicer
 from scheduler_svc.leadership.lease import Lease, WritesLost
 from scheduler_svc.leadership.servicer import LeadershipServicer
@@ -53,7 +54,9 @@ class Scheduler:
     """The service. `serve` returns after a drain, or raises an unexpected error."""
 
     def __init__(self, settings: SchedulerSettings, signals: Signals) -> None:
+        """OSError if traces cannot be exported as the settings want it."""
         self._settings = settings
+        self._spans: SpanExporter | None = settings.span_exporter("scheduler")
         self._signals = signals
         # None if metrics are off, and before the start.
         self.metrics_server: MetricsServer | None = None
@@ -104,6 +107,8 @@ class Scheduler:
             await self._server.stop(grace=STOP_GRACE_S)
             await self._health.close()
             await store.close()
+            if self._spans is not None:
+                await self._spans.close()
 
     async def _run_terms(self, store: Store, address: str) -> None:
         """Alternate between standby and terms until the first signal."""
@@ -134,7 +139,7 @@ class Scheduler:
                 recovered = await retry_unavailable(
                     lambda: recover(store) if previous is None else rewrite(store, previous)
                 )
-                term = Term(self._settings, store, lease, recovered, self._steps)
+                term = Term(self._settings, store, lease, recovered, self._steps, self._spans)
                 await self._run_term(term)
                 renewing.cancel()
         except* StaleEpoch as errors:

@@ -10,8 +10,9 @@ from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
 from quire.service.metrics import MetricsAddress
-from quire.service.settings import ServiceSettings, link_tls
+from quire.service.settings import link_tls
 from quire.service.tls import TLS
+from quire.service.tracing.settings import TracedServiceSettings
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.view import Policy, PreemptionMode
 
@@ -20,7 +21,7 @@ _ADDRESS = re.compile(rf"unix:.+|(?:\[[0-9a-fA-F:]+\]|{_LABEL}(?:\.{_LABEL})*\.?
 _REDIS_URL = re.compile(r"(redis|rediss)://.+|unix://.+")
 
 
-class SchedulerSettings(ServiceSettings):
+class SchedulerSettings(TracedServiceSettings):
     """The scheduler: decides which sequences run, on which worker, with which blocks."""
 
     model_config = SettingsConfigDict(

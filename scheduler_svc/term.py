@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.sequence import Group, NullSubscriber
 from scheduler_svc.core.tenants import TenantsState, export_tenants, restore_tenants
@@ -78,7 +79,9 @@ class Term:
         lease: Lease,
         recovered: RecoveredState,
         steps: StepHistograms,
+        spans: SpanExporter | None = None,
     ) -> None:
+        """`spans`: takes those of requests; None: requests are not traced."""
         self.lease = lease
         self.epoch = store.leadership.epoch
         self._record_writer = RecordWriter(
@@ -91,6 +94,7 @@ class Term:
             by_priority=settings.scheduling_policy == "priority",
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
+            spans=spans,
         )
         self._recovered = [s for group in recovered.groups for s in group.sequences]
         for group in recovered.groups:

@@ -24,6 +24,8 @@ from gateway_svc.scheduler.events import (
 from gateway_svc.scheduler.multiplexer import Multiplexer
 from gateway_svc.scheduler.request_stream import RequestStream
 from gateway_svc.text.served_model import ServedModel
+from gateway_svc.tracing.call_trace import current_trace
+from gateway_svc.tracing.generation_attributes import GenerationResult, add_result
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError
 from quire.v1 import inference_pb2
@@ -266,6 +268,7 @@ async def _closing(
     finally:
         requests.close(stream)
         _log_end(generation, end, started_at)
+        _trace_end(generation)
 
 
 def _finish_reason(choice: Choice) -> str:
@@ -282,4 +285,23 @@ def _log_end(generation: Generation, end: str, started_at: float) -> None:
         completion_tokens=generation.num_tokens,
         first_token_s=None if first_at is None else round(first_at - started_at, 4),
         total_s=round(time.monotonic() - started_at, 4),
+    )
+
+
+def _trace_end(generation: Generation) -> None:
+    trace = current_trace()
+    if trace is None or not trace.is_recorded:
+        return
+    has_ended = generation.has_ended
+    add_result(
+        trace,
+        GenerationResult(
+            request_id=generation.request_id,
+            num_prompt_tokens=generation.num_prompt_tokens,
+            num_cached_prompt_tokens=generation.num_cached_prompt_tokens if has_ended else 0,
+            num_tokens=generation.num_tokens,
+            num_reasoning_tokens=generation.num_reasoning_tokens,
+            first_token_at=generation.first_token_at,
+            finish_reasons=[_finish_reason(one) for one in generation.choices] if has_ended else (),
+        ),
     )

@@ -12,6 +12,8 @@ from gateway_svc.generation.submission import PreparedRequest, RequestsInPrepara
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.scheduler.connection import SchedulerConnection
 from gateway_svc.text.served_model import ServedModel
+from gateway_svc.tracing.call_trace import CallTrace, current_trace
+from gateway_svc.tracing.generation_attributes import add_request, add_submission
 from quire.internal.v1 import gateway_pb2
 from quire.service.errors import failed
 from quire.v1 import inference_pb2
@@ -46,6 +48,9 @@ class GenerationService:
         the invalid field. `deadline_s` is the time left to the client's call.
         `http` is stored for the rendering of the output. The resume window of a response in the
         background is set here. With a `search` it is a beam search."""
+        trace = current_trace()
+        if trace is not None and trace.is_recorded:
+            add_request(trace, request)
         model = self.served.get(request.model if request.HasField("model") else None)
         if http is not None and http.background:
             request.resume_window_s = tenant_limits.background_window_s(
@@ -55,9 +60,12 @@ class GenerationService:
             validation.check_resume_window(request.resume_window_s, self._max_resume_window_s)
         with self._in_preparation.track(tenant.principal, request.request_id):
             await self.scheduler.wait_until_connected()
-            return await submission.prepare(
+            prepared = await submission.prepare(
                 request, model, self.scheduler.max_model_len, deadline_s, tenant, http, search
             )
+        if trace is not None:
+            _add_trace(prepared, trace)
+        return prepared
 
     def start(self, prepared: PreparedRequest) -> AbstractAsyncContextManager[Generation]:
         """Submit a request. Exiting before its end cancels it, unless it may be resumed."""
@@ -82,3 +90,12 @@ class GenerationService:
                 "UNKNOWN_REQUEST",
                 f"no request {request_id!r} is live",
             )
+
+
+def _add_trace(prepared: PreparedRequest, trace: CallTrace) -> None:
+    """Send the context of the call's trace with a request."""
+    context, submitted = trace.context, prepared.submission
+    submitted.trace_context.traceparent = context.traceparent
+    submitted.trace_context.tracestate = context.tracestate
+    if trace.is_recorded:
+        add_submission(trace, prepared.model.name, submitted, submitted.deferred_delivery)

@@ -13,6 +13,8 @@ from fastapi import FastAPI
 from gateway_svc.access.authentication import Authentication
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.http.live_requests import LiveRequests
+from gateway_svc.http.traced_app import TracedApp
+from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.lifecycle import write_address
 from quire.service.tls import ServerCertificates
 
@@ -34,6 +36,7 @@ class HttpServer:
         limits: LiveLimits,
         authentication: Authentication,
         certificates: ServerCertificates | None,
+        tracing: CallTracing,
     ) -> None:
         """`listen` is host:port; port 0 picks a free one. With certificates it is HTTPS."""
         self._listen = listen
@@ -41,7 +44,7 @@ class HttpServer:
         # The address, after the start.
         self.address = listen
         config = uvicorn.Config(
-            self.requests,
+            TracedApp(self.requests, tracing),
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -12,6 +12,7 @@ from gateway_svc.access.authentication import Authentication
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.admission.request_size import RequestSize
+from gateway_svc.tracing.call_trace import CallTrace, CallTracing
 from quire.service.api_keys import HEADER
 from quire.service.errors import RequestError, abort, failed
 
@@ -23,6 +24,17 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Method = Callable[[Any, Context], Awaitable[Any]]
 _Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
 _REFLECTION = "/grpc.reflection."
+# Services whose calls are traced: those of generations.
+_TRACED = ("/quire.v1.InferenceService/", "/quire.v1.BeamSearchService/")
+# Statuses that are a server's fault, as OpenTelemetry has it.
+_FAULTS = {
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+}
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -38,6 +50,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         authentication: Authentication,
         live_limits: LiveLimits,
         request_size: Callable[[], RequestSize],
+        tracing: CallTracing,
     ) -> None:
         """Calls of `services` are authenticated, counted and limited, and their errors become
         statuses. Health checks are excluded: they need no key, and a watch does not end by itself.
@@ -47,6 +60,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._authentication = authentication
         self._live_limits = live_limits
         self._request_size = request_size
+        self._tracing = tracing
         # Of live calls.
         self._tenants: dict[Context, Tenant] = {}
         self._idle = asyncio.Event()
@@ -77,10 +91,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # Unknown methods are not cached: their number is unbounded.
         if handler is None or handler.request_streaming:
             return handler
-        self._handlers[name] = self._wrap(handler, name.startswith(self._prefixes))
+        self._handlers[name] = self._wrap(handler, name)
         return self._handlers[name]
 
-    def _wrap(self, handler: Any, is_counted: bool) -> _Handler:
+    def _wrap(self, handler: Any, name: str) -> _Handler:
+        is_counted = name.startswith(self._prefixes)
         if handler.response_streaming:
             method, create = handler.unary_stream, grpc.unary_stream_rpc_method_handler
         else:
@@ -88,6 +103,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = self._parsed(handler.request_deserializer, method)
         if is_counted:
             method = self._counted(method)
+        if name.startswith(_TRACED):
+            method = self._traced(name, method)
         # Without a deserializer gRPC passes the bytes to the method.
         return create(
             self._authenticated(method) if is_counted else method,
@@ -141,6 +158,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
+    def _traced(self, name: str, method: _Method) -> _Method:
+        async def call(data: bytes, context: Context) -> Any:
+            headers = {
+                name: value
+                for name, value in context.invocation_metadata() or ()
+                if isinstance(value, str)
+            }
+            with self._tracing.call(name[1:], headers) as trace:
+                if trace is None or not trace.is_recorded:
+                    return await method(data, context)
+                trace.set({"rpc.system.name": "grpc", "rpc.method": name[1:]})
+                code = grpc.StatusCode.CANCELLED
+                try:
+                    result = await method(data, context)
+                    code = grpc.StatusCode.OK
+                except grpc.aio.AbortError:
+                    code = _code_of(context)
+                    raise
+                finally:
+                    _set_status(trace, code)
+                return result
+
+        return call
+
     def _parsed(self, parse: Callable[[bytes], Any], method: _Method) -> _Method:
         # The class of which `parse` is a method.
         descriptor = parse.__self__.DESCRIPTOR  # type: ignore[attr-defined]
@@ -164,6 +205,19 @@ def _malformed() -> RequestError:
         "MALFORMED_REQUEST",
         "the request cannot be parsed as the method's request type",
     )
+
+
+def _code_of(context: Context) -> grpc.StatusCode:
+    """The status that a call was aborted with."""
+    code: Any = context.code()
+    return code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
+
+
+def _set_status(trace: CallTrace, code: grpc.StatusCode) -> None:
+    trace.set({"rpc.response.status_code": code.name})
+    if code in _FAULTS:
+        trace.set({"error.type": code.name})
+        trace.error = f"gRPC status {code.name}"
 
 
 def _header(metadata: _Metadata) -> str | bytes | None:

@@ -10,6 +10,7 @@ from scheduler_svc.core.crashes import LoneCrashes
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.queue_times import QueueTimer
 from scheduler_svc.core.request import Delivery, End, EndReason, Params
+from scheduler_svc.core.request_trace import RequestTrace
 from scheduler_svc.store.hashing import HashChain
 from scheduler_svc.store.requests import RequestKey, RequestRecord
 
@@ -61,6 +62,7 @@ class Group:
     prompt_charge: float = 0.0
     # The end of its record is written.
     is_end_recorded: bool = False
+    trace: RequestTrace | None = None  # None unless spans of it are exported
 
     # Choices to fork from the prompt once it is computed.
     siblings: list["Sequence"] = field(default_factory=list)

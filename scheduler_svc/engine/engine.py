@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from quire.service.errors import RequestError, failed, invalid, unavailable
+from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.block_fit import blocks_for, fit_of_prompt
 from scheduler_svc.core.fairness import FairShares
@@ -18,6 +19,7 @@ from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
 from scheduler_svc.core.view import BlockFit
+from scheduler_svc.engine import request_phases
 from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools, width_error
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.lane.lane import Lane
@@ -52,6 +54,7 @@ class Engine:
         by_priority: bool,
         max_waiting_requests: int,
         max_waiting_tokens: int,
+        spans: SpanExporter | None = None,
     ) -> None:
         self.lanes: dict[int, Lane] = {}
         # Why workers are refused, by address.
@@ -69,6 +72,7 @@ class Engine:
         self._by_priority = by_priority
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
+        self._spans = spans
         self._order = itertools.count()
         self._last_model: ModelGeometry | None = None
         self.dispatcher = Dispatcher(
@@ -154,6 +158,7 @@ class Engine:
         """Queue a new request."""
         self.stats.accept(group.key.principal, group.num_prompt_tokens)
         group.queue_timer = self.stats.queue_times.start(group.key.principal)
+        request_phases.begin_queue(group, self._spans)
         self.restore(group)
 
     def restore(self, group: Group) -> None:
@@ -161,6 +166,7 @@ class Engine:
         group.order = (group.record.priority if self._by_priority else 0, next(self._order))
         group.num_live = len(group.outputs)
         self.live[group.key] = group
+        request_phases.continue_trace(group, self._spans)
         self.quotas.started(group)
         # An earlier term has charged it.
         group.prompt_charge = 0.0
@@ -193,6 +199,7 @@ class Engine:
         if group.error is None:
             assert sequence.end is not None
             self.stats.end(sequence.end.reason.value)
+            request_phases.end_sequence(sequence)
             group.subscriber.ended(sequence, sequence.end)
         elif sequence.is_first and sequence.end is None:
             # Siblings that wait for its prompt end with it; after its end the lane finishes them.
@@ -210,6 +217,7 @@ class Engine:
         self._record_writer.enqueue(group)
         if group.error is not None:
             self.stats.end(group.error.code.name.lower())
+            request_phases.fail_request(group)
             group.subscriber.failed(group, group.error)
 
     # Lanes
@@ -238,6 +246,7 @@ class Engine:
             ]
             if theirs:
                 lost += theirs
+                request_phases.lose_worker(group, theirs, lane.address)
                 self._recover(group, theirs)
         if not self.lanes:
             self.model = None

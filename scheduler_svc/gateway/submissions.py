@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2
 from quire.internal.v1 import scheduler_pb2
 from quire.service.beams import MAX_BEAM_WIDTH, MAX_CANDIDATES
 from quire.service.errors import RequestError, invalid
+from quire.service.tracing.context import TraceContext
 from scheduler_svc.beams.search import EarlyStopping
 from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
 from scheduler_svc.core.quotas import PrincipalLimits, Reservation
@@ -195,7 +196,7 @@ def _limits_of(policy: scheduler_pb2.TenantPolicy) -> PrincipalLimits:
 
 def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:
     """Build the record of a submission; choice i has the sequence id `sequence_id` + i."""
-    given = submission.HasField
+    given, trace = submission.HasField, submission.trace_context
     return RequestRecord(
         key=key_of(submission),
         digest=submission.digest,
@@ -208,6 +209,7 @@ def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:
         priority=submission.priority,
         cache_salt=submission.cache_salt,
         resume_window_s=submission.resume_window_s if given("resume_window_s") else None,
+        trace_context=TraceContext.parse(trace.traceparent, trace.tracestate),
     )
 
 

@@ -113,6 +113,7 @@ class StepAdmission:
             sequence.block_ids = []
             self._extend(sequence, block_ids)
             self._extend(sequence, list(islice(taken, num_new)))
+            self._table.traced.swap_in(sequence)
             self._start(sequence, num_tokens)
 
     def _fork(self, sibling: Sequence, block_id: int) -> None:
@@ -127,6 +128,7 @@ class StepAdmission:
         sibling.num_computed_tokens = sibling.num_certain_tokens = position
         sibling.num_hit_blocks = sibling.num_published_blocks = num_whole
         sibling.num_cached_tokens = group.sequences[0].num_cached_tokens
+        self._table.traced.admit(sibling, position)
         self._start(sibling, 1)
 
     def _num_whole_blocks(self, sibling: Sequence) -> int:
@@ -146,6 +148,7 @@ class StepAdmission:
             self._table.forking_groups.append(sequence.group)
         if sequence.is_beam:
             self._table.beam_groups[sequence.group] = None
+        self._table.traced.admit(sequence, num_cached)
         self._start(sequence, entry.num_scheduled_tokens)
         sequence.num_published_blocks = sequence.num_computed_tokens // block_size
         self._count(sequence, num_cached)

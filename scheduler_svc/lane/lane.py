@@ -38,7 +38,7 @@ class Lane:
         self.limits = limits
         self._num_lookahead_tokens = options.num_lookahead_tokens_for(worker)
         self.stats = LaneStats()
-        self.table = SequenceTable(limits.max_num_seqs, worker.num_host_blocks)
+        self.table = SequenceTable(limits.max_num_seqs, worker.num_host_blocks, address)
         self.rows = self.table.rows
         self._pool = PoolClient(pool, first_step, self.rows, self.stats)
         self.assignments = Assignments(

@@ -304,6 +304,8 @@ class LaneLoop:
             self.quarantine.completed(completed.sequences)
             self._uncommitted.update(dict.fromkeys(append_tokens(completed)))
             correct_counts(completed, self.in_flight)
+            if self._table.traced.in_prefill:
+                self._table.traced.complete_prefills()
             for sequence, error in completed.failures:
                 self._fail(sequence, error)
             busy_ns = times.preparing_ns + times.forward_ns + times.sampling_ns
@@ -326,6 +328,6 @@ class LaneLoop:
     def _fail(self, sequence: Sequence, error: RequestError) -> None:
         if sequence.group.error is None:
             report = log.error if error.code is StatusCode.INTERNAL else log.info
-            report("row failed", request=sequence.group.key.request_id, why=error.message)
+            report("row failed", why=error.message, **sequence.group.record.log_fields)
         sequence.group.fail(error)
         self._failed.append(sequence)

@@ -100,9 +100,9 @@ class Quarantine:
         num_conclusive = sum(count.num_conclusive for count in counts)
         log.warning(
             "worker lost while it ran one request alone",
-            request=group.key.request_id,
             crashes=num_crashes,
             conclusive=num_conclusive,
+            **group.record.log_fields,
         )
         if num_conclusive >= MAX_CONCLUSIVE or num_crashes >= MAX_CRASHES:
             _fail(group, num_crashes)

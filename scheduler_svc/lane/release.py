@@ -147,6 +147,7 @@ class StepRelease:
                 self.cancel_forks(group)
             else:
                 self._table.forking_groups.remove(group)
+        self._table.traced.preempt(sequence)
         sequence.reset_blocks()
         sequence.has_precedence = True
         self._table.awaiting_results.append(sequence)
@@ -160,6 +161,7 @@ class StepRelease:
         if group in self._table.forking_groups:
             self._table.forking_groups.remove(group)
         first = group.sequences[0]
+        self._table.traced.preempt(first)
         first.last_step = max(other.last_step for other in group.sequences)
         for other in group.sequences:
             other.reset_blocks()
@@ -191,6 +193,7 @@ class StepRelease:
             self._builder.release(sequence, sequence.block_ids)
             sequence.block_ids = [moved[block_id] for block_id in sequence.block_ids]
             sequence.num_hit_blocks = sequence.num_published_blocks = 0
+            self._table.traced.swap_out(sequence)
         self._table.swap_out(SwappedGroup(sequences))
 
     def preempt_all(self) -> None:

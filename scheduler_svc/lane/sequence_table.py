@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.queue import assigned_order
 from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.lane.traced_sequences import TracedSequences
 
 
 class Rows:
@@ -110,7 +111,9 @@ class SequenceTable:
     awaiting_results  has no row, and its last tokens are in flight or not journaled
     """
 
-    def __init__(self, num_rows: int, num_host_blocks: int) -> None:
+    def __init__(self, num_rows: int, num_host_blocks: int, worker: str = "") -> None:
+        """`worker` is its address."""
+        self.traced = TracedSequences(worker)
         self.rows = Rows(num_rows)
         self.swap_space = SwapSpace(num_host_blocks)
         # The last step whose result has arrived.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
+from quire.service.tracing.context import TraceContext
 from scheduler_svc.store.packing import pack_parts, pack_u32s, unpack_parts, unpack_u32s
 
 
@@ -39,6 +40,16 @@ class RequestRecord:
     cache_salt: bytes = b""
     # How long the request runs on after its client has disconnected; None: it is cancelled.
     resume_window_s: int | None = None
+    # Of the call that submitted it; None if that was not traced.
+    trace_context: TraceContext | None = None
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What identifies the request in a record of the log."""
+        fields = {"request": self.key.request_id}
+        if self.trace_context is not None:
+            fields["trace_id"] = self.trace_context.trace_id_hex
+        return fields
 
 
 class RecordOutcome(IntEnum):
@@ -135,6 +146,7 @@ def unpack_request(fields: Mapping[bytes, bytes], output: Mapping[bytes, bytes])
 _FIELDS: Final = (
     b"principal", b"request_id", b"digest", b"prompt_token_ids", b"params", b"sequence_id",
     b"deadline_ms", b"opaque", b"num_choices", b"priority", b"cache_salt", b"resume_window_s",
+    b"trace_context",
 )  # fmt: skip
 
 # Suffix of a choice in the names of output fields.
@@ -157,6 +169,7 @@ def _values(record: RequestRecord) -> list[bytes]:
         _digits(record.priority),
         record.cache_salt,
         _digits(record.resume_window_s),
+        b"" if record.trace_context is None else record.trace_context.pack().encode(),
     ]
 
 
@@ -173,6 +186,8 @@ def _record(fields: Mapping[bytes, bytes]) -> RequestRecord:
         priority=int(fields[b"priority"]),
         cache_salt=fields[b"cache_salt"],
         resume_window_s=_number(fields[b"resume_window_s"]),
+        # Records of an earlier version do not have it.
+        trace_context=TraceContext.unpack(fields.get(b"trace_context", b"").decode()),
     )
 
 

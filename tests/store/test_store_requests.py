@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import redis
 
+from quire.service.tracing.context import TraceContext
 from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch
 from scheduler_svc.store.keys import ENDED, LEADERSHIP, request_keys
 from scheduler_svc.store.requests import (
@@ -54,6 +55,7 @@ async def test_a_record_is_read_as_it_was_written(store: Store) -> None:
         priority=-(2**31),
         cache_salt=b"\x00salt",
         resume_window_s=0,
+        trace_context=TraceContext(2**128 - 1, 1, True, "vendor=x,other=y"),
     )
     bare = record(OTHER_KEY, 5, prompt_token_ids=())
     await write(store, full, bare)
@@ -64,6 +66,17 @@ async def test_a_record_is_read_as_it_was_written(store: Store) -> None:
     await store.discard([full, bare])
     assert await store.load(KEY) is None
     assert await store.load_live() == []
+
+
+async def test_a_record_of_an_earlier_version_has_no_trace(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    old = record(KEY, 1)
+    await write(store, old)
+    redis_client.hdel(request_keys(KEY.principal, KEY.request_id)[0], "trace_context")
+    assert await store.load(KEY) == StoredRequest(old, RequestState.LIVE, {})
+    assert [found.record for found in await store.load_live()] == [old]
+    await store.discard([old])
 
 
 async def test_a_live_id_is_known_or_taken(store: Store) -> None:

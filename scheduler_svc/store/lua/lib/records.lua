@@ -7,7 +7,8 @@
 -- after its length as little-endian u32: the values of FIELDS, then the output's names and values.
 
 local FIELDS = { 'principal', 'request_id', 'digest', 'prompt_token_ids', 'params', 'sequence_id',
-  'deadline_ms', 'opaque', 'num_choices', 'priority', 'cache_salt', 'resume_window_s' }
+  'deadline_ms', 'opaque', 'num_choices', 'priority', 'cache_salt', 'resume_window_s',
+  'trace_context' }
 
 local function parts_of(packed)
   local parts, position = {}, 1
@@ -30,7 +31,7 @@ local function write_live(record, output, parts)
   end
 end
 
--- Packs a live record; nil if there is none.
+-- Packs a live record; nil if there is none. Fields that an earlier version did not have are empty.
 local function packed_live(record, output)
   local stored = redis.call('HMGET', record, 'state', unpack(FIELDS))
   if stored[1] ~= 'live' then
@@ -38,7 +39,8 @@ local function packed_live(record, output)
   end
   local parts = {}
   for i = 2, #stored do
-    parts[i - 1] = struct.pack('<I4c0', #stored[i], stored[i])
+    local value = stored[i] or ''
+    parts[i - 1] = struct.pack('<I4c0', #value, value)
   end
   for _, part in ipairs(redis.call('HGETALL', output)) do
     parts[#parts + 1] = struct.pack('<I4c0', #part, part)
