@@ -12,8 +12,11 @@ ARG PINNED_TORCH=torch==2.13.0
 FROM ${BUILD_IMAGE} AS requirements
 WORKDIR /requirements
 COPY pyproject.toml scripts/requirements.py ./
-RUN for name in build-system gateway scheduler worker; do \
+RUN for name in build-system worker; do \
     python3 requirements.py $name >$name.txt || exit 1; done \
+  # These export traces, if their settings name a receiver.
+  && for name in gateway scheduler; do \
+    python3 requirements.py $name tracing >$name.txt || exit 1; done \
   # Triton is for GPUs only, and larger than all other packages together.
   && grep -v ^triton worker.txt >worker-cpu.txt
 

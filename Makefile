@@ -178,6 +178,7 @@ gpu-packages: $(INSTALLED) ## Download packages for a machine with a GPU and no 
 	@mkdir -p .cache
 	{ $(BIN)/python scripts/requirements.py scheduler; \
 	  $(BIN)/python scripts/requirements.py bench; \
+	  $(BIN)/python scripts/requirements.py tracing; \
 	  $(BIN)/python scripts/requirements.py gateway | grep -E '^(fastapi|httptools|llguidance|orjson|uvicorn)'; \
 	  $(BIN)/python scripts/requirements.py dev | grep -E '^(grpcio-tools|jsonschema|lark|mypy-protobuf|openai|pytest)'; \
 	} | sort -u >.cache/gpu-requirements.txt

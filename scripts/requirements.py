@@ -1,6 +1,6 @@
 """Prints requirements of pyproject.toml, one per line.
 
-    python scripts/requirements.py EXTRA         dependencies, including those of an extra
+    python scripts/requirements.py EXTRA...      dependencies, including those of the extras
     python scripts/requirements.py build-system  requirements of a build
 
 Images install these before the code is copied, so that a change of code does not install them
@@ -36,4 +36,5 @@ def _extra(project: dict[str, Any], name: str) -> list[str]:
 
 if __name__ == "__main__":
     pyproject = tomllib.loads(Path("pyproject.toml").read_text())
-    print("\n".join(requirements(pyproject, sys.argv[1])))
+    found = [line for name in sys.argv[1:] for line in requirements(pyproject, name)]
+    print("\n".join(dict.fromkeys(found)))

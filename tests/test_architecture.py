@@ -84,6 +84,17 @@ def test_a_folder_imports_only_what_it_may(rule: Rule) -> None:
     assert wrong == []
 
 
+def test_only_the_export_of_traces_imports_opentelemetry() -> None:
+    """A service without traces must not load it."""
+    importing = {
+        module.relative_to(ROOT).as_posix()
+        for folder in (*sorted(SERVICES), "kernels", "quire")
+        for module in _modules(folder)
+        if any(_within(name, frozenset({"opentelemetry"})) for name in _imports(module))
+    }
+    assert importing == {"quire/service/tracing/otlp.py"}
+
+
 def test_imports_are_at_the_top_of_a_file() -> None:
     inside = [
         f"{module.relative_to(ROOT)}:{node.lineno}"

@@ -62,7 +62,10 @@ async def _started(service: str, folder: Path, *flags: str) -> AsyncIterator[grp
 
 
 def _loaded(folder: Path) -> set[str]:
-    return {name.partition(".")[0] for name in json.loads((folder / "modules").read_text())}
+    """The packages that a service has loaded; none of them is OpenTelemetry's SDK."""
+    names = set(json.loads((folder / "modules").read_text()))
+    assert {"opentelemetry.sdk", "quire.service.tracing.otlp"} & names == set()
+    return {name.partition(".")[0] for name in names}
 
 
 @pytest.fixture

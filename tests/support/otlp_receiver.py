@@ -32,6 +32,17 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         # Of every call.
         self.metadata: list[dict[str, str]] = []
         self.endpoint = ""
+        self._server: grpc.Server | None = None
+
+    def start(self, server: grpc.Server) -> None:
+        self._server = server
+        self.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+
+    def stop(self) -> None:
+        """End all connections; the endpoint refuses new ones."""
+        assert self._server is not None
+        self._server.stop(None).wait()
 
     def Export(  # noqa: N802
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
@@ -68,12 +79,11 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
-        receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
+        receiver.start(server)
         try:
             yield receiver
         finally:
-            server.stop(None).wait()
+            receiver.stop()
 
 
 def _attributes(pairs: "list[KeyValue]") -> dict[str, Any]:
