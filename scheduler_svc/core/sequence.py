@@ -10,9 +10,9 @@ from scheduler_svc.core.crashes import LoneCrashes
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.queue_times import QueueTimer
 from scheduler_svc.core.request import Delivery, End, EndReason, Params
-from scheduler_svc.core.request_trace import RequestTrace
 from scheduler_svc.store.hashing import HashChain
 from scheduler_svc.store.requests import RequestKey, RequestRecord
+from scheduler_svc.tracing.request_trace import RequestTrace
 
 
 class Subscriber(Protocol):

@@ -19,12 +19,12 @@ from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
 from scheduler_svc.core.view import BlockFit
-from scheduler_svc.engine import request_phases
 from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools, width_error
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.hashing import HashChain, extra_keys, root_hash
 from scheduler_svc.store.requests import RequestKey
+from scheduler_svc.tracing import request_phases
 
 RETRY_WHEN_FULL_S = 1.0
 

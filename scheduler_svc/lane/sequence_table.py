@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.queue import assigned_order
 from scheduler_svc.core.sequence import Group, Sequence
-from scheduler_svc.core.traced_sequences import TracedSequences
+from scheduler_svc.tracing.traced_sequences import TracedSequences
 
 
 class Rows:

@@ -5,8 +5,8 @@ comparison.
 """
 
 from quire.service.tracing.spans import AttributeValue
-from scheduler_svc.core.request_trace import Phase, RequestTrace
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.tracing.request_trace import Phase, RequestTrace
 
 
 class TracedSequences:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from quire.service.tracing.spans import SpanExporter
-from scheduler_svc.core.request_trace import SCHEDULER_CHANGED, Phase, begin_trace
 from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.tracing.request_trace import SCHEDULER_CHANGED, Phase, begin_trace
 
 
 def begin_queue(group: Group, exporter: SpanExporter | None) -> None:
