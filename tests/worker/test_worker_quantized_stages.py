@@ -23,13 +23,14 @@ from worker_svc.model.stages.stage import Stage
 
 # Sums in another order.
 _TOLERANCE = 1e-3
-# The others run in `make test-slow`.
-_FAST = ("gptq-4-act-order", "w8a8")
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS],
+    [
+        name if name == "gptq-4-act-order" else pytest.param(name, marks=pytest.mark.slow)
+        for name in FORMATS
+    ],
 )
 def test_stages_have_the_logits_of_one_rank(name: str, tmp_path: Path) -> None:
     """Also where inputs are rounded, or are in the order of act-order: they are those of one

@@ -76,7 +76,12 @@ def test_the_last_stage_has_a_tied_head(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}]
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_are_rounded_as_models_are(tmp_path: Path, changes: dict[str, str]) -> None:
     model = saved(_MODELS["llama"](), tmp_path)
