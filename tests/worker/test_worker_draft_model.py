@@ -221,16 +221,15 @@ def test_the_draft_model_caches_in_8_bits_as_well(tiny_llama: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_a_worker_of_two_ranks_has_a_draft_model(
-    tiny_llama: Path, tmp_path: Path, ranks: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`test_worker_staged_runner.py` tests the same without processes."""
+    """`test_worker_staged_runner.py` tests stages, without processes."""
     expected = run_jobs(
         load_runner(worker_settings(tiny_llama, device="cpu")).runner, GREEDY, How()
     )
     monkeypatch.setattr(DraftPrice, "of", lambda *bytes_of_weights: FREE)
-    loaded = load(tiny_llama, save_disturbed(tiny_llama, tmp_path), **{ranks: 2})
+    loaded = load(tiny_llama, save_disturbed(tiny_llama, tmp_path), tensor_parallel_size=2)
     try:
         found = run_jobs(loaded.runner, GREEDY, How(lookahead=5))
     finally:
