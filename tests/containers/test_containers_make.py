@@ -34,8 +34,10 @@ def test_up_serves_what_a_local_stack_serves_and_down_leaves_nothing(
     assert published == [["50051/tcp", "8000/tcp"]] * 2
     assert generated_over_http(project.http) == generated_locally()
 
-    # Containers, networks, volumes: of Redis, the hub and the packed weights.
-    assert len(project.leftovers()) == 6 + 2 + 3
+    # Containers, networks, volumes: of Redis, the hub and the packed weights. Compose 1.29 creates
+    # the volumes of a profile that is not used, too.
+    unused = {f"{project.name}_{volume}" for volume in ("prometheus", "grafana")}
+    assert len(set(project.leftovers()) - unused) == 6 + 2 + 3
     project.make("down")
     assert project.leftovers() == []
 
