@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from functools import partial
+from typing import NoReturn
 
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.service import server
@@ -20,8 +21,11 @@ def main() -> None:
     settings = WorkerSettings.load()
     pause_collections()
     if settings.num_ranks > 1 and int(os.environ.get("RANK", 0)):
-        sys.exit(_follow(settings))
-    sys.exit(server.main(settings, _loader(settings.engine)))
+        _end(_follow(settings))
+    status = server.main(settings, _loader(settings.engine))
+    if settings.num_ranks > 1:
+        _end(status)
+    sys.exit(status)
 
 
 def _follow(settings: WorkerSettings) -> int:
@@ -30,6 +34,14 @@ def _follow(settings: WorkerSettings) -> int:
     prepare_process()
     status: int = importlib.import_module("worker_svc.ranks.following").follow(settings)
     return status
+
+
+def _end(status: int) -> NoReturn:
+    """End without the interpreter's end, which takes a second, and in which threads of NCCL and
+    graphs that contain its kernels would wait for each other."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _loader(engine: str) -> server.RunnerLoader:

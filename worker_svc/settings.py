@@ -114,7 +114,7 @@ class WorkerSettings(ServiceSettings):
         1,
         ge=1,
         description="Ranks, processes that share each layer of the model; the worker starts those "
-        "that torchrun has not; on a CPU only.",
+        "that torchrun has not; on GPUs each has one.",
     )
     pipeline_parallel_size: int = Field(
         1,

@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from torch.distributed import HashStore, ProcessGroupGloo
 
+from worker_svc.ranks.devices.device_exchange import ConnectDevices
 from worker_svc.ranks.group import RankGroup
 
 T = TypeVar("T")
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 def _raise(reason: str) -> None:
@@ -20,15 +21,21 @@ def _raise(reason: str) -> None:
 class RankThreads:
     """Groups of all ranks, and a thread for each."""
 
-    def __init__(self, num_ranks: int, threads: ThreadPoolExecutor, num_stages: int) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        threads: ThreadPoolExecutor,
+        num_stages: int,
+        connect_devices: ConnectDevices | None,
+    ) -> None:
         self._threads = threads
         store = HashStore()
-        device = ProcessGroupGloo.create_device(hostname=_LOOPBACK)
+        device = ProcessGroupGloo.create_device(hostname=LOOPBACK)
         self.groups = [
             RankGroup(store, rank, num_ranks, device, on_lost=_raise, num_stages=num_stages)
             for rank in range(num_ranks)
         ]
-        self.run(lambda rank: self.groups[rank].connect())
+        self.run(lambda rank: self.groups[rank].connect(connect_devices))
 
     def run(self, call: Callable[[int], T]) -> Sequence[T]:
         """What the call gives on each rank."""
@@ -36,6 +43,8 @@ class RankThreads:
 
 
 @contextmanager
-def rank_threads(num_ranks: int, num_stages: int = 1) -> Iterator[RankThreads]:
+def rank_threads(
+    num_ranks: int, num_stages: int = 1, connect_devices: ConnectDevices | None = None
+) -> Iterator[RankThreads]:
     with ThreadPoolExecutor(num_ranks) as threads:
-        yield RankThreads(num_ranks, threads, num_stages)
+        yield RankThreads(num_ranks, threads, num_stages, connect_devices)

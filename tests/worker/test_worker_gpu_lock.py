@@ -11,6 +11,7 @@ import torch
 from structlog.testing import capture_logs
 from worker_driver import worker_settings
 
+from worker_svc.gpu import gpu_lock
 from worker_svc.gpu.gpu_lock import exclusive_lock
 from worker_svc.runner import runner_loading
 from worker_svc.settings import WorkerSettings
@@ -65,11 +66,11 @@ def test_a_worker_has_its_gpu_for_itself_while_it_loads(
 
     monkeypatch.setattr(runner_loading, "find_device", lambda setting: torch.device("cuda"))
     monkeypatch.setattr(runner_loading, "_load", load)
-    monkeypatch.setattr(runner_loading, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(gpu_lock, "gettempdir", lambda: str(tmp_path))
     gpu = SimpleNamespace(uuid="9f0c")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     folder = tmp_path if is_set else None
     if is_set:
-        monkeypatch.setattr(runner_loading, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+        monkeypatch.setattr(gpu_lock, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     runner_loading.load_runner(worker_settings(tmp_path, gpu_locks=folder))
     assert held == ["quire-gpu-9f0c.lock"]

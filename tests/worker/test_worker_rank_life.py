@@ -179,13 +179,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
         require_ranks(settings, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_on_a_gpu_are_refused(name: str) -> None:
-    settings = worker_settings(Path("model"), **{name: 2})
-    with pytest.raises(WrongSettingError, match="NCCL"):
-        require_ranks(settings, torch.device("cuda"))
-
-
 async def test_a_simulated_worker_has_no_ranks(model: Path, tmp_path: Path) -> None:
     async with worker_process(*flags_of(model, tmp_path), "--engine=sim") as process:
         assert await process.wait() == 2

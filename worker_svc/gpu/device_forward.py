@@ -24,8 +24,12 @@ class DeviceForward:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        share_ids: Callable[[Tensor], object],
     ) -> None:
+        """`share_ids` is called with the input ids in each pass, and may change them: other ranks
+        of a worker get those of rank 0."""
         self.model = model
+        self._share_ids = share_ids
         self.padding_row = max_num_seqs
         self._attention = attention
         self._block_size = block_size
@@ -100,7 +104,9 @@ class DeviceForward:
         batch = self._batch(inputs, max_query_len, max_seq_len)
         self._attention.set_batch(batch, inputs.slot_mapping)
         # A failed row continues with any token: its result is not reported.
-        return inputs.input_ids.clamp_min(0)
+        ids = inputs.input_ids.clamp_min(0)
+        self._share_ids(ids)
+        return ids
 
     def _fill_in_sampled(self, inputs: ForwardInputs) -> None:
         """Fill in sampled tokens: only the last token of a row can be missing on the host."""

@@ -5,10 +5,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir
 
 import structlog
 
 log = structlog.get_logger()
+
+
+def lock_file(folder: Path | None, gpu: str) -> Path:
+    """One file per GPU."""
+    return (folder or Path(gettempdir())) / f"quire-gpu-{gpu}.lock"
 
 
 @contextmanager

@@ -30,7 +30,9 @@ class Capturer(Protocol):
 class CudaCapturer:
     """CUDA graphs, which share one memory pool because they are never replayed concurrently."""
 
-    def __init__(self) -> None:
+    def __init__(self, error_mode: str = "global") -> None:
+        """`error_mode` is torch's `capture_error_mode`."""
+        self._error_mode = error_mode
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
 
@@ -49,7 +51,12 @@ class CudaCapturer:
         # A failed capture leaves its stream the current one; the outer context restores it.
         with (
             torch.cuda.stream(current),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+            torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode=self._error_mode,
+            ),
         ):
             function()
         replay: Replay = graph.replay
@@ -102,14 +109,14 @@ def capture_decode(
         try:
             replays[size] = capturer.capture(prepare(size))
         except RuntimeError as error:
-            reason = _first_cause(error)
+            reason = first_cause(error)
             log.warning("no CUDA graphs: every step launches its kernels", size=size, reason=reason)
             return DecodeGraphs({})
     log.info("graphs", sizes=sorted(replays))
     return DecodeGraphs(replays)
 
 
-def _first_cause(error: BaseException) -> str:
+def first_cause(error: BaseException) -> str:
     """The error that aborted a capture; the end of the capture raises another one."""
     while isinstance(error.__context__, RuntimeError) and not error.__suppress_context__:
         error = error.__context__

@@ -6,6 +6,8 @@ ids that are still being sampled are filled in on the device.
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,8 +16,8 @@ from torch import Tensor
 from kernels.dispatch import Implementation
 from kernels.sampling import NO_TOKEN, sample, token_logprobs
 from worker_svc.cache.kv_pool import KvPool
-from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.gpu.device_inputs import (
+    Arrays,
     BlockChanges,
     ForwardInputs,
     PromptInputs,
@@ -25,9 +27,10 @@ from worker_svc.gpu.device_inputs import (
     prompt_arrays,
     sampling_arrays,
 )
+from worker_svc.gpu.device_pass import DevicePass
 from worker_svc.gpu.host_tokens import HostTokens
 from worker_svc.gpu.launched_step import EXCLUDED, LaunchedStep, StepEvents
-from worker_svc.gpu.staging import Staging
+from worker_svc.gpu.step_arrays import Followers, StepArrays
 from worker_svc.gpu.streams import Streams
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.plan.failures import RowFailure
@@ -40,26 +43,30 @@ from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.step_runner import Callback, PendingOutput, no_op
 from worker_svc.runner.waiting_rows import rows_to_hold
 
+_NONE: Final[Ints] = np.empty(0, np.int64)
+
 
 class PipelinedRunner:
     """One model with its pool and tables. Not thread-safe: one thread launches all steps."""
 
     def __init__(
         self,
-        device_forward: DeviceForward,
+        device_pass: DevicePass,
         pool: KvPool,
         tables: RowTables,
-        staging: Staging,
         streams: Streams,
         processors: LogitsPipeline,
-        implementation: Implementation | None = None,
+        implementation: Implementation | None,
+        followers: Followers | None = None,
     ) -> None:
-        """`implementation` is that of the sampler; the default is the best one available."""
-        self._forward = device_forward
-        self._model = device_forward.model
+        """`implementation` is that of the sampler; the default is the best one available.
+        `followers` are the other ranks of a worker, which run its passes."""
+        self._forward = device_pass.forward
+        self._model = device_pass.forward.model
+        self._followers = followers
         self._pool = pool
         self._tables = tables
-        self._staging = staging
+        self._staging = device_pass.staging
         self._streams = streams
         self._processors = processors
         self.host_tokens = HostTokens(processors)
@@ -89,15 +96,10 @@ class PipelinedRunner:
         if targets is not None:
             # A graph gives the logits of last tokens only.
             size = None
-        forward_inputs, sampling, prompt = self._stage(plan, rows, inputs, targets, size)
-        prepared = self._streams.record_event()
-        of_prompt: Sequence[Tensor] = ()
-        if targets is None:
-            logits = self._logits(forward_inputs, sampling, inputs, size)
-        else:
-            logits, of_prompt = self._prompt_logits(
-                forward_inputs, sampling, inputs, targets, prompt
-            )
+        with nullcontext() if self._followers is None else self._followers.in_step():
+            forward_inputs, sampling, prompt = self._stage(plan, rows, inputs, targets, size)
+            prepared = self._streams.record_event()
+            logits, of_prompt = self._pass(forward_inputs, sampling, inputs, targets, prompt, size)
         forwarded = self._streams.record_event()
         sampled_rows = rows[inputs.sampling_mask]
         num_logprobs = tables.num_logprobs[sampled_rows]
@@ -152,7 +154,7 @@ class PipelinedRunner:
         targets: PromptTargets | None,
         size: int | None,
     ) -> tuple[ForwardInputs, SamplingInputs, dict[str, Tensor]]:
-        """Copy the inputs to the device, and update its block table."""
+        """Copy the inputs to the device, and update its block table. The other ranks do so, too."""
         num_padding = 0 if size is None else size - len(rows)
         groups = (
             forward_arrays(rows, inputs, self._forward.padding_row, num_padding),
@@ -160,12 +162,29 @@ class PipelinedRunner:
             block_arrays(plan, self._tables),
             prompt_arrays(targets),
         )
+        if self._followers is not None:
+            self._followers.send_step(_step_arrays(inputs, targets, size, groups[0], groups[2]))
         tensors = self._staging.send({k: v for group in groups for k, v in group.items()})
         of_forward, of_sampling, of_blocks, of_prompt = (
             {name: tensors[name] for name in group} for group in groups
         )
         self._forward.change_blocks(BlockChanges(**of_blocks))
         return ForwardInputs(**of_forward), SamplingInputs(**of_sampling), of_prompt
+
+    def _pass(
+        self,
+        forward_inputs: ForwardInputs,
+        sampling: SamplingInputs,
+        inputs: StepInputs,
+        targets: PromptTargets | None,
+        staged: dict[str, Tensor],
+        size: int | None,
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """Logits of the rows that sample, and the results of `prompt_logprobs` if there are
+        targets."""
+        if targets is None:
+            return self._logits(forward_inputs, sampling, inputs, size), ()
+        return self._prompt_logits(forward_inputs, sampling, inputs, targets, staged)
 
     def _logits(
         self,
@@ -260,3 +279,22 @@ class PipelinedRunner:
             implementation=self._implementation,
         )
         return [tokens, entries.token_ids, entries.logprobs, entries.ranks]
+
+
+def _step_arrays(
+    inputs: StepInputs,
+    targets: PromptTargets | None,
+    size: int | None,
+    of_forward: Arrays,
+    of_blocks: Arrays,
+) -> StepArrays:
+    return StepArrays(
+        forward=of_forward,
+        blocks=of_blocks,
+        logits_indices=inputs.logits_indices,
+        prompt_indices=_NONE if targets is None else targets.logits_indices,
+        num_tokens=inputs.num_tokens,
+        graph_size=size or 0,
+        max_query_len=inputs.max_query_len,
+        max_seq_len=int(inputs.seq_lens.max(initial=0)),
+    )

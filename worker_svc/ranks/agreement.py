@@ -1,7 +1,8 @@
 """What all ranks have to agree on before a worker serves."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
@@ -10,34 +11,45 @@ from worker_svc.cache.kv_pool import dtype_name
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.served_model import ServedModel
+from worker_svc.ranks.devices.device_exchange import connect_nccl
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 log = structlog.get_logger()
 
 _ERROR = "error"
+# The names of exchanges in which a rank learns that another one could not load its shard.
+GPU: Final = "gpu"
+_MODEL: Final = "model"
 
 
 def report_failure(group: RankGroup, error: BaseException) -> None:
-    """Let `connect_equal` of the other ranks fail with the reason that this rank has not loaded."""
-    group.exchange_own("model", {_ERROR: str(error)})
+    """Let the other ranks fail, in `raise_reported`, with the reason that this rank has not
+    loaded."""
+    for name in (GPU, _MODEL):
+        group.exchange_own(name, {_ERROR: str(error)})
+
+
+def raise_reported(every: Sequence[dict[str, Any]]) -> None:
+    """ModelError if another rank could not load its shard."""
+    for rank, one in enumerate(every):
+        if _ERROR in one:
+            raise ModelError(f"rank {rank}: {one[_ERROR]}")
 
 
 def connect_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings) -> None:
     """Connect ranks that have loaded their shards. WrongSettingError, with both values, if another
     rank has another checkpoint, type or size. ModelError if another rank could not load its
     shard."""
-    every = group.exchange("model", _description(model, settings))
-    for rank, one in enumerate(every):
-        if _ERROR in one:
-            raise ModelError(f"rank {rank}: {one[_ERROR]}")
+    every = group.exchange(_MODEL, _description(model, settings))
+    raise_reported(every)
     for rank, one in enumerate(every):
         for name, value in one.items():
             if value != every[0][name]:
                 raise WrongSettingError(
                     f"ranks differ in {name}: {every[0][name]} on rank 0, {value} on rank {rank}"
                 )
-    group.connect()
+    group.connect(connect_nccl if model.device.type == "cuda" else None)
 
 
 def wait_for_all(group: RankGroup) -> None:
@@ -49,11 +61,13 @@ def _description(model: ServedModel, settings: WorkerSettings) -> dict[str, Any]
     return {
         "checkpoint (fingerprint)": model.fingerprint.hex(),
         "type": dtype_name(model.dtype),
+        "--device": model.device.type,
         "--kv-cache-dtype": settings.kv_cache_dtype,
         "--quantization": settings.quantization,
         "--tensor-parallel-size": settings.tensor_parallel_size,
         "--pipeline-parallel-size": settings.pipeline_parallel_size,
         "--pipeline-layers": settings.pipeline_layers,
+        "--enforce-eager": settings.enforce_eager,
         "--block-size": settings.block_size,
         "--max-model-len": model.max_model_len,
         "--max-num-seqs": settings.max_num_seqs,

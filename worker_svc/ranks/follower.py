@@ -41,7 +41,7 @@ class Follower:
 
     def _follow(self, message: Message) -> None:
         if message.kind == Kind.MOVES:
-            self._move(*message.arrays[:6])
+            move_blocks(self.pool, message)
         elif message.kind == Kind.HEAD:
             assert self._final is not None
             self._final.logits(_long(message.arrays[0]))
@@ -66,10 +66,12 @@ class Follower:
         )
         self.attention.set_batch(batch, torch.from_numpy(slots))
 
-    def _move(self, *ids: _Words) -> None:
-        sources_and_destinations = [each.astype(np.int64) for each in ids]
-        pairs = zip(sources_and_destinations[::2], sources_and_destinations[1::2], strict=True)
-        self.pool.move(*(BlockMoves(*pair) for pair in pairs))
+
+def move_blocks(pool: KvPool, message: Message) -> None:
+    """Do what a message of the kind MOVES says."""
+    ids = [array.astype(np.int64) for array in message.arrays[:6]]
+    pairs = zip(ids[::2], ids[1::2], strict=True)
+    pool.move(*(BlockMoves(*pair) for pair in pairs))
 
 
 def _long(words: _Words) -> Tensor:

@@ -12,14 +12,26 @@ from structlog.contextvars import bind_contextvars
 from quire.service.logs import configure_logging
 from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool
+from worker_svc.gpu.device_memory import CudaMeter
+from worker_svc.gpu.device_pass import StepSizes
+from worker_svc.gpu.streams import CudaStreams
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
-from worker_svc.ranks.agreement import connect_equal, report_failure, wait_for_all, with_common_size
+from worker_svc.ranks.agreement import (
+    connect_equal,
+    report_failure,
+    wait_for_all,
+    with_common_size,
+)
+from worker_svc.ranks.devices.device_follower import DeviceFollower, follow_on_device
+from worker_svc.ranks.devices.gpus import exclusive_gpu, take_device
+from worker_svc.ranks.devices.rank_graphs import rank_capturer
 from worker_svc.ranks.follower import Follower
-from worker_svc.ranks.group import RANK_LOST, RankGroup
+from worker_svc.ranks.group import RANK_LOST, RankGroup, end_process
 from worker_svc.ranks.heartbeats import send_heartbeats
 from worker_svc.ranks.rendezvous import own_place
 from worker_svc.ranks.threads import keep_to_own_cores, set_threads
+from worker_svc.runner.devices import find_device
 from worker_svc.runner.model_source import load_source
 from worker_svc.service.process import keep_freed_memory, resume_collections, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
@@ -42,7 +54,6 @@ def follow(settings: WorkerSettings) -> int:
     bind_contextvars(rank=place.rank)
     keep_to_own_cores(settings, place.rank)
     set_threads(settings)
-    send_heartbeats(place.store(), place.rank)
     group = RankGroup(
         place.store(),
         place.rank,
@@ -51,7 +62,12 @@ def follow(settings: WorkerSettings) -> int:
         num_stages=settings.pipeline_parallel_size,
     )
     try:
-        follower = _load(settings, group)
+        device = find_device(settings.device)
+        # A GPU may keep this thread from receiving messages.
+        send_heartbeats(place.store(), place.rank, end_process if device.type == "cuda" else None)
+        device = take_device(device, place.rank, place.size)
+        with exclusive_gpu(group, device, settings.gpu_locks):
+            follower = _load(settings, group, device)
         log.info("rank ready", process=os.getpid())
         wait_for_all(group)
     except Exception as error:
@@ -65,17 +81,34 @@ def follow(settings: WorkerSettings) -> int:
     return 0
 
 
-def _load(settings: WorkerSettings, group: RankGroup) -> Follower:
+def _load(
+    settings: WorkerSettings, group: RankGroup, device: torch.device
+) -> Follower | DeviceFollower:
     """Make the calls that rank 0 makes."""
-    device = torch.device("cpu")
     source = load_source(settings, device, LoadProgress(), group)
     model = source.model
     connect_equal(group, model, settings)
     return_freed_memory()
-    cache = set_up_cache(model, settings, source.implementation, source.flash, None)
+    meter = CudaMeter(device) if device.type == "cuda" else None
+    cache = set_up_cache(model, settings, source.implementation, source.flash, meter)
     cache = with_common_size(group, cache)
     pool = KvPool(cache.layers, cache.size, settings.block_size, device)
     attention = PagedAttention(pool.layers, source.implementation, cache.scales, source.flash)
     model.set_attention(attention)
     keep_freed_memory()
-    return Follower(model, pool, attention, group)
+    if device.type == "cpu":
+        return Follower(model, pool, attention, group)
+    return follow_on_device(
+        model,
+        pool,
+        attention,
+        StepSizes(
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            model.max_model_len,
+            settings.block_size,
+        ),
+        CudaStreams(),
+        None if settings.enforce_eager else rank_capturer(),
+        group,
+    )

@@ -1,5 +1,5 @@
 """Communication between the ranks of a worker: through shared memory where all are on one host, and
-by torch.distributed's Gloo backend.
+by torch.distributed's Gloo backend. What GPUs exchange goes by `device_exchange`.
 
 Ranks are numbered stage by stage: rank = stage * ranks of a stage + index in the stage.
 """
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import (
 
 from kernels.exchange import SUM_DTYPES, Exchange
 from worker_svc.model.shards.shard import Shard
+from worker_svc.ranks.devices.device_exchange import ConnectDevices, DeviceExchange
 from worker_svc.ranks.send_queue import SendQueue
 from worker_svc.ranks.shared_memory import share_memory
 from worker_svc.ranks.stage_links import StageLinks
@@ -72,6 +73,8 @@ class RankGroup:
         self.store = store
         self._on_lost = on_lost
         self._device = device
+        # None on CPUs.
+        self._on_devices: DeviceExchange | None = None
         # None before the ranks connect, and where they are on several hosts.
         self.shared: Exchange | None = None
         self._passes: Any = None
@@ -86,14 +89,17 @@ class RankGroup:
         self.links: StageLinks | None = None  # once connected, if there are several stages
         self._sent_messages = SendQueue(_MOST_MESSAGES)
 
-    def connect(self) -> None:
+    def connect(self, connect_devices: ConnectDevices | None = None) -> None:
         """Wait until all ranks are here. Before, a rank can only `exchange`, for which the store
-        waits: ranks may start and load minutes apart."""
+        waits: ranks may start and load minutes apart. `connect_devices` connects their GPUs, for
+        exchanges within passes."""
         self.exchange("connecting", True)
         place = (self.rank, self.size)
         with self._reporting():
             self._passes = _connect(self.store, "passes", *place, _PASS_TIMEOUT, self._device)
-            if self.num_stages == 1:
+            if connect_devices is not None:
+                self._on_devices = connect_devices(self.store, *place)
+            elif self.num_stages == 1:
                 self.shared = share_memory(*place, self.exchange, _PASS_TIMEOUT.total_seconds())
             if self.shared is None:
                 self._messages = _connect(
@@ -136,6 +142,8 @@ class RankGroup:
         the small tensors of decode steps.
         """
         part = part.contiguous()
+        if self._on_devices is not None:
+            return self._on_devices.sum(part)
         with self._reporting():
             if self.shared is not None and part.dtype in SUM_DTYPES:
                 return self.shared.sum(part)
@@ -179,6 +187,8 @@ class RankGroup:
         """On rank 0 the columns of all ranks, in their order, without those from `num_columns` on;
         on the others `part`. All parts have the same shape `[n, width]`."""
         part = part.contiguous()
+        if self._on_devices is not None:
+            return self._on_devices.gather(part, num_columns)
         with self._reporting():
             if not self.is_first:
                 self._passes.send([part], 0, _GATHER_TAG).wait()
@@ -196,6 +206,11 @@ class RankGroup:
             for one in receiving[len(columns) - 1 :]:
                 one.wait()
         return gathered
+
+    def share(self, ids: Tensor) -> None:
+        """Replace a tensor on the device by that of rank 0, within a pass."""
+        assert self._on_devices is not None
+        self._on_devices.broadcast(ids)
 
     def broadcast(self, parts: Sequence[Tensor]) -> None:
         """Copy the tensors of rank 0, which may come at any time, to all others. These may receive

@@ -11,21 +11,31 @@ from torch.distributed.distributed_c10d import Store
 _INTERVAL_S: Final = 0.5
 # That of a scheduler for a worker.
 SILENCE_S: Final = 3.0
+# Before it leaves, rank 0 stops the others, unless it is lost.
+_STOP_S: Final = 1.0
 
 
-def send_heartbeats(store: Store, rank: int) -> None:
+def send_heartbeats(
+    store: Store, rank: int, on_lost: Callable[[str], object] | None = None
+) -> None:
     """Count in the store, on another thread, as long as this process runs. The store may have no
-    other user."""
+    other user. `on_lost` is called with the reason when rank 0 is gone; without it the next message
+    reports that."""
 
     def send() -> None:
         count = 0
         while True:
             count += 1
-            store.set(_key(rank), str(count))
+            try:
+                store.set(_key(rank), str(count))
+            except RuntimeError as error:
+                if on_lost is not None:
+                    time.sleep(_STOP_S)
+                    on_lost(f"rank 0 is gone: {error}")
+                return
             time.sleep(_INTERVAL_S)
 
-    # RuntimeError when rank 0 is gone, which the pass reports.
-    threading.Thread(target=_quietly(send), name="heartbeats", daemon=True).start()
+    threading.Thread(target=send, name="heartbeats", daemon=True).start()
 
 
 class HeartbeatMonitor:

@@ -5,8 +5,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from worker_svc.gpu.step_arrays import StepArrays
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import (
     AttentionFunction,
@@ -24,15 +26,17 @@ class Leader:
     """Sends messages to the other ranks, which then do the same as this one."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group = group
+        self.group = group
         self._messages = Messages(group.broadcast)
 
     @property
     def has_stages(self) -> bool:
-        return self._group.num_stages > 1
+        return self.group.num_stages > 1
 
     def send_moves(self, swap_outs: BlockMoves, swap_ins: BlockMoves, copies: BlockMoves) -> None:
         moves = (swap_outs, swap_ins, copies)
+        if not any(len(each.sources) for each in moves):
+            return
         ids = [array for each in moves for array in (each.sources, each.destinations)]
         self._messages.send(Kind.MOVES, ids)
 
@@ -50,9 +54,24 @@ class Leader:
     def send_head(self, indices: Tensor) -> None:
         self._messages.send(Kind.HEAD, [indices.numpy()])
 
+    def send_step(self, step: StepArrays) -> None:
+        """Of ranks on GPUs, which have block tables of their own."""
+        if step.is_empty:
+            return
+        numbers = (step.num_tokens, step.graph_size, step.max_query_len, step.max_seq_len)
+        arrays = (
+            *step.forward.values(),
+            *step.blocks.values(),
+            *(step.logits_indices, step.prompt_indices, np.array(numbers)),
+        )
+        self._messages.send(Kind.STEP, arrays)
+
+    def share_ids(self, ids: Tensor) -> None:
+        self.group.share(ids)
+
     def stop(self) -> None:
         self._messages.send(Kind.STOP)
-        self._group.flush()
+        self.group.flush()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -60,7 +79,7 @@ class Leader:
         try:
             yield
         except Exception as error:
-            self._group.lost(f"rank 0 failed in a forward pass: {error}")
+            self.group.lost(f"rank 0 failed in a forward pass: {error}")
             raise
 
 

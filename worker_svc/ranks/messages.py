@@ -18,7 +18,7 @@ Words = NDArray[np.int32]
 
 # Most messages of decode steps fit into the first part, whose size is fixed.
 _FIRST_WORDS: Final = 4096
-_MOST_ARRAYS: Final = 8
+_MOST_ARRAYS: Final = 11
 # Kind, number of words, then for each array the number of its words and of its columns (0: none).
 _HEADER_WORDS: Final = 2 + 2 * _MOST_ARRAYS
 
@@ -31,6 +31,7 @@ class Kind(IntEnum):
     HEAD = 3  # logits of tokens of the last such pass: their indices
     MOVES = 4  # of blocks: sources and destinations of swaps out, swaps in, copies
     STOP = 5
+    STEP = 6  # of ranks on GPUs: the arrays of `StepArrays`
 
 
 @dataclass(frozen=True)

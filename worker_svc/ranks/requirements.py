@@ -3,6 +3,7 @@
 from typing import Final
 
 import torch
+from torch.distributed import is_nccl_available
 
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
@@ -17,10 +18,15 @@ def require_ranks(settings: WorkerSettings, device: torch.device) -> None:
     size, name = settings.tensor_parallel_size, _TENSOR
     if size == 1:
         size, name = settings.pipeline_parallel_size, _PIPELINE
-    if device.type != "cpu":
+    if device.type != "cpu" and settings.pipeline_parallel_size > 1:
         raise WrongSettingError(
-            f"{name}: {size}, but ranks on GPUs (NCCL) are not supported; set --device=cpu or "
-            "leave it at 1, with a worker per GPU"
+            f"{_PIPELINE}: {settings.pipeline_parallel_size}, but stages on GPUs are not "
+            "supported; set --device=cpu or leave it at 1"
+        )
+    if device.type == "cuda" and not is_nccl_available():
+        raise WrongSettingError(
+            f"{name}: {size}, but torch {torch.__version__} has no NCCL, by which GPUs exchange "
+            "tensors; set --device=cpu or install another build of torch"
         )
     if settings.enable_torch_compile:
         raise WrongSettingError(

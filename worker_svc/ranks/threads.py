@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from worker_svc.service.process import num_local_ranks
+from worker_svc.service.process import local_rank, num_local_ranks
 from worker_svc.settings import WorkerSettings
 
 
@@ -29,7 +29,7 @@ def keep_to_own_cores(settings: WorkerSettings, rank: int) -> None:
     num_local = num_local_ranks(settings.num_ranks)
     share = len(cores) // num_local
     if share and _total(settings) >= len(cores):
-        first = int(os.environ.get("LOCAL_RANK", rank)) % num_local * share
+        first = local_rank(rank, settings.num_ranks) % num_local * share
         os.sched_setaffinity(0, cores[first : first + share])
 
 

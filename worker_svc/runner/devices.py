@@ -17,3 +17,8 @@ def find_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
     return torch.device(device)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Of a GPU, whatever its index in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
-from tempfile import gettempdir
 
 import torch
 from structlog.contextvars import bound_contextvars
@@ -15,7 +13,7 @@ from structlog.contextvars import bound_contextvars
 from worker_svc.cache.cache_setup import CacheSetup, set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name
 from worker_svc.gpu.device_memory import CudaMeter
-from worker_svc.gpu.gpu_lock import exclusive_lock
+from worker_svc.gpu.gpu_lock import exclusive_lock, lock_file
 from worker_svc.grammar.compiler import find_grammars
 from worker_svc.logits.entry_points import load_processors
 from worker_svc.model.load_progress import LoadProgress
@@ -23,11 +21,14 @@ from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.tables import RowTables
 from worker_svc.ranks.agreement import connect_equal, wait_for_all, with_common_size
+from worker_svc.ranks.devices.gpus import exclusive_gpu, take_device
+from worker_svc.ranks.devices.pass_watch import PassWatch, WatchedRunner
+from worker_svc.ranks.group import end_process
 from worker_svc.ranks.leader import LeadingModel
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks, start_ranks
 from worker_svc.ranks.threads import keep_to_own_cores, set_threads
-from worker_svc.runner.devices import find_device
+from worker_svc.runner.devices import find_device, gpu_uuid
 from worker_svc.runner.drafter_loading import (
     LoadedDraftModel,
     load_draft_model,
@@ -58,14 +59,8 @@ def load_runner(settings: WorkerSettings) -> LoadedRunner:
     set_threads(settings)
     if device.type != "cuda":
         return _load(settings, device)
-    with exclusive_lock(_lock_file(settings.gpu_locks, device)), convert_out_of_memory():
+    with exclusive_lock(lock_file(settings.gpu_locks, gpu_uuid(device))), convert_out_of_memory():
         return _load(settings, device)
-
-
-def _lock_file(folder: Path | None, device: torch.device) -> Path:
-    """One file per GPU, whatever its index in this process."""
-    gpu = torch.cuda.get_device_properties(device).uuid
-    return (folder or Path(gettempdir())) / f"quire-gpu-{gpu}.lock"
 
 
 @contextmanager
@@ -83,11 +78,16 @@ def convert_out_of_memory() -> Iterator[None]:
 
 def _load_with_ranks(settings: WorkerSettings, device: torch.device) -> LoadedRunner:
     with bound_contextvars(rank=0):
+        device = take_device(device, 0, settings.num_ranks)
         ranks = start_ranks(settings)
         keep_to_own_cores(settings, 0)
         set_threads(settings)
         try:
-            loaded = _load(settings, device, ranks)
+            with (
+                exclusive_gpu(ranks.group, device, settings.gpu_locks),
+                convert_out_of_memory(),
+            ):
+                loaded = _load(settings, device, ranks)
             wait_for_all(ranks.group)
         except BaseException:
             ranks.abort()
@@ -114,7 +114,7 @@ def _load(
         grammars = reading.result()
     attention = _set_attention(settings, source, cache, pool)
     begin_logits = None
-    if ranks is not None:
+    if ranks is not None and device.type == "cpu":
         model = leading = LeadingModel(model, attention, ranks.leader)
         begin_logits = leading.begin_logits if ranks.leader.has_stages else None
     keep_freed_memory()
@@ -137,7 +137,10 @@ def _load(
         own_processors=own_processors,
         drafter=make_drafter(settings, draft, pool, tables, implementation),
         begin_logits=begin_logits,
+        leader=None if ranks is None else ranks.leader,
     )
+    if ranks is not None and device.type == "cuda":
+        runner = WatchedRunner(runner, PassWatch(end_process))
     identity = _identity(model, settings, pool)
     source.is_ready()
     if draft is not None:

@@ -108,6 +108,11 @@ def num_local_ranks(num_ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
+def local_rank(rank: int, num_ranks: int) -> int:
+    """A rank's number among those of its host: torchrun's, else by its number among all."""
+    return int(os.environ.get("LOCAL_RANK", rank % num_local_ranks(num_ranks)))
+
+
 def _glibc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
