@@ -99,7 +99,10 @@ def test_the_cache_has_a_ranks_heads(model: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "2 does not divide the model's 3"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "2 does not divide the model's 3 query heads; set it to a divisor of 3",
+        ),
         ({"intermediate_size": 47}, "2 does not divide the model's 47 intermediate_size"),
     ],
 )
@@ -112,7 +115,8 @@ def test_refuses_sizes_that_the_ranks_do_not_divide(changes: dict[str, int], wor
 def test_refuses_key_heads_that_neither_divide_nor_are_divided() -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}
     config = LlamaConfig(**sizes, intermediate_size=64)
-    with pytest.raises(WrongSettingError, match="4 ranks and 3 key and value heads"):
+    words = "4 ranks and 3 key and value heads, .*; set it to a divisor or a multiple of 3"
+    with pytest.raises(WrongSettingError, match=words):
         narrow_config(config, Shard(0, 4))
 
 

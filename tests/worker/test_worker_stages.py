@@ -198,7 +198,8 @@ def test_refuses_layers_that_are_not_the_models() -> None:
 
 
 def test_refuses_more_stages_than_layers() -> None:
-    with pytest.raises(WrongSettingError, match="3 layers cannot be divided into 4 stages"):
+    words = "3 layers cannot be divided into 4 stages; set it to 3 or less"
+    with pytest.raises(WrongSettingError, match=words):
         Stage(0, 4).layers(3, 0)
 
 

@@ -51,7 +51,7 @@ def narrow_config(config: Any, shard: Shard) -> Any:
     if num_kv_heads % shard.count and shard.count % num_kv_heads:
         raise WrongSettingError(
             f"{_SETTING}: {shard.count} ranks and {num_kv_heads} key and value heads, of which "
-            "neither divides the other"
+            f"neither divides the other; set it to a divisor or a multiple of {num_kv_heads}"
         )
     for name in ("intermediate_size", "moe_intermediate_size", "n_inner"):
         if (width := getattr(config, name, None)) is not None:
@@ -113,5 +113,6 @@ def _narrow_attention(attention: Any, shard: Shard) -> None:
 def _require_divisible(what: str, size: int, shard: Shard) -> None:
     if size % shard.count:
         raise WrongSettingError(
-            f"{_SETTING}: {shard.count} does not divide the model's {size} {what}"
+            f"{_SETTING}: {shard.count} does not divide the model's {size} {what}; set it to a "
+            f"divisor of {size}"
         )

@@ -41,7 +41,9 @@ class Stage:
             try:
                 return divide(num_layers, self.count, head_cost)
             except ValueError as error:
-                raise WrongSettingError(f"{_STAGES}: {error}") from error
+                raise WrongSettingError(
+                    f"{_STAGES}: {error}; set it to {num_layers} or less"
+                ) from error
         if (total := sum(self.num_layers)) != num_layers:
             given = ",".join(map(str, self.num_layers))
             raise WrongSettingError(
