@@ -14,7 +14,7 @@ from worker_svc.service.process import (
     refuse_foreign_kernels,
     resume_collections,
 )
-from worker_svc.settings import WorkerSettings
+from worker_svc.settings import WorkerSettings, WrongSettingError
 
 
 def main() -> None:
@@ -32,7 +32,13 @@ def _follow(settings: WorkerSettings) -> int:
     """Run a rank that torchrun has started, other than rank 0."""
     refuse_foreign_kernels()
     prepare_process()
-    status: int = importlib.import_module("worker_svc.ranks.following").follow(settings)
+    # Where rank 0 ends first, torch would print a stack trace below the reason.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    following = importlib.import_module("worker_svc.ranks.following")
+    try:
+        status: int = following.follow(settings)
+    except WrongSettingError as error:
+        return server.report_wrong_setting(error)
     return status
 
 

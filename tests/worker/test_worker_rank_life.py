@@ -162,15 +162,18 @@ async def test_joins_the_ranks_of_torchrun(
             assert await asyncio.gather(worker.wait(), follower.wait()) == [0, 0]
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_refuses_the_ranks_of_another_number(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in variables(0, free_port(), size=3).items():
+    for name, value in variables(rank, free_port(), size=3).items():
         monkeypatch.setenv(name, value)
     async with worker_process(*flags_of(model, tmp_path)) as process:
         assert await process.wait() == 2
         assert process.stderr is not None
-        assert b"WORLD_SIZE is 3, but" in await process.stderr.read()
+        said = await process.stderr.read()
+        assert b"quire-worker: WORLD_SIZE is 3, but" in said
+        assert b"Traceback" not in said
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -151,6 +151,20 @@ def test_ranks_with_different_checkpoints_do_not_start(tmp_path: Path) -> None:
             assert all(shard.fingerprint.hex() in message for shard in shards)
 
 
+def test_ranks_with_different_types_do_not_start(model: Path) -> None:
+    types = ("float32", "bfloat16")
+    with rank_threads(2) as ranks:
+        groups = zip(types, ranks.groups, strict=True)
+        shards = [prepared(model, group, dtype=dtype).model for dtype, group in groups]
+
+        def compare(rank: int) -> None:
+            words = "ranks differ in type: float32 on rank 0, bfloat16 on rank 1; start all of them"
+            with pytest.raises(WrongSettingError, match=words):
+                connect_equal(ranks.groups[rank], shards[rank], worker_settings(model))
+
+        ranks.run(compare)
+
+
 def test_all_ranks_have_the_blocks_of_the_poorest() -> None:
     sizes = [PoolSize(100, 7), PoolSize(90, 8)]
     with rank_threads(2) as ranks:

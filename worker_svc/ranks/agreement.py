@@ -47,7 +47,8 @@ def connect_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings
         for name, value in one.items():
             if value != every[0][name]:
                 raise WrongSettingError(
-                    f"ranks differ in {name}: {every[0][name]} on rank 0, {value} on rank {rank}"
+                    f"ranks differ in {name}: {every[0][name]} on rank 0, {value} on rank {rank}; "
+                    "start all of them with the same one"
                 )
     group.connect(connect_nccl if model.device.type == "cuda" else None)
 
@@ -59,11 +60,11 @@ def wait_for_all(group: RankGroup) -> None:
 
 def _description(model: ServedModel, settings: WorkerSettings) -> dict[str, Any]:
     return {
-        "checkpoint (fingerprint)": model.fingerprint.hex(),
         "type": dtype_name(model.dtype),
         "--device": model.device.type,
         "--kv-cache-dtype": settings.kv_cache_dtype,
         "--quantization": settings.quantization,
+        "--int8-activations": settings.int8_activations,
         "--tensor-parallel-size": settings.tensor_parallel_size,
         "--pipeline-parallel-size": settings.pipeline_parallel_size,
         "--pipeline-layers": settings.pipeline_layers,
@@ -72,6 +73,8 @@ def _description(model: ServedModel, settings: WorkerSettings) -> dict[str, Any]
         "--max-model-len": model.max_model_len,
         "--max-num-seqs": settings.max_num_seqs,
         "--max-num-batched-tokens": settings.max_num_batched_tokens,
+        # It depends on the types, too.
+        "checkpoint (fingerprint)": model.fingerprint.hex(),
     }
 
 

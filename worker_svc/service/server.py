@@ -47,9 +47,14 @@ def main(settings: WorkerSettings, load_runner: RunnerLoader) -> int:
     try:
         uvloop.run(run(settings, load_runner))
     except (WrongSettingError, OSError) as error:
-        print(f"quire-worker: {error}", file=sys.stderr)
-        return _WRONG_SETTING
+        return report_wrong_setting(error)
     return 0
+
+
+def report_wrong_setting(error: Exception) -> int:
+    """Print the reason; return the process's exit status."""
+    print(f"quire-worker: {error}", file=sys.stderr)
+    return _WRONG_SETTING
 
 
 async def run(settings: WorkerSettings, load_runner: RunnerLoader) -> None:
