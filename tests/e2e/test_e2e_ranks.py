@@ -1,6 +1,6 @@
 """A worker of two ranks, shards or stages, behind real services: token for token what one rank
-gives, among chunked prompts, shared prefixes, preemption and swapping; and the types in which no
-equality is promised.
+gives, among chunked prompts, shared prefixes, preemption and swapping; and, also with stages of two
+ranks, the types in which no equality is promised.
 
 `test_e2e_equality.py` compares one of its families with transformers in all parameters.
 """
@@ -115,13 +115,23 @@ async def test_two_ranks_give_what_one_gives(
         assert [c.token_ids for c in other.outputs] == [c.token_ids for c in one.outputs]
 
 
-@pytest.mark.parametrize("kind", sorted(_ROUNDING))
-async def test_rounded_weights_are_served(kind: str, redis_server: EmbeddedRedis) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("bfloat16", _TWO_RANKS),
+        ("int8", _TWO_RANKS),
+        ("bfloat16", _TWO_STAGES),
+        ("int8", _TWO_RANKS | _TWO_STAGES),
+    ],
+)
+async def test_rounded_weights_are_served(
+    kind: str, ranks: dict[str, str], redis_server: EmbeddedRedis
+) -> None:
     """Every token of the demo model is about as likely in float32 as the best."""
     setting = "QUIRE_WORKER_DTYPE" if kind == "bfloat16" else "QUIRE_WORKER_QUANTIZATION"
     prompts = mixed_prompts()
     params = SamplingParams(temperature=0, max_tokens=_NUM_TOKENS, ignore_eos=True)
-    with serving(_DEMO, redis_server, **_TWO_RANKS, **{setting: kind}) as stack:
+    with serving(_DEMO, redis_server, **ranks, **{setting: kind}) as stack:
         outputs = await generate(stack, prompts, [params] * NUM_REQUESTS)
     reference = Reference(_DEMO)
     for prompt, output in zip(prompts, outputs, strict=True):
