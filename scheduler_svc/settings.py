@@ -18,7 +18,7 @@ from scheduler_svc.core.view import Policy, PreemptionMode
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(rf"unix:.+|(?:\[[0-9a-fA-F:]+\]|{_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})")
-_REDIS_URL = re.compile(r"(redis|rediss)://.+|unix://.+")
+_REDIS_URL = re.compile(r"rediss?(\+sentinel|\+cluster)?://.+|unix://.+")
 
 
 class SchedulerSettings(TracedServiceSettings):
@@ -32,7 +32,9 @@ class SchedulerSettings(TracedServiceSettings):
         "127.0.0.1:50052", description="host:port (port 0: a free one) or unix:/path."
     )
     redis_url: str = Field(
-        description="redis://[:password@]host:port/db, rediss://... or unix:///path/redis.sock."
+        description="redis://[:password@]host:port/db, rediss://... or unix:///path/redis.sock; "
+        "redis+sentinel://[:password@]host:port,.../service and redis+cluster://host:port,... name "
+        "Sentinels and nodes of a cluster."
     )
     redis_password_file: Path | None = Field(
         None,
@@ -179,7 +181,10 @@ class SchedulerSettings(TracedServiceSettings):
     @classmethod
     def _is_redis_url(cls, value: str) -> str:
         if not _REDIS_URL.fullmatch(value):
-            raise ValueError("must begin with redis://, rediss:// or unix://")
+            raise ValueError(
+                "must begin with redis://, rediss://, unix://, redis+sentinel://, "
+                "rediss+sentinel://, redis+cluster:// or rediss+cluster://"
+            )
         return value
 
     @model_validator(mode="after")

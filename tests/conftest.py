@@ -64,7 +64,7 @@ def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
 def lasting_keys() -> list[str]:
     """Patterns of keys that may outlive the test without a time to live; a test adds its own.
     The leadership and the list of pools outlive all services."""
-    return ["quire:{leadership}:*", "quire:{pools}:*"]
+    return ["quire:{shard:0}:leadership", "quire:{shard:0}:pools"]
 
 
 @pytest.fixture

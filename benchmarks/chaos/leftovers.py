@@ -49,6 +49,6 @@ def _held(status: GetStatusResponse) -> list[str]:
 def _live_records(url: str) -> list[str]:
     """Request records without a TTL: only live requests have none."""
     with redis.Redis.from_url(url) as client:
-        keys = list(client.scan_iter("quire:{request:*", count=1000))
+        keys = list(client.scan_iter("quire:{shard:0}:request:*", count=1000))
         live = [key.decode() for key in keys if client.ttl(key) == _NO_TTL]
     return [f"{len(live)} records of live requests: {', '.join(live[:3])}"] if live else []

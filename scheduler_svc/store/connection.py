@@ -1,13 +1,10 @@
-"""One connection to Redis that tolerates cancelled callers."""
+"""One connection to Redis that tolerates cancelled callers and follows the keys."""
 
 import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any, Self
 
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from scheduler_svc.store.errors import (
@@ -19,6 +16,7 @@ from scheduler_svc.store.errors import (
     StoreUnavailable,
     WrongStep,
 )
+from scheduler_svc.store.links import Link, link_to
 from scheduler_svc.store.resp import Argument, ReplyError, RespConnection, RespConnectionLost, pack
 from scheduler_svc.store.scripts import Script
 
@@ -30,23 +28,23 @@ _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
     "RECORD_MISMATCH": RecordMismatch,
 }
 
-# Errors of a Redis that responds but cannot serve: a replica, out of memory, unable to save, no
-# permission. Inside a script they are part of the script's error.
+# Errors of a Redis that responds but cannot serve: out of memory, unable to save, no permission.
+# Inside a script they are part of the script's error.
 _REFUSED = re.compile(
-    r"\b(READONLY|OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING)\b"
+    r"\b(OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING|TRYAGAIN)\b"
 )
+# Errors of a server that does not take writes: a replica, or a node without the keys' slot.
+_ELSEWHERE = re.compile(r"\b(READONLY|MOVED|ASK|CLUSTERDOWN)\b")
 _UNKNOWN_SCRIPT = "NOSCRIPT"
 
 
 class Connection:
     """Runs commands and scripts. The call of a cancelled caller completes without it.
 
-    The Redis client only connects, as the URL demands; `RespConnection` then takes over its socket,
-    since the client's own overhead is several times the cost of a call. After a lost connection a
-    call is retried once; every script is idempotent.
+    After a lost connection a call is retried once; every script is idempotent.
     """
 
-    def __init__(self, link: AbstractConnection, timeout_s: float) -> None:
+    def __init__(self, link: Link, timeout_s: float) -> None:
         self.num_calls = 0
         self._link = link
         self._timeout_s = timeout_s
@@ -57,17 +55,7 @@ class Connection:
     def to(cls, url: str, timeout_s: float, password: str | None = None) -> Self:
         """Create a connection that connects at the first call. ValueError for an invalid URL.
         `password` is used if the URL has none."""
-        pool = ConnectionPool.from_url(
-            url,
-            password=password,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-        )
-        # A URL may ask for another protocol, which `RespConnection` does not read.
-        pool.connection_kwargs["protocol"] = 2
-        return cls(pool.make_connection(), timeout_s)  # type: ignore[no-untyped-call]
+        return cls(link_to(url, timeout_s, password), timeout_s)
 
     async def close(self) -> None:
         """Close after the calls in progress."""
@@ -75,7 +63,7 @@ class Connection:
             if self._resp is not None:
                 await self._resp.close()
                 self._resp = None
-            await self._link.disconnect(nowait=True)
+            await self._link.disconnect()
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run a script; return its reply or raise its error."""
@@ -111,6 +99,9 @@ class Connection:
                 load = pack(("SCRIPT", "LOAD", script.body))
                 loaded, *replies = await self._send([load, *commands])
                 _checked([loaded])
+            if self._resp is not None and any(map(_is_elsewhere, replies)):
+                # The next call searches for the server that has the keys now.
+                self._resp.drop()
             return replies
         except TimeoutError as error:
             raise StoreUnavailable(f"Redis has not responded for {self._timeout_s} s") from error
@@ -130,21 +121,16 @@ class Connection:
     async def _connected(self) -> RespConnection:
         async with self._connecting:
             if self._resp is None or self._resp.is_lost:
-                await self._connect()
-                # It has no public name. Nothing else of the client is used after this.
-                writer = self._link._writer
-                assert writer is not None
-                self._resp = RespConnection(writer.transport, self._timeout_s)
+                self._resp = RespConnection(await self._connect(), self._timeout_s)
             return self._resp
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> asyncio.WriteTransport:
         """Connect, and raise a cancellation that the client swallows: before Python 3.12 its
         `asyncio.wait_for` may lose one."""
         task = asyncio.current_task()
         num_cancelled = task.cancelling() if task else 0
         try:
-            await self._link.disconnect(nowait=True)
-            await self._link.connect()  # type: ignore[no-untyped-call]
+            return await self._link.connect()
         finally:
             if task is not None and task.cancelling() > num_cancelled:
                 raise asyncio.CancelledError
@@ -152,6 +138,10 @@ class Connection:
 
 def _is_unknown_script(reply: Any) -> bool:
     return isinstance(reply, ReplyError) and str(reply).startswith(_UNKNOWN_SCRIPT)
+
+
+def _is_elsewhere(reply: Any) -> bool:
+    return isinstance(reply, ReplyError) and _ELSEWHERE.search(str(reply)) is not None
 
 
 def _checked(replies: list[Any]) -> list[Any]:
@@ -163,7 +153,7 @@ def _checked(replies: list[Any]) -> list[Any]:
 
 
 def _translated(error: str) -> StoreError:
-    if _REFUSED.search(error):
+    if _REFUSED.search(error) or _ELSEWHERE.search(error):
         return StoreUnavailable(f"Redis: {error}")
     code, _, message = error.partition(" ")
     return _SCRIPT_ERRORS.get(code, StoreError)(message or code)

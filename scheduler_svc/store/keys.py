@@ -1,22 +1,23 @@
-"""All Redis keys. A pool's keys share a hash tag, and a request's. Scripts of requests also take
-the leadership's key, so their keys are not in one slot of a Redis Cluster."""
+"""All Redis keys. They share a hash tag, so that a Redis Cluster keeps them in one slot: scripts of
+pools and requests also take the leadership's key."""
 
 from typing import Final
 from urllib.parse import quote
 
-LEADERSHIP: Final = "quire:{leadership}:epoch"
-ENDED: Final = "quire:{requests}:ended"
-TENANTS: Final = "quire:{tenants}:state"
-POOLS: Final = "quire:{pools}:incarnations"
+_SHARD: Final = "quire:{shard:0}"
+LEADERSHIP: Final = f"{_SHARD}:leadership"
+ENDED: Final = f"{_SHARD}:ended"
+TENANTS: Final = f"{_SHARD}:tenants"
+POOLS: Final = f"{_SHARD}:pools"
 # The SCAN pattern of all request records.
-REQUEST_PATTERN: Final = "quire:{request:*}:record"
+REQUEST_PATTERN: Final = f"{_SHARD}:request:*:record"
 
 
 class PoolKeys:
     """The keys of one pool."""
 
     def __init__(self, incarnation: int) -> None:
-        prefix = f"quire:{{pool:{incarnation:016x}}}"
+        prefix = f"{_SHARD}:pool:{incarnation:016x}"
         self.state = f"{prefix}:state"
         self.free = f"{prefix}:free"
         self.references = f"{prefix}:references"
@@ -30,9 +31,10 @@ class PoolKeys:
 
 
 def request_keys(principal: str, request_id: str) -> tuple[str, str]:
-    """The record and the output of a request. Quoting keeps ("a/b", "c") from ("a", "b/c")."""
-    tag = f"quire:{{request:{quote(principal, safe='')}/{quote(request_id, safe='')}}}"
-    return f"{tag}:record", f"{tag}:output"
+    """The record and the output of a request. Quoting keeps ("a/b", "c") from ("a", "b/c"), and
+    braces out of the hash tag."""
+    prefix = f"{_SHARD}:request:{quote(principal, safe='')}/{quote(request_id, safe='')}"
+    return f"{prefix}:record", f"{prefix}:output"
 
 
 def output_key(record_key: str) -> str:

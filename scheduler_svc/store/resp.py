@@ -134,6 +134,10 @@ class RespConnection(asyncio.Protocol):
         if not self.is_lost:
             await self._closed.wait()
 
+    def drop(self) -> None:
+        """Close at once. RespConnectionLost for all calls in progress."""
+        self._fail(RespConnectionLost("the connection was dropped"))
+
     def data_received(self, data: bytes) -> None:
         try:
             replies = self._reader.feed(data)

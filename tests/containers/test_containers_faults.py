@@ -60,11 +60,11 @@ async def test_redis_keeps_its_data_over_a_restart(service: ComposeProject) -> N
     await until(service.is_idle, "release of all blocks")
     service.compose("restart", "redis")
     await until(lambda: service.redis().ping(), "Redis")
-    assert service.redis().keys("quire:{request:*before*")
+    assert service.redis().keys("quire:{shard:0}:request:*before*")
     await until(service.is_ready, "readiness", BRING_UP_S)
     output = generate(service.target, request_id="after")
     assert len(output.outputs[0].token_ids) > 0
-    assert service.redis().keys("quire:{request:*after*")
+    assert service.redis().keys("quire:{shard:0}:request:*after*")
 
 
 async def test_a_wrong_password_is_logged_once_and_prevents_readiness(

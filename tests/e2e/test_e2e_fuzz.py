@@ -66,7 +66,8 @@ async def fill_prefix_cache(target: str) -> None:
 def keys_of_requests(client: redis.Redis) -> list[str]:
     """All keys but those of pools and of the leadership, whose number is fixed."""
     keys = [key.decode() for key in client.scan_iter()]
-    return [key for key in keys if not key.startswith(("quire:{pool", "quire:{leadership}"))]
+    fixed = ("quire:{shard:0}:pool", "quire:{shard:0}:leadership")
+    return [key for key in keys if not key.startswith(fixed)]
 
 
 def wait_for_memory(stack: LocalStack, client: redis.Redis, before: Mapping[str, int]) -> None:

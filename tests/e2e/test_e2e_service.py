@@ -201,7 +201,7 @@ async def test_keys_of_finished_requests_have_a_time_to_live(
         await client.generate("t3 t4", SamplingParams(max_tokens=2), request_id="kept")
     await until(lambda: not watch.live_requests(), "the records' ends")
     with redis.Redis.from_url(redis_server.url) as server:
-        keys = server.keys("quire:{request:*kept*")
+        keys = server.keys("quire:{shard:0}:request:*kept*")
         assert keys
         assert all(0 < server.ttl(key) <= 30 for key in keys)
 

@@ -87,7 +87,7 @@ def test_a_stream_continues_after_worker_leader_and_gateway_are_killed(model):
 
 def test_a_stack_on_a_given_redis_has_no_private_one(model, redis_url, lasting_keys):
     # Pools outlive their scheduler, so that the next one can use them.
-    lasting_keys.append("quire:{pool:*}:*")
+    lasting_keys.append("quire:{shard:0}:pool:*")
     none = pytest.raises(LaunchError, match="no private Redis")
     with LocalStack(model, redis_url=redis_url, settings=_SIM) as stack, none:
         _ = stack.redis

@@ -20,11 +20,11 @@ async def test_a_dropped_pool_leaves_no_keys(store: Store, redis_client: redis.R
     for incarnation in (1, 2**64 - 1):
         await store.pool(incarnation, 11).drop()
     assert await store.pools() == {2}
-    assert {key.split(b"}")[0] for key in redis_client.keys("quire:{pool:*")} == {
-        b"quire:{pool:0000000000000002"
+    assert {key.rpartition(b":")[0] for key in redis_client.keys("quire:{shard:0}:pool:*")} == {
+        b"quire:{shard:0}:pool:0000000000000002"
     }
     await store.pool(2, 11).drop()
-    assert redis_client.keys("quire:{pool:*") == []
+    assert redis_client.keys("quire:{shard:0}:pool:*") == []
 
 
 async def test_scripts_are_loaded_again_after_redis_lost_them(

@@ -35,7 +35,7 @@ class PoolWatch:
 
     def live_requests(self) -> list[bytes]:
         """Request keys without a time to live."""
-        keys = self._client.keys("quire:{request:*")
+        keys = self._client.keys("quire:{shard:0}:request:*")
         return [key for key in keys if self._client.ttl(key) == -1]
 
     def _pools(self) -> list[PoolKeys]:

@@ -1,0 +1,199 @@
+"""Connects to Redis where the URL says it is: one server, the primary that Sentinels name, or the
+node of a Redis Cluster that has the scheduler's keys.
+
+redis-py only finds the server and connects, as the URL demands; `RespConnection` then takes over
+the socket, since the client's own overhead is several times the cost of a call.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+from redis.asyncio import RedisCluster, Sentinel
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import (
+    AbstractConnection,
+    Connection,
+    ConnectionPool,
+    SSLConnection,
+    parse_url,
+)
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from scheduler_svc.store.keys import LEADERSHIP
+
+_DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
+_DEFAULT_SERVICE = "mymaster"
+_SENTINEL_PREFIX = "sentinel_"
+
+
+class Link(Protocol):
+    """Opens connections to the server that takes writes. Each call searches again."""
+
+    async def connect(self) -> asyncio.WriteTransport:
+        """An authenticated connection without unread data. RedisError or OSError without one."""
+        ...
+
+    async def disconnect(self) -> None:
+        """Forget the last connection."""
+        ...
+
+
+class ServerLink:
+    """One server."""
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self._connection = connection
+
+    async def connect(self) -> asyncio.WriteTransport:
+        await self._connection.disconnect(nowait=True)
+        await self._connection.connect()  # type: ignore[no-untyped-call]
+        # It has no public name. Nothing else of the client is used after this.
+        writer = self._connection._writer
+        assert writer is not None
+        return writer.transport
+
+    async def disconnect(self) -> None:
+        await self._connection.disconnect(nowait=True)
+
+
+@dataclass(frozen=True)
+class _Servers:
+    """A URL that names several servers."""
+
+    addresses: Sequence[tuple[str, int]]
+    uses_tls: bool
+    # The monitored service of Sentinels.
+    service: str
+    # For connections to Redis itself, and to Sentinels.
+    options: Mapping[str, Any]
+    sentinel_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def server(self, host: str, port: int) -> ServerLink:
+        """A link to one of them, or to a server that they name."""
+        kind = SSLConnection if self.uses_tls else Connection
+        return ServerLink(kind(host=host, port=port, **self.options))
+
+
+class SentinelLink:
+    """The primary that the first of the Sentinels to respond names."""
+
+    def __init__(self, servers: _Servers) -> None:
+        self._servers = servers
+        self._link: ServerLink | None = None
+
+    async def connect(self) -> asyncio.WriteTransport:
+        servers = self._servers
+        sentinel = Sentinel(
+            servers.addresses,
+            sentinel_kwargs={**servers.sentinel_options, "ssl": servers.uses_tls},
+        )  # type: ignore[no-untyped-call]
+        try:
+            host, port = await sentinel.discover_master(servers.service)
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+        self._link = servers.server(host, port)
+        return await self._link.connect()
+
+    async def disconnect(self) -> None:
+        if self._link is not None:
+            await self._link.disconnect()
+
+
+class ClusterLink:
+    """The node with the slot of the scheduler's keys."""
+
+    def __init__(self, servers: _Servers) -> None:
+        self._servers = servers
+        self._link: ServerLink | None = None
+
+    async def connect(self) -> asyncio.WriteTransport:
+        servers = self._servers
+        options = {name: value for name, value in servers.options.items() if name != "db"}
+        cluster = RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in servers.addresses],
+            ssl=servers.uses_tls,
+            # Other slots are not of interest.
+            require_full_coverage=False,
+            **options,
+        )
+        try:
+            await cluster.initialize()
+            node = cluster.get_node_from_key(LEADERSHIP)
+        finally:
+            await cluster.aclose()
+        assert node is not None
+        self._link = servers.server(str(node.host), int(node.port))
+        return await self._link.connect()
+
+    async def disconnect(self) -> None:
+        if self._link is not None:
+            await self._link.disconnect()
+
+
+def link_to(url: str, timeout_s: float, password: str | None = None) -> Link:
+    """A link that connects within `timeout_s` to each server. ValueError for an invalid URL.
+    `password` is used if the URL has none."""
+    scheme, _, kind = urlsplit(url).scheme.partition("+")
+    options = {
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+    }
+    if not kind:
+        pool = ConnectionPool.from_url(url, password=password, protocol=2, **options)
+        # A URL may ask for another protocol, which `RespConnection` does not read.
+        pool.connection_kwargs["protocol"] = 2
+        return ServerLink(pool.make_connection())  # type: ignore[no-untyped-call]
+    if scheme not in ("redis", "rediss") or kind not in _DEFAULT_PORTS:
+        raise ValueError(
+            f"the URL of Redis begins with {scheme}+{kind}://; redis:// and rediss:// "
+            "may have +sentinel or +cluster"
+        )
+    servers = _parse(url, scheme, _DEFAULT_PORTS[kind], options, password)
+    return SentinelLink(servers) if kind == "sentinel" else ClusterLink(servers)
+
+
+def _parse(
+    url: str, scheme: str, default_port: int, options: Mapping[str, Any], password: str | None
+) -> _Servers:
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    addresses = [_address(host, default_port) for host in hosts.split(",")]
+    query = parse_qsl(parts.query)
+    of_sentinels = [
+        (name.removeprefix(_SENTINEL_PREFIX), value)
+        for name, value in query
+        if name.startswith(_SENTINEL_PREFIX)
+    ]
+    of_redis = [pair for pair in query if not pair[0].startswith(_SENTINEL_PREFIX)]
+    tls = [pair for pair in of_redis if pair[0].startswith("ssl_")]
+
+    def parsed(user: str, query: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        at = f"{user}@" if user else ""
+        found = parse_url(f"{scheme}://{at}localhost?{urlencode(query)}")
+        apart = ("host", "connection_class")
+        return {**options, **{k: v for k, v in found.items() if k not in apart}}
+
+    of_url = parsed(credentials, of_redis)
+    # A URL may ask for another protocol, which `RespConnection` does not read.
+    redis_options = {"password": password, **of_url, "protocol": 2}
+    return _Servers(
+        addresses=addresses,
+        uses_tls=scheme == "rediss",
+        service=unquote(parts.path.strip("/")) or _DEFAULT_SERVICE,
+        options=redis_options,
+        sentinel_options=parsed("", [*of_sentinels, *tls]),
+    )
+
+
+def _address(host: str, default_port: int) -> tuple[str, int]:
+    """ValueError unless it is host or host:port."""
+    one = urlsplit(f"//{host}")
+    if not one.hostname:
+        raise ValueError(f"the URL of Redis has no host in {host!r}")
+    return one.hostname, one.port or default_port
