@@ -94,14 +94,15 @@ class Connection:
         self.num_calls += 1
         try:
             replies = await self._send(commands)
+            if self._resp is not None and any(map(_is_elsewhere, replies)):
+                # Nothing was executed. Once more, where the keys are now.
+                self._resp.drop()
+                replies = await self._send(commands)
             if script is not None and any(map(_is_unknown_script, replies)):
                 # Redis was restarted, or has never loaded the script.
                 load = pack(("SCRIPT", "LOAD", script.body))
                 loaded, *replies = await self._send([load, *commands])
                 _checked([loaded])
-            if self._resp is not None and any(map(_is_elsewhere, replies)):
-                # The next call searches for the server that has the keys now.
-                self._resp.drop()
             return replies
         except TimeoutError as error:
             raise StoreUnavailable(f"Redis has not responded for {self._timeout_s} s") from error

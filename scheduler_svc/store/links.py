@@ -22,6 +22,8 @@ from redis.asyncio.connection import (
 )
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisClusterException
 
 from scheduler_svc.store.keys import LEADERSHIP
 
@@ -124,6 +126,9 @@ class ClusterLink:
         try:
             await cluster.initialize()
             node = cluster.get_node_from_key(LEADERSHIP)
+        except RedisClusterException as error:
+            # It is no RedisError.
+            raise RedisConnectionError(str(error)) from error
         finally:
             await cluster.aclose()
         assert node is not None

@@ -1,0 +1,166 @@
+"""URLs of several Redis servers, and real ones: a cluster and Sentinels that lose their primary."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import redis
+from redis_groups import Cluster, Sentinels, running
+
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.keys import LEADERSHIP, TENANTS, PoolKeys, request_keys
+from scheduler_svc.store.links import ClusterLink, SentinelLink, ServerLink, link_to
+from scheduler_svc.store.requests import (
+    Ending,
+    OutputRange,
+    RecordOutcome,
+    RequestKey,
+    RequestRecord,
+    RequestState,
+)
+from scheduler_svc.store.store import Store
+from scheduler_svc.store.types import Admission, Commit, PrefixMatch
+
+_Result = TypeVar("_Result")
+
+
+def test_each_scheme_has_its_link() -> None:
+    for scheme in ("redis", "rediss"):
+        assert isinstance(link_to(f"{scheme}://h", 1), ServerLink)
+        assert isinstance(link_to(f"{scheme}+sentinel://h", 1), SentinelLink)
+        assert isinstance(link_to(f"{scheme}+cluster://h", 1), ClusterLink)
+
+
+def test_a_url_of_sentinels_names_them_and_the_service() -> None:
+    url = "rediss+sentinel://u:p%40w@one,two:7:9"
+    with pytest.raises(ValueError, match=r"(?i)port"):
+        link_to(url, 1)
+    url = "rediss+sentinel://u:p%40w@one,[::1]:7/m?db=3&ssl_ca_certs=/ca&sentinel_password=s&protocol=3"
+    servers = link_to(url, 1.5, "ignored")._servers
+    assert servers.addresses == [("one", 26379), ("::1", 7)]
+    assert (servers.service, servers.uses_tls) == ("m", True)
+    redis_options, of_sentinels = servers.options, servers.sentinel_options
+    assert (redis_options["username"], redis_options["password"]) == ("u", "p@w")
+    assert (redis_options["db"], redis_options["protocol"]) == (3, 2)
+    assert redis_options["ssl_ca_certs"] == of_sentinels["ssl_ca_certs"] == "/ca"
+    assert redis_options["socket_timeout"] == of_sentinels["socket_connect_timeout"] == 1.5
+    assert of_sentinels["password"] == "s"
+    assert "username" not in of_sentinels
+    assert "sentinel_password" not in redis_options
+
+
+def test_a_url_of_a_cluster_names_nodes() -> None:
+    servers = link_to("redis+cluster://one,two:7", 1, "secret")._servers
+    assert servers.addresses == [("one", 6379), ("two", 7)]
+    assert servers.options["password"] == "secret"
+
+
+@pytest.mark.parametrize(
+    "url", ["redis+other://h", "unix+cluster://h", "redis+cluster://", "redis+sentinel://a,,b/m"]
+)
+def test_an_invalid_url_of_several_servers_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="URL of Redis"):
+        link_to(url, 1)
+
+
+def test_all_keys_have_one_slot() -> None:
+    slots = {
+        redis.crc.key_slot(key.encode())
+        for key in (LEADERSHIP, TENANTS, *PoolKeys(7).all, *request_keys("{a}", "b}{c"))
+    }
+    assert len(slots) == 1
+
+
+async def retried(call: Callable[[], Awaitable[_Result]], within_s: float = 20) -> _Result:
+    """The result of a call, once Redis is available again."""
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                return await call()
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+
+
+async def use(store: Store, number: int) -> None:
+    """Call everything that a leader calls. Its pool and its record stay."""
+    key = RequestKey("tenant", f"request-{number}")
+    record = RequestRecord(key, b"digest", (1, 2), b"", sequence_id=number)
+    assert await store.record([record], [False]) == [RecordOutcome.NEW]
+    await store.append_output([OutputRange(key, 0, 0, (3, 4))])
+    pool = store.pool(number, 11)
+    step = await pool.open(0)
+    commit = Commit(step + 1, admissions=(Admission(number, 0, (), 1),))
+    assert (await pool.commit(commit)).num_free_blocks == 9
+    assert number in await store.pools()
+    assert await store.match_pools([pool], [[b"x" * 32]]) == [[PrefixMatch(0, 0)]]
+    await store.write_tenants(b"state")
+    assert (await store.tenants())[0] == b"state"
+    assert key in [stored.record.key for stored in await store.load_live()]
+    await store.finish([Ending(key, RequestState.FINISHED)])
+    stored = await store.load(key)
+    assert stored is not None
+    assert list(stored.output_token_ids[0]) == [3, 4]
+    await store.lease.renew()
+
+
+async def take_lead(store: Store) -> None:
+    assert await store.lease.acquire("here", lease_ms=60_000) is not None
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, LEADERSHIP)
+    with running(cluster):
+        yield cluster
+
+
+@pytest.fixture
+def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
+    sentinels = Sentinels(tmp_path)
+    with running(sentinels):
+        yield sentinels
+
+
+@pytest.mark.slow
+async def test_a_cluster_serves_while_slots_move_and_a_primary_dies(cluster: Cluster) -> None:
+    store = Store.at(cluster.url)
+    await take_lead(store)
+    await use(store, 1)
+    home = cluster.owner
+    cluster.move_slot(next(one for one in cluster.servers[:3] if one is not home))
+    await retried(store.lease.renew)
+    await use(store, 2)
+    assert await store.pools() == {1, 2}
+    # The keys are back at the node with the replica, which is promoted.
+    cluster.move_slot(home)
+    before = await retried(store.lease.renew)
+    cluster.owner.kill()
+    after = await retried(store.lease.renew)
+    assert after != before, "by which the leader knows that writes may be lost"
+    await use(store, 3)
+    await store.close()
+
+
+@pytest.mark.slow
+async def test_sentinels_name_the_promoted_replica(sentinels: Sentinels) -> None:
+    store = Store.at(sentinels.url)
+    await take_lead(store)
+    await use(store, 1)
+    before = await store.lease.renew()
+    sentinels.primary.kill()
+    with pytest.raises(StoreUnavailable):
+        await store.lease.renew()
+    # One of them is enough to find the primary.
+    sentinels.sentinels[0].kill()
+    after = await retried(store.lease.renew)
+    assert after != before
+    await use(store, 2)
+    await store.close()
+
+
+async def test_unreachable_servers_are_unavailable() -> None:
+    for kind in ("sentinel", "cluster"):
+        with pytest.raises(StoreUnavailable):
+            await Store.at(f"redis+{kind}://127.0.0.1:1,127.0.0.1:2").pools()
