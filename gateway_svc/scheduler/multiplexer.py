@@ -196,7 +196,12 @@ class Multiplexer:
         self, stream: RequestStream, event: events.ChoiceEvent, is_replayed: bool = False
     ) -> None:
         if not stream.put(event, is_replayed):
-            log.warning("tokens are missing", choice=event.choice, gaps=stream.num_gaps + 1)
+            log.warning(
+                "tokens are missing",
+                choice=event.choice,
+                gaps=stream.num_gaps + 1,
+                **stream.log_fields,
+            )
             self._request_missing(stream)
 
     def _request_missing(self, stream: RequestStream) -> None:

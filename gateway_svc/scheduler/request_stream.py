@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from gateway_svc.scheduler.events import Accepted, ChoiceEvent, Ended, Event, NewTokens
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError, failed
+from quire.service.tracing.context import TraceContext
 
 log = structlog.get_logger()
 
@@ -68,6 +69,16 @@ class RequestStream:
         return self.request.attachment
 
     @property
+    def log_fields(self) -> dict[str, str]:
+        """What identifies the request in a record of the log outside its call."""
+        fields = {"request_id": self.request.request_id}
+        if isinstance(self.request, scheduler_pb2.Submission):
+            context = TraceContext.parse(self.request.trace_context.traceparent)
+            if context is not None:
+                fields["trace_id"] = context.trace_id_hex
+        return fields
+
+    @property
     def has_ended(self) -> bool:
         """The ends of all choices have been received."""
         return self.state is not None and not self._live_choices
@@ -98,7 +109,7 @@ class RequestStream:
             try:
                 self._init_choices(gateway_pb2.ResumeState.FromString(acceptance.opaque))
             except DecodeError:
-                log.exception("cannot decode the resume state of a request")
+                log.exception("cannot decode the resume state of a request", **self.log_fields)
                 self.fail(RequestError(grpc.StatusCode.INTERNAL, "internal error"))
                 return
         if self.error is None:

@@ -218,3 +218,21 @@ async def test_the_gateway_closes_the_export_when_it_stops(
     await gateway.start()
     await asyncio.wait_for(gateway.stop(), 10)
     assert spans.is_closed
+
+
+async def test_a_log_record_outside_the_call_has_the_trace(
+    stack: Stack, logged: list[structlog.typing.EventDict]
+) -> None:
+    ids = stack.encode("fox jumps")
+    call = stack.inference.Generate(
+        pb.GenerateRequest(text="The", request_id="r"), metadata=METADATA
+    )
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    # Its first token is missing.
+    stack.scheduler.write(submission, 1, ids[1:])
+    again = await stack.scheduler.serve_one(ids)
+    assert again.trace_context == submission.trace_context
+    await call
+    [record] = [record for record in logged if record["event"] == "tokens are missing"]
+    assert (record["request_id"], record["trace_id"]) == ("r", PARENT.trace_id_hex)

@@ -3,6 +3,7 @@
 from itertools import groupby, pairwise
 
 import pytest
+import structlog
 from beam_requests import beam_worker, submit_search
 from checking_worker import Broken, CheckingWorker
 from listed_spans import ListedSpans
@@ -197,3 +198,19 @@ async def test_a_new_leader_continues_the_trace(redis_url, sockets, spans):
     assert names == ["recovery", "prefill", "decode"]
     assert spans.spans[num_before].attributes["quire.cause"] == "scheduler changed"
     assert {span.parent for span in spans.spans} == {PARENT}
+
+
+async def test_a_failed_row_is_logged_with_the_trace(redis_url, sockets):
+    """Also without an export of spans."""
+    worker = CheckingWorker(1)
+    worker.failing_seeds.add(3)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        with structlog.testing.capture_logs() as logged:
+            attachment = await gateway.submit(
+                prompt(9), seed=3, request_id="r", trace_context=header()
+            )
+            [received] = await gateway.wait_ended(attachment)
+        assert received.failure is not None
+    [record] = [record for record in logged if record["event"] == "row failed"]
+    assert (record["request"], record["trace_id"]) == ("r", PARENT.trace_id_hex)
