@@ -29,7 +29,11 @@ from gateway_svc.text.model_files import ModelFilesError
 from gateway_svc.text.served_model import Model, ServedModel
 from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
-from quire.service.channels import PUBLIC_MESSAGE_BYTES, server_options
+from quire.service.channels import (
+    PUBLIC_MESSAGE_BYTES,
+    connection_age_options,
+    server_options,
+)
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.memory import free_memory_regularly, keep_heap_compact
@@ -96,7 +100,7 @@ class Gateway:
         self.tokenization = TokenizationService(self.served, self.scheduler)
         self._certificates = settings.server_certificates()
         # None if it is not configured.
-        self.http = self._make_http(settings.http_listen)
+        self.http = self._make_http(settings)
         # Created at the start, as its limit of a message's size cannot change.
         self._server: grpc.aio.Server | None = None
         self._settings = settings
@@ -193,7 +197,10 @@ class Gateway:
             await self._spans.close()
 
     def _make_server(self, max_message_bytes: int) -> grpc.aio.Server:
-        options = server_options(PUBLIC_MESSAGE_BYTES, max_message_bytes)
+        options = [
+            *server_options(PUBLIC_MESSAGE_BYTES, max_message_bytes),
+            *connection_age_options(self._settings.max_connection_age_s),
+        ]
         server = grpc.aio.server(interceptors=[self.calls], options=options)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.generations, self._metrics, self.calls.tenant_of), server
@@ -207,8 +214,8 @@ class Gateway:
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.tokenization), server)
         return server
 
-    def _make_http(self, listen: str | None) -> HttpServer | None:
-        if listen is None:
+    def _make_http(self, settings: GatewaySettings) -> HttpServer | None:
+        if settings.http_listen is None:
             return None
         app = make_app(
             self.generations,
@@ -218,7 +225,13 @@ class Gateway:
             self.authentication,
         )
         return HttpServer(
-            app, listen, self.live_limits, self.authentication, self._certificates, self._tracing
+            app,
+            settings.http_listen,
+            self.live_limits,
+            self.authentication,
+            self._certificates,
+            self._tracing,
+            settings.max_connection_age_s,
         )
 
     async def _set_model(self, reading: "asyncio.Future[Model]") -> None:

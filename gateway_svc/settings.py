@@ -115,6 +115,14 @@ class GatewaySettings(TracedServiceSettings):
     http_address_file: Path | None = Field(
         None, description="File that receives the bound address of the HTTP API."
     )
+    max_connection_age_s: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Seconds after which a client's connection is closed, so that clients behind a "
+        "load balancer of connections spread again; over gRPC calls in progress run on, over HTTP "
+        "it is closed with the next response. Never if not set.",
+    )
     max_live_calls: int = Field(
         10_000,
         ge=1,

@@ -1,4 +1,5 @@
-"""Limits on what a gateway accepts at once: live calls, bytes of requests, and the size of each.
+"""Limits on what a gateway accepts at once: live calls, bytes of requests, the size of each, and
+the age of HTTP connections.
 
 Used by all public APIs. Works on counts and serialized bytes, before anything is parsed.
 """

@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gateway_svc.access.authentication import Authentication
+from gateway_svc.admission.connection_age import protocol_with_age
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.http.live_requests import LiveRequests
 from gateway_svc.http.traced_app import TracedApp
@@ -37,8 +38,10 @@ class HttpServer:
         authentication: Authentication,
         certificates: ServerCertificates | None,
         tracing: CallTracing,
+        max_connection_age_s: float | None,
     ) -> None:
-        """`listen` is host:port; port 0 picks a free one. With certificates it is HTTPS."""
+        """`listen` is host:port; port 0 picks a free one. With certificates it is HTTPS. Without an
+        age connections last as long as clients use them."""
         self._listen = listen
         self.requests = LiveRequests(app, limits, authentication)
         # The address, after the start.
@@ -49,6 +52,9 @@ class HttpServer:
             log_config=None,
             access_log=False,
             ws="none",
+            http="auto"
+            if max_connection_age_s is None
+            else protocol_with_age(max_connection_age_s),
             server_header=False,
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_SHUTDOWN_S,
