@@ -33,6 +33,7 @@ _MODULES = {
     "grpcio-reflection": ("grpc_reflection",),
     "grpcio-status": ("grpc_status",),
     "grpcio-tools": ("grpc_tools",),
+    "jsonschema": ("jsonschema", "referencing"),
     "opentelemetry-api": ("opentelemetry",),
     "pydantic-settings": ("pydantic_settings", "pydantic", "pydantic_core"),
     "pytest-xdist": ("xdist",),
