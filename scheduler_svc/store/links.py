@@ -6,7 +6,7 @@ the socket, since the client's own overhead is several times the cost of a call.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
@@ -80,64 +80,60 @@ class _Servers:
         return ServerLink(kind(host=host, port=port, **self.options))
 
 
-class SentinelLink:
+class GroupLink:
+    """The server that takes writes, of several."""
+
+    def __init__(
+        self, servers: _Servers, find: Callable[[_Servers], Awaitable[tuple[str, int]]]
+    ) -> None:
+        """`find` asks them for its address."""
+        self._servers = servers
+        self._find = find
+        self._link: ServerLink | None = None
+
+    async def connect(self) -> asyncio.WriteTransport:
+        self._link = self._servers.server(*await self._find(self._servers))
+        return await self._link.connect()
+
+    async def disconnect(self) -> None:
+        if self._link is not None:
+            await self._link.disconnect()
+
+
+async def find_primary(servers: _Servers) -> tuple[str, int]:
     """The primary that the first of the Sentinels to respond names."""
-
-    def __init__(self, servers: _Servers) -> None:
-        self._servers = servers
-        self._link: ServerLink | None = None
-
-    async def connect(self) -> asyncio.WriteTransport:
-        servers = self._servers
-        sentinel = Sentinel(
-            servers.addresses,
-            sentinel_kwargs={**servers.sentinel_options, "ssl": servers.uses_tls},
-        )  # type: ignore[no-untyped-call]
-        try:
-            host, port = await sentinel.discover_master(servers.service)
-        finally:
-            for client in sentinel.sentinels:
-                await client.aclose()
-        self._link = servers.server(host, port)
-        return await self._link.connect()
-
-    async def disconnect(self) -> None:
-        if self._link is not None:
-            await self._link.disconnect()
+    sentinel = Sentinel(
+        servers.addresses,
+        sentinel_kwargs={**servers.sentinel_options, "ssl": servers.uses_tls},
+    )  # type: ignore[no-untyped-call]
+    try:
+        host, port = await sentinel.discover_master(servers.service)
+    finally:
+        for client in sentinel.sentinels:
+            await client.aclose()
+    return host, port
 
 
-class ClusterLink:
-    """The node with the slot of the scheduler's keys."""
-
-    def __init__(self, servers: _Servers) -> None:
-        self._servers = servers
-        self._link: ServerLink | None = None
-
-    async def connect(self) -> asyncio.WriteTransport:
-        servers = self._servers
-        options = {name: value for name, value in servers.options.items() if name != "db"}
-        cluster = RedisCluster(
-            startup_nodes=[ClusterNode(host, port) for host, port in servers.addresses],
-            ssl=servers.uses_tls,
-            # Other slots are not of interest.
-            require_full_coverage=False,
-            **options,
-        )
-        try:
-            await cluster.initialize()
-            node = cluster.get_node_from_key(LEADERSHIP)
-        except RedisClusterException as error:
-            # It is no RedisError.
-            raise RedisConnectionError(str(error)) from error
-        finally:
-            await cluster.aclose()
-        assert node is not None
-        self._link = servers.server(str(node.host), int(node.port))
-        return await self._link.connect()
-
-    async def disconnect(self) -> None:
-        if self._link is not None:
-            await self._link.disconnect()
+async def find_node(servers: _Servers) -> tuple[str, int]:
+    """The node of a cluster with the slot of the scheduler's keys."""
+    options = {name: value for name, value in servers.options.items() if name != "db"}
+    cluster = RedisCluster(
+        startup_nodes=[ClusterNode(host, port) for host, port in servers.addresses],
+        ssl=servers.uses_tls,
+        # Other slots are not of interest.
+        require_full_coverage=False,
+        **options,
+    )
+    try:
+        await cluster.initialize()
+        node = cluster.get_node_from_key(LEADERSHIP)
+    except RedisClusterException as error:
+        # It is no RedisError.
+        raise RedisConnectionError(str(error)) from error
+    finally:
+        await cluster.aclose()
+    assert node is not None
+    return str(node.host), int(node.port)
 
 
 def link_to(url: str, timeout_s: float, password: str | None = None) -> Link:
@@ -160,7 +156,7 @@ def link_to(url: str, timeout_s: float, password: str | None = None) -> Link:
             "may have +sentinel or +cluster"
         )
     servers = _parse(url, scheme, _DEFAULT_PORTS[kind], options, password)
-    return SentinelLink(servers) if kind == "sentinel" else ClusterLink(servers)
+    return GroupLink(servers, find_primary if kind == "sentinel" else find_node)
 
 
 def _parse(

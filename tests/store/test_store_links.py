@@ -11,7 +11,7 @@ from redis_groups import Cluster, Sentinels, running
 
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.keys import LEADERSHIP, TENANTS, PoolKeys, request_keys
-from scheduler_svc.store.links import ClusterLink, SentinelLink, ServerLink, link_to
+from scheduler_svc.store.links import ServerLink, find_node, find_primary, link_to
 from scheduler_svc.store.requests import (
     Ending,
     OutputRange,
@@ -29,8 +29,8 @@ _Result = TypeVar("_Result")
 def test_each_scheme_has_its_link() -> None:
     for scheme in ("redis", "rediss"):
         assert isinstance(link_to(f"{scheme}://h", 1), ServerLink)
-        assert isinstance(link_to(f"{scheme}+sentinel://h", 1), SentinelLink)
-        assert isinstance(link_to(f"{scheme}+cluster://h", 1), ClusterLink)
+        assert link_to(f"{scheme}+sentinel://h", 1)._find is find_primary
+        assert link_to(f"{scheme}+cluster://h", 1)._find is find_node
 
 
 def test_a_url_of_sentinels_names_them_and_the_service() -> None:
