@@ -391,6 +391,7 @@ async def test_a_gateway_that_hangs_during_a_stream_is_detected(
     assert gateway.resumed == [[3]]
 
 
+@pytest.mark.slow
 async def test_an_idle_call_is_not_treated_as_dead(gateways):
     """Servers permit the rate of pings that clients use."""
     gateway = gateways(ScriptedCall(after=2, hang=True))

@@ -398,6 +398,7 @@ async def test_a_leader_that_hangs_is_replaced(settings_for: Settings, pair: Pai
     relay.stop()
 
 
+@pytest.mark.slow
 async def test_an_idle_stream_is_kept(settings_for: Settings, pair: Pair) -> None:
     """Keepalive pings that the server considers abusive would end the stream."""
     async with gateway_of(settings_for(scheduler=pair.addresses), pair.leader) as stack:

@@ -51,7 +51,7 @@ def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "capturer"),
     [
-        ("llama", HostCapturer),
+        pytest.param("llama", HostCapturer, marks=pytest.mark.slow),
         *(
             pytest.param(family, None, marks=pytest.mark.slow)
             for family in sorted(FAMILIES | MIXTURES)

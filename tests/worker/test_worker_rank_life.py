@@ -84,12 +84,9 @@ async def test_stops_with_the_worker(model: Path, tmp_path: Path) -> None:
         await ended(ranks.follower)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (signal.SIGKILL, "has ended"),
-        pytest.param(signal.SIGSTOP, "was silent", marks=pytest.mark.slow),
-    ],
+    ("number", "words"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "was silent")]
 )
 async def test_a_lost_rank_is_a_lost_worker(
     model: Path, tmp_path: Path, number: signal.Signals, words: str
@@ -162,7 +159,8 @@ async def test_joins_the_ranks_of_torchrun(
             assert await asyncio.gather(worker.wait(), follower.wait()) == [0, 0]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 async def test_refuses_the_ranks_of_another_number(
     rank: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
