@@ -110,6 +110,7 @@ async def test_a_closed_queue_returns_its_frames_and_then_none() -> None:
     assert await queue.get() is None
 
 
+@pytest.mark.slow
 async def test_concurrent_large_requests_do_not_end_the_connection(stack: Stack) -> None:
     """More than the message limit at once, while another client's request is live."""
     call = stack.inference.Generate(pb.GenerateRequest(text="x"))

@@ -287,6 +287,7 @@ def stack_address(tmp_path: Path) -> Iterator[str]:
         yield address_file.read_text()
 
 
+@pytest.mark.slow
 def test_a_gateway_imports_no_torch(model_folder: Path) -> None:
     program = """
 import asyncio, sys

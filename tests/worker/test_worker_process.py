@@ -58,13 +58,13 @@ async def test_stays_up_and_reports_the_reason_without_a_model(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        # 96 tokens are 6 blocks of 16; the null block is not to be used.
-        ("--num-blocks=6", ("96 tokens", "6 blocks", "only 5")),
         ("--kv-cache-memory=lots", ("--kv-cache-memory", "lots")),
         # Each starts a process that imports torch.
         *(
             pytest.param(flag, words, marks=pytest.mark.slow)
             for flag, words in (
+                # 96 tokens are 6 blocks of 16; the null block is not to be used.
+                ("--num-blocks=6", ("96 tokens", "6 blocks", "only 5")),
                 ("--max-model-len=97", ("97", "96")),
                 ("--block-size=0", ("--block-size", "0")),
                 ("--swap-space=5KiB", ("--swap-space", "5 KiB", "6 KiB")),
