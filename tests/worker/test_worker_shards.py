@@ -8,9 +8,9 @@ import pytest
 from rank_threads import rank_threads
 from safetensors.torch import load_file
 from shard_models import NUM_TOKENS, logits_of, prepared, saved
-from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE
+from tiny_models import FAMILIES, MIXTURES, SMALL, VOCAB_SIZE
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, CohereConfig, LlamaConfig
 from worker_driver import worker_settings
 
 from worker_svc.cache.cache_setup import CacheSetup
@@ -62,6 +62,13 @@ def test_variants_of_a_family_are_split(tmp_path: Path, changes: dict[str, Any])
         setattr(config, name, value)
     model = saved(config, tmp_path)
     expected, found = logits_of(prepared(model)), logits_of_ranks(model, 2)
+    assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_norms_with_weights_for_each_head_are_split(tmp_path: Path, num_ranks: int) -> None:
+    model = saved(CohereConfig(**SMALL, use_qk_norm=True), tmp_path)
+    expected, found = logits_of(prepared(model)), logits_of_ranks(model, num_ranks)
     assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
 
 
@@ -120,7 +127,9 @@ def test_refuses_key_heads_that_neither_divide_nor_are_divided() -> None:
         narrow_config(config, Shard(0, 4))
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "falcon", "phi3"])
+@pytest.mark.parametrize(
+    "kind", ["olmo2", "falcon", "phi3", "exaone", "gemma4_unified_text", "helium"]
+)
 def test_refuses_models_without_a_known_split(kind: str) -> None:
     with pytest.raises(WrongSettingError, match=f"no split is known of models of type {kind}"):
         rules_of(AutoConfig.for_model(kind))

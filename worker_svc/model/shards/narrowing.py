@@ -18,6 +18,9 @@ _DENSE_PLAN: Final = {
     **{f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
     "layers.*.mlp.down_proj": "rowwise",
 }
+# Types that have this plan, but tensors of other names, of widths that do not follow that of heads,
+# or heads that differ from layer to layer.
+_OTHERS: Final = frozenset({"exaone", "gemma4_unified_text", "helium"})
 # Beside it: norms of single heads.
 _HEAD_NORMS: Final = {f"layers.*.self_attn.{name}_norm" for name in "qk"}
 
@@ -29,7 +32,7 @@ def rules_of(config: Any) -> splits.Rules:
     if kind in splits.OF_TYPES:
         return splits.OF_TYPES[kind]
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
-    if config.get_text_config() is config and _is_dense(plan):
+    if kind not in _OTHERS and config.get_text_config() is config and _is_dense(plan):
         return splits.DENSE
     raise WrongSettingError(
         "--tensor-parallel-size, --pipeline-parallel-size: no split is known of models of type "

@@ -53,6 +53,12 @@ _GATED_MLP: Final[Rules] = (
 )
 _COMMON: Final = _VOCABULARY + _REPLICATED + _ATTENTION
 DENSE: Final[Rules] = _COMMON + _GATED_MLP
+# Norms of heads have weights of their own for each head.
+COHERE: Final[Rules] = (
+    (r".*\.self_attn\.q_norm\.weight", Split(0)),
+    (r".*\.self_attn\.k_norm\.weight", Split(0, "kv_head")),
+    *DENSE,
+)
 # Every rank has all experts, with a part of their inner width.
 MIXTRAL: Final[Rules] = (
     *_COMMON,
@@ -83,6 +89,7 @@ GPT2: Final[Rules] = (
 )
 
 OF_TYPES: Final[Mapping[str, Rules]] = {
+    "cohere": COHERE,
     "gpt2": GPT2,
     "gpt_oss": GPT_OSS,
     "mixtral": MIXTRAL,
