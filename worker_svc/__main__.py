@@ -20,7 +20,7 @@ from worker_svc.settings import WorkerSettings, WrongSettingError
 def main() -> None:
     settings = WorkerSettings.load()
     pause_collections()
-    if settings.num_ranks > 1 and int(os.environ.get("RANK", 0)):
+    if settings.num_ranks > 1 and os.environ.get("RANK", "0") != "0":
         _end(_follow(settings))
     status = server.main(settings, _loader(settings.engine))
     if settings.num_ranks > 1:

@@ -10,16 +10,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tiny_models import llama, save_model
+from torch.distributed import HashStore
 from worker_driver import worker_settings
 from worker_processes import logged, worker_process
 
 from benchmarks.chaos.ranks import followers_of
 from worker_svc.model.checkpoint import ModelError
+from worker_svc.ranks import heartbeats
 from worker_svc.ranks.requirements import require_ranks
+from worker_svc.ranks.start import LeadingRanks
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WrongSettingError
 
@@ -96,6 +101,31 @@ async def test_a_lost_rank_is_a_lost_worker(
         assert words in await logged(ranks.worker, "a rank is lost")
         assert await ranks.worker.wait() == _RANK_LOST
         await ended(ranks.follower)
+
+
+def test_notices_a_rank_that_is_silent_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another host, where its end is not seen. One that has not started yet is waited for."""
+    monkeypatch.setattr(heartbeats, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(heartbeats, "LOADING_SILENCE_S", 0.1)
+    store, lost = HashStore(), SimpleQueue[str]()
+    monitor = heartbeats.HeartbeatMonitor(store, 3, lost.put)
+    monitor.start()
+    store.set("heartbeat/2", "1")
+    assert "rank 2 was silent" in lost.get(timeout=10)
+    monitor.stop()
+
+
+def test_watches_the_others_until_they_have_received_the_end() -> None:
+    """They may be silent instead."""
+    calls = Mock()
+    ranks = LeadingRanks(calls.group, calls.leader, calls.store, calls.monitor, calls.processes)
+    ranks.close()
+    assert [name for name, *_ in calls.mock_calls] == [
+        "processes.expect_end",
+        "leader.stop",
+        "monitor.stop",
+        "processes.stop",
+    ]
 
 
 @pytest.mark.slow

@@ -65,3 +65,47 @@ def test_refuses_incomplete_variables() -> None:
     given = {name: value for name, value in _VARIABLES.items() if name != "MASTER_ADDR"}
     with pytest.raises(WrongSettingError, match="RANK is set, but not MASTER_ADDR"):
         place_of(given, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "one", "RANK is 'one'; set it to a number"),
+        ("MASTER_PORT", "", "MASTER_PORT is ''; set it to a number"),
+        ("MASTER_PORT", "70000", "MASTER_PORT is 70000; set it to a number from 1 to 65535"),
+        ("RANK", "2", "RANK is 2, but WORLD_SIZE is 2; number the ranks from 0 to 1"),
+        ("RANK", "-1", "RANK is -1, but"),
+    ],
+)
+def test_refuses_variables_that_cannot_be(name: str, value: str, words: str) -> None:
+    settings = worker_settings(Path("m"), tensor_parallel_size=2)
+    with pytest.raises(WrongSettingError, match=words):
+        place_of({**_VARIABLES, name: value}, settings)
+
+
+def test_ranks_that_torchrun_starts_again_read_nothing_of_those_before() -> None:
+    """Its agent keeps the store."""
+    agent = Place(0, 2, "127.0.0.1", 0).listen()
+    of_torchrun = {
+        **_VARIABLES,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    settings = worker_settings(Path("m"), tensor_parallel_size=2)
+    first, same, again = (
+        place_of({**of_torchrun, "TORCHELASTIC_RESTART_COUNT": count}, settings)
+        for count in ("0", "0", "1")
+    )
+    assert first is not None
+    assert same is not None
+    assert again is not None
+    first.store(is_server=True).set("model/1", "of the first start")
+    assert same.store().check(["model/1"])
+    assert not again.store().check(["model/1"])
+
+
+def test_refuses_a_port_that_is_in_use() -> None:
+    taken = Place(0, 2, "127.0.0.1", 0).listen()
+    with pytest.raises(WrongSettingError, match=f"127.0.0.1:{taken.port} cannot be .* free port"):
+        Place(0, 2, "127.0.0.1", taken.port).store(is_server=True)

@@ -1,6 +1,7 @@
 """What all ranks have to agree on before a worker serves."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,13 +22,16 @@ _ERROR = "error"
 # The names of exchanges in which a rank learns that another one could not load its shard.
 GPU: Final = "gpu"
 _MODEL: Final = "model"
+_READY: Final = "ready"
 
 
 def report_failure(group: RankGroup, error: BaseException) -> None:
     """Let the other ranks fail, in `raise_reported`, with the reason that this rank has not
     loaded."""
-    for name in (GPU, _MODEL):
-        group.exchange_own(name, {_ERROR: str(error)})
+    # Where the store is gone, rank 0 is, and the others will fail by themselves.
+    with suppress(RuntimeError):
+        for name in (GPU, _MODEL, _READY):
+            group.exchange_own(name, {_ERROR: str(error)})
 
 
 def raise_reported(every: Sequence[dict[str, Any]]) -> None:
@@ -54,8 +58,8 @@ def connect_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings
 
 
 def wait_for_all(group: RankGroup) -> None:
-    """Return when every rank can run passes."""
-    group.exchange("ready", True)
+    """Return when every rank can run passes. ModelError if another rank could not be loaded."""
+    raise_reported(group.exchange(_READY, {}))
 
 
 def _description(model: ServedModel, settings: WorkerSettings) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def follow(settings: WorkerSettings) -> int:
     bind_contextvars(rank=place.rank)
     keep_to_own_cores(settings, place.rank)
     set_threads(settings)
+    # It waits as long as ranks may take to start.
+    log.info("joining rank 0", address=f"{place.host}:{place.port}", ranks=place.size)
     group = RankGroup(
         place.store(),
         place.rank,

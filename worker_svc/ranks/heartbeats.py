@@ -11,6 +11,8 @@ from torch.distributed.distributed_c10d import Store
 _INTERVAL_S: Final = 0.5
 # That of a scheduler for a worker.
 SILENCE_S: Final = 3.0
+# While ranks load, other threads may keep the one of the heartbeats waiting.
+LOADING_SILENCE_S: Final = 60.0
 # Before it leaves, rank 0 stops the others, unless it is lost.
 _STOP_S: Final = 1.0
 
@@ -39,20 +41,27 @@ def send_heartbeats(
 
 
 class HeartbeatMonitor:
-    """Watches the heartbeats of all followers, on another thread."""
+    """Watches the heartbeats of all followers that have begun to send them, on another thread."""
 
     def __init__(self, store: Store, size: int, on_lost: Callable[[str], object]) -> None:
         """The store may have no other user. `on_lost` is called with the reason."""
         self._store = store
         self._on_lost = on_lost
+        self._silence_s = LOADING_SILENCE_S
         self._stopped = threading.Event()
         self._last = {rank: (b"", time.monotonic()) for rank in range(1, size)}
         self._thread = threading.Thread(target=_quietly(self._run), name="ranks", daemon=True)
 
     def start(self) -> None:
+        """Watch ranks that load."""
+        self._thread.start()
+
+    def expect_passes(self) -> None:
+        """Watch ranks that are ready."""
         now = time.monotonic()
         self._last = dict.fromkeys(self._last, (b"", now))
-        self._thread.start()
+        # After the line above, so that no silence while loading counts.
+        self._silence_s = SILENCE_S
 
     def stop(self) -> None:
         self._stopped.set()
@@ -71,11 +80,14 @@ class HeartbeatMonitor:
                 self._check(rank, now)
 
     def _check(self, rank: int, now: float) -> None:
+        silence_s = self._silence_s
         count, since = self._last[rank]
+        if not self._store.check([_key(rank)]):
+            return
         found = self._store.get(_key(rank))
         if found != count:
             self._last[rank] = (found, now)
-        elif now - since > SILENCE_S:
+        elif now - since > silence_s:
             self._stopped.set()
             self._on_lost(f"rank {rank} was silent for {now - since:.1f} s")
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
@@ -26,18 +26,31 @@ class Place:
     size: int
     host: str
     port: int
-    # The agent of torchrun has the store.
-    has_agent: bool = False
+    # Where the agent of torchrun has the store: how often it has started its ranks again.
+    restarts: int | None = None
 
-    def store(self, *, is_server: bool = False) -> TCPStore:
+    def store(self, *, is_server: bool = False) -> Store:
         """A new connection to the store, or the store itself."""
+        if self.restarts is None:
+            return self.listen() if is_server else self._connection(is_server=False)
+        # The store outlives the ranks, and so does what they have written.
+        return PrefixStore(f"start {self.restarts}", self._connection(is_server=False))
+
+    def listen(self) -> TCPStore:
+        """The store itself, of this process, at the port or at any that is free (0).
+        WrongSettingError if it cannot listen there."""
+        try:
+            return self._connection(is_server=True)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise WrongSettingError(
+                f"MASTER_ADDR, MASTER_PORT: {self.host}:{self.port} cannot be the ranks' store; "
+                f"set an address of rank 0's host and a free port: {reason}"
+            ) from error
+
+    def _connection(self, is_server: bool) -> TCPStore:
         return TCPStore(
-            self.host,
-            self.port,
-            None,
-            is_server and not self.has_agent,
-            LOADING_TIMEOUT,
-            wait_for_workers=False,
+            self.host, self.port, None, is_server, LOADING_TIMEOUT, wait_for_workers=False
         )
 
     def interface(self) -> ProcessGroupGloo.Device | None:
@@ -55,14 +68,32 @@ def place_of(environment: Mapping[str, str], settings: WorkerSettings) -> Place 
     missing = [name for name in VARIABLES if name not in environment]
     if missing:
         raise WrongSettingError(f"RANK is set, but not {', '.join(missing)}")
-    rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, size, port = (
+        _number(name, environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
     if size != settings.num_ranks:
         raise WrongSettingError(
             f"WORLD_SIZE is {size}, but --tensor-parallel-size times --pipeline-parallel-size is "
             f"{settings.num_ranks}"
         )
-    has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, environment["MASTER_ADDR"], port, has_agent)
+    if not 0 <= rank < size:
+        raise WrongSettingError(
+            f"RANK is {rank}, but WORLD_SIZE is {size}; number the ranks from 0 to {size - 1}"
+        )
+    if not 0 < port < 2**16:
+        raise WrongSettingError(f"MASTER_PORT is {port}; set it to a number from 1 to 65535")
+    restarts = None
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        name = "TORCHELASTIC_RESTART_COUNT"
+        restarts = _number(name, environment.get(name, "0"))
+    return Place(rank, size, environment["MASTER_ADDR"], port, restarts)
+
+
+def _number(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise WrongSettingError(f"{name} is {value!r}; set it to a number") from error
 
 
 def own_place(settings: WorkerSettings) -> Place | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
+from worker_svc.ranks.agreement import report_failure
 from worker_svc.ranks.group import RankGroup, end_process
 from worker_svc.ranks.heartbeats import HeartbeatMonitor
 from worker_svc.ranks.leader import Leader
@@ -24,21 +25,25 @@ class LeadingRanks:
     _processes: FollowerProcesses | None  # None where torchrun has started them
 
     def watch(self) -> None:
-        """To be called when all ranks are ready: notice one that is silent."""
-        self._monitor.start()
+        """To be called when all ranks are ready: notice soon one that is silent."""
+        self._monitor.expect_passes()
 
     def close(self) -> None:
         """Let the followers end. To be called after the last pass."""
-        self._monitor.stop()
         if self._processes is not None:
             self._processes.expect_end()
+        # Meanwhile watched: it waits for ranks to receive that, and one may be silent.
         self.leader.stop()
+        self._monitor.stop()
         if self._processes is not None:
             self._processes.stop()
 
-    def abort(self) -> None:
-        """As `close` where this rank has not loaded the model."""
-        if self._processes is not None:
+    def abort(self, error: BaseException) -> None:
+        """As `close` where this rank has not loaded the model, for this reason."""
+        self._monitor.stop()
+        if self._processes is None:
+            report_failure(self.group, error)
+        else:
             self._processes.kill()
 
 
@@ -51,7 +56,7 @@ def start_ranks(settings: WorkerSettings) -> LeadingRanks:
             raise WrongSettingError(f"RANK is {place.rank}, but rank 0 has to be the worker")
         return _lead(settings, place, place.store(is_server=True), None)
     unbound = Place(0, settings.num_ranks, LOOPBACK, 0)
-    store = unbound.store(is_server=True)
+    store = unbound.listen()
     place = Place(0, settings.num_ranks, LOOPBACK, store.port)
     processes = FollowerProcesses(settings, place.size, place.port, end_process)
     return _lead(settings, place, store, processes)
@@ -64,4 +69,5 @@ def _lead(
         store, 0, place.size, place.interface(), num_stages=settings.pipeline_parallel_size
     )
     monitor = HeartbeatMonitor(place.store(), place.size, end_process)
+    monitor.start()
     return LeadingRanks(group, Leader(group), store, monitor, processes)

@@ -89,8 +89,8 @@ def _load_with_ranks(settings: WorkerSettings, device: torch.device) -> LoadedRu
             ):
                 loaded = _load(settings, device, ranks)
             wait_for_all(ranks.group)
-        except BaseException:
-            ranks.abort()
+        except BaseException as error:
+            ranks.abort(error)
             raise
         ranks.watch()
         return replace(loaded, close=ranks.close)
