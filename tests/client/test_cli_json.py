@@ -129,7 +129,7 @@ def test_status_prints_a_line_per_update(scheduler):
     ("words", "expected"),
     [
         ("quire mod", ["models"]),
-        ("quire status --ta", ["--target"]),
+        pytest.param("quire status --ta", ["--target"], marks=pytest.mark.slow),
         ("quire serve --gateway.max-live", ["--gateway.max-live-calls"]),
     ],
 )

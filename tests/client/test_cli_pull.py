@@ -49,6 +49,7 @@ def test_the_files_of_all_services_are_downloaded_once(hub, tmp_path):
     assert pull(tmp_path, "http://127.0.0.1:1", HUB_MODEL).stdout == result.stdout
 
 
+@pytest.mark.slow
 def test_without_a_network_the_error_is_one_line_with_the_reason(tmp_path):
     result = pull(tmp_path, "http://127.0.0.1:1", HUB_MODEL)
     assert (result.returncode, result.stdout) == (1, "")
@@ -57,6 +58,7 @@ def test_without_a_network_the_error_is_one_line_with_the_reason(tmp_path):
     assert "Connection refused" in line
 
 
+@pytest.mark.slow
 def test_offline_mode_is_named(tmp_path):
     result = pull(tmp_path, "http://127.0.0.1:1", HUB_MODEL, HF_HUB_OFFLINE="1")
     [line] = result.stderr.splitlines()

@@ -211,6 +211,7 @@ def test_a_private_stack_ignores_the_access_settings_of_the_environment(
         assert client.generate([1, 2], SHORT).usage.completion_tokens == 4
 
 
+@pytest.mark.slow
 def test_the_command_line_connects_with_tls(services: Services) -> None:
     folder = services.certificates
     options = [f"--tls-ca={folder / 'ca.pem'}", f"--tls-cert={folder / 'client.pem'}"]

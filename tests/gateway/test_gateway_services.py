@@ -262,7 +262,11 @@ def test_a_missing_model_is_one_clear_log_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "value"), [(["--tokenizer-threads", "0"], "'0'"), (["--no-such", "1"], "no-such")]
+    ("flags", "value"),
+    [
+        (["--tokenizer-threads", "0"], "'0'"),
+        pytest.param(["--no-such", "1"], "no-such", marks=pytest.mark.slow),
+    ],
 )
 def test_wrong_settings_stop_the_process(flags: list[str], value: str, tmp_path: Path) -> None:
     with gateway_process(tmp_path / "address", "--model", "x", *flags) as process:

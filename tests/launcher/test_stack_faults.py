@@ -18,6 +18,7 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_restarted_at_its_address(model):
     ends: list[LaunchError] = []
     stack = LocalStack(

@@ -140,6 +140,7 @@ async def test_a_record_that_expires_during_a_submission_makes_the_gateway_retry
         assert again.is_whole
 
 
+@pytest.mark.slow
 async def test_an_ended_term_leaves_nothing_in_memory(redis_url, sockets):
     async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
         for _ in range(4):

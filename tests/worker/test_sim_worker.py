@@ -252,7 +252,7 @@ async def test_the_process_serves_without_torch(tmp_path: Path) -> None:
         (("--engine=sim", "--num-blocks=5", "--max-model-len=96"), "6 blocks"),
         (("--engine=sim", "--sim-step-ms=inf"), "--sim-step-ms"),
         (("--engine=sim", f"--sim-tokens={__file__}"), "not a recording"),
-        (("--engine=torch",), "--model"),
+        pytest.param(("--engine=torch",), "--model", marks=pytest.mark.slow),
     ],
 )
 async def test_wrong_settings_stop_it(

@@ -44,6 +44,7 @@ async def test_serves_drains_and_stops(model: Path, tmp_path: Path) -> None:
         assert await process.wait() == 0
 
 
+@pytest.mark.slow
 async def test_stays_up_and_reports_the_reason_without_a_model(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/worker.sock"
     flags = (f"--listen={address}", "--model=/no/such/model")
