@@ -111,7 +111,7 @@ async def _pause(child: ChildProcess) -> str:
 FAULTS = (
     Fault("worker-killed", "`kill -9` of a worker", _kill_worker, aim_s=1.0),
     Fault("worker-stopped", "`SIGSTOP` of a worker for 5 s", _pause_worker, aim_s=5.0),
-    Fault("leader-killed", "`kill -9` of the leading scheduler", _kill_leader, aim_s=5.0),
+    Fault("leader-killed", "`kill -9` of the leading scheduler", _kill_leader, aim_s=1.0),
     Fault("leader-stopped", "`SIGSTOP` of the leading scheduler for 5 s", _pause_leader),
     Fault("gateway-killed", "`kill -9` of a gateway", _kill_gateway, aim_s=1.0),
     Fault("redis-killed", "`kill -9` of Redis, which keeps its file", _kill_redis),
