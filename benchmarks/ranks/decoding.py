@@ -110,8 +110,8 @@ class Communication:
         self._groups: list[Any] = []
         connect = group.connect
 
-        def connected(group: Any) -> None:
-            connect(group)
+        def connected(group: Any, *arguments: Any) -> None:
+            connect(group, *arguments)
             self._groups.append(group)
 
         group.connect = connected
