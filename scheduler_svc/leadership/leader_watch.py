@@ -73,7 +73,12 @@ class LeaderWatch:
             while end is _End.BROKEN and self._leader is leader:
                 end = await self._watch_once(stub, leader, RECONNECT_WITHIN_S)
         if self._leader is leader:
-            log.info("the leader has ended", address=leader.address, epoch=leader.epoch)
+            what = (
+                "the leader has released the lease"
+                if end is _End.GIVEN_UP
+                else "the leader has ended"
+            )
+            log.info(what, address=leader.address, epoch=leader.epoch)
             self._on_lost(leader)
 
     async def _watch_once(
@@ -93,4 +98,4 @@ class LeaderWatch:
             return _End.BROKEN if self.is_watching else _End.UNREACHED
         finally:
             call.cancel()
-        return _End.GIVEN_UP
+        return _End.GIVEN_UP if self.is_watching else _End.UNREACHED

@@ -24,7 +24,7 @@ class LeadershipServicer(leadership_pb2_grpc.LeadershipServiceServicer):
     ) -> AsyncIterator[leadership_pb2.WatchResponse]:
         lease = self.lease
         if lease is None or not lease.is_own(request.holder):
-            message = "this process did not acquire the lease so"
+            message = "this process is not the holder"
             await abort(context, failed(StatusCode.FAILED_PRECONDITION, "NOT_HOLDER", message))
         yield leadership_pb2.WatchResponse()
         await lease.wait_given_up(request.holder)

@@ -95,7 +95,7 @@ class Connection:
         try:
             replies = await self._send(commands)
             if self._resp is not None and any(map(_is_elsewhere, replies)):
-                # Nothing was executed. Once more, where the keys are now.
+                # Nothing was written. Once more, where the keys are now.
                 self._resp.drop()
                 replies = await self._send(commands)
             if script is not None and any(map(_is_unknown_script, replies)):

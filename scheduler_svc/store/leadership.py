@@ -49,8 +49,7 @@ class LeaseStore:
         return self._held
 
     def is_own(self, holder: bytes) -> bool:
-        """Whether this store holds the lease by this acquisition, may have lost it without knowing,
-        or is acquiring it so."""
+        """Whether it is the holder of this store's last acquisition or of the one in progress."""
         return holder == self._next_holder or (
             self._held is not None and holder == self._held.holder
         )

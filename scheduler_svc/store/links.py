@@ -7,7 +7,7 @@ the socket, since the client's own overhead is several times the cost of a call.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
@@ -72,7 +72,7 @@ class _Servers:
     service: str
     # For connections to Redis itself, and to Sentinels.
     options: Mapping[str, Any]
-    sentinel_options: Mapping[str, Any] = field(default_factory=dict)
+    sentinel_options: Mapping[str, Any]
 
     def server(self, host: str, port: int) -> ServerLink:
         """A link to one of them, or to a server that they name."""
