@@ -1,3 +1,3 @@
 """The version of the internal protocols; services of different versions refuse each other."""
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
