@@ -3,19 +3,28 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import redis
 
 from benchmarks.chaos.comparison import Verdict
 from benchmarks.chaos.events import Events
 from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.gaps import Window
+from benchmarks.chaos.gaps import ByShard, Window
 from benchmarks.chaos.leftovers import find_leftovers
 from benchmarks.chaos.mix import Request, catalogue
-from benchmarks.chaos.stack import LOGPROB_TOLERANCES, SETTINGS, ChaosStack, NotSteadyError
+from benchmarks.chaos.redis_servers import shards_of_requests
+from benchmarks.chaos.stack import (
+    LOGPROB_TOLERANCES,
+    SETTINGS,
+    ChaosStack,
+    NotSteadyError,
+    Sizes,
+)
 from benchmarks.chaos.steady import wait_until_steady
-from benchmarks.chaos.streams import Reference, Streams
+from benchmarks.chaos.streams import Reference, Stream, Streams
 from quire.client.async_client import AsyncClient
 from quire.client.decode_counts import DecodeCounts
 
@@ -24,6 +33,8 @@ _BASELINE_S = 8.0
 # Between a recovery and the next fault.
 _INTERVAL_S = (0.2, 2.5)
 _REFERENCE_TIMEOUT_S = 300.0
+# The name under which the pauses are noted.
+SHARDS_RAISED = "shards-raised"
 # Longest pauses that are logged after each fault.
 _NUM_LOGGED = 3
 
@@ -52,6 +63,15 @@ class Plan:
     tensor_parallel_size: int = 1
     # Stages of a worker.
     pipeline_parallel_size: int = 1
+    sizes: Sizes = field(default_factory=Sizes)
+    # The number of shards is raised to this under load, before the first fault.
+    raise_shards_to: int | None = None
+    has_redis_cluster: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """During the faults."""
+        return self.raise_shards_to or self.sizes.num_shards
 
     @property
     def settings(self) -> dict[str, str]:
@@ -89,7 +109,9 @@ class Outcome:
     # The same by fault, and the seconds from each fault to the steady state.
     pauses: dict[str, list[float]] = field(default_factory=dict)
     recoveries: dict[str, list[float]] = field(default_factory=dict)
-    # Recovered tokens by fault, as counted by the leader after the fault.
+    # The pauses by whether the fault has hit their shard; of faults that hit some shards only.
+    by_shard: dict[str, ByShard] = field(default_factory=dict)
+    # Recovered tokens by fault, as counted by the leaders after the fault.
     recovered: dict[str, Recovered] = field(default_factory=dict)
     # Of the last leader that has seen accepted drafts; None without one.
     decoded: DecodeCounts | None = None
@@ -107,18 +129,18 @@ class Outcome:
 
 
 async def run(plan: Plan, events: Events) -> Outcome:
-    stack = ChaosStack(plan.model, plan.settings)
+    stack = ChaosStack(
+        plan.model, plan.settings, plan.sizes, has_redis_cluster=plan.has_redis_cluster
+    )
     events.log(f"seed {plan.seed}; starting the stack")
-    await asyncio.to_thread(stack.local.start)
+    await asyncio.to_thread(stack.start)
     outcome = Outcome()
     try:
         await _Experiment(plan, stack, events, outcome).run()
         outcome.violations += stack.unexpected_ends + stack.complaints()
     finally:
         stack.save_logs(plan.logs)
-        # A graceful stop would wait for stuck requests.
-        stack.local.kill()
-        await asyncio.to_thread(stack.local.stop)
+        await asyncio.to_thread(stack.stop)
     return outcome
 
 
@@ -131,8 +153,8 @@ class _Experiment:
         self._events = events
         self._outcome = outcome
         self._rng = random.Random(plan.seed)
-        # Counters at the last reading, by epoch and incarnation of the worker.
-        self._seen: dict[tuple[int, int], Recovered] = {}
+        # Counters at the last reading, by shard, epoch and incarnation of the worker.
+        self._seen: dict[tuple[int, int, int], Recovered] = {}
 
     async def run(self) -> None:
         references = await self._references()
@@ -160,6 +182,8 @@ class _Experiment:
 
     async def _disturb(self, streams: Streams) -> None:
         await self._measure_baseline(streams)
+        if self._plan.raise_shards_to is not None:
+            await self._raise_shards(self._plan.raise_shards_to, streams)
         for number, fault in enumerate(faults := self._order(), start=1):
             await asyncio.sleep(self._rng.uniform(*_INTERVAL_S))
             await self._inject(fault, f"{number}/{len(faults)}", streams)
@@ -208,46 +232,82 @@ class _Experiment:
         begin_s = time.monotonic()
         num_wrong = len(streams.wrong)
         self._events.log(f"{number} {fault.name}")
-        target = await fault.inject(self._stack, self._rng)
+        injected = await fault.inject(self._stack, self._rng)
         try:
             await wait_until_steady(self._stack, streams, self._plan.bound_s)
         finally:
             window = Window(begin_s, time.monotonic())
-            self._events.log(f"   {target}: {window.end_s - begin_s:.1f} s")
-            self._note_pauses(fault, window, streams)
+            self._events.log(f"   {injected.target}: {window.end_s - begin_s:.1f} s")
+            await self._note_pauses(fault.name, injected.shards, window, streams)
             self._log_findings(streams, num_wrong)
         self._outcome.recoveries.setdefault(fault.name, []).append(window.end_s - begin_s)
         await self._note_recovered(fault)
 
+    async def _raise_shards(self, num_shards: int, streams: Streams) -> None:
+        """Raise their number while requests run. Nothing is hit: no stream may pause."""
+        streams.clear_finished()
+        begin_s = time.monotonic()
+        num_wrong = len(streams.wrong)
+        self._events.log(f"raising the number of shards to {num_shards}")
+        await asyncio.to_thread(self._stack.raise_shards, num_shards)
+        try:
+            await wait_until_steady(self._stack, streams, self._plan.bound_s)
+        finally:
+            window = Window(begin_s, time.monotonic())
+            self._events.log(f"   {num_shards} shards: {window.end_s - begin_s:.1f} s")
+            await self._note_pauses(SHARDS_RAISED, None, window, streams)
+            self._log_findings(streams, num_wrong)
+        self._outcome.recoveries[SHARDS_RAISED] = [window.end_s - begin_s]
+
     async def _note_recovered(self, fault: Fault) -> None:
         """Add the counters' growth. They start at zero in each epoch and with each lane."""
-        status = await asyncio.to_thread(self._stack.status)
-        if status is None:
-            return
-        counts = DecodeCounts.of(status.workers)
-        if sum(counts.num_accepted_tokens):
-            self._outcome.decoded = counts
         found = {}
-        for worker in status.workers:
-            now = Recovered(worker.num_recovered_tokens, worker.num_recovered_hit_tokens)
-            key = (status.epoch, worker.incarnation)
-            before = self._seen.get(key, Recovered())
-            found[key] = now
-            if now.num_tokens >= before.num_tokens:
-                now -= before
-            so_far = self._outcome.recovered.get(fault.name, Recovered())
-            self._outcome.recovered[fault.name] = so_far + now
+        for shard, status in enumerate(await asyncio.to_thread(self._stack.statuses)):
+            counts = DecodeCounts.of(status.workers)
+            if sum(counts.num_accepted_tokens):
+                self._outcome.decoded = counts
+            for worker in status.workers:
+                now = Recovered(worker.num_recovered_tokens, worker.num_recovered_hit_tokens)
+                key = (shard, status.epoch, worker.incarnation)
+                before = self._seen.get(key, Recovered())
+                found[key] = now
+                if now.num_tokens >= before.num_tokens:
+                    now -= before
+                so_far = self._outcome.recovered.get(fault.name, Recovered())
+                self._outcome.recovered[fault.name] = so_far + now
         self._seen = found
 
-    def _note_pauses(self, fault: Fault, window: Window, streams: Streams) -> None:
+    async def _note_pauses(
+        self, name: str, hit: frozenset[int] | None, window: Window, streams: Streams
+    ) -> None:
         pauses = streams.pauses(window)
         seconds = [pause.seconds for _, pause in pauses]
-        self._outcome.pauses.setdefault(fault.name, []).extend(seconds)
+        self._outcome.pauses.setdefault(name, []).extend(seconds)
+        shards = await self._shards_of([stream for stream, _ in pauses], hit)
+        if hit is not None and shards is not None:
+            by_shard = self._outcome.by_shard.setdefault(name, ByShard())
+            for stream, pause in pauses:
+                by_shard.add(pause.seconds, shards[stream.request_id], hit)
         for stream, pause in reversed(pauses[-_NUM_LOGGED:]):
+            of = "" if shards is None else f" of shard {sorted(shards[stream.request_id])}"
             self._events.log(
-                f"   {stream}: no message for {pause.seconds:.2f} s from "
+                f"   {stream}{of}: no message for {pause.seconds:.2f} s from "
                 f"{pause.begin_s - window.begin_s:+.2f} s"
             )
+
+    async def _shards_of(
+        self, streams: Sequence[Stream], hit: frozenset[int] | None
+    ) -> Mapping[str, frozenset[int]] | None:
+        """By request id; None if all shards were hit, or none, or Redis does not respond."""
+        num_shards = self._stack.num_shards
+        if hit is None or len(hit) >= num_shards:
+            return None
+        ids = [stream.request_id for stream in streams]
+        try:
+            return await asyncio.to_thread(shards_of_requests, self._stack.redis, ids, num_shards)
+        except redis.RedisError as error:
+            self._events.log(f"   the streams' shards are unknown: {error}")
+            return None
 
     def _log_findings(self, streams: Streams, known: int) -> None:
         for stream in streams.wrong[known:]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 
@@ -69,3 +69,19 @@ def threshold_s(baseline: Sequence[float]) -> float:
     """
     ordinary_s = percentile(baseline, 99) if baseline else 0.0
     return min(0.5, max(0.25, 3 * ordinary_s))
+
+
+@dataclass
+class ByShard:
+    """The longest pauses of streams, in seconds, by whether a fault has hit their shard."""
+
+    hit: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, shards: frozenset[int], hit: frozenset[int]) -> None:
+        """Add a stream. One that has moved counts as hit if one of its shards was, and one that no
+        shard has recorded counts as another."""
+        (self.hit if shards & hit else self.others).append(seconds)
+
+    def __add__(self, other: "ByShard") -> "ByShard":
+        return ByShard(self.hit + other.hit, self.others + other.others)

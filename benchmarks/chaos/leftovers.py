@@ -4,14 +4,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-import redis
-
+from benchmarks.chaos.redis_servers import live_records
 from benchmarks.chaos.stack import ORPHAN_GRACE_S, ChaosStack
 from quire.internal.v1.operations_pb2 import GetStatusResponse
 
 _POLL_S = 0.5
 _SPARE_S = 15.0
-_NO_TTL = -1
 
 
 async def find_leftovers(stack: ChaosStack) -> Sequence[str]:
@@ -28,11 +26,12 @@ def _left(stack: ChaosStack) -> list[str]:
     problem = stack.find_problem()
     if problem is not None:
         return [problem]
-    status = stack.status()
-    return [
-        *(["there is no leader"] if status is None else _held(status)),
-        *_live_records(stack.local.redis.url),
-    ]
+    statuses = stack.statuses()
+    if len(statuses) < stack.num_shards:
+        return ["there is no leader"]
+    live = live_records(stack.redis)
+    records = [f"{len(live)} records of live requests: {', '.join(live[:3])}"] if live else []
+    return [*(left for status in statuses for left in _held(status)), *records]
 
 
 def _held(status: GetStatusResponse) -> list[str]:
@@ -44,11 +43,3 @@ def _held(status: GetStatusResponse) -> list[str]:
         if num_sequences or num_held:
             left.append(f"{worker.address}: {num_sequences} sequences, {num_held} blocks held")
     return left
-
-
-def _live_records(url: str) -> list[str]:
-    """Request records without a TTL: only live requests have none."""
-    with redis.Redis.from_url(url) as client:
-        keys = list(client.scan_iter("quire:{shard:0}:request:*", count=1000))
-        live = [key.decode() for key in keys if client.ttl(key) == _NO_TTL]
-    return [f"{len(live)} records of live requests: {', '.join(live[:3])}"] if live else []

@@ -4,12 +4,16 @@ import asyncio
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
+from benchmarks.chaos.redis_servers import ClusterServers, RedisServers, SingleRedis
+from benchmarks.cluster_view import ClusterView, Shard, read_cluster, read_status, set_num_shards
 from quire.client.errors import QuireError
 from quire.client.health_probe import is_serving
-from quire.client.operations import Operations
 from quire.internal.v1.operations_pb2 import GetStatusResponse
 from quire.launcher.child import ChildProcess
 from quire.launcher.errors import LaunchError
@@ -18,7 +22,6 @@ from quire.launcher.stack import LocalStack
 
 _RPC_TIMEOUT_S = 2.0
 _LEADER_WITHIN_S = 3.0
-NUM_WORKERS = 3
 # Short, so that the cancellation of orphaned requests is observed.
 ORPHAN_GRACE_S = 10.0
 _COMMON = {
@@ -52,26 +55,80 @@ class NotSteadyError(Exception):
     """The stack did not recover in time. The message says what is missing."""
 
 
-class ChaosStack:
-    """Two schedulers, three workers, two gateways and a Redis with an append-only file. Each
-    process is restarted when it ends."""
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of processes and shards."""
 
-    def __init__(self, model: str, settings: Mapping[str, str]) -> None:
+    num_gateways: int = 2
+    num_schedulers: int = 2
+    num_workers: int = 3
+    num_shards: int = 1
+
+
+class ChaosStack:
+    """Gateways, schedulers, workers and Redis: a server with an append-only file, or a cluster of
+    such servers. Each process is restarted when it ends."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: Mapping[str, str],
+        sizes: Sizes | None = None,
+        *,
+        has_redis_cluster: bool = False,
+    ) -> None:
         # Messages of processes that ended without a fault.
         self.unexpected_ends: list[str] = []
         # By process, with how it ends.
         self._expected: list[tuple[str, str]] = []
+        self._sizes = sizes or Sizes()
+        # Rises while the stack runs.
+        self.num_shards = 1
+        self.cluster = ClusterServers() if has_redis_cluster else None
         self.local = LocalStack(
             model,
-            num_workers=NUM_WORKERS,
-            num_schedulers=2,
-            num_gateways=2,
+            num_workers=self._sizes.num_workers,
+            num_schedulers=self._sizes.num_schedulers,
+            num_gateways=self._sizes.num_gateways,
             http_listen="127.0.0.1:0",
+            redis_url=None if self.cluster is None else self.cluster.url,
             redis_appendonly=True,
             restart=True,
             settings=settings,
             on_end=self._note_end,
         )
+
+    def start(self) -> None:
+        """LaunchError or NotSteadyError if a part does not start."""
+        try:
+            if self.cluster is not None:
+                self.cluster.start(self._note_end)
+            self.local.start()
+            if self._sizes.num_shards > 1:
+                self.raise_shards(self._sizes.num_shards)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Kill everything: a graceful stop would wait for stuck requests."""
+        self.local.kill()
+        self.local.stop()
+        if self.cluster is not None:
+            self.cluster.close()
+
+    @property
+    def redis(self) -> RedisServers:
+        return SingleRedis(self.local.redis) if self.cluster is None else self.cluster
+
+    def raise_shards(self, num_shards: int) -> None:
+        """Raise the number of shards. NotSteadyError if no scheduler does it."""
+        until = time.monotonic() + _LEADER_WITHIN_S
+        while (error := self._try_raise_shards(num_shards)) is not None:
+            if time.monotonic() > until:
+                raise NotSteadyError(f"the number of shards stays as it is: {error}")
+            time.sleep(0.1)
+        self.num_shards = num_shards
 
     def expect_end(self, child: ChildProcess, how: str = "by SIGKILL") -> None:
         """Do not count the next such end of this process as unexpected."""
@@ -86,30 +143,56 @@ class ChaosStack:
         for scheduler in self.local.processes("scheduler"):
             if not scheduler.is_alive or not _is_alive(scheduler):
                 return f"{scheduler.name} does not respond"
-        if not self.local.redis.is_alive:
-            return "redis is down"
-        return self._leader_problem()
+        problem = self.redis.find_problem()
+        if problem is not None:
+            return problem
+        view = self.find_view()
+        if view is None:
+            return "there is no leader"
+        sizes = self._sizes
+        return view.find_problem(self.num_shards, sizes.num_workers, sizes.num_schedulers)
 
-    def status(self) -> GetStatusResponse | None:
-        """Return the leader's status; None while there is no leader."""
-        leader = self.local.leader()
-        if leader is None or leader.address is None:
-            return None
-        try:
-            with Operations(leader.address) as operations:
-                return operations.status(False, _RPC_TIMEOUT_S)
-        except QuireError:
-            return None
+    def statuses(self) -> list[GetStatusResponse]:
+        """The status of each shard that has a leader which responds."""
+        view = self.find_view()
+        found = []
+        for number, shard in enumerate(view.shards if view else ()):
+            if shard.leader:
+                try:
+                    found.append(read_status(shard.leader, number))
+                except grpc.RpcError:
+                    continue
+        return found
 
-    async def leader(self) -> ServiceProcess:
-        """Return the leader. NotSteadyError if there is none for `_LEADER_WITHIN_S`: on a loaded
-        machine a single call to Redis may be late, and the leader is not ready for a moment."""
+    def find_view(self) -> ClusterView | None:
+        """The shards as the first scheduler that responds has them; None if none does."""
+        if self.num_shards == 1:
+            return self._view_of_one_shard()
+        for scheduler in self.local.processes("scheduler"):
+            if scheduler.is_alive and scheduler.address is not None:
+                try:
+                    return read_cluster(scheduler.address)
+                except grpc.RpcError:
+                    continue
+        return None
+
+    async def view(self) -> ClusterView:
+        """The shards, each with a leader. NotSteadyError if one has none for `_LEADER_WITHIN_S`:
+        on a loaded machine a single call to Redis may be late, and a leader is away for a moment.
+        """
         until = time.monotonic() + _LEADER_WITHIN_S
-        while (leader := await asyncio.to_thread(self.local.leader)) is None:
+        while True:
+            view = await asyncio.to_thread(self.find_view)
+            if view is not None and view.shards and all(shard.leader for shard in view.shards):
+                return view
             if time.monotonic() > until:
                 raise NotSteadyError("there is no leader")
             await asyncio.sleep(0.1)
-        return leader
+
+    async def leaders(self) -> Sequence[ServiceProcess]:
+        """The schedulers that lead a shard. NotSteadyError as `view`."""
+        addresses = (await self.view()).leaders
+        return [one for one in self.local.processes("scheduler") if one.address in addresses]
 
     def save_logs(self, directory: Path) -> None:
         """Copy the logs of the processes, which are deleted with the stack."""
@@ -122,12 +205,27 @@ class ChaosStack:
         found = Counter(f"{log.name}: {line}" for log in self._logs() for line in complaints(log))
         return [f"{line} ({count} times)" for line, count in found.items()]
 
-    def _leader_problem(self) -> str | None:
-        status = self.status()
-        if status is None:
+    def _view_of_one_shard(self) -> ClusterView | None:
+        """Of schedulers that have no shards: one leads."""
+        leader = self.local.leader()
+        if leader is None or leader.address is None:
+            return None
+        try:
+            workers = [one.address for one in read_status(leader.address, 0).workers]
+        except grpc.RpcError:
+            return None
+        return ClusterView([Shard(leader.address, workers, len(workers))])
+
+    def _try_raise_shards(self, num_shards: int) -> str | None:
+        """Return why it was not done."""
+        view = self.find_view()
+        leader = view.shards[0].leader if view and view.shards else ""
+        if not leader:
             return "there is no leader"
-        if len(status.workers) != NUM_WORKERS:
-            return f"the leader has {len(status.workers)} of {NUM_WORKERS} workers"
+        try:
+            set_num_shards(leader, num_shards)
+        except grpc.RpcError as error:
+            return str(error)
         return None
 
     def _note_end(self, error: LaunchError) -> None:
@@ -141,7 +239,8 @@ class ChaosStack:
 
     def _logs(self) -> list[Path]:
         [one, *_] = self.local.processes("scheduler")
-        return sorted(one.spec.address_file.parent.glob("*.log"))
+        of_cluster = [] if self.cluster is None else self.cluster.logs
+        return [*sorted(one.spec.address_file.parent.glob("*.log")), *of_cluster]
 
 
 def complaints(log: Path) -> Iterator[str]:
