@@ -46,6 +46,8 @@ PURE = (
     Rule("scheduler_svc/core/policy.py", EFFECTS),
     Rule("scheduler_svc/core/placement.py", EFFECTS),
     Rule("worker_svc/plan/inputs.py", EFFECTS),
+    Rule("gateway_svc/scheduler/prefix_keys.py", EFFECTS),
+    Rule("gateway_svc/scheduler/shard_choice.py", EFFECTS),
 )
 
 
