@@ -52,10 +52,10 @@ class Connection:
         self._connecting = asyncio.Lock()
 
     @classmethod
-    def to(cls, url: str, timeout_s: float, password: str | None = None) -> Self:
+    def to(cls, url: str, timeout_s: float, password: str | None = None, key: str = "") -> Self:
         """Create a connection that connects at the first call. ValueError for an invalid URL.
-        `password` is used if the URL has none."""
-        return cls(link_to(url, timeout_s, password), timeout_s)
+        `password` is used if the URL has none; of a cluster, the node that has the key is."""
+        return cls(link_to(url, timeout_s, password, key), timeout_s)
 
     async def close(self) -> None:
         """Close after the calls in progress."""

@@ -1,23 +1,14 @@
-"""All Redis keys. They share a hash tag, so that a Redis Cluster keeps them in one slot: scripts of
-pools and requests also take the leadership's key."""
+"""All Redis keys. Those of a shard share a hash tag, so that a Redis Cluster keeps them in one
+slot: scripts of pools and requests also take the leadership's key."""
 
-from typing import Final
 from urllib.parse import quote
-
-_SHARD: Final = "quire:{shard:0}"
-LEADERSHIP: Final = f"{_SHARD}:leadership"
-ENDED: Final = f"{_SHARD}:ended"
-TENANTS: Final = f"{_SHARD}:tenants"
-POOLS: Final = f"{_SHARD}:pools"
-# The SCAN pattern of all request records.
-REQUEST_PATTERN: Final = f"{_SHARD}:request:*:record"
 
 
 class PoolKeys:
     """The keys of one pool."""
 
-    def __init__(self, incarnation: int) -> None:
-        prefix = f"{_SHARD}:pool:{incarnation:016x}"
+    def __init__(self, shard_prefix: str, incarnation: int) -> None:
+        prefix = f"{shard_prefix}:pool:{incarnation:016x}"
         self.state = f"{prefix}:state"
         self.free = f"{prefix}:free"
         self.references = f"{prefix}:references"
@@ -30,11 +21,27 @@ class PoolKeys:
         self.all = (*self.blocks, self.published, self.journal)
 
 
-def request_keys(principal: str, request_id: str) -> tuple[str, str]:
-    """The record and the output of a request. Quoting keeps ("a/b", "c") from ("a", "b/c"), and
-    braces out of the hash tag."""
-    prefix = f"{_SHARD}:request:{quote(principal, safe='')}/{quote(request_id, safe='')}"
-    return f"{prefix}:record", f"{prefix}:output"
+class ShardKeys:
+    """The keys of one shard."""
+
+    def __init__(self, shard: int) -> None:
+        self._prefix = f"quire:{{shard:{shard}}}"
+        self.leadership = f"{self._prefix}:leadership"
+        self.ended = f"{self._prefix}:ended"
+        self.tenants = f"{self._prefix}:tenants"
+        self.pools = f"{self._prefix}:pools"
+        # The SCAN pattern of all request records.
+        self.request_pattern = f"{self._prefix}:request:*:record"
+
+    def pool(self, incarnation: int) -> PoolKeys:
+        """The keys of the pool of a worker's incarnation."""
+        return PoolKeys(self._prefix, incarnation)
+
+    def request(self, principal: str, request_id: str) -> tuple[str, str]:
+        """The record and the output of a request. Quoting keeps ("a/b", "c") from ("a", "b/c"), and
+        braces out of the hash tag."""
+        prefix = f"{self._prefix}:request:{quote(principal, safe='')}/{quote(request_id, safe='')}"
+        return f"{prefix}:record", f"{prefix}:output"
 
 
 def output_key(record_key: str) -> str:

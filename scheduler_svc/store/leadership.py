@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.errors import LeadershipLost
-from scheduler_svc.store.keys import LEADERSHIP
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,10 @@ class LeaseStore:
     that a scheduler never waits for its own lease to expire.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, key: str) -> None:
+        """`key`: that of the leadership."""
         self._connection = connection
+        self._key = key
         self._held: Leadership | None = None
         self._next_holder = secrets.token_bytes(16)
         # Replaced whenever it is set: when the lease was acquired or released.
@@ -62,7 +63,7 @@ class LeaseStore:
     async def leader(self) -> StoredLeader | None:
         """The stored leader; None if there never was one. Needs no leadership."""
         epoch, holder, address = await self._connection.execute(
-            "HMGET", LEADERSHIP, "epoch", "holder", "address"
+            "HMGET", self._key, "epoch", "holder", "address"
         )
         if epoch is None:
             return None
@@ -80,7 +81,7 @@ class LeaseStore:
         """
         holder = self._next_holder
         args = (holder, address, lease_ms, "" if lost_epoch is None else lost_epoch)
-        epoch = await self._connection.run(scripts.ACQUIRE_LEASE, (LEADERSHIP,), args)
+        epoch = await self._connection.run(scripts.ACQUIRE_LEASE, (self._key,), args)
         return self._hold(int(epoch), holder) if epoch else None
 
     async def reacquire(self, address: str) -> Leadership:
@@ -88,21 +89,21 @@ class LeaseStore:
         stale; get and open them again. StaleEpoch, without effect, if another scheduler leads."""
         held, holder = self.held, self._next_holder
         args = (held.epoch, held.holder, holder, address)
-        epoch = await self._connection.run(scripts.REACQUIRE_LEASE, (LEADERSHIP,), args)
+        epoch = await self._connection.run(scripts.REACQUIRE_LEASE, (self._key,), args)
         return self._hold(int(epoch), holder)
 
     async def renew(self) -> str:
         """Extend the lease; return Redis' run id, which changes with every restart. StaleEpoch if
         another scheduler leads, LeadershipLost if the entry is missing or has a lower epoch."""
         args = (self.held.epoch, self.held.holder)
-        run_id = await self._connection.run(scripts.RENEW_LEASE, (LEADERSHIP,), args)
+        run_id = await self._connection.run(scripts.RENEW_LEASE, (self._key,), args)
         return str(run_id.decode())
 
     async def release(self) -> None:
         """Free the lease for standbys; no effect if not held. Write nothing afterwards."""
         if self._held is not None:
             args = (self._held.epoch, self._held.holder)
-            await self._connection.run(scripts.RELEASE_LEASE, (LEADERSHIP,), args)
+            await self._connection.run(scripts.RELEASE_LEASE, (self._key,), args)
             self._held = None
             self._announce_change()
 

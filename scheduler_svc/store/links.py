@@ -25,8 +25,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException
 
-from scheduler_svc.store.keys import LEADERSHIP
-
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 _DEFAULT_SERVICE = "mymaster"
 _SENTINEL_PREFIX = "sentinel_"
@@ -70,6 +68,8 @@ class _Servers:
     uses_tls: bool
     # The monitored service of Sentinels.
     service: str
+    # The key whose node is wanted, of a cluster.
+    key: str
     # For connections to Redis itself, and to Sentinels.
     options: Mapping[str, Any]
     sentinel_options: Mapping[str, Any]
@@ -115,7 +115,7 @@ async def find_primary(servers: _Servers) -> tuple[str, int]:
 
 
 async def find_node(servers: _Servers) -> tuple[str, int]:
-    """The node of a cluster with the slot of the scheduler's keys."""
+    """The node of a cluster with the slot of the key."""
     options = {name: value for name, value in servers.options.items() if name != "db"}
     cluster = RedisCluster(
         startup_nodes=[ClusterNode(host, port) for host, port in servers.addresses],
@@ -126,7 +126,7 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
     )
     try:
         await cluster.initialize()
-        node = cluster.get_node_from_key(LEADERSHIP)
+        node = cluster.get_node_from_key(servers.key)
     except RedisClusterException as error:
         # It is no RedisError.
         raise RedisConnectionError(str(error)) from error
@@ -136,9 +136,9 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
     return str(node.host), int(node.port)
 
 
-def link_to(url: str, timeout_s: float, password: str | None = None) -> Link:
-    """A link that connects within `timeout_s` to each server. ValueError for an invalid URL.
-    `password` is used if the URL has none."""
+def link_to(url: str, timeout_s: float, password: str | None = None, key: str = "") -> Link:
+    """A link that connects within `timeout_s` to each server; of a cluster, to the node that has
+    the key. ValueError for an invalid URL. `password` is used if the URL has none."""
     scheme, _, kind = urlsplit(url).scheme.partition("+")
     options = {
         "retry": Retry(NoBackoff(), 0),
@@ -155,12 +155,17 @@ def link_to(url: str, timeout_s: float, password: str | None = None) -> Link:
             f"the URL of Redis begins with {scheme}+{kind}://; redis:// and rediss:// "
             "may have +sentinel or +cluster"
         )
-    servers = _parse(url, scheme, _DEFAULT_PORTS[kind], options, password)
+    servers = _parse(url, scheme, _DEFAULT_PORTS[kind], options, password, key)
     return GroupLink(servers, find_primary if kind == "sentinel" else find_node)
 
 
 def _parse(
-    url: str, scheme: str, default_port: int, options: Mapping[str, Any], password: str | None
+    url: str,
+    scheme: str,
+    default_port: int,
+    options: Mapping[str, Any],
+    password: str | None,
+    key: str,
 ) -> _Servers:
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -187,6 +192,7 @@ def _parse(
         addresses=addresses,
         uses_tls=scheme == "rediss",
         service=unquote(parts.path.strip("/")) or _DEFAULT_SERVICE,
+        key=key,
         options=redis_options,
         sentinel_options=parsed("", [*of_sentinels, *tls]),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from scheduler_svc.store import scripts
 from scheduler_svc.store.audit import PoolAudit
 from scheduler_svc.store.connection import Connection
-from scheduler_svc.store.keys import POOLS, PoolKeys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.leadership import Leadership
 from scheduler_svc.store.packing import (
     mapping,
@@ -34,6 +34,7 @@ class Pool:
     def __init__(
         self,
         connection: Connection,
+        keys: ShardKeys,
         leadership: Leadership,
         incarnation: int,
         num_blocks: int,
@@ -44,7 +45,8 @@ class Pool:
         self.enable_prefix_caching = enable_prefix_caching
         self._connection = connection
         self._leadership = leadership
-        self._keys = PoolKeys(incarnation)
+        self._pools_key = keys.pools
+        self._keys = keys.pool(incarnation)
 
     async def open(self, last_finished_step: int, leader_step: int = 0) -> int:
         """Take the pool over, create it if absent, and return the step to start above.
@@ -56,7 +58,7 @@ class Pool:
         PoolFault if the stored pool has another size.
         """
         keys = self._keys
-        await self._connection.execute("SADD", POOLS, self.incarnation)
+        await self._connection.execute("SADD", self._pools_key, self.incarnation)
         step = await self._run(
             scripts.OPEN_POOL,
             (*keys.blocks, keys.published),
@@ -140,7 +142,7 @@ class Pool:
     async def drop(self) -> None:
         """Delete the pool with all its keys."""
         await self._run(scripts.DROP_POOL, self._keys.all)
-        await self._connection.execute("SREM", POOLS, self.incarnation)
+        await self._connection.execute("SREM", self._pools_key, self.incarnation)
 
     async def _run(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
         leader = self._leadership

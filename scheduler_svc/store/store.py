@@ -5,16 +5,7 @@ from typing import Any, Self
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Connection
-from scheduler_svc.store.keys import (
-    ENDED,
-    LEADERSHIP,
-    POOLS,
-    REQUEST_PATTERN,
-    TENANTS,
-    PoolKeys,
-    output_key,
-    request_keys,
-)
+from scheduler_svc.store.keys import ShardKeys, output_key
 from scheduler_svc.store.leadership import Leadership, LeaseStore
 from scheduler_svc.store.packing import mapping, pack_queries, pack_u32s, unpack_matches
 from scheduler_svc.store.pool import Pool
@@ -46,16 +37,19 @@ _BYTES_PER_CALL = 1 << 20
 
 
 class Store:
-    """Everything that the scheduler keeps in Redis.
+    """Everything that the leader of one shard keeps in Redis.
 
     Every method raises StoreUnavailable; every writing one StaleEpoch once another scheduler leads,
     and LeadershipLost without a leadership or if Redis has lost it.
     """
 
-    def __init__(self, connection: Connection, lease_connection: Connection) -> None:
+    def __init__(
+        self, connection: Connection, lease_connection: Connection, keys: ShardKeys
+    ) -> None:
         self._connection = connection
         self._lease_connection = lease_connection
-        self.lease = LeaseStore(lease_connection)
+        self._keys = keys
+        self.lease = LeaseStore(lease_connection, keys.leadership)
 
     @property
     def leadership(self) -> Leadership:
@@ -68,11 +62,15 @@ class Store:
         return self._connection.num_calls
 
     @classmethod
-    def at(cls, url: str, password: str | None = None) -> Self:
+    def at(cls, url: str, password: str | None = None, shard: int = 0) -> Self:
         """Create a store that connects at the first call. `url` is `unix:///path`, `redis://` or
-        `rediss://`; ValueError for anything else. `password` is used if the URL has none."""
+        `rediss://`, the latter two also with `+sentinel` or `+cluster`; ValueError for anything
+        else. `password` is used if the URL has none."""
+        keys = ShardKeys(shard)
         return cls(
-            Connection.to(url, _TIMEOUT_S, password), Connection.to(url, _LEASE_TIMEOUT_S, password)
+            Connection.to(url, _TIMEOUT_S, password, keys.leadership),
+            Connection.to(url, _LEASE_TIMEOUT_S, password, keys.leadership),
+            keys,
         )
 
     async def close(self) -> None:
@@ -83,7 +81,12 @@ class Store:
     def pool(self, incarnation: int, num_blocks: int, enable_prefix_caching: bool = True) -> Pool:
         """The pool of a worker's incarnation under the current leadership; open it before use."""
         return Pool(
-            self._connection, self.leadership, incarnation, num_blocks, enable_prefix_caching
+            self._connection,
+            self._keys,
+            self.leadership,
+            incarnation,
+            num_blocks,
+            enable_prefix_caching,
         )
 
     async def match_pools(
@@ -94,7 +97,7 @@ class Store:
             return [[] for _ in pools]
         packed = pack_queries(queries)
         calls = [
-            (PoolKeys(pool.incarnation).blocks, packed)
+            (self._keys.pool(pool.incarnation).blocks, packed)
             for pool in pools
             if pool.enable_prefix_caching
         ]
@@ -111,20 +114,22 @@ class Store:
     async def pools(self) -> frozenset[int]:
         """Read the incarnations of all pools that were opened and not dropped."""
         return frozenset(
-            int(member) for member in await self._connection.execute("SMEMBERS", POOLS)
+            int(member) for member in await self._connection.execute("SMEMBERS", self._keys.pools)
         )
 
     async def write_tenants(self, state: bytes) -> None:
         """Replace what is stored of the tenants; delete it if empty. It is kept for a week."""
         leader = self.leadership
         args = (leader.epoch, leader.holder, _TENANTS_TTL_S, state)
-        await self._connection.run(scripts.WRITE_TENANTS, (LEADERSHIP, TENANTS), args)
+        await self._connection.run(
+            scripts.WRITE_TENANTS, (self._keys.leadership, self._keys.tenants), args
+        )
 
     async def tenants(self) -> tuple[bytes, float]:
         """Read what is stored of the tenants, empty if nothing is, and its age in seconds by
         Redis' clock. Needs no leadership."""
         (seconds, micros), (state, written_ms) = await self._connection.snapshot(
-            ("TIME",), ("HMGET", TENANTS, "state", "written_ms")
+            ("TIME",), ("HMGET", self._keys.tenants, "state", "written_ms")
         )
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         # The clock may have been set back.
@@ -182,7 +187,11 @@ class Store:
         packed = [part for e in endings for part in (e.state.value, e.status, e.num_cached_tokens)]
         await self._connection.run(
             scripts.FINISH_RECORDS,
-            (LEADERSHIP, ENDED, *_keys_of([ending.key for ending in endings])),
+            (
+                self._keys.leadership,
+                self._keys.ended,
+                *self._request_keys([ending.key for ending in endings]),
+            ),
             (leader.epoch, leader.holder, ttl_s, finished_max_bytes, *packed),
         )
 
@@ -194,7 +203,7 @@ class Store:
 
     async def load(self, key: RequestKey) -> StoredRequest | None:
         """Read the record of a request, live or ended; None if there is none."""
-        record, output = request_keys(key.principal, key.request_id)
+        record, output = self._keys.request(key.principal, key.request_id)
         fields, tokens = await self._connection.snapshot(("HGETALL", record), ("HGETALL", output))
         return unpack_request(mapping(fields), mapping(tokens)) if fields else None
 
@@ -226,7 +235,7 @@ class Store:
         cursor = None
         while cursor != b"0":
             cursor, found = await self._connection.execute(
-                "SCAN", cursor or 0, "MATCH", REQUEST_PATTERN, "COUNT", _SCANNED_PER_CALL
+                "SCAN", cursor or 0, "MATCH", self._keys.request_pattern, "COUNT", _SCANNED_PER_CALL
             )
             names.update(found)
         return [name.decode() for name in names]
@@ -237,12 +246,13 @@ class Store:
             return None
         leader = self.leadership
         return await self._connection.run(
-            script, (LEADERSHIP, *_keys_of(requests)), (leader.epoch, leader.holder, *args)
+            script,
+            (self._keys.leadership, *self._request_keys(requests)),
+            (leader.epoch, leader.holder, *args),
         )
 
-
-def _keys_of(requests: Sequence[RequestKey]) -> list[str]:
-    return [key for r in requests for key in request_keys(r.principal, r.request_id)]
+    def _request_keys(self, requests: Sequence[RequestKey]) -> list[str]:
+        return [key for r in requests for key in self._keys.request(r.principal, r.request_id)]
 
 
 def _chunks(requests: Sequence[StoredRequest]) -> Iterator[list[tuple[StoredRequest, bytes]]]:

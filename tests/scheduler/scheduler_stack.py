@@ -24,7 +24,9 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.keys import LEADERSHIP
+from scheduler_svc.store.keys import ShardKeys
+
+KEYS = ShardKeys(0)
 
 CANCELLED, ALREADY_EXISTS, NOT_FOUND, ABORTED, INTERNAL, UNAVAILABLE = 1, 6, 5, 10, 13, 14
 
@@ -454,8 +456,8 @@ class Stack:
     def expire_lease(self) -> None:
         """Expire the lease in Redis."""
         with redis.Redis.from_url(self.redis_url) as client:
-            if client.hexists(LEADERSHIP, "holder"):
-                client.hset(LEADERSHIP, "renewed_ms", 0)
+            if client.hexists(KEYS.leadership, "holder"):
+                client.hset(KEYS.leadership, "renewed_ms", 0)
 
     async def start_worker(self, name: str, worker: CheckingWorker, *aliases: str) -> None:
         server = grpc.aio.server()

@@ -9,8 +9,10 @@ from scheduler_svc.engine import detached_pools
 from scheduler_svc.engine.detached_pools import DetachedPools
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.store.errors import StaleEpoch
-from scheduler_svc.store.keys import PoolKeys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
+
+KEYS = ShardKeys(0)
 
 INCARNATION = 0xFEED
 
@@ -42,7 +44,7 @@ async def next_leader(store: Store) -> DetachedPools:
 
 def pass_time(client: redis.Redis, seconds: float) -> None:
     """Let the pool be detached for longer."""
-    state = PoolKeys(INCARNATION).state
+    state = KEYS.pool(INCARNATION).state
     client.hset(
         state, "detached_ms", int(client.hget(state, "detached_ms")) - round(seconds * 1000)
     )
@@ -91,4 +93,4 @@ async def test_a_former_leader_does_not_detach_a_pool(store, redis_url, redis_cl
     await store.pool(INCARNATION, num_blocks=11).open(last_finished_step=0)
     with pytest.raises(StaleEpoch):
         await former.detach()
-    assert redis_client.hget(PoolKeys(INCARNATION).state, "detached_ms") is None
+    assert redis_client.hget(KEYS.pool(INCARNATION).state, "detached_ms") is None

@@ -9,7 +9,9 @@ from scheduler_load import Load, worker_name
 from scheduler_stack import running_stack
 from waiting import until
 
-from scheduler_svc.store.keys import LEADERSHIP
+from scheduler_svc.store.keys import ShardKeys
+
+KEYS = ShardKeys(0)
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +51,7 @@ async def test_no_request_is_lost_when_a_replica_is_promoted(tmp_path, sockets, 
 
 def _started(kind: str, directory: Path) -> tuple[Cluster | Sentinels, Server]:
     if kind == "cluster":
-        cluster = Cluster(directory, LEADERSHIP)
+        cluster = Cluster(directory, KEYS.leadership)
         return cluster, cluster.owner
     sentinels = Sentinels(directory)
     return sentinels, sentinels.primary

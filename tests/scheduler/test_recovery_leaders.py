@@ -12,9 +12,11 @@ from quire.internal.v1 import worker_pb2
 from scheduler_svc.lane.worker_stream import WorkerStream
 from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.store.errors import StaleEpoch
-from scheduler_svc.store.keys import PoolKeys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.types import Commit, CommitReply
+
+KEYS = ShardKeys(0)
 
 
 async def running(
@@ -155,7 +157,7 @@ async def test_a_choice_that_ended_is_recorded_before_its_tokens_leave_the_journ
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:
         received = await second_choice_running(stack, worker)
         # More tokens than that are the first choice's.
-        await until(lambda: redis_client.xlen(PoolKeys(1).journal) < 30, "the journal's trim")
+        await until(lambda: redis_client.xlen(KEYS.pool(1).journal) < 30, "the journal's trim")
         gateway = await succeeded(stack, is_killed=True)
         worker.gate.set()
         [again] = await gateway.wait_ended(await gateway.submit_again(received))
@@ -171,7 +173,7 @@ async def test_a_choice_that_ended_is_recorded_before_its_pool_is_dropped(
         other.gate.clear()
         await stack.stop_worker("a")
         await stack.start_worker("a", other)
-        await until(lambda: not redis_client.exists(PoolKeys(1).journal), "the pool's end")
+        await until(lambda: not redis_client.exists(KEYS.pool(1).journal), "the pool's end")
         gateway = await succeeded(stack, is_killed=True)
         other.gate.set()
         [again] = await gateway.wait_ended(await gateway.submit_again(received))

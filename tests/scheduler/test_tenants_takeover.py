@@ -10,7 +10,9 @@ from quire.internal.v1.scheduler_pb2 import TenantPolicy
 from scheduler_svc.core.tenants import TenantsState
 from scheduler_svc.engine import tenant_writer
 from scheduler_svc.engine.tenant_writer import from_json
-from scheduler_svc.store.keys import TENANTS
+from scheduler_svc.store.keys import ShardKeys
+
+KEYS = ShardKeys(0)
 
 LIMITED = TenantPolicy(weight=2, requests_per_minute=2)
 
@@ -47,7 +49,7 @@ async def reason(stack: Stack) -> str:
 
 
 def stored(client: redis.Redis) -> TenantsState:
-    state = client.hget(TENANTS, "state")
+    state = client.hget(KEYS.tenants, "state")
     return from_json(state, 0.0) if state else TenantsState()
 
 
@@ -83,7 +85,7 @@ async def test_a_leader_that_lost_redis_knows_its_tenants(redis_url, sockets):
             await until(
                 lambda: stack.scheduler.leading and stack.engine is not engine, "another term"
             )
-            await until(lambda: client.exists(TENANTS), "the state, stored again")
+            await until(lambda: client.exists(KEYS.tenants), "the state, stored again")
         await until(lambda: bool(stack.engine.lanes), "a worker")
         assert await reason(stack) == "REQUESTS_PER_MINUTE"
 
@@ -95,7 +97,7 @@ async def test_a_new_leader_starts_anew_if_the_state_is_lost_or_malformed(redis_
         await until(lambda: successor.is_standby, "a standby")
         await previous.kill()
         with redis.Redis.from_url(redis_url) as client:
-            client.hset(TENANTS, "state", "{")
+            client.hset(KEYS.tenants, "state", "{")
         stack.expire_lease()
         assert (await serve(stack, "t", "3", tenant=LIMITED)).is_whole
 
@@ -105,4 +107,4 @@ async def test_nothing_is_stored_without_keys(redis_url, sockets):
         assert (await serve(stack, "", "1")).is_whole
         await stack.member.drain()
         with redis.Redis.from_url(redis_url) as client:
-            assert not client.exists(TENANTS)
+            assert not client.exists(KEYS.tenants)

@@ -8,9 +8,11 @@ import pytest
 import redis
 
 from scheduler_svc.store.errors import LeadershipLost, StaleEpoch
-from scheduler_svc.store.keys import LEADERSHIP
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.leadership import StoredLeader
 from scheduler_svc.store.store import Store
+
+KEYS = ShardKeys(0)
 
 LEASE_MS = 3000
 HOUR_MS = 3_600_000
@@ -18,7 +20,7 @@ HOUR_MS = 3_600_000
 
 def age_lease(client: redis.Redis, by_ms: int) -> None:
     """Move the leader's last renewal into the past."""
-    client.hincrby(LEADERSHIP, "renewed_ms", -by_ms)
+    client.hincrby(KEYS.leadership, "renewed_ms", -by_ms)
 
 
 async def test_there_is_no_leader_before_the_first_acquisition(standby: Store) -> None:
@@ -42,11 +44,11 @@ async def test_every_scheduler_can_read_the_leader(
     seconds, _ = redis_client.time()
     assert abs(own.epoch - seconds * 1000) < 60_000
     assert (await standby.lease.leader()).address == "first"
-    stored = redis_client.hgetall(LEADERSHIP)
+    stored = redis_client.hgetall(KEYS.leadership)
     assert (int(stored[b"epoch"]), stored[b"holder"]) == (own.epoch, own.holder)
     age_lease(redis_client, HOUR_MS)
     assert await store.lease.renew() == redis_client.info("server")["run_id"]
-    renewed_ms = int(redis_client.hget(LEADERSHIP, "renewed_ms"))
+    renewed_ms = int(redis_client.hget(KEYS.leadership, "renewed_ms"))
     assert 0 <= redis_client.time()[0] * 1000 - renewed_ms + 1000 < HOUR_MS
 
 
@@ -81,13 +83,13 @@ async def test_the_lease_of_a_leader_that_has_ended_is_free(
 async def test_a_leaders_late_renewal_after_the_takeover_changes_nothing(
     store: Store, successor: Store, redis_client: redis.Redis
 ) -> None:
-    before = redis_client.hgetall(LEADERSHIP)
+    before = redis_client.hgetall(KEYS.leadership)
     with pytest.raises(StaleEpoch):
         await store.lease.renew()
     with pytest.raises(StaleEpoch):
         await store.lease.reacquire("first")
     await store.lease.release()
-    assert redis_client.hgetall(LEADERSHIP) == before
+    assert redis_client.hgetall(KEYS.leadership) == before
     await successor.lease.renew()
 
 
@@ -98,7 +100,7 @@ async def test_a_released_lease_is_acquired_at_once(
     await store.lease.release()
     await store.lease.release()  # as after a lost reply
     assert (await standby.lease.leader()).address == ""
-    assert redis_client.hgetall(LEADERSHIP) == {b"epoch": b"%d" % previous.epoch}
+    assert redis_client.hgetall(KEYS.leadership) == {b"epoch": b"%d" % previous.epoch}
     with pytest.raises(LeadershipLost):
         await store.lease.renew()
     taken = await standby.lease.acquire("second", LEASE_MS)
@@ -118,7 +120,7 @@ async def test_of_two_standbys_that_race_for_the_lease_one_acquires_it(
     await store.lease.release()
     taken = await asyncio.gather(*(standby.lease.acquire("one", LEASE_MS) for standby in standbys))
     [winner] = [leadership for leadership in taken if leadership is not None]
-    stored = redis_client.hgetall(LEADERSHIP)
+    stored = redis_client.hgetall(KEYS.leadership)
     assert (int(stored[b"epoch"]), stored[b"holder"]) == (winner.epoch, winner.holder)
     for standby in standbys:
         await standby.close()
@@ -147,11 +149,11 @@ async def test_an_epoch_lost_with_redis_last_writes_is_followed_by_a_higher_one(
 ) -> None:
     """Redis is restored to its state before the takeover, or empty."""
     epoch = successor.leadership.epoch
-    redis_client.delete(LEADERSHIP)
+    redis_client.delete(KEYS.leadership)
     if lost == "last second":
         own = store.leadership
         older = {"epoch": own.epoch, "holder": own.holder, "address": "", "renewed_ms": own.epoch}
-        redis_client.hset(LEADERSHIP, mapping=older)
+        redis_client.hset(KEYS.leadership, mapping=older)
     with pytest.raises(LeadershipLost):
         await successor.lease.renew()
     assert (await successor.lease.reacquire("second")).epoch > epoch
@@ -163,7 +165,7 @@ async def test_an_epoch_lost_with_redis_last_writes_is_followed_by_a_higher_one(
 async def test_a_standby_that_precedes_a_leader_without_an_entry_has_the_higher_epoch(
     store: Store, standby: Store, redis_client: redis.Redis
 ) -> None:
-    redis_client.delete(LEADERSHIP)
+    redis_client.delete(KEYS.leadership)
     taken = await standby.lease.acquire("second", LEASE_MS)
     assert taken is not None
     assert taken.epoch > store.leadership.epoch
@@ -175,12 +177,12 @@ async def test_epochs_rise_even_if_redis_clock_was_set_back(
     store: Store, standby: Store, redis_client: redis.Redis
 ) -> None:
     ahead = store.leadership.epoch + 10**9
-    redis_client.hset(LEADERSHIP, mapping={"epoch": ahead, "renewed_ms": ahead})
+    redis_client.hset(KEYS.leadership, mapping={"epoch": ahead, "renewed_ms": ahead})
     # After the clock was set back a standby does not wait until that time is reached again.
     taken = await standby.lease.acquire("second", LEASE_MS)
     assert taken is not None
     assert taken.epoch == ahead + 1
-    redis_client.delete(LEADERSHIP)
+    redis_client.delete(KEYS.leadership)
     assert (await standby.lease.reacquire("second")).epoch == ahead + 2
 
 

@@ -10,7 +10,7 @@ import redis
 from redis_groups import Cluster, Sentinels, running
 
 from scheduler_svc.store.errors import StoreUnavailable
-from scheduler_svc.store.keys import LEADERSHIP, TENANTS, PoolKeys, request_keys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.links import ServerLink, find_node, find_primary, link_to
 from scheduler_svc.store.requests import (
     Ending,
@@ -22,6 +22,8 @@ from scheduler_svc.store.requests import (
 )
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Admission, Commit, PrefixMatch
+
+KEYS = ShardKeys(0)
 
 _Result = TypeVar("_Result")
 
@@ -68,7 +70,7 @@ def test_an_invalid_url_of_several_servers_is_refused(url: str) -> None:
 def test_all_keys_have_one_slot() -> None:
     slots = {
         redis.crc.key_slot(key.encode())
-        for key in (LEADERSHIP, TENANTS, *PoolKeys(7).all, *request_keys("{a}", "b}{c"))
+        for key in (KEYS.leadership, KEYS.tenants, *KEYS.pool(7).all, *KEYS.request("{a}", "b}{c"))
     }
     assert len(slots) == 1
 
@@ -111,7 +113,7 @@ async def take_lead(store: Store) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, LEADERSHIP)
+    cluster = Cluster(tmp_path, KEYS.leadership)
     with running(cluster):
         yield cluster
 

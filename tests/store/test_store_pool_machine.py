@@ -23,7 +23,7 @@ from store_pool_model import PoolModel
 
 from scheduler_svc.store.errors import PoolFault, WrongStep
 from scheduler_svc.store.hashing import HashChain, root_hash
-from scheduler_svc.store.keys import PoolKeys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import (
     Admission,
@@ -33,6 +33,8 @@ from scheduler_svc.store.types import (
     Publication,
     TokenRanges,
 )
+
+KEYS = ShardKeys(0)
 
 # Blocks of one token out of two: equal chains are frequent.
 CONTENTS = st.lists(st.integers(0, 1), max_size=4)
@@ -193,7 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert step == self.model.open(finished, leader_step)
 
     async def _dump(self) -> dict[str, bytes | None]:
-        return {key: await self.redis.dump(key) for key in PoolKeys(self.pool.incarnation).all}
+        return {key: await self.redis.dump(key) for key in KEYS.pool(self.pool.incarnation).all}
 
     async def _restore(self, dumped: dict[str, bytes | None]) -> None:
         await self.redis.delete(*dumped)

@@ -9,7 +9,7 @@ import redis
 
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch, WrongStep
-from scheduler_svc.store.keys import PoolKeys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.requests import (
     Ending,
@@ -29,6 +29,8 @@ from scheduler_svc.store.types import (
     PrefixMatch,
     TokenRanges,
 )
+
+KEYS = ShardKeys(0)
 
 HASH = bytes(32)
 OTHER_HASH = bytes(31) + b"\x01"
@@ -142,7 +144,7 @@ async def test_redis_is_rolled_back_behind_the_worker(
 ) -> None:
     """Block 1 has other content by now; the older Redis still has its old hash."""
     await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 1, (HASH,)),)))
-    keys = PoolKeys(pool.incarnation).all
+    keys = KEYS.pool(pool.incarnation).all
     dumped = {key: redis_client.dump(key) for key in keys if redis_client.exists(key)}
     await pool.commit(Commit(3, returned_blocks=(1,), withdrawals=(1,), removed=(1,)))
     await pool.commit(Commit(4, admissions=(Admission(2, 0, (), 1, (OTHER_HASH,)),)))

@@ -8,7 +8,7 @@ import redis
 
 from quire.service.tracing.context import TraceContext
 from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch
-from scheduler_svc.store.keys import ENDED, LEADERSHIP, request_keys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.requests import (
     Ending,
     OutputRange,
@@ -19,6 +19,8 @@ from scheduler_svc.store.requests import (
     StoredRequest,
 )
 from scheduler_svc.store.store import Store
+
+KEYS = ShardKeys(0)
 
 KEY = RequestKey("ann", "r-1")
 OTHER_KEY = RequestKey("", "r-1")
@@ -44,7 +46,7 @@ async def discard(store: Store, *keys: RequestKey) -> None:
 
 
 def ttls(client: redis.Redis, key: RequestKey = KEY) -> list[int]:
-    return [client.ttl(name) for name in request_keys(key.principal, key.request_id)]
+    return [client.ttl(name) for name in KEYS.request(key.principal, key.request_id)]
 
 
 async def test_a_record_is_read_as_it_was_written(store: Store) -> None:
@@ -73,7 +75,7 @@ async def test_a_record_of_an_earlier_version_has_no_trace(
 ) -> None:
     old = record(KEY, 1)
     await write(store, old)
-    redis_client.hdel(request_keys(KEY.principal, KEY.request_id)[0], "trace_context")
+    redis_client.hdel(KEYS.request(KEY.principal, KEY.request_id)[0], "trace_context")
     assert await store.load(KEY) == StoredRequest(old, RequestState.LIVE, {})
     assert [found.record for found in await store.load_live()] == [old]
     await store.discard([old])
@@ -243,7 +245,7 @@ async def test_ended_records_stay_below_their_limit_and_the_oldest_are_deleted(
     assert [found.record for found in await store.load_live()] == [record(sequence_id=50), again]
     await store.finish([Ending(KEY, RequestState.FINISHED)], finished_max_bytes=0)
     assert await store.load(KEY) is None
-    assert not redis_client.exists(ENDED)
+    assert not redis_client.exists(KEYS.ended)
     assert await store.load(records[19].key) is None
     await store.discard([again])
 
@@ -264,7 +266,7 @@ async def test_the_list_of_ended_records_lives_as_long_as_the_last(
     await write(store, record(sequence_id=1), record(OTHER_KEY, 2))
     await store.finish([Ending(KEY, RequestState.FINISHED)], ttl_s=1000)
     await store.finish([Ending(OTHER_KEY, RequestState.FINISHED)], ttl_s=1)
-    assert 1 < redis_client.ttl(ENDED) <= 1000
+    assert 1 < redis_client.ttl(KEYS.ended) <= 1000
 
 
 async def test_the_live_ones_are_found_among_all(store: Store) -> None:
@@ -339,9 +341,9 @@ async def test_a_leader_whose_epoch_redis_has_lost_writes_no_records(
 ) -> None:
     await write(store, record())
     if lost == "entry":
-        redis_client.delete(LEADERSHIP)
+        redis_client.delete(KEYS.leadership)
     else:
-        redis_client.hset(LEADERSHIP, mapping={"epoch": 1, "holder": store.leadership.holder})
+        redis_client.hset(KEYS.leadership, mapping={"epoch": 1, "holder": store.leadership.holder})
     for refused in writes(store):
         with pytest.raises(LeadershipLost):
             await refused
@@ -358,6 +360,6 @@ async def test_a_standby_writes_no_records(standby: Store) -> None:
 
 def test_keys_of_principals_and_ids_are_distinct() -> None:
     pairs = [("a/b", "c"), ("a", "b/c"), ("a}", "{c"), ("a", "}{c"), ("", "a"), ("a", "")]
-    keys = {request_keys(*pair) for pair in pairs}
+    keys = {KEYS.request(*pair) for pair in pairs}
     assert len(keys) == len(pairs)
     assert all(key.count("{") == key.count("}") == 1 for both in keys for key in both)

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.keys import PoolKeys
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.packing import pack_commit
 from scheduler_svc.store.scripts import SCRIPTS, Script
 from scheduler_svc.store.types import Commit
+
+KEYS = ShardKeys(0)
 
 FOLDER = Path(scripts.__file__).parent / "lua"
 LIBRARIES = {"blocks", "fencing", "free", "records", "sequences"}
@@ -45,6 +47,6 @@ def test_a_body_reads_no_more_than_its_header_names(script: Script) -> None:
 
 def test_commit_is_called_with_what_its_header_names() -> None:
     assert 3 + len(pack_commit(Commit(1))) == len(named(scripts.COMMIT, "ARGV"))
-    keys = PoolKeys(1)
+    keys = KEYS.pool(1)
     for script, passed in ((scripts.COMMIT, keys.all), (scripts.MATCH_PREFIXES, keys.blocks)):
         assert tuple(getattr(keys, name) for name in named(script, "KEYS")) == passed

@@ -4,7 +4,9 @@ import struct
 
 import redis
 
-from scheduler_svc.store.keys import POOLS, PoolKeys
+from scheduler_svc.store.keys import PoolKeys, ShardKeys
+
+KEYS = ShardKeys(0)
 
 
 class PoolWatch:
@@ -39,7 +41,7 @@ class PoolWatch:
         return [key for key in keys if self._client.ttl(key) == -1]
 
     def _pools(self) -> list[PoolKeys]:
-        return [PoolKeys(int(incarnation)) for incarnation in self._client.smembers(POOLS)]
+        return [KEYS.pool(int(incarnation)) for incarnation in self._client.smembers(KEYS.pools)]
 
     def _held(self, keys: PoolKeys) -> int:
         references = self._client.get(keys.references) or b""
