@@ -7,8 +7,9 @@ import uvloop
 
 from quire.service.lifecycle import Signals
 from quire.service.logs import configure_logging
-from scheduler_svc.server import Scheduler, leaves
+from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.shard import leaves
 from scheduler_svc.store.errors import StoreError
 
 log = structlog.get_logger()

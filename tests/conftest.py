@@ -63,8 +63,8 @@ def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
 @pytest.fixture
 def lasting_keys() -> list[str]:
     """Patterns of keys that may outlive the test without a time to live; a test adds its own.
-    The leadership and the list of pools outlive all services."""
-    return ["quire:{shard:0}:leadership", "quire:{shard:0}:pools"]
+    Leaderships, lists of pools and what schedulers know of one another outlive all services."""
+    return ["quire:{shard:*}:leadership", "quire:{shard:*}:pools", "quire:{shard:0}:cluster:*"]
 
 
 @pytest.fixture

@@ -47,9 +47,8 @@ def scheduler_metrics() -> list[Metric]:
 
     async def collect() -> list[Metric]:
         steps = StepHistograms()
-        collector = EngineCollector(steps)
         engine: Any = ScriptedEngine()
-        collector.engine = engine
+        collector = EngineCollector(steps, lambda: {0: engine})
         drafts = Counter({0: 1})
         engine.add(10, FREE).stats = LaneStats(draft_tokens=drafts, accepted_tokens=drafts)
         steps.observe(StepTiming(10, 0.1, 0.1, 0.1, 1))

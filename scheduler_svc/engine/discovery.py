@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from quire.service.addresses import NameResolver
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS
+from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.crashes import CrashHistory
 from scheduler_svc.core.view import Limits
@@ -27,6 +27,9 @@ log = structlog.get_logger()
 # Interval at which detached pools are checked, without other events.
 CHECK_S = 1.0
 RETRY_S = 0.5
+# Time for the running sequences of a worker that is given to another shard to end. Those that have
+# not are computed again by the workers that stay.
+GIVE_AWAY_S = 10.0
 
 
 class WorkerRefused(Exception):
@@ -38,16 +41,17 @@ _EXPECTED = (LaneLost, WorkerRefused, PoolFault, WrongStep, StoreUnavailable)
 
 
 class Discovery:
-    """Resolves names and retries each new address until a worker responds there.
+    """Retries each new address of the shard until a worker responds there.
 
     A worker is identified by its incarnation, not its address: an address of a worker whose lane is
     open is an alias, and retried later. An address that no longer resolves is dropped when its lane
-    ends.
+    ends; the lane of one that belongs to another shard is drained.
     """
 
     def __init__(
         self,
-        names: tuple[str, ...],
+        addresses: WorkerAddresses,
+        shard: int,
         store: Store,
         engine: Engine,
         record_writer: RecordWriter,
@@ -60,7 +64,8 @@ class Discovery:
         the connections to workers."""
         # The addresses changed, a lane ended, or discovery was halted.
         self._wake = asyncio.Event()
-        self._resolver = NameResolver(names, self._wake.set)
+        self._addresses = addresses
+        self._shard = shard
         self._store = store
         self._engine = engine
         self._options = options
@@ -76,22 +81,37 @@ class Discovery:
 
     async def run(self) -> None:
         """Keep lanes to all workers until halted. An unexpected error of any lane ends it."""
+        self._addresses.listen(self._wake.set)
+        try:
+            await self._keep_lanes()
+        finally:
+            self._addresses.stop_listening(self._wake.set)
+
+    async def _keep_lanes(self) -> None:
         lane_tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            resolving = group.create_task(self._resolver.run())
             while not self._halting:
                 self._wake.clear()
                 lane_tasks = {a: task for a, task in lane_tasks.items() if not task.done()}
-                for address in self._resolver.addresses - lane_tasks.keys():
+                for address in self._addresses.of(self._shard) - lane_tasks.keys():
                     lane_tasks[address] = group.create_task(self._serve_address(address))
                     lane_tasks[address].add_done_callback(lambda _: self._wake.set())
+                self._give_away_lanes()
                 async with self._pool_lock:
                     await self._detached.drop_expired()
                 await self._wait()
-            resolving.cancel()
             busy = {lane.address for lane in self._engine.lanes.values()}
             for address in lane_tasks.keys() - busy:
                 lane_tasks[address].cancel()
+
+    def _give_away_lanes(self) -> None:
+        """Drain the lanes of workers that belong to another shard; halt those that take long."""
+        for lane in self._engine.lanes.values():
+            if not self._addresses.is_elsewhere(lane.address, self._shard) or lane.draining:
+                continue
+            log.info("worker given away", address=lane.address)
+            lane.drain()
+            asyncio.get_running_loop().call_later(GIVE_AWAY_S, lane.halt)
 
     def halt(self) -> None:
         """Open no more lanes; `run` returns when the open ones have halted."""
@@ -133,11 +153,11 @@ class Discovery:
         self._engine.refused_workers.pop(address, None)
 
     def _is_wanted(self, address: str) -> bool:
-        return address in self._resolver.addresses and not self._halting
+        return address in self._addresses.of(self._shard) and not self._halting
 
     async def _serve(self, address: str) -> None:
         """Serve one lane, from the worker's hello to the end of its stream."""
-        host = self._resolver.host_of(address)
+        host = self._addresses.host_of(address)
         async with WorkerStream.connected(address, self._tls, host) as stream:
             incarnation = await stream.identify()
             if incarnation in self._opening or incarnation in self._engine.lanes:
@@ -157,7 +177,7 @@ class Discovery:
         """Open a worker's lane; None if discovery was halted meanwhile."""
         leadership = self._store.leadership
         # This may take as long as the worker's step, so it runs outside the lock.
-        worker = await stream.open(leadership.epoch, leadership.holder)
+        worker = await stream.open(leadership.epoch, leadership.holder, self._shard)
         if worker.incarnation != incarnation:
             raise LaneLost("another worker has started at its address")
         async with self._pool_lock:

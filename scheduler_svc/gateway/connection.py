@@ -89,6 +89,10 @@ class GatewayConnection:
         self._frame.hello.CopyFrom(hello)
         self._pending.set()
 
+    def send_cluster(self, cluster: scheduler_pb2.ClusterState) -> None:
+        self._frame.cluster.CopyFrom(cluster)
+        self._pending.set()
+
     def attach(
         self,
         group: Group,
@@ -142,6 +146,10 @@ class GatewayConnection:
 
     def send_cancellation_result(self, tag: int, found: bool) -> None:
         self._frame.cancellation_results.add(tag=tag, found=found)
+        self._pending.set()
+
+    def send_lookup_result(self, tag: int, found: bool) -> None:
+        self._frame.lookup_results.add(tag=tag, found=found)
         self._pending.set()
 
     # The Subscriber protocol

@@ -1,11 +1,14 @@
 """Dispatches gateway frames to the engine."""
 
+import asyncio
+
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import failed
 from quire.service.protocol_version import PROTOCOL_VERSION
 from scheduler_svc.core.sequence import Group
+from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.gateway.attachments import Attachments
@@ -14,6 +17,7 @@ from scheduler_svc.gateway.orphans import Orphans
 from scheduler_svc.gateway.submissions import Submissions
 from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.store.requests import RequestKey
+from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
 
 _CANCELLED = failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
@@ -29,17 +33,21 @@ class FrameHandler:
         record_writer: RecordWriter,
         lease: Lease,
         orphan_grace_s: float,
+        claims: Claims,
     ) -> None:
         self._engine = engine
         self._store = store
         self._lease = lease
         self._orphans = Orphans(orphan_grace_s, self._cancel)
         self._attachments = Attachments(engine, store, record_writer, self._orphans)
-        self._submissions = Submissions(engine, store, record_writer, self._attachments)
+        self._submissions = Submissions(engine, store, record_writer, self._attachments, claims)
+        self._lookups: set[asyncio.Task[None]] = set()
         self._connections: set[GatewayConnection] = set()
         self._is_closed = False
         self._announced_model = self._model_now()
         self._hello = self._make_hello()
+        # The state of all shards, as last announced; empty at first.
+        self._cluster = scheduler_pb2.ClusterState()
         # Recovered requests are orphans until their gateways have reconnected.
         for group in engine.live.values():
             self._orphans.add(group, client_gone=False)
@@ -52,6 +60,7 @@ class FrameHandler:
             raise leadership_ended()
         connection = GatewayConnection(self._store.leadership.epoch, self._lease.wait_held)
         connection.send_hello(self._hello)
+        connection.send_cluster(self._cluster)
         self._connections.add(connection)
         return connection
 
@@ -72,12 +81,25 @@ class FrameHandler:
             for connection in self._connections:
                 connection.send_hello(self._hello)
 
+    def announce_cluster(self, cluster: scheduler_pb2.ClusterState) -> None:
+        """Send the state of all shards to every gateway if it has changed. That of a single shard
+        is sent once."""
+        is_same = cluster == self._cluster or (
+            len(cluster.shards) == len(self._cluster.shards) == 1
+        )
+        if not is_same:
+            self._cluster = cluster
+            for connection in self._connections:
+                connection.send_cluster(cluster)
+
     def close(self) -> None:
         """End every stream after the output so far. Gateways then connect to the next leader and
         resubmit what was not accepted."""
         self._is_closed = True
         self._orphans.close()
         self._submissions.close()
+        for task in self._lookups:
+            task.cancel()
         for connection in self._connections:
             # Its requests may belong to another term when the gateway disconnects.
             connection.attached.clear()
@@ -119,10 +141,19 @@ class FrameHandler:
         for detachment in frame.detachments:
             if group := connection.attached.get(detachment.attachment):
                 self._attachments.detach(group, connection, detachment.client_gone)
+        for lookup in frame.lookups:
+            task = asyncio.create_task(self._look_up(lookup, connection))
+            self._lookups.add(task)
+            task.add_done_callback(self._lookups.discard)
         for cancellation in frame.cancellations:
             found = self._cancel(self._target(cancellation, connection))
             if cancellation.HasField("tag"):
                 connection.send_cancellation_result(cancellation.tag, found)
+
+    async def _look_up(self, lookup: scheduler_pb2.Lookup, connection: GatewayConnection) -> None:
+        key = RequestKey(lookup.request.principal, lookup.request.request_id)
+        found = key in self._engine.live or await retry_unavailable(lambda: self._store.exists(key))
+        connection.send_lookup_result(lookup.tag, found)
 
     def _target(
         self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection

@@ -1,4 +1,4 @@
-"""`SchedulerService`: one stream per gateway."""
+"""`SchedulerService`: one stream per gateway and shard."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -19,28 +19,35 @@ _Frames = AsyncIterator[scheduler_pb2.ConnectRequest]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Passes frames between streams and the handler. While this scheduler does not lead, it has no
-    handler, refuses every stream and names the leader."""
+    """Passes frames between streams and the handlers of their shards. A stream for a shard that
+    this scheduler does not lead is refused, with the leader's address."""
 
-    def __init__(self, leader_address: Callable[[], str]) -> None:
-        """`leader_address` returns an empty string while the leader is unknown."""
-        self.handler: FrameHandler | None = None
+    def __init__(
+        self,
+        handler_of: Callable[[int], FrameHandler | None],
+        leader_address: Callable[[int], str],
+    ) -> None:
+        """`handler_of` returns None for a shard that this process does not lead; `leader_address`
+        an empty string while the leader of a shard is unknown."""
+        self._handler_of = handler_of
         self._leader_address = leader_address
 
     async def Connect(  # type: ignore[override]  # noqa: N802
         self, request_iterator: _Frames, context: _Context
     ) -> None:
         """Serve one stream. Writes frames to the context, which raises failed writes here."""
-        handler = self.handler
+        first = await anext(request_iterator, None)
+        if first is None:
+            return
+        shard = first.hello.shard
+        handler = self._handler_of(shard)
         try:
             if handler is None:
-                raise standby_error(self._leader_address())
+                raise standby_error(self._leader_address(shard))
             connection = handler.connect()
         except RequestError as error:
-            # A refusal before the first frame is read would reach the gateway as a failed write.
-            await anext(request_iterator, None)
             await abort(context, error)
-        reader = asyncio.create_task(_read(request_iterator, handler, connection))
+        reader = asyncio.create_task(_read(first, request_iterator, handler, connection))
         try:
             async for frame in connection.frames():
                 await context.write(frame)
@@ -55,14 +62,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def standby_error(leader_address: str) -> RequestError:
-    """The error of a scheduler that does not lead."""
+    """The error of a scheduler that does not lead the shard."""
     metadata = {"leader": leader_address} if leader_address else {}
     return unavailable("STANDBY", "this scheduler does not lead", metadata=metadata)
 
 
-async def _read(frames: _Frames, handler: FrameHandler, connection: GatewayConnection) -> None:
+async def _read(
+    first: scheduler_pb2.ConnectRequest,
+    frames: _Frames,
+    handler: FrameHandler,
+    connection: GatewayConnection,
+) -> None:
     """Apply frames until the gateway ends the stream or an error occurs; then close it."""
     try:
+        await handler.apply(first, connection)
         async for frame in frames:
             await handler.apply(frame, connection)
         connection.close()

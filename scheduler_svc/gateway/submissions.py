@@ -8,14 +8,16 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from google.rpc import error_details_pb2
+from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.beams import MAX_BEAM_WIDTH, MAX_CANDIDATES
-from quire.service.errors import RequestError, invalid
+from quire.service.errors import RequestError, failed, invalid
 from quire.service.tracing.context import TraceContext
 from scheduler_svc.beams.search import EarlyStopping
 from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
 from scheduler_svc.core.quotas import PrincipalLimits, Reservation
+from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import group_of
 from scheduler_svc.engine.record_writer import RecordWriter
@@ -40,8 +42,14 @@ class Submissions:
     """Accepts new requests; a submission of a live request is attached to it."""
 
     def __init__(
-        self, engine: Engine, store: Store, record_writer: RecordWriter, attachments: Attachments
+        self,
+        engine: Engine,
+        store: Store,
+        record_writer: RecordWriter,
+        attachments: Attachments,
+        claims: Claims,
     ) -> None:
+        self._claims = claims
         self._engine = engine
         self._store = store
         self._record_writer = record_writer
@@ -124,7 +132,8 @@ class Submissions:
     async def _record(self, new: list["_NewRequest"], connection: GatewayConnection) -> None:
         with self._engine.arrivals.pending(len(new)):
             try:
-                outcomes = await self._store_records(new)
+                new = await self._claim(new, connection)
+                outcomes = await self._store_records(new) if new else []
             except StoreError:
                 self._record_writer.discard(request.record for request in new)
                 for request in new:
@@ -142,6 +151,27 @@ class Submissions:
                     await self._attachments.attach_known(submission, connection)
                 else:
                     connection.reject(submission.attachment, id_taken(submission.request_id))
+
+    async def _claim(
+        self, new: list["_NewRequest"], connection: GatewayConnection
+    ) -> list["_NewRequest"]:
+        """Claim the ids that clients chose; return the requests that are this shard's. Gateways
+        send the others to the shards that have their ids."""
+        chosen = [request for request in new if request.submission.has_client_id]
+        if not (chosen and self._claims.is_needed):
+            return new
+        shards = await self._claims.claim([request.record.key for request in chosen])
+        elsewhere = {
+            request.record.key: shard
+            for request, shard in zip(chosen, shards, strict=True)
+            if shard != self._claims.shard
+        }
+        for request in new:
+            if request.record.key in elsewhere:
+                self._end_reservation(request, is_accepted=False)
+                shard = elsewhere[request.record.key]
+                connection.reject(request.submission.attachment, other_shard(shard))
+        return [request for request in new if request.record.key not in elsewhere]
 
     def _end_reservation(self, request: "_NewRequest", is_accepted: bool) -> None:
         """End a reservation; the engine counts accepted requests as live."""
@@ -177,6 +207,16 @@ class _NewRequest:
     record: RequestRecord
     # None if it was accepted before.
     reservation: Reservation | None
+
+
+def other_shard(shard: int) -> RequestError:
+    """The error with which a gateway sends a request to another shard."""
+    return failed(
+        StatusCode.ABORTED,
+        "OTHER_SHARD",
+        f"shard {shard} has the request",
+        metadata={"shard": str(shard)},
+    )
 
 
 def _reason_of(error: RequestError) -> str:

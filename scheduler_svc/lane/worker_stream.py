@@ -91,13 +91,14 @@ class WorkerStream:
         except grpc.aio.AioRpcError as error:
             raise LaneLost(_why(error)) from error
 
-    async def open(self, epoch: int, holder: bytes) -> WorkerInfo:
-        """Open the lane under a leadership and return the worker's hello, which it sends after its
-        running step. LaneLost without a hello."""
+    async def open(self, epoch: int, holder: bytes, shard: int = 0) -> WorkerInfo:
+        """Open the lane under a shard's leadership and return the worker's hello, which it sends
+        after its running step. LaneLost without a hello."""
         opening = worker_pb2.OpenLane(
             epoch=epoch,
             holder=holder,
             protocol_version=PROTOCOL_VERSION,
+            shard=shard,
         )
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):

@@ -33,10 +33,11 @@ class _End(Enum):
 
 
 class LeaderWatch:
-    """Watches one leader at a time. `on_lost` is called once when it has ended or released the
-    lease. An error about it costs a change of the leader and nothing else: epochs fence."""
+    """Watches one leader at a time. `on_lost` is called once, with whether the leader's process has
+    ended or else released the lease. An error about it costs a change of the leader and nothing
+    else: epochs fence."""
 
-    def __init__(self, tls: TLS | None, on_lost: Callable[[StoredLeader], None]) -> None:
+    def __init__(self, tls: TLS | None, on_lost: Callable[[StoredLeader, bool], None]) -> None:
         # Whether the leader has responded that it leads.
         self.is_watching = False
         self._tls = tls
@@ -79,7 +80,7 @@ class LeaderWatch:
                 else "the leader has ended"
             )
             log.info(what, address=leader.address, epoch=leader.epoch)
-            self._on_lost(leader)
+            self._on_lost(leader, end is not _End.GIVEN_UP)
 
     async def _watch_once(
         self,

@@ -1,6 +1,6 @@
-"""`LeadershipService`: lets standbys watch this process's hold of the lease."""
+"""`LeadershipService`: lets standbys watch this process's hold of a lease."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -14,16 +14,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LeadershipServicer(leadership_pb2_grpc.LeadershipServiceServicer):
-    """Without a store, before the start, it has made no acquisition."""
+    """Knows the leases of all shards."""
 
-    def __init__(self) -> None:
-        self.lease: LeaseStore | None = None
+    def __init__(self, leases: Callable[[], Iterable[LeaseStore]]) -> None:
+        self._leases = leases
 
     async def Watch(  # noqa: N802
         self, request: leadership_pb2.WatchRequest, context: _Context
     ) -> AsyncIterator[leadership_pb2.WatchResponse]:
-        lease = self.lease
-        if lease is None or not lease.is_own(request.holder):
+        lease = next((one for one in self._leases() if one.is_own(request.holder)), None)
+        if lease is None:
             message = "this process is not the holder"
             await abort(context, failed(StatusCode.FAILED_PRECONDITION, "NOT_HOLDER", message))
         yield leadership_pb2.WatchResponse()

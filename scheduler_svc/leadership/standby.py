@@ -1,4 +1,4 @@
-"""Competes for leadership while another scheduler leads.
+"""Competes for the leadership of a shard while another scheduler leads it.
 
 It polls the lease, and watches the leader's process, whose end frees the lease early.
 """
@@ -10,6 +10,7 @@ import time
 import structlog
 
 from quire.service.tls import TLS
+from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.leadership.leader_watch import LeaderWatch
 from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
 from scheduler_svc.store.leadership import Leadership, LeaseStore, StoredLeader
@@ -17,16 +18,28 @@ from scheduler_svc.store.leadership import Leadership, LeaseStore, StoredLeader
 log = structlog.get_logger()
 
 TRY_INTERVAL_S = 0.25
+# A lease that is free is left to the scheduler that should lead for so long.
+YIELD_S = 0.5
 
 
 class Standby:
     """A scheduler that does not lead: it polls the lease and acquires it once it is free."""
 
     def __init__(
-        self, store: LeaseStore, address: str, lease_s: float, peer_tls: TLS | None = None
+        self,
+        store: LeaseStore,
+        address: str,
+        lease_s: float,
+        peer_tls: TLS | None,
+        membership: Membership,
+        shard: int,
     ) -> None:
         """`peer_tls` is for connections to the leader."""
         self._store = store
+        self._membership = membership
+        self._shard = shard
+        # Since when the lease is known to be free, of time.monotonic; None if it is held.
+        self._free_since: float | None = None
         self._address = address
         self._lease_s = lease_s
         # The leader's address as last read; empty if unknown.
@@ -49,15 +62,17 @@ class Standby:
 
     async def acquire(self) -> Leadership:
         """Wait until the lease is acquired."""
+        self._free_since = None
         try:
             while True:
                 self._is_lost.clear()
                 leadership = await self._try_acquire()
                 if leadership is not None:
                     return leadership
+                is_known = self._membership.is_known
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TRY_INTERVAL_S):
-                        await self._is_lost.wait()
+                        await (self._is_lost if is_known.is_set() else is_known).wait()
         finally:
             self._watch.stop()
 
@@ -83,10 +98,15 @@ class Standby:
             self.redis_error = None
             if leader is not None and leader.address not in ("", self._address):
                 self._watch.watch(leader)
-            if time.monotonic() < self._not_before:
+            if time.monotonic() < self._not_before or not self._membership.is_known.is_set():
                 return None
+            lease_s = self._lease_s
+            if not self._membership.is_owner(self._shard):
+                if self._must_yield(leader):
+                    return None
+                lease_s += YIELD_S
             lost_epoch = leader.epoch if leader and leader == self._lost_leader else None
-            lease_ms = round(self._lease_s * 1000)
+            lease_ms = round(lease_s * 1000)
             return await self._store.acquire(self._address, lease_ms, lost_epoch)
         except StoreUnavailable as error:
             self._has_lost_redis = True
@@ -96,6 +116,17 @@ class Standby:
                 log.error("Redis unavailable", why=self.redis_error)
             return None
 
-    def _on_lost(self, leader: StoredLeader) -> None:
+    def _must_yield(self, leader: StoredLeader | None) -> bool:
+        """Whether the lease was found to be free just now, so that its owner may acquire it."""
+        if leader is not None and leader.holder and leader != self._lost_leader:
+            self._free_since = None
+            return False
+        now = time.monotonic()
+        self._free_since = now if self._free_since is None else self._free_since
+        return now - self._free_since < YIELD_S
+
+    def _on_lost(self, leader: StoredLeader, has_ended: bool) -> None:
+        if has_ended:
+            self._membership.mark_ended(leader.address)
         self._lost_leader = leader
         self._is_lost.set()

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import Metric
@@ -15,7 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from scheduler_svc.core.histogram import Histogram
-from scheduler_svc.core.stats import LaneStats
+from scheduler_svc.core.stats import EngineStats, LaneStats
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.operations.step_histograms import StepHistograms, WorkerHistograms
@@ -126,6 +126,29 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
         lambda stats: stats.worker_busy_ns / _NS_PER_S,
     ),
 )
+_LEVELS: Final[tuple[tuple[str, str, Callable[[Engine], float]], ...]] = (
+    (
+        "quire:num_requests_waiting",
+        "Sequences that wait for a row, assigned to a worker or not.",
+        lambda engine: (
+            len(engine.waiting) + sum(len(lane.assigned) for lane in engine.lanes.values())
+        ),
+    ),
+    (
+        "quire:num_queued_tokens",
+        "Tokens of queued requests that are not assigned to a worker.",
+        lambda engine: engine.waiting.num_tokens,
+    ),
+)
+_TOTALS: Final[tuple[tuple[str, str, Callable[[EngineStats], float]], ...]] = (
+    ("quire:requests_accepted", "Accepted requests.", lambda stats: stats.num_accepted),
+    ("quire:requests_refused", "Refused requests.", lambda stats: stats.num_refused),
+    (
+        "quire:sequences_recovered",
+        "Sequences requeued because their worker was lost.",
+        lambda stats: stats.num_recovered,
+    ),
+)
 _COUNTERS_BY_POSITION: Final[tuple[tuple[str, str, Callable[[LaneStats], Counter[int]]], ...]] = (
     (
         "quire:spec_decode_num_draft_tokens_per_pos",
@@ -165,11 +188,14 @@ _HISTOGRAMS: Final[tuple[tuple[str, str, Callable[[WorkerHistograms], Histogram]
 class EngineCollector(Collector):
     """Serves scrapes, which run on other threads, by reading on the event loop's thread.
 
-    Without an engine, while another scheduler leads, it reports only `quire:leader`.
+    Without an engine, while others lead, it reports only `quire:leader` and `quire:num_shards`.
     """
 
-    def __init__(self, steps: StepHistograms) -> None:
-        self.engine: Engine | None = None
+    def __init__(
+        self, steps: StepHistograms, engines: Callable[[], Mapping[int, Engine | None]]
+    ) -> None:
+        """`engines` returns those of all shards, None for shards that others lead."""
+        self._engines = engines
         self._steps = steps
         self._loop = asyncio.get_running_loop()
 
@@ -178,19 +204,25 @@ class EngineCollector(Collector):
         return reading.result(_READ_TIMEOUT_S)
 
     async def _read(self) -> list[Metric]:
-        engine = self.engine
+        by_shard = self._engines()
         leads = GaugeMetricFamily(
             "quire:leader",
-            "1 if this scheduler leads, 0 if it is a standby.",
-            engine is not None,
+            "1 if this scheduler leads the shard, 0 if it is a standby.",
+            labels=["shard"],
         )
-        if engine is None:
-            return [leads]
-        lanes = list(engine.lanes.values())
+        for shard, engine in by_shard.items():
+            leads.add_metric([str(shard)], engine is not None)
+        num_shards = GaugeMetricFamily("quire:num_shards", "Shards of all schedulers.")
+        num_shards.add_metric([], len(by_shard))
+        engines = {str(shard): engine for shard, engine in by_shard.items() if engine is not None}
+        if not engines:
+            return [leads, num_shards]
+        lanes = [lane for engine in engines.values() for lane in engine.lanes.values()]
         return [
             leads,
-            *_of_engine(engine),
-            *of_tenants(engine),
+            num_shards,
+            *_of_engines(engines),
+            *of_tenants(engines),
             *_of_lanes(lanes),
             *self._of_steps(lanes),
         ]
@@ -205,40 +237,33 @@ class EngineCollector(Collector):
             yield family
 
 
-def _of_engine(engine: Engine) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "quire:num_requests_waiting",
-        "Sequences that wait for a row, assigned to a worker or not.",
-        len(engine.waiting) + sum(len(lane.assigned) for lane in engine.lanes.values()),
-    )
-    yield GaugeMetricFamily(
-        "quire:num_queued_tokens",
-        "Tokens of queued requests that are not assigned to a worker.",
-        engine.waiting.num_tokens,
-    )
-    stats = engine.stats
-    yield CounterMetricFamily("quire:requests_accepted", "Accepted requests.", stats.num_accepted)
-    yield CounterMetricFamily("quire:requests_refused", "Refused requests.", stats.num_refused)
-    yield CounterMetricFamily(
-        "quire:sequences_recovered",
-        "Sequences requeued because their worker was lost.",
-        stats.num_recovered,
-    )
+def _of_engines(engines: Mapping[str, Engine]) -> Iterator[Metric]:
+    for name, meaning, level_of in _LEVELS:
+        gauge = GaugeMetricFamily(name, meaning, labels=["shard"])
+        for shard, engine in engines.items():
+            gauge.add_metric([shard], level_of(engine))
+        yield gauge
+    for name, meaning, total_of in _TOTALS:
+        counter = CounterMetricFamily(name, meaning, labels=["shard"])
+        for shard, engine in engines.items():
+            counter.add_metric([shard], total_of(engine.stats))
+        yield counter
     waited = HistogramMetricFamily(
         "quire:request_queue_time_seconds",
         "Time from a request's acceptance to its first row.",
-        labels=["tenant_class"],
+        labels=["tenant_class", "shard"],
     )
-    for tenant_class, histogram in stats.queue_times.by_class.items():
-        waited.add_metric([tenant_class], _buckets(histogram), histogram.sum)
-    yield waited
     ended = CounterMetricFamily(
         "quire:sequences_ended",
         "Ended choices by end reason, failed requests by gRPC status code in lower case.",
-        labels=["reason"],
+        labels=["reason", "shard"],
     )
-    for reason, count in stats.ended.items():
-        ended.add_metric([reason], count)
+    for shard, engine in engines.items():
+        for tenant_class, histogram in engine.stats.queue_times.by_class.items():
+            waited.add_metric([tenant_class, shard], _buckets(histogram), histogram.sum)
+        for reason, count in engine.stats.ended.items():
+            ended.add_metric([reason, shard], count)
+    yield waited
     yield ended
 
 

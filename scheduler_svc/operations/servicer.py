@@ -3,14 +3,17 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
 import structlog
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
-from quire.service.errors import abort, unavailable
+from quire.service.errors import abort, invalid, unavailable
+from scheduler_svc.cluster.cluster_map import MAX_SHARDS
+from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.gateway.servicer import standby_error
 from scheduler_svc.lane.lane import Lane
@@ -25,37 +28,46 @@ _CACHED: Final = 2
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
-    """Without an engine, while this scheduler does not lead, it refuses every call."""
+@dataclass(frozen=True)
+class LedShard:
+    """A shard that this process leads."""
 
-    def __init__(self, leader_address: Callable[[], str]) -> None:
-        """`leader_address` returns an empty string while the leader is unknown."""
+    engine: Engine
+    epoch: int
+    # Raises the number of shards to this one; None unless it is shard 0. Raises StoreError.
+    add_shards: Callable[[int], Awaitable[None]] | None = None
+
+
+class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
+    """A call about a shard that this process does not lead is refused."""
+
+    def __init__(
+        self,
+        led_shard: Callable[[int], LedShard | None],
+        leader_address: Callable[[int], str],
+        membership: Callable[[], Membership | None],
+    ) -> None:
+        """`led_shard` returns None for a shard that this process does not lead; `leader_address`
+        an empty string while the leader of a shard is unknown; `membership` None before the
+        start."""
+        self._led_shard = led_shard
         self._leader_address = leader_address
-        self._engine: Engine | None = None
-        self._epoch = 0
+        self._membership = membership
         self._maps = BlockMaps()
         self._started_s = time.monotonic()
-
-    def start_leading(self, engine: Engine, epoch: int) -> None:
-        """Serve calls for this engine."""
-        self._engine, self._epoch = engine, epoch
-
-    def stop_leading(self) -> None:
-        """Refuse calls: this scheduler no longer leads."""
-        self._engine = None
 
     async def GetStatus(  # noqa: N802
         self, request: operations_pb2.GetStatusRequest, context: _Context
     ) -> operations_pb2.GetStatusResponse:
-        engine = await self._served(context)
-        maps = await self._maps.of(dict(engine.lanes)) if request.with_block_maps else {}
-        return _status_of(engine, self._epoch, time.monotonic() - self._started_s, maps)
+        led = await self._led(request.shard, context)
+        maps = await self._maps.of(dict(led.engine.lanes)) if request.with_block_maps else {}
+        return _status_of(led.engine, led.epoch, time.monotonic() - self._started_s, maps)
 
     async def ResetPrefixCache(  # noqa: N802
         self, request: operations_pb2.ResetPrefixCacheRequest, context: _Context
     ) -> operations_pb2.ResetPrefixCacheResponse:
-        engine = await self._served(context)
-        lanes = list(engine.lanes.values())
+        led = await self._led(request.shard, context)
+        lanes = list(led.engine.lanes.values())
         try:
             counts = await asyncio.gather(*(lane.reset_prefix_cache() for lane in lanes))
         except StoreError as error:
@@ -63,10 +75,53 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
         log.info("prefix caches reset", workers=len(lanes), blocks=sum(counts))
         return operations_pb2.ResetPrefixCacheResponse(num_blocks=sum(counts))
 
-    async def _served(self, context: _Context) -> Engine:
-        if self._engine is None:
-            await abort(context, standby_error(self._leader_address()))
-        return self._engine
+    async def GetCluster(  # noqa: N802
+        self, request: operations_pb2.GetClusterRequest, context: _Context
+    ) -> operations_pb2.GetClusterResponse:
+        membership = self._membership()
+        if membership is None or not membership.is_known.is_set():
+            await abort(context, unavailable("REDIS_AWAY", "the scheduler has not reached Redis"))
+        return _cluster_of(membership)
+
+    async def SetNumShards(  # noqa: N802
+        self, request: operations_pb2.SetNumShardsRequest, context: _Context
+    ) -> operations_pb2.SetNumShardsResponse:
+        led = await self._led(0, context)
+        membership = self._membership()
+        assert led.add_shards is not None
+        assert membership is not None
+        present = membership.map.num_shards
+        if not present <= request.num_shards <= MAX_SHARDS:
+            message = f"must be from {present}, the present number, to {MAX_SHARDS}"
+            await abort(context, invalid("num_shards", "NUM_SHARDS_OUT_OF_RANGE", message))
+        try:
+            await led.add_shards(request.num_shards)
+        except StoreError as error:
+            await abort(context, unavailable("STORE_FAILED", f"the number is not changed: {error}"))
+        return operations_pb2.SetNumShardsResponse()
+
+    async def _led(self, shard: int, context: _Context) -> LedShard:
+        led = self._led_shard(shard)
+        if led is None:
+            await abort(context, standby_error(self._leader_address(shard)))
+        return led
+
+
+def _cluster_of(membership: Membership) -> operations_pb2.GetClusterResponse:
+    loads, workers = membership.loads, membership.map.workers
+    return operations_pb2.GetClusterResponse(
+        shards=[
+            operations_pb2.ClusterShard(
+                leader=load.leader,
+                workers=sorted(address for address, of in workers.items() if of == shard),
+                num_workers=load.num_workers,
+                num_live=load.num_live,
+                num_waiting=load.num_waiting,
+            )
+            for shard, load in enumerate(loads)
+        ],
+        schedulers=sorted(membership.members.values()),
+    )
 
 
 def _status_of(

@@ -4,7 +4,7 @@ Their series are bounded by the API keys: a principal is a tenant of a keys file
 keys have an empty principal and no series.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import Metric
@@ -32,34 +32,38 @@ _COUNTERS: Final[tuple[tuple[str, str, Callable[[TenantStats], int]], ...]] = (
 )
 
 
-def of_tenants(engine: Engine) -> Iterator[Metric]:
-    """Read the totals and the present usage of all tenants of this term."""
-    if engine.shares.has_tenants:
-        engine.count_output()
-    tenants = {name: stats for name, stats in engine.stats.tenants.items() if name}
-    for name, meaning, count_of in _COUNTERS:
-        counter = CounterMetricFamily(name, meaning, labels=["tenant"])
-        for tenant, stats in tenants.items():
-            counter.add_metric([tenant], count_of(stats))
+def of_tenants(engines: Mapping[str, Engine]) -> Iterator[Metric]:
+    """Read the totals and the present usage of all tenants, by shard."""
+    tenants: list[tuple[list[str], Engine, TenantStats]] = []
+    for shard, engine in engines.items():
+        if engine.shares.has_tenants:
+            engine.count_output()
+        named = [(name, stats) for name, stats in engine.stats.tenants.items() if name]
+        tenants += [([name, shard], engine, stats) for name, stats in named]
+    labels = ["tenant", "shard"]
+    for metric, meaning, count_of in _COUNTERS:
+        counter = CounterMetricFamily(metric, meaning, labels=labels)
+        for values, _, stats in tenants:
+            counter.add_metric(values, count_of(stats))
         yield counter
     refused = CounterMetricFamily(
         "quire:tenant_requests_refused",
         "Requests of the tenant that the scheduler refused, by the error's reason.",
-        labels=["tenant", "reason"],
+        labels=[*labels, "reason"],
     )
     live = GaugeMetricFamily(
         "quire:tenant_live_requests",
         "Requests of the tenant that have not ended, as its limit counts them.",
-        labels=["tenant"],
+        labels=labels,
     )
     waiting = GaugeMetricFamily(
         "quire:tenant_queued_tokens",
         "Tokens of the tenant's queued requests that are not assigned to a worker.",
-        labels=["tenant"],
+        labels=labels,
     )
-    for tenant, stats in tenants.items():
+    for values, engine, stats in tenants:
         for reason, count in stats.refused.items():
-            refused.add_metric([tenant, reason.lower()], count)
-        live.add_metric([tenant], engine.quotas.num_live(tenant))
-        waiting.add_metric([tenant], engine.waiting.num_tokens_of(tenant))
+            refused.add_metric([*values, reason.lower()], count)
+        live.add_metric(values, engine.quotas.num_live(values[0]))
+        waiting.add_metric(values, engine.waiting.num_tokens_of(values[0]))
     yield from (refused, live, waiting)

@@ -1,7 +1,7 @@
 """All Redis keys. Those of a shard share a hash tag, so that a Redis Cluster keeps them in one
 slot: scripts of pools and requests also take the leadership's key."""
 
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 
 class PoolKeys:
@@ -42,6 +42,33 @@ class ShardKeys:
         braces out of the hash tag."""
         prefix = f"{self._prefix}:request:{quote(principal, safe='')}/{quote(request_id, safe='')}"
         return f"{prefix}:record", f"{prefix}:output"
+
+    def request_of(self, record_key: str) -> tuple[str, str]:
+        """The principal and the request id of a record's key."""
+        quoted = record_key.removeprefix(f"{self._prefix}:request:").removesuffix(":record")
+        principal, _, request_id = quoted.partition("/")
+        return unquote(principal), unquote(request_id)
+
+
+class ClusterKeys:
+    """The keys of all schedulers together. They are in the slot of shard 0, whose leader is fenced
+    when it writes the map."""
+
+    def __init__(self) -> None:
+        prefix = "quire:{shard:0}:cluster"
+        self.schedulers = f"{prefix}:schedulers"
+        self.loads = f"{prefix}:loads"
+        self.map = f"{prefix}:map"
+
+
+def ids_prefix(part: int) -> str:
+    """What the keys of one part of the directory of ids begin with."""
+    return f"quire:{{ids:{part}}}"
+
+
+def id_key(part: int, principal: str, request_id: str) -> str:
+    """The key that names the shard of a request whose id a client chose."""
+    return f"{ids_prefix(part)}:{quote(principal, safe='')}/{quote(request_id, safe='')}"
 
 
 def output_key(record_key: str) -> str:

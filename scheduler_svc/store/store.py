@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Connection
-from scheduler_svc.store.keys import ShardKeys, output_key
+from scheduler_svc.store.keys import ClusterKeys, ShardKeys, output_key
 from scheduler_svc.store.leadership import Leadership, LeaseStore
 from scheduler_svc.store.packing import mapping, pack_queries, pack_u32s, unpack_matches
 from scheduler_svc.store.pool import Pool
@@ -125,6 +125,12 @@ class Store:
             scripts.WRITE_TENANTS, (self._keys.leadership, self._keys.tenants), args
         )
 
+    async def write_map(self, packed: bytes) -> None:
+        """Replace the map of the cluster, as the leader of shard 0."""
+        leader = self.leadership
+        keys = (self._keys.leadership, ClusterKeys().map)
+        await self._connection.run(scripts.WRITE_MAP, keys, (leader.epoch, leader.holder, packed))
+
     async def tenants(self) -> tuple[bytes, float]:
         """Read what is stored of the tenants, empty if nothing is, and its age in seconds by
         Redis' clock. Needs no leadership."""
@@ -206,6 +212,15 @@ class Store:
         record, output = self._keys.request(key.principal, key.request_id)
         fields, tokens = await self._connection.snapshot(("HGETALL", record), ("HGETALL", output))
         return unpack_request(mapping(fields), mapping(tokens)) if fields else None
+
+    async def exists(self, key: RequestKey) -> bool:
+        """Whether there is a record of the request, live or ended."""
+        record, _ = self._keys.request(key.principal, key.request_id)
+        return bool(await self._connection.execute("EXISTS", record))
+
+    async def stored_requests(self) -> list[RequestKey]:
+        """Read the keys of all requests with a record, live or ended."""
+        return [RequestKey(*self._keys.request_of(name)) for name in await self._record_names()]
 
     async def load_live(self) -> list[StoredRequest]:
         """Read all live records, of any leader, in order of their sequence ids."""

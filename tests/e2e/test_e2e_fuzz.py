@@ -64,9 +64,9 @@ async def fill_prefix_cache(target: str) -> None:
 
 
 def keys_of_requests(client: redis.Redis) -> list[str]:
-    """All keys but those of pools and of the leadership, whose number is fixed."""
+    """All keys but those of pools, of the leadership and of the cluster, whose number is fixed."""
     keys = [key.decode() for key in client.scan_iter()]
-    fixed = ("quire:{shard:0}:pool", "quire:{shard:0}:leadership")
+    fixed = tuple(f"quire:{{shard:0}}:{name}" for name in ("pool", "leadership", "cluster"))
     return [key for key in keys if not key.startswith(fixed)]
 
 

@@ -22,9 +22,11 @@ from quire.service.protocol_version import PROTOCOL_VERSION
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
+from scheduler_svc.leadership.standby import Standby
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.keys import ShardKeys
+from scheduler_svc.term import Term
 
 KEYS = ShardKeys(0)
 
@@ -367,20 +369,31 @@ class Member:
 
     @property
     def engine(self) -> Engine:
-        engine = self.scheduler._collector.engine
-        assert engine is not None
-        return engine
+        term = self.term
+        assert term is not None
+        return term.engine
+
+    @property
+    def term(self) -> Term | None:
+        """That of shard 0; None if this scheduler does not lead it."""
+        shard = self.scheduler.shards.get(0)
+        return None if shard is None else shard.term
+
+    @property
+    def _standby(self) -> Standby | None:
+        shard = self.scheduler.shards.get(0)
+        return None if shard is None else shard.standby
 
     @property
     def is_standby(self) -> bool:
         """Whether it has reached Redis and does not lead."""
-        standby = self.scheduler._standby
+        standby = self._standby
         return standby is not None and standby.redis_error is None and not self.scheduler.leading
 
     @property
     def watches_leader(self) -> bool:
         """Whether it has seen the leader's process lead."""
-        standby = self.scheduler._standby
+        standby = self._standby
         return standby is not None and standby.watches_leader
 
     async def kill(self) -> None:

@@ -51,7 +51,7 @@ async def start_together(stack: Stack, worker: CheckingWorker) -> None:
 
 
 async def lane_of(stack: Stack) -> Lane:
-    engine = stack.scheduler._collector.engine
+    engine = stack.engine
     assert engine is not None
     await until(lambda: bool(engine.lanes), "the lane")
     [lane] = engine.lanes.values()

@@ -32,8 +32,7 @@ class Watched:
 
     async def start(self, lease: LeaseStore | None) -> None:
         self._server = grpc.aio.server()
-        servicer = LeadershipServicer()
-        servicer.lease = lease
+        servicer = LeadershipServicer(lambda: [] if lease is None else [lease])
         watch = servicer.Watch
 
         async def counted(*args):
@@ -68,7 +67,7 @@ async def watched(redis_url: str, sockets: Path) -> AsyncIterator[Watched]:
 async def lost(watched: Watched) -> AsyncIterator[list[StoredLeader]]:
     """The leaders that a watch has reported; it watches the leader."""
     lost: list[StoredLeader] = []
-    watch = LeaderWatch(None, lost.append)
+    watch = LeaderWatch(None, lambda leader, has_ended: lost.append(leader))
     watch.watch(watched.leader)
     await until(lambda: watched.num_calls == 1, "a watched leader")
     yield lost
@@ -114,7 +113,7 @@ async def test_a_broken_connection_alone_is_no_loss(watched, lost, monkeypatch) 
 async def test_who_was_never_seen_to_lead_is_not_lost(watched: Watched, monkeypatch) -> None:
     monkeypatch.setattr(leader_watch, "RETRY_INTERVAL_S", 0.01)
     lost: list[StoredLeader] = []
-    watch = LeaderWatch(None, lost.append)
+    watch = LeaderWatch(None, lambda leader, has_ended: lost.append(leader))
     # Its address leads to another scheduler, as 0.0.0.0 does.
     other = StoredLeader(watched.leader.epoch, b"another holder..", watched.address)
     watch.watch(other)

@@ -200,7 +200,7 @@ async def test_an_orphan_that_is_attached_in_time_continues(redis_url, sockets, 
             await gateway.close()
         else:
             await gateway.detach(original.submission.attachment, client_gone)
-        orphans = stack.scheduler._term.handler._orphans
+        orphans = stack.member.term.handler._orphans
         await until(lambda: bool(orphans._timers), "an orphan")
         # It keeps running.
         num_plans = len(worker.plans)

@@ -108,7 +108,7 @@ async def test_a_gateway_disconnected_before_its_response_does_not_take_a_stream
         await second.submit_again(original)
         await until(lambda: len(held) == 2, "its record's repetition")
         await second.close()
-        handler = stack.scheduler._servicer.handler
+        handler = stack.member.term.handler
         await until(lambda: len(handler._connections) == 2, "the end of its stream")
         held[0].set()
         await until(lambda: original.accepted, "acceptance")

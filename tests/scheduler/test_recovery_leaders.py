@@ -247,7 +247,7 @@ async def test_the_wait_for_a_worker_that_died_with_the_leader_is_short(redis_ur
 
 def hold_renewals(monkeypatch: pytest.MonkeyPatch, member: Member) -> asyncio.Event:
     """Suspend this scheduler's renewals until the event is set."""
-    renew, lease, go_on = Lease._renew, member.scheduler._term.lease, asyncio.Event()
+    renew, lease, go_on = Lease._renew, member.term.lease, asyncio.Event()
 
     async def renew_or_wait(renewed: Lease) -> None:
         if renewed is lease:
@@ -268,7 +268,7 @@ async def test_a_leader_resumes_after_the_takeover_with_an_unsent_frame(
         await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
         previous = stack.member
         wakes_up = hold_renewals(monkeypatch, previous)
-        lease = previous.scheduler._term.lease
+        lease = previous.term.lease
         await until(lambda: not lease.is_held, "the end of the safe time")
         num_received = len(original.token_ids)
         [group] = previous.engine.live.values()

@@ -51,8 +51,16 @@ async def steps() -> StepHistograms:
 
 
 @pytest.fixture
-async def collector(steps: StepHistograms) -> EngineCollector:
-    return EngineCollector(steps)
+async def engines() -> dict[int, ScriptedEngine | None]:
+    """By shard; the test fills it."""
+    return {0: None}
+
+
+@pytest.fixture
+async def collector(
+    steps: StepHistograms, engines: dict[int, ScriptedEngine | None]
+) -> EngineCollector:
+    return EngineCollector(steps, lambda: engines)
 
 
 @pytest.fixture
@@ -65,13 +73,11 @@ async def server(collector: EngineCollector) -> AsyncIterator[MetricsServer]:
 
 
 async def test_a_standby_reports_only_that_it_does_not_lead(server: MetricsServer) -> None:
-    assert await scrape(server.address) == {("leader",): 0}
+    assert await scrape(server.address) == {("leader", "0"): 0, ("num_shards",): 1}
 
 
-async def test_the_engine_and_its_lanes_are_reported(
-    server: MetricsServer, collector: EngineCollector
-) -> None:
-    engine = collector.engine = ScriptedEngine()
+async def test_the_engine_and_its_lanes_are_reported(server: MetricsServer, engines: dict) -> None:
+    engine = engines[0] = ScriptedEngine()
     lane = engine.add(10, HELD, HELD, *[FREE] * 8)
     lane.rows, lane.assigned, lane.num_swapped = [1, 2, 3], [4], 2
     lane.stats = LaneStats(
@@ -103,15 +109,15 @@ async def test_the_engine_and_its_lanes_are_reported(
     assert (
         seen.items()
         >= {
-            ("leader",): 1,
-            ("sequences_recovered_total",): 3,
-            ("num_requests_waiting",): 3,
-            ("num_queued_tokens",): 120,
-            ("requests_accepted_total",): 5,
-            ("requests_refused_total",): 1,
-            ("sequences_ended_total", "length"): 1,
-            ("request_queue_time_seconds_count", "fast"): 1,
-            ("request_queue_time_seconds_count", "default"): 0,
+            ("leader", "0"): 1,
+            ("sequences_recovered_total", "0"): 3,
+            ("num_requests_waiting", "0"): 3,
+            ("num_queued_tokens", "0"): 120,
+            ("requests_accepted_total", "0"): 5,
+            ("requests_refused_total", "0"): 1,
+            ("sequences_ended_total", "0", "length"): 1,
+            ("request_queue_time_seconds_count", "fast", "0"): 1,
+            ("request_queue_time_seconds_count", "default", "0"): 0,
             ("num_requests_running", A): 3,
             ("num_requests_assigned", A): 1,
             ("num_requests_swapped", A): 2,
@@ -146,9 +152,9 @@ async def test_the_engine_and_its_lanes_are_reported(
 
 
 async def test_tenants_are_reported_and_requests_without_keys_have_no_series(
-    server: MetricsServer, collector: EngineCollector
+    server: MetricsServer, engines: dict
 ) -> None:
-    engine = collector.engine = ScriptedEngine()
+    engine = engines[0] = ScriptedEngine()
     engine.stats.accept("", 7)
     engine.shares.of("")
     assert not [name for name, *_ in await scrape(server.address) if name.startswith("tenant")]
@@ -163,22 +169,22 @@ async def test_tenants_are_reported_and_requests_without_keys_have_no_series(
     engine.waiting.append(20)
     seen = {key: value for key, value in (await scrape(server.address)).items() if "t" in key[1:]}
     assert seen == {
-        ("tenant_requests_accepted_total", "t"): 2,
-        ("tenant_requests_refused_total", "t", "live_requests"): 2,
-        ("tenant_requests_refused_total", "t", "queue_full"): 1,
-        ("tenant_prompt_tokens_total", "t"): 30,
-        ("tenant_generation_tokens_total", "t"): 40,
-        ("tenant_live_requests", "t"): 2,
-        ("tenant_queued_tokens", "t"): 20,
+        ("tenant_requests_accepted_total", "t", "0"): 2,
+        ("tenant_requests_refused_total", "t", "0", "live_requests"): 2,
+        ("tenant_requests_refused_total", "t", "0", "queue_full"): 1,
+        ("tenant_prompt_tokens_total", "t", "0"): 30,
+        ("tenant_generation_tokens_total", "t", "0"): 40,
+        ("tenant_live_requests", "t", "0"): 2,
+        ("tenant_queued_tokens", "t", "0"): 20,
     }
     assert engine.stats.num_accepted == engine.stats.num_refused == 3
     assert engine.num_counts == 1
 
 
 async def test_each_step_is_counted_by_its_times(
-    server: MetricsServer, collector: EngineCollector, steps: StepHistograms
+    server: MetricsServer, engines: dict, steps: StepHistograms
 ) -> None:
-    engine = collector.engine = ScriptedEngine()
+    engine = engines[0] = ScriptedEngine()
     engine.add(10, FREE)
     for step_s in (0.01, 0.011, 100.0):
         steps.observe(StepTiming(10, 0.0004, 0.0002, step_s, num_scheduled_tokens=8))
@@ -196,9 +202,9 @@ async def test_each_step_is_counted_by_its_times(
 
 
 async def test_a_lost_worker_is_no_longer_reported(
-    server: MetricsServer, collector: EngineCollector, steps: StepHistograms
+    server: MetricsServer, engines: dict, steps: StepHistograms
 ) -> None:
-    engine = collector.engine = ScriptedEngine()
+    engine = engines[0] = ScriptedEngine()
     engine.add(10, FREE)
     engine.add(11, FREE)
     steps.observe(StepTiming(10, 0.001, 0.001, 0.01, 1))
@@ -235,16 +241,16 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
     assert (
         seen.items()
         >= {
-            ("requests_accepted_total",): 2,
-            ("tenant_requests_accepted_total", "t"): 1,
-            ("tenant_prompt_tokens_total", "t"): 11,
-            ("tenant_generation_tokens_total", "t"): 5,
-            ("tenant_live_requests", "t"): 0,
-            ("sequences_ended_total", "length"): 2,
-            ("request_queue_time_seconds_count", "default"): 1,
-            ("request_queue_time_seconds_count", "fast"): 1,
+            ("requests_accepted_total", "0"): 2,
+            ("tenant_requests_accepted_total", "t", "0"): 1,
+            ("tenant_prompt_tokens_total", "t", "0"): 11,
+            ("tenant_generation_tokens_total", "t", "0"): 5,
+            ("tenant_live_requests", "t", "0"): 0,
+            ("sequences_ended_total", "0", "length"): 2,
+            ("request_queue_time_seconds_count", "default", "0"): 1,
+            ("request_queue_time_seconds_count", "fast", "0"): 1,
             ("num_requests_running", A): 0,
-            ("num_requests_waiting",): 0,
+            ("num_requests_waiting", "0"): 0,
             ("num_kv_cache_blocks", A): 31,
             ("num_free_kv_cache_blocks", A): 31,
             ("prefix_cache_queries_total", A): 22,

@@ -9,7 +9,7 @@ from scripted_engine import CACHED, FREE, HELD, NULL, ScriptedEngine
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from scheduler_svc.core.stats import LaneStats
-from scheduler_svc.operations.servicer import OperationsServicer
+from scheduler_svc.operations.servicer import LedShard, OperationsServicer
 
 STATUS = operations_pb2.GetStatusRequest()
 STATUS_WITH_MAPS = operations_pb2.GetStatusRequest(with_block_maps=True)
@@ -19,19 +19,21 @@ LEADER = "10.0.0.7:50052"
 
 @dataclass
 class Operations:
-    servicer: OperationsServicer
+    # By shard, what the servicer leads.
+    led: dict[int, LedShard]
     stub: operations_pb2_grpc.OperationsServiceStub
 
 
 @pytest.fixture
 async def operations() -> AsyncIterator[Operations]:
-    servicer = OperationsServicer(lambda: LEADER)
+    led: dict[int, LedShard] = {}
+    servicer = OperationsServicer(led.get, lambda shard: LEADER, lambda: None)
     server = grpc.aio.server()
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Operations(servicer, operations_pb2_grpc.OperationsServiceStub(channel))
+        yield Operations(led, operations_pb2_grpc.OperationsServiceStub(channel))
     await server.stop(None)
 
 
@@ -40,9 +42,9 @@ async def test_a_standby_refuses_every_call_and_names_the_leader(
 ) -> None:
     for has_led in (False, True):
         if has_led:
-            operations.servicer.start_leading(ScriptedEngine(), epoch=1)
+            operations.led[0] = LedShard(ScriptedEngine(), epoch=1)
             assert (await operations.stub.GetStatus(STATUS)).epoch == 1
-            operations.servicer.stop_leading()
+            del operations.led[0]
         for call in (operations.stub.GetStatus(STATUS), operations.stub.ResetPrefixCache(RESET)):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
@@ -61,7 +63,7 @@ async def test_the_status_reports_queue_and_workers(operations: Operations) -> N
     engine.waiting.extend([100, 20])
     engine.stats.num_accepted = 9
     engine.refused_workers["b:1"] = "another model"
-    operations.servicer.start_leading(engine, epoch=77)
+    operations.led[0] = LedShard(engine, epoch=77)
 
     status = await operations.stub.GetStatus(STATUS)
     assert (status.epoch, status.num_accepted) == (77, 9)
@@ -87,7 +89,7 @@ async def test_a_pool_that_does_not_respond_is_reported_without_a_map(
 ) -> None:
     engine = ScriptedEngine()
     engine.add(10, HELD, FREE).pool.is_away = True
-    operations.servicer.start_leading(engine, epoch=1)
+    operations.led[0] = LedShard(engine, epoch=1)
     [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
     assert (worker.num_free_blocks, worker.block_map) == (1, b"")
     assert not worker.HasField("num_cached_blocks")
@@ -97,7 +99,7 @@ async def test_a_map_that_was_slow_to_read_is_reused(operations: Operations) -> 
     engine = ScriptedEngine()
     lane = engine.add(10, HELD, FREE)
     lane.pool.read_s = 0.2
-    operations.servicer.start_leading(engine, epoch=1)
+    operations.led[0] = LedShard(engine, epoch=1)
     for _ in range(3):
         [worker] = (await operations.stub.GetStatus(STATUS_WITH_MAPS)).workers
         assert worker.block_map == bytes([NULL, HELD, FREE])
@@ -108,7 +110,7 @@ async def test_a_reset_reaches_every_pool(operations: Operations) -> None:
     engine = ScriptedEngine()
     engine.add(10, CACHED, CACHED, CACHED, HELD)
     lane = engine.add(11, CACHED, FREE)
-    operations.servicer.start_leading(engine, epoch=1)
+    operations.led[0] = LedShard(engine, epoch=1)
     assert (await operations.stub.ResetPrefixCache(RESET)).num_blocks == 4
     lane.pool.is_away = True
     with pytest.raises(grpc.aio.AioRpcError, match="Redis: gone"):

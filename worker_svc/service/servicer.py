@@ -27,7 +27,10 @@ _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.Execut
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves one Execute stream at a time: the newest one with the highest epoch."""
+    """Serves one Execute stream at a time: the newest one with the highest epoch of its shard.
+
+    Another shard gets the worker when no stream is open, and begins with an epoch of its own.
+    """
 
     def __init__(
         self, thread: DeviceThread, on_device_lost: Callable[[], object] = lambda: None
@@ -41,7 +44,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         # Set when the model is loaded or the worker stops.
         self._load_ended = asyncio.Event()
         self._draining = False
-        # The highest epoch so far, and the scheduler that holds it.
+        # The shard that was served last, its highest epoch so far, and the holder of the epoch.
+        self._shard = 0
         self._epoch = 0
         self._holder = b""
         self._open_lock = asyncio.Lock()
@@ -141,7 +145,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """RequestError if the scheduler must not drive this worker, or not yet."""
         self._require_loaded()
         _check_version(opening.protocol_version)
-        self._advance_epoch(opening.epoch, opening.holder)
+        self._advance_epoch(opening)
 
     async def _open_stream(self, opening: worker_pb2.OpenLane) -> ExecuteStream:
         """Take the worker over from an earlier stream, after that stream's last step."""
@@ -152,10 +156,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._stream.end(failed(grpc.StatusCode.ABORTED, "LANE_TAKEN", message))
                 await self._clear(self._stream)
             # A newer leader may have opened a stream while this one waited.
-            self._advance_epoch(opening.epoch, opening.holder)
+            self._advance_epoch(opening)
             self._stream = ExecuteStream(opening.epoch, self._thread, loaded)
             self._idle.clear()
-            log.info("lane opened", epoch=opening.epoch, holder=opening.holder.hex())
+            log.info(
+                "lane opened",
+                shard=opening.shard,
+                epoch=opening.epoch,
+                holder=opening.holder.hex(),
+            )
             return self._stream
 
     async def _close_stream(self, stream: ExecuteStream) -> None:
@@ -177,8 +186,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise unavailable("MODEL_NOT_LOADED", "the worker's model is not loaded")
         return self._loaded
 
-    def _advance_epoch(self, epoch: int, holder: bytes) -> None:
-        """FAILED_PRECONDITION for a lower epoch, or the same epoch of another holder."""
+    def _advance_epoch(self, opening: worker_pb2.OpenLane) -> None:
+        """FAILED_PRECONDITION for a lower epoch, or the same epoch of another holder. UNAVAILABLE
+        while a stream of another shard is open."""
+        epoch, holder = opening.epoch, opening.holder
+        if opening.shard != self._shard:
+            if not self._idle.is_set():
+                message = f"shard {self._shard} has this worker"
+                raise unavailable("OTHER_SHARD", message)
+            self._shard, self._epoch, self._holder = opening.shard, 0, b""
         if epoch < self._epoch:
             message = f"epoch {epoch} is stale: this worker is at epoch {self._epoch}"
             raise failed(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", message)

@@ -87,8 +87,10 @@ class KvChecker:
         self._prefixes[row, positions] = self._prefixes[row, first - 1] + np.cumsum(terms)
 
     def clear(self) -> None:
-        """Forget all rows; blocks keep their contents."""
+        """Forget all rows; blocks keep their contents. The next plan may be another shard's, whose
+        epochs are its own."""
         self._holders[:] = 0
+        self._epoch = 0
 
     def record(self, step: int, error: PlanError) -> Violation:
         """Append a violation, or an error of the tables as one, to `violations`."""

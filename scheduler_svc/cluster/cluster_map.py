@@ -1,0 +1,75 @@
+"""The map of the cluster: how many shards there are, who should lead them, whose each worker is.
+
+The leader of shard 0 writes it to Redis; every scheduler reads it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from scheduler_svc.cluster.spread import spread
+
+MAX_SHARDS = 1024
+
+
+@dataclass(frozen=True)
+class ClusterMap:
+    """One version of the map. `version` rises with every change."""
+
+    version: int = 0
+    num_shards: int = 1
+    # By shard, the id of the scheduler that should lead it.
+    owners: Mapping[int, str] = field(default_factory=dict)
+    # By address of a worker, its shard.
+    workers: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, packed: bytes) -> Self:
+        """Read a packed map. ValueError for anything else."""
+        read = json.loads(packed)
+        return cls(
+            version=int(read["version"]),
+            num_shards=int(read["num_shards"]),
+            owners={int(shard): str(owner) for shard, owner in read["owners"].items()},
+            workers={str(address): int(shard) for address, shard in read["workers"].items()},
+        )
+
+    def pack(self) -> bytes:
+        """For Redis."""
+        return json.dumps(vars(self), sort_keys=True, separators=(",", ":")).encode()
+
+    def next(
+        self,
+        members: Iterable[str],
+        workers: Iterable[str],
+        num_shards: int | None = None,
+        leaders: Mapping[int, str] | None = None,
+    ) -> Self:
+        """The map for these schedulers and workers: the same object if nothing changes. Shards stay
+        with their `leaders`, those of this map if absent, as far as these are not too many."""
+        num_shards = max(self.num_shards, num_shards or 0)
+        shards = [str(shard) for shard in range(num_shards)]
+        owners = assign_owners(num_shards, members, self.owners if leaders is None else leaders)
+        of_workers = spread(
+            workers, shards, {address: str(shard) for address, shard in self.workers.items()}
+        )
+        following = replace(
+            self,
+            num_shards=num_shards,
+            owners=owners,
+            workers={address: int(shard) for address, shard in of_workers.items()},
+        )
+        return self if following == self else replace(following, version=self.version + 1)
+
+
+def assign_owners(
+    num_shards: int, members: Iterable[str], previous: Mapping[int, str]
+) -> dict[int, str]:
+    """By shard, the scheduler that should lead it; empty without schedulers."""
+    owners = spread(
+        map(str, range(num_shards)),
+        sorted(members),
+        {str(shard): owner for shard, owner in previous.items()},
+    )
+    return {int(shard): owner for shard, owner in sorted(owners.items(), key=lambda x: int(x[0]))}

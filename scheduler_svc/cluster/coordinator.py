@@ -1,0 +1,121 @@
+"""Decides the map of the cluster. A part of the term of shard 0's leader."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
+from scheduler_svc.cluster.worker_addresses import WorkerAddresses
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.store import Store
+
+log = structlog.get_logger()
+
+# A scheduler gets shards of others when it has run for this long: one that crashes again and again
+# must not make them pause each time.
+JOIN_S = 2.0
+# A worker keeps its shard for this long after its name has ceased to resolve: a container that is
+# restarted has no name meanwhile.
+KEEP_WORKER_S = 10.0
+
+
+class Coordinator:
+    """Writes a new map when schedulers, workers or the number of shards change."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        store: Store,
+        addresses: WorkerAddresses,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._membership = membership
+        self._store = store
+        self._addresses = addresses
+        self._clock = clock
+        started_at = clock()
+        # By id, when a scheduler was first seen. Those of the map were there before.
+        self._first_seen = dict.fromkeys(
+            (membership.id, *membership.map.owners.values()), started_at - JOIN_S
+        )
+        # By address, when a worker's name has last resolved.
+        self._last_seen = dict.fromkeys(membership.map.workers, started_at)
+        self._lock = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Update the map until cancelled. Errors of the store but StoreUnavailable are raised."""
+        # What Redis has may be older: it may have lost writes, or the last leader its last one.
+        is_written = False
+        while True:
+            try:
+                await self._update(None, is_forced=not is_written)
+                is_written = True
+            except StoreUnavailable:
+                is_written = False
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def set_num_shards(self, num_shards: int, prepare: Callable[[], Awaitable[None]]) -> None:
+        """Raise the number of shards, after `prepare`. Raises errors of the store."""
+        if num_shards > self._membership.map.num_shards:
+            await prepare()
+            await self._update(num_shards)
+            log.info("shards added", shards=num_shards)
+
+    async def _update(self, num_shards: int | None, is_forced: bool = False) -> None:
+        async with self._lock:
+            present = self._membership.map
+            following = present.next(
+                self._settled_members(),
+                self._known_workers(),
+                num_shards,
+                self._present_leaders(present),
+            )
+            if following is present and not (is_forced and present.version):
+                return
+            await self._store.write_map(following.pack())
+            self._membership.set_map(following)
+            log_change(present, following)
+
+    def _present_leaders(self, present: ClusterMap) -> dict[int, str]:
+        """The schedulers that lead the shards; of a shard without a leader, its owner."""
+        membership = self._membership
+        by_address = {address: name for name, address in membership.members.items()}
+        leaders = {
+            shard: by_address.get(load.leader, present.owners.get(shard, ""))
+            for shard, load in enumerate(membership.loads)
+        }
+        return {**leaders, 0: membership.id}
+
+    def _settled_members(self) -> list[str]:
+        """The schedulers that run for long enough, or have shards already."""
+        now = self._clock()
+        members = self._membership.members
+        self._first_seen = {name: self._first_seen.get(name, now) for name in members}
+        return [name for name, since in self._first_seen.items() if now - since >= JOIN_S]
+
+    def _known_workers(self) -> list[str]:
+        now = self._clock()
+        self._last_seen.update(dict.fromkeys(self._addresses.all, now))
+        self._last_seen = {
+            address: seen_at
+            for address, seen_at in self._last_seen.items()
+            if now - seen_at < KEEP_WORKER_S
+        }
+        return list(self._last_seen)
+
+
+def log_change(present: ClusterMap, following: ClusterMap) -> None:
+    """Log which shards get other leaders, and how many workers move."""
+    given = {
+        shard: owner
+        for shard, owner in following.owners.items()
+        if present.owners.get(shard) not in (None, owner)
+    }
+    num_moved = sum(
+        present.workers.get(address, shard) != shard for address, shard in following.workers.items()
+    )
+    if given or num_moved:
+        log.info("shards redistributed", shards_given=given, workers_moved=num_moved)

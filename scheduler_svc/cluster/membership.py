@@ -1,0 +1,169 @@
+"""What one scheduler process knows of the cluster: the others, the loads of shards, and the map."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from scheduler_svc.cluster.cluster_map import ClusterMap, assign_owners
+from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.store.cluster import ClusterReading, ClusterStore
+from scheduler_svc.store.errors import StoreError
+
+log = structlog.get_logger()
+
+HEARTBEAT_S = 0.25
+
+
+class Membership:
+    """This process's place among the schedulers, renewed and read several times a second.
+
+    An error in what it knows costs pauses and loses nothing: a shard's lease decides who leads it,
+    and a worker serves one leader at a time.
+    """
+
+    def __init__(self, store: ClusterStore, address: str, expiry_s: float) -> None:
+        """`expiry_s`: time without a heartbeat after which a scheduler counts as ended."""
+        self.id = secrets.token_hex(8)
+        self.map = ClusterMap()
+        # Set once Redis was read.
+        self.is_known = asyncio.Event()
+        self._store = store
+        self._address = address
+        self._expiry_s = expiry_s
+        # By id, the addresses of the schedulers that run, this one included.
+        self._members: Mapping[str, str] = {self.id: address}
+        # By address, the time of the last heartbeat of a scheduler whose process has ended.
+        self._ended: dict[str, int] = {}
+        self._loads: Mapping[int, ShardLoad] = {}
+        self._read_loads: dict[int, Callable[[], ShardLoad]] = {}
+        self._reading: ClusterReading | None = None
+        self._listeners: set[Callable[[], None]] = set()
+        # Loads to write in the next heartbeat are due now.
+        self._wake = asyncio.Event()
+
+    @property
+    def members(self) -> Mapping[str, str]:
+        """The addresses of the schedulers that run, by id; this one is always among them."""
+        return self._members
+
+    @property
+    def loads(self) -> list[ShardLoad]:
+        """The load of each shard; an empty one for a shard without a leader."""
+        return [self._loads.get(shard, ShardLoad()) for shard in range(self.map.num_shards)]
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call this after each heartbeat, and when the map changes."""
+        self._listeners.add(listener)
+
+    def stop_listening(self, listener: Callable[[], None]) -> None:
+        self._listeners.discard(listener)
+
+    def lead(self, shard: int, load: Callable[[], ShardLoad]) -> None:
+        """This process leads the shard; its load is written with every heartbeat."""
+        self._read_loads[shard] = load
+        self._wake.set()
+
+    def stop_leading(self, shard: int) -> None:
+        self._read_loads.pop(shard, None)
+
+    def is_owner(self, shard: int) -> bool:
+        """Whether this process should lead the shard, given which schedulers run."""
+        owners = assign_owners(self.map.num_shards, self._members, self.map.owners)
+        return owners.get(shard) == self.id
+
+    def should_hand_over(self, shard: int, led_since: int) -> bool:
+        """Whether the map, since this version, has given the shard to another scheduler, which
+        runs."""
+        owner = self.map.owners.get(shard, self.id)
+        return self.map.version > led_since and owner != self.id and owner in self._members
+
+    def mark_ended(self, address: str) -> None:
+        """The process at this address has ended: it counts no more, until it is heard of again."""
+        if self._reading is not None:
+            self._ended[address] = self._reading.now_ms
+            self._take(self._reading)
+
+    def set_map(self, following: ClusterMap) -> None:
+        """Use another map, unless it is older."""
+        if following.version > self.map.version:
+            self.map = following
+            self._notify()
+
+    async def run(self) -> None:
+        """Send heartbeats until cancelled; then leave."""
+        why = ""
+        try:
+            while True:
+                try:
+                    self._take(await self._beat(self._address))
+                    why = ""
+                except StoreError as error:
+                    if str(error) != why:
+                        # Logged once, not at every attempt.
+                        why = str(error)
+                        log.warning("no heartbeat", why=why)
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self._wake.wait()
+        finally:
+            with contextlib.suppress(StoreError):
+                await self._beat("")
+
+    async def _beat(self, address: str) -> ClusterReading:
+        loads = {shard: load().pack() for shard, load in self._read_loads.items()}
+        return await self._store.beat(self.id, address, round(self._expiry_s * 1000), loads)
+
+    def _take(self, reading: ClusterReading) -> None:
+        self._reading = reading
+        oldest_ms = reading.now_ms - self._expiry_s * 1000
+        heard = {
+            name: (timed.value.decode(), timed.written_ms)
+            for name, timed in reading.schedulers.items()
+        }
+        self._ended = {
+            address: ended_ms
+            for address, ended_ms in self._ended.items()
+            if any(address == other and at <= ended_ms for other, at in heard.values())
+        }
+        self._members = {
+            **{
+                name: address
+                for name, (address, at) in heard.items()
+                if not (address in self._ended and at <= self._ended[address])
+            },
+            self.id: self._address,
+        }
+        self._loads = {
+            shard: _parse_load(timed.value)
+            for shard, timed in reading.loads.items()
+            if timed.written_ms >= oldest_ms
+        } | {shard: load() for shard, load in self._read_loads.items()}
+        if reading.packed_map is not None:
+            self._take_map(reading.packed_map)
+        self.is_known.set()
+        self._notify()
+
+    def _take_map(self, packed: bytes) -> None:
+        try:
+            stored = ClusterMap.parse(packed)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.error("the map of the cluster is not readable", why=repr(error))
+            return
+        # A map in Redis that is older was restored after lost writes; its writer writes again.
+        if stored.version > self.map.version:
+            self.map = stored
+
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+
+def _parse_load(packed: bytes) -> ShardLoad:
+    try:
+        return ShardLoad.parse(packed)
+    except (ValueError, TypeError):
+        return ShardLoad()

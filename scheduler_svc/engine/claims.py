@@ -1,0 +1,71 @@
+"""Keeps ids that clients chose unique over all shards."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from scheduler_svc.cluster.membership import Membership
+from scheduler_svc.core.sequence import Group
+from scheduler_svc.store.errors import StoreError
+from scheduler_svc.store.id_directory import Claim, IdDirectory
+from scheduler_svc.store.requests import RequestKey
+from scheduler_svc.store.store import Store
+
+# A claim outlives the record of its request, which may run for as long as it is renewed.
+_LIFETIME_S = 3600
+_RENEWAL_S = 1200.0
+
+
+class Claims:
+    """The claims of one shard. A single shard makes none until there are to be more."""
+
+    def __init__(
+        self,
+        directory: IdDirectory,
+        store: Store,
+        shard: int,
+        membership: Membership,
+        live: Mapping[RequestKey, Group],
+        finished_ttl_s: int,
+    ) -> None:
+        """`live`: the shard's live requests."""
+        self._directory = directory
+        self._store = store
+        self.shard = shard
+        self._membership = membership
+        self._live = live
+        self._ttl_s = finished_ttl_s + _LIFETIME_S
+        # Other shards are about to begin.
+        self._is_begun = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether another shard may have the id of a new request."""
+        return self._is_begun or self._membership.map.num_shards > 1
+
+    async def claim(self, keys: Sequence[RequestKey]) -> list[int]:
+        """Claim the ids of new requests; return the shard that has each one. Raises StoreError."""
+        found = await self._directory.claim(keys, self.shard, self._ttl_s, Claim.NEW)
+        return [self.shard if shard is None else shard for shard in found]
+
+    async def give(self, keys: Sequence[RequestKey], shard: int) -> None:
+        """Note that these requests move to another shard, if their ids are claimed at all. Raises
+        StoreError."""
+        await self._directory.claim(keys, shard, self._ttl_s, Claim.KNOWN)
+
+    async def claim_all(self) -> None:
+        """Claim the ids of all requests of this shard, from now on also of new ones: other shards
+        are about to begin. Raises StoreError."""
+        self._is_begun = True
+        keys = await self._store.stored_requests()
+        await self._directory.claim(keys, self.shard, self._ttl_s, Claim.ALL)
+
+    async def run(self) -> None:
+        """Renew the claims of requests that live for long, until cancelled."""
+        while True:
+            await asyncio.sleep(_RENEWAL_S)
+            keys = list(self._live)
+            if keys and self.is_needed:
+                try:
+                    await self._directory.claim(keys, self.shard, self._ttl_s, Claim.KNOWN)
+                except StoreError:
+                    continue

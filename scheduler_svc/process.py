@@ -1,0 +1,23 @@
+"""What all shards of one scheduler process share."""
+
+from dataclasses import dataclass
+
+from quire.service.tracing.spans import SpanExporter
+from scheduler_svc.cluster.membership import Membership
+from scheduler_svc.cluster.worker_addresses import WorkerAddresses
+from scheduler_svc.operations.step_histograms import StepHistograms
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.id_directory import IdDirectory
+
+
+@dataclass(frozen=True)
+class Process:
+    settings: SchedulerSettings
+    # Where gateways and other schedulers reach it.
+    address: str
+    membership: Membership
+    addresses: WorkerAddresses
+    directory: IdDirectory
+    steps: StepHistograms
+    # Takes the spans of requests; None: requests are not traced.
+    spans: SpanExporter | None
