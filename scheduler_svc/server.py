@@ -161,7 +161,8 @@ class Scheduler:
         if found is None or found.term is None:
             return None
         term = found.term
-        return LedShard(term.engine, term.epoch, term.add_shards if shard == 0 else None)
+        add_shards = term.participation.add_shards if shard == 0 else None
+        return LedShard(term.engine, term.epoch, add_shards)
 
     def _membership(self) -> Membership | None:
         return None if self._process is None else self._process.membership

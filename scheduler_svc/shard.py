@@ -7,16 +7,16 @@ from typing import TypeVar
 import structlog
 
 from quire.service.lifecycle import Signals
-from scheduler_svc.cluster.coordinator import Coordinator
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.leadership.lease import Lease, WritesLost
 from scheduler_svc.leadership.standby import Standby
 from scheduler_svc.process import Process
+from scheduler_svc.recovery import RecoveredState, recover, rewrite
 from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch, StoreError
 from scheduler_svc.store.leadership import LeaseStore
 from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
-from scheduler_svc.term import RecoveredState, Term, recover, rewrite
+from scheduler_svc.term import Term
 
 log = structlog.get_logger()
 
@@ -58,11 +58,6 @@ class Shard:
     def handler(self) -> FrameHandler | None:
         """That of the term; None while this process does not lead the shard."""
         return None if self.term is None else self.term.handler
-
-    @property
-    def coordinator(self) -> Coordinator | None:
-        """That of the term of shard 0."""
-        return None if self.term is None else self.term.coordinator
 
     async def run(self) -> None:
         """Alternate between standby and terms until the first signal."""
@@ -127,7 +122,7 @@ class Shard:
 
     async def _run_term(self, term: Term) -> None:
         self.term = term
-        self._process.membership.lead(self.number, term.load)
+        self._process.membership.lead(self.number, term.participation.load)
         work = asyncio.create_task(term.run())
         ending = asyncio.create_task(self._wait_end())
         try:

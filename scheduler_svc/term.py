@@ -1,29 +1,25 @@
 """One leadership term of a shard: recovers live requests, runs the engine, hands requests over."""
 
 import asyncio
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import structlog
 
-from quire.internal.v1 import scheduler_pb2
-from scheduler_svc.cluster.coordinator import Coordinator
-from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.core.beams import rewind
-from scheduler_svc.core.sequence import Group, NullSubscriber
-from scheduler_svc.core.tenants import TenantsState, export_tenants, restore_tenants
+from scheduler_svc.core.sequence import NullSubscriber
+from scheduler_svc.core.tenants import export_tenants, restore_tenants
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.discovery import Discovery
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.record_conversion import from_record, last_pools, ranges_of, to_record
 from scheduler_svc.engine.record_writer import RecordWriter
-from scheduler_svc.engine.tenant_writer import TenantWriter, read_tenants
+from scheduler_svc.engine.tenant_writer import TenantWriter
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
 from scheduler_svc.leadership.lease import Lease
+from scheduler_svc.operations.step_histograms import StepHistograms
+from scheduler_svc.participation import Participation
 from scheduler_svc.process import Process
+from scheduler_svc.recovery import RecoveredState
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
@@ -32,46 +28,8 @@ log = structlog.get_logger()
 
 # Delay by which changes of readiness are announced together.
 HELLO_DELAY_S = 0.1
-# Minimum time between two announcements of the cluster's state.
-ANNOUNCE_S = 0.25
 # Maximum wait for the lanes of recovered workers; a live worker needs less.
 LANES_WITHIN_S = 0.5
-
-
-@dataclass(frozen=True)
-class RecoveredState:
-    """Live requests at the end of one term, with which the next one begins."""
-
-    groups: list[Group] = field(default_factory=list)
-    # The last known step of each pool, by incarnation.
-    steps: Mapping[int, int] = field(default_factory=dict)
-    tenants: TenantsState = field(default_factory=TenantsState)
-
-
-async def recover(store: Store) -> RecoveredState:
-    """Recover another leader's requests from Redis: records, and the journals of the pools."""
-    pools = await store.pools()
-    journals = {pool: await store.pool(pool, num_blocks=0).journal() for pool in pools}
-    ranges = ranges_of(entry for journal in journals.values() for entry in journal)
-    groups = [from_record(stored, ranges) for stored in await store.load_live()]
-    last_incarnations = last_pools(journals)
-    for sequence in (other for group in groups for other in group.sequences):
-        sequence.last_incarnation = last_incarnations.get(sequence.sequence_id)
-    if groups:
-        log.info("requests recovered", requests=len(groups))
-    tenants = await read_tenants(store, time.monotonic())
-    return RecoveredState(groups, dict.fromkeys(pools, 0), tenants)
-
-
-async def rewrite(store: Store, state: RecoveredState) -> RecoveredState:
-    """Overwrite the records in Redis, which lost writes, with this scheduler's state."""
-    await store.replace_live([to_record(group) for group in state.groups])
-    for group in state.groups:
-        for sequence in group.sequences:
-            sequence.num_recorded = sequence.num_journaled
-    pools = await store.pools()
-    steps = {pool: state.steps.get(pool, 0) for pool in pools}
-    return RecoveredState(state.groups, steps, state.tenants)
 
 
 class Term:
@@ -87,8 +45,6 @@ class Term:
     ) -> None:
         settings = process.settings
         self.lease = lease
-        self._address = process.address
-        self._membership = process.membership
         self.epoch = store.leadership.epoch
         self._record_writer = RecordWriter(
             store, settings.finished_ttl_s, settings.finished_max_bytes
@@ -108,7 +64,7 @@ class Term:
         # After the requests, which are not new ones: they lift no counter.
         restore_tenants(recovered.tenants, self.engine.shares, self.engine.quotas)
         self._tenant_writer = TenantWriter(self.engine, store)
-        self._claims = Claims(
+        claims = Claims(
             process.directory,
             store,
             shard,
@@ -122,18 +78,7 @@ class Term:
             self._record_writer,
             lease,
             settings.orphan_grace_s,
-            self._claims,
-        )
-        hooks = LaneHooks(
-            sequence_finished=self.engine.sequence_finished,
-            has_other_lane=self.engine.has_other_lane,
-            since_last_arrival_s=self.engine.arrivals.since_last_arrival_s,
-            has_waiting=self.engine.has_waiting,
-            wait_for_lease=self.lease.wait_held,
-            requeue=self.engine.requeue,
-            capacity_freed=self.engine.dispatcher.wake,
-            step_completed=process.steps.observe,
-            compact=self._record_writer.compact,
+            claims,
         )
         self._discovery = Discovery(
             process.addresses,
@@ -142,16 +87,24 @@ class Term:
             self.engine,
             self._record_writer,
             _lane_options(settings),
-            hooks,
+            self._lane_hooks(process.steps),
             recovered.steps,
             settings.worker_tls,
         )
-        # Decides the map of the cluster; None in the terms of other shards.
-        self.coordinator = (
-            Coordinator(process.membership, store, process.addresses) if shard == 0 else None
+        self.participation = Participation(process, shard, store, self.engine, self.handler, claims)
+
+    def _lane_hooks(self, steps: StepHistograms) -> LaneHooks:
+        return LaneHooks(
+            sequence_finished=self.engine.sequence_finished,
+            has_other_lane=self.engine.has_other_lane,
+            since_last_arrival_s=self.engine.arrivals.since_last_arrival_s,
+            has_waiting=self.engine.has_waiting,
+            wait_for_lease=self.lease.wait_held,
+            requeue=self.engine.requeue,
+            capacity_freed=self.engine.dispatcher.wake,
+            step_completed=steps.observe,
+            compact=self._record_writer.compact,
         )
-        # What is known of the cluster has changed.
-        self._is_heard = asyncio.Event()
 
     async def run(self) -> None:
         """Run the term. Errors of the store are raised in an exception group."""
@@ -169,39 +122,13 @@ class Term:
                     self.engine.dispatcher.run(),
                     self._record_writer.run(),
                     self._announce_changes(),
-                    self._announce_cluster(),
                     self._tenant_writer.run(),
-                    self._claims.run(),
+                    self.participation.run(),
                 )
             ]
-            if self.coordinator is not None:
-                background.append(group.create_task(self.coordinator.run()))
             await group.create_task(self._discovery.run())
             for task in background:
                 task.cancel()
-
-    async def add_shards(self, num_shards: int) -> None:
-        """Raise the number of shards to this one; only in a term of shard 0. Raises StoreError."""
-        assert self.coordinator is not None
-        await self.coordinator.set_num_shards(num_shards, self._claims.claim_all)
-
-    def load(self) -> ShardLoad:
-        """The shard's load now."""
-        engine = self.engine
-        lanes = [lane for lane in engine.lanes.values() if not lane.draining]
-        num_on_lanes = sum(
-            len(lane.rows) + len(lane.assigned) + lane.num_swapped for lane in engine.lanes.values()
-        )
-        return ShardLoad(
-            leader=self._address,
-            num_workers=len(lanes),
-            num_free_rows=sum(
-                max(0, lane.limits.max_num_seqs - len(lane.rows) - len(lane.assigned))
-                for lane in lanes
-            ),
-            num_live=num_on_lanes + len(engine.waiting),
-            num_waiting=len(engine.waiting),
-        )
 
     def halt(self) -> None:
         """Send no more plans; `run` returns when the steps in flight are delivered."""
@@ -237,35 +164,6 @@ class Term:
             await asyncio.sleep(HELLO_DELAY_S)
             changed.clear()
             self.handler.announce()
-
-    async def _announce_cluster(self) -> None:
-        """Send the state of all shards to the gateways when it has changed. With many shards less
-        often, since each of their leaders sends it."""
-        membership, heard = self._membership, self._is_heard.set
-        membership.listen(heard)
-        try:
-            while True:
-                self.handler.announce_cluster(cluster_state(membership.loads))
-                await asyncio.sleep(ANNOUNCE_S * max(1.0, membership.map.num_shards / 16))
-                await self._is_heard.wait()
-                self._is_heard.clear()
-        finally:
-            membership.stop_listening(heard)
-
-
-def cluster_state(loads: Iterable[ShardLoad]) -> scheduler_pb2.ClusterState:
-    """The state of all shards, for gateways."""
-    return scheduler_pb2.ClusterState(
-        shards=[
-            scheduler_pb2.ShardState(
-                leader=load.leader,
-                num_workers=load.num_workers,
-                num_live=load.num_live,
-                num_waiting=load.num_waiting,
-            )
-            for load in loads
-        ]
-    )
 
 
 def _lane_options(settings: SchedulerSettings) -> LaneOptions:

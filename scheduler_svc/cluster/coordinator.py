@@ -68,7 +68,7 @@ class Coordinator:
         async with self._lock:
             present = self._membership.map
             following = present.next(
-                self._settled_members(),
+                self._joined_members(),
                 self._known_workers(),
                 num_shards,
                 self._present_leaders(present),
@@ -89,7 +89,7 @@ class Coordinator:
         }
         return {**leaders, 0: membership.id}
 
-    def _settled_members(self) -> list[str]:
+    def _joined_members(self) -> list[str]:
         """The schedulers that run for long enough, or have shards already."""
         now = self._clock()
         members = self._membership.members

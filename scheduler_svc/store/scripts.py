@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha1
 from importlib.resources import files
+from pathlib import PurePosixPath
 from typing import Final
 
 _USES: Final = "-- USES "
@@ -11,14 +12,15 @@ _USES: Final = "-- USES "
 
 @dataclass(frozen=True)
 class Script:
-    """A file of the folder `lua`, by its name without the suffix."""
+    """A file of the folder `lua`, or of a folder in it, by its name without the suffix."""
 
     name: str
+    folder: str = ""
 
     @cached_property
     def header(self) -> str:
         """The comment at the top of the file."""
-        lines = self._read(f"{self.name}.lua").splitlines()
+        lines = self._read(self._file).splitlines()
         end = next(i for i, line in enumerate(lines) if not line.startswith("--"))
         return "\n".join(lines[:end])
 
@@ -26,11 +28,15 @@ class Script:
     def body(self) -> str:
         """The source that Redis runs: the libraries named in the header, then the file."""
         used = [x.removeprefix(_USES) for x in self.header.splitlines() if x.startswith(_USES)]
-        return "\n".join(self._read(name) for name in (*used, f"{self.name}.lua"))
+        return "\n".join(self._read(name) for name in (*used, self._file))
 
     @cached_property
     def digest(self) -> str:
         return sha1(self.body.encode(), usedforsecurity=False).hexdigest()
+
+    @property
+    def _file(self) -> str:
+        return str(PurePosixPath(self.folder, f"{self.name}.lua"))
 
     def _read(self, name: str) -> str:
         return files(__package__).joinpath("lua", name).read_text(encoding="utf-8")
@@ -56,9 +62,9 @@ APPEND_OUTPUT: Final = Script("append_output")
 FINISH_RECORDS: Final = Script("finish_records")
 DISCARD_RECORDS: Final = Script("discard_records")
 WRITE_TENANTS: Final = Script("write_tenants")
-HEARTBEAT: Final = Script("heartbeat")
-WRITE_MAP: Final = Script("write_map")
-CLAIM_IDS: Final = Script("claim_ids")
+HEARTBEAT: Final = Script("heartbeat", "cluster")
+WRITE_MAP: Final = Script("write_map", "cluster")
+CLAIM_IDS: Final = Script("claim_ids", "cluster")
 SCRIPTS: Final = (
     MATCH_PREFIXES, COMMIT, OPEN_POOL, RECLAIM_POOL, RESET_HASHES, BLOCK_MAP, TRIM_JOURNAL,
     DETACH_POOL, DROP_POOL, ACQUIRE_LEASE, REACQUIRE_LEASE, RENEW_LEASE, RELEASE_LEASE,

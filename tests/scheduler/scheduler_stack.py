@@ -141,8 +141,11 @@ class Gateway:
     """A gateway's end of one Connect stream. Every token must arrive once, in order, from the
     requested index on, with its log-probabilities; those of the prompt with the first token."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, shard: int = 0) -> None:
         self.received: dict[int, Received] = {}
+        # The state of all shards, as last sent.
+        self.cluster: scheduler_pb2.ClusterState | None = None
+        self.found: dict[int, bool] = {}
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.epoch = 0
         # Frames with tokens.
@@ -155,9 +158,10 @@ class Gateway:
         self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect(self._requests())
         self._reader = asyncio.create_task(self._read())
         self._next = 1
+        self._shard = shard
 
     async def start(self) -> None:
-        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
+        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION, shard=self._shard)
         await self.send(hello=hello)
 
     async def _requests(self) -> AsyncIterator[scheduler_pb2.ConnectRequest]:
@@ -298,8 +302,12 @@ class Gateway:
             received = self.received[failure.attachment]
             assert received.failure is None, "a request fails once"
             received.failure = failure
+        if frame.HasField("cluster"):
+            self.cluster = frame.cluster
         for result in frame.cancellation_results:
             self.cancelled[result.tag] = result.found
+        for result in frame.lookup_results:
+            self.found[result.tag] = result.found
 
     def _take_tokens(self, deltas: scheduler_pb2.TokenDeltas) -> None:
         tokens, entries = iter(deltas.token_ids), _entries(deltas)

@@ -27,7 +27,9 @@ def named(script: Script, section: str) -> list[str]:
 
 
 def test_every_file_is_declared() -> None:
-    assert {path.stem for path in FOLDER.glob("*.lua")} == {s.name for s in SCRIPTS}
+    files = {path.relative_to(FOLDER) for path in FOLDER.rglob("*.lua")}
+    libraries = {path for path in files if path.parts[0] == "lib"}
+    assert files - libraries == {Path(s.folder, f"{s.name}.lua") for s in SCRIPTS}
     assert {path.stem for path in FOLDER.glob("lib/*.lua")} == LIBRARIES
 
 

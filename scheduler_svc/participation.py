@@ -1,0 +1,101 @@
+"""The part of a shard's leader in the cluster: what it reports to the others and the gateways."""
+
+import asyncio
+from collections.abc import Iterable
+
+from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.cluster.coordinator import Coordinator
+from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.engine.claims import Claims
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.gateway.frame_handler import FrameHandler
+from scheduler_svc.process import Process
+from scheduler_svc.store.store import Store
+
+# Minimum time between two announcements of the cluster's state.
+ANNOUNCE_S = 0.25
+
+
+class Participation:
+    """Runs as long as the term."""
+
+    def __init__(
+        self,
+        process: Process,
+        shard: int,
+        store: Store,
+        engine: Engine,
+        handler: FrameHandler,
+        claims: Claims,
+    ) -> None:
+        self._address = process.address
+        self._membership = process.membership
+        self._engine = engine
+        self._handler = handler
+        self._claims = claims
+        # Decides the map of the cluster; None in the terms of other shards.
+        self._coordinator = (
+            Coordinator(process.membership, store, process.addresses) if shard == 0 else None
+        )
+        # What is known of the cluster has changed.
+        self._is_heard = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until cancelled. Errors of the store but StoreUnavailable are raised, in a group."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._announce())
+            group.create_task(self._claims.run())
+            if self._coordinator is not None:
+                group.create_task(self._coordinator.run())
+
+    async def add_shards(self, num_shards: int) -> None:
+        """Raise the number of shards to this one; only in a term of shard 0. Raises StoreError."""
+        assert self._coordinator is not None
+        await self._coordinator.set_num_shards(num_shards, self._claims.claim_all)
+
+    def load(self) -> ShardLoad:
+        """The shard's load now."""
+        engine = self._engine
+        lanes = [lane for lane in engine.lanes.values() if not lane.draining]
+        num_on_lanes = sum(
+            len(lane.rows) + len(lane.assigned) + lane.num_swapped for lane in engine.lanes.values()
+        )
+        return ShardLoad(
+            leader=self._address,
+            num_workers=len(lanes),
+            num_free_rows=sum(
+                max(0, lane.limits.max_num_seqs - len(lane.rows) - len(lane.assigned))
+                for lane in lanes
+            ),
+            num_live=num_on_lanes + len(engine.waiting),
+            num_waiting=len(engine.waiting),
+        )
+
+    async def _announce(self) -> None:
+        """Send the state of all shards to the gateways when it has changed. With many shards less
+        often, since each of their leaders sends it."""
+        membership, is_heard = self._membership, self._is_heard
+        membership.listen(is_heard.set)
+        try:
+            while True:
+                self._handler.announce_cluster(cluster_state(membership.loads))
+                await asyncio.sleep(ANNOUNCE_S * max(1.0, membership.map.num_shards / 16))
+                await is_heard.wait()
+                is_heard.clear()
+        finally:
+            membership.stop_listening(is_heard.set)
+
+
+def cluster_state(loads: Iterable[ShardLoad]) -> scheduler_pb2.ClusterState:
+    """The state of all shards, for gateways."""
+    return scheduler_pb2.ClusterState(
+        shards=[
+            scheduler_pb2.ShardState(
+                leader=load.leader,
+                num_workers=load.num_workers,
+                num_live=load.num_live,
+                num_waiting=load.num_waiting,
+            )
+            for load in loads
+        ]
+    )

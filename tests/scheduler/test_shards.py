@@ -1,0 +1,225 @@
+"""Several shards, led by schedulers in one process, with a worker each."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from checking_worker import CheckingWorker
+from scheduler_stack import (
+    ABORTED,
+    Gateway,
+    Member,
+    Stack,
+    check_outputs,
+    info_of,
+    prompt,
+    running_stack,
+)
+from waiting import until
+
+from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
+from scheduler_svc.cluster import coordinator
+
+NUM_SHARDS = 4
+
+
+def worker(number: int) -> CheckingWorker:
+    return CheckingWorker(incarnation=number, num_blocks=128, block_size=4, max_model_len=256)
+
+
+@pytest.fixture
+async def stack(
+    redis_url: str, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Stack]:
+    """Four workers and, at first, one scheduler and one shard."""
+    monkeypatch.setattr(coordinator, "JOIN_S", 0.1)
+    workers = {f"w{number}": worker(number) for number in range(1, NUM_SHARDS + 1)}
+    async with running_stack(redis_url, sockets, workers, lease_s=1.5) as stack:
+        yield stack
+
+
+def operations(member: Member) -> operations_pb2_grpc.OperationsServiceStub:
+    return operations_pb2_grpc.OperationsServiceStub(member.channel)
+
+
+async def set_num_shards(member: Member, number: int = NUM_SHARDS) -> None:
+    await operations(member).SetNumShards(operations_pb2.SetNumShardsRequest(num_shards=number))
+
+
+async def cluster(member: Member) -> operations_pb2.GetClusterResponse:
+    return await operations(member).GetCluster(operations_pb2.GetClusterRequest())
+
+
+async def leaders(stack: Stack, members: int, num_shards: int = NUM_SHARDS) -> list[str]:
+    """The leader of each shard, once every shard has one and a worker, and they are even."""
+    while True:
+        await asyncio.sleep(0.05)
+        try:
+            seen = await cluster(stack.member)
+        except grpc.aio.AioRpcError:
+            # It has just started.
+            continue
+        found = [shard.leader for shard in seen.shards]
+        even = [found.count(address) for address in {*found} - {""}]
+        if (
+            len(found) == num_shards
+            and "" not in found
+            and all(shard.num_workers for shard in seen.shards)
+            and len(even) == members
+            and max(even) - min(even) <= 1
+            # A leader may be in the course of handing over.
+            and all(
+                member.scheduler.shards[shard].term is not None
+                for shard, address in enumerate(found)
+                for member in stack.members
+                if member.address == address
+            )
+        ):
+            return found
+
+
+async def connect(stack: Stack, address: str, shard: int) -> Gateway:
+    """A gateway's stream for a shard."""
+    member = next(member for member in stack.members if member.address == address)
+    gateway = Gateway(member.channel, shard)
+    stack.gateways.append(gateway)
+    await gateway.start()
+    return gateway
+
+
+async def connect_all(stack: Stack, found: list[str]) -> list[Gateway]:
+    gateways = [await connect(stack, address, shard) for shard, address in enumerate(found)]
+    await until(lambda: all(gateway.hello for gateway in gateways), "the hellos")
+    return gateways
+
+
+async def test_shards_and_workers_are_spread_and_every_shard_serves(stack: Stack) -> None:
+    first = stack.member
+    stack.start_scheduler()
+    await set_num_shards(first)
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=2)
+    gateways = await connect_all(stack, found)
+    for shard, gateway in enumerate(gateways):
+        for seed in range(3):
+            await gateway.submit(prompt(10, shard), 6, seed)
+    for gateway in gateways:
+        await check_outputs(gateway)
+    assert all(checking.num_streams for checking, _ in stack.workers.values())
+    await until(
+        lambda: gateways[0].cluster is not None and len(gateways[0].cluster.shards) == NUM_SHARDS,
+        "the state of the cluster",
+    )
+    assert [state.leader for state in gateways[0].cluster.shards] == found
+    # The leader of another shard is named.
+    other = await connect(stack, next(a for a in found if a != found[0]), 0)
+    await until(lambda: other.lost is not None, "the refusal")
+    assert other.lost.code() is grpc.StatusCode.UNAVAILABLE
+    assert info_of(other.lost).metadata["leader"] == found[0]
+
+
+async def test_the_shards_of_a_dead_scheduler_go_to_the_others_and_back(stack: Stack) -> None:
+    first = stack.member
+    stack.start_scheduler()
+    await set_num_shards(first)
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=2)
+    gateways = await connect_all(stack, found)
+    for shard, gateway in enumerate(gateways):
+        await gateway.submit(prompt(10, shard), 200, seed=shard)
+    await until(lambda: all(len(g.received[1].token_ids) > 2 for g in gateways), "tokens")
+    await first.kill()
+    async with asyncio.timeout(10):
+        again = await leaders(stack, members=1)
+    for shard, gateway in enumerate(gateways):
+        if found[shard] == first.address:
+            await gateway.close()
+            following = await connect(stack, again[shard], shard)
+            await following.submit_again(gateway.received[1])
+            stack.gateways.remove(gateway)
+            await check_outputs(following)
+        else:
+            await check_outputs(gateway)
+    # Its successor gets shards back.
+    survivor = stack.member
+    stack.start_scheduler()
+    async with asyncio.timeout(10):
+        last = await leaders(stack, members=2)
+    assert {last[shard] for shard in range(NUM_SHARDS)} == {
+        survivor.address,
+        stack.member.address,
+    }
+
+
+async def test_the_number_of_shards_is_raised_while_requests_run(stack: Stack) -> None:
+    gateway = await stack.gateway()
+    for seed in range(12):
+        await gateway.submit(prompt(12, seed), 60, seed)
+    await until(lambda: sum(len(one.token_ids) for one in gateway.received.values()) > 30, "tokens")
+    await set_num_shards(stack.member)
+    for seed in range(12, 16):
+        await gateway.submit(prompt(12, seed), 6, seed)
+    await check_outputs(gateway)
+    async with asyncio.timeout(20):
+        found = await leaders(stack, members=1)
+    assert found == [stack.member.address] * NUM_SHARDS
+    for refused in (2, 5000):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await set_num_shards(stack.member, refused)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert info_of(caught.value).reason == "NUM_SHARDS_OUT_OF_RANGE"
+
+
+async def test_an_id_belongs_to_one_shard(stack: Stack) -> None:
+    gateway = await stack.gateway()
+    early = await gateway.submit(prompt(8), 4, request_id="early", has_client_id=True)
+    await gateway.wait_ended(early)
+    await set_num_shards(stack.member)
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=1)
+    zero, one, *_ = await connect_all(stack, found)
+    # That of a request from before, and of a new one.
+    await one.submit(prompt(8), 4, request_id="early", has_client_id=True)
+    new = await zero.submit(prompt(8, 1), 4, request_id="new", has_client_id=True)
+    await zero.wait_ended(new)
+    await one.submit(prompt(8, 2), 4, request_id="new", has_client_id=True)
+    await until(lambda: all(x.failure for x in one.received.values()), "the refusals")
+    for received in one.received.values():
+        assert received.failure.code == ABORTED
+        assert info_of(received.failure).reason == "OTHER_SHARD"
+        assert info_of(received.failure).metadata["shard"] == "0"
+    # Ids of gateways are unique: nothing is asked.
+    free = await one.submit(prompt(8, 2), 4, request_id="new")
+    await one.wait_ended(free)
+    assert one.received[free].is_whole
+
+
+async def test_requests_are_looked_up_by_their_ids(stack: Stack) -> None:
+    gateway = await stack.gateway()
+    await gateway.submit(prompt(8), 4, request_id="ended")
+    await gateway.wait_ended()
+    await gateway.submit(prompt(8), 500, request_id="live")
+    names = ["ended", "live", "none"]
+    lookups = [
+        scheduler_pb2.Lookup(tag=tag, request=scheduler_pb2.RequestKey(request_id=name))
+        for tag, name in enumerate(names)
+    ]
+    await until(lambda: gateway.received[2].accepted, "the acceptance")
+    await gateway.send(lookups=lookups)
+    await until(lambda: len(gateway.found) == 3, "the results")
+    assert gateway.found == {0: True, 1: True, 2: False}
+    await gateway.cancel(2)
+
+
+async def test_a_worker_serves_one_shard_at_a_time(redis_url: str, sockets: Path) -> None:
+    """The worker moves when its first shard has closed its lane, though epochs may fall."""
+    async with running_stack(redis_url, sockets, {"a": worker(1), "b": worker(2)}) as stack:
+        await stack.ready(2)
+        await set_num_shards(stack.member, 2)
+        async with asyncio.timeout(10):
+            await leaders(stack, members=1, num_shards=2)
+        seen = await cluster(stack.member)
+        assert [len(shard.workers) for shard in seen.shards] == [1, 1]
+        assert seen.schedulers == [stack.member.address]
