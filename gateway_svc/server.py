@@ -21,8 +21,7 @@ from gateway_svc.rpc.beam_search_servicer import BeamSearchServicer
 from gateway_svc.rpc.call_interceptor import CallInterceptor
 from gateway_svc.rpc.inference_servicer import InferenceServicer
 from gateway_svc.rpc.model_servicers import ModelServicer, TokenizerServicer
-from gateway_svc.scheduler.connection import SchedulerConnection
-from gateway_svc.scheduler.multiplexer import Multiplexer
+from gateway_svc.scheduler.shards import Shards
 from gateway_svc.settings import GatewaySettings
 from gateway_svc.text import model_files
 from gateway_svc.text.model_files import ModelFilesError
@@ -79,15 +78,14 @@ class Gateway:
         self.metrics_server: MetricsServer | None = None
         self._metrics = GatewayMetrics(settings.objectives)
         # Why the scheduler cannot be used, or None. Published by a separate task, as the health
-        # servicer may block on its watchers, and the connection must not.
+        # servicer may block on its watchers, and the connections must not.
         self._scheduler_states = asyncio.Queue[str | None]()
-        self.scheduler = SchedulerConnection(
+        self.scheduler = Shards(
             settings.scheduler_addresses,
-            Multiplexer(
-                settings.max_queued_tokens, settings.scheduler_wait_s, self._metrics.reattached.inc
-            ),
+            settings.max_queued_tokens,
             settings.scheduler_wait_s,
             self._scheduler_states.put_nowait,
+            self._metrics.routing,
             settings.scheduler_tls,
         )
         self.served = ServedModel(settings.served_model_name or settings.model)

@@ -21,7 +21,7 @@ from gateway_svc.scheduler.events import (
     TokenLogprobs,
     split_prompt_logprobs,
 )
-from gateway_svc.scheduler.multiplexer import Multiplexer
+from gateway_svc.scheduler.request_router import RequestRouter
 from gateway_svc.scheduler.request_stream import RequestStream
 from gateway_svc.text.served_model import ServedModel
 from gateway_svc.tracing.call_trace import current_trace
@@ -43,7 +43,7 @@ class Generation:
 
     def __init__(
         self,
-        requests: Multiplexer,
+        requests: RequestRouter,
         stream: RequestStream,
         create_choices: _CreateChoices,
         prompt_field: str | None,
@@ -197,7 +197,7 @@ def _split_long_events(events: Iterable[Event]) -> Iterator[ChoiceEvent]:
 
 
 def start(
-    prepared: PreparedRequest, requests: Multiplexer
+    prepared: PreparedRequest, requests: RequestRouter
 ) -> AbstractAsyncContextManager[Generation]:
     """Submit a request. Exiting before its end cancels it, unless it may be resumed."""
     try:
@@ -211,7 +211,7 @@ def resume(
     request: inference_pb2.ResumeGenerateRequest,
     principal: str,
     served: ServedModel,
-    requests: Multiplexer,
+    requests: RequestRouter,
 ) -> AbstractAsyncContextManager[Generation]:
     """Resume a live or finished request; exit as `start` does.
 
@@ -241,7 +241,7 @@ def _cancel_this_task() -> Callable[[], object]:
 
 @asynccontextmanager
 async def _closing(
-    requests: Multiplexer,
+    requests: RequestRouter,
     stream: RequestStream,
     create_choices: _CreateChoices,
     prompt_field: str | None,

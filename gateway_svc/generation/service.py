@@ -10,7 +10,7 @@ from gateway_svc.generation.beam_search import Search
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.submission import PreparedRequest, RequestsInPreparation
 from gateway_svc.generation.validation import GenerationRequest
-from gateway_svc.scheduler.connection import SchedulerConnection
+from gateway_svc.scheduler.shards import Shards
 from gateway_svc.text.served_model import ServedModel
 from gateway_svc.tracing.call_trace import CallTrace, current_trace
 from gateway_svc.tracing.generation_attributes import add_request, add_submission
@@ -26,7 +26,7 @@ class GenerationService:
     def __init__(
         self,
         served: ServedModel,
-        scheduler: SchedulerConnection,
+        scheduler: Shards,
         max_resume_window_s: int,
         background_window_s: int,
     ) -> None:

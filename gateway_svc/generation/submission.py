@@ -132,6 +132,7 @@ async def prepare(
         opaque=state.SerializeToString(),
         deferred_delivery=search is not None or _is_deferred(request, parsing),
         tenant=tenant.policy() if tenant.principal else None,
+        has_client_id=bool(request.request_id),
     )
     return PreparedRequest(
         model, submission, state, prompt_field(request), create_choices(request_id, state, model)

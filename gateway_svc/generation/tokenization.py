@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from gateway_svc.generation import validation
-from gateway_svc.scheduler.connection import SchedulerConnection
+from gateway_svc.scheduler.shards import Shards
 from gateway_svc.text.served_model import Model, ServedModel
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.errors import invalid
@@ -15,7 +15,7 @@ R = TypeVar("R", tokenizer_pb2.TokenizeResponse, tokenizer_pb2.DetokenizeRespons
 class TokenizationService:
     """Describes the model, and converts between text and tokens."""
 
-    def __init__(self, served: ServedModel, scheduler: SchedulerConnection) -> None:
+    def __init__(self, served: ServedModel, scheduler: Shards) -> None:
         self._served = served
         self._scheduler = scheduler
 

@@ -43,9 +43,12 @@ class RequestContext:
     def request_id(request: Request) -> str:
         """The client's, or a random one. The Idempotency-Key is the same for each attempt, the
         X-Request-Id of some proxies is not."""
-        headers = request.headers
-        chosen = headers.get("idempotency-key") or headers.get("x-request-id")
-        return chosen or secrets.token_hex(16)
+        return _chosen_id(request) or secrets.token_hex(16)
+
+    @staticmethod
+    def has_request_id(request: Request) -> bool:
+        """Whether the client has chosen the id."""
+        return bool(_chosen_id(request))
 
     def _max_body_bytes(self) -> int:
         """More than any request that the model's context can hold."""
@@ -53,3 +56,7 @@ class RequestContext:
         limits = model.limits(self._service.scheduler.max_model_len)
         characters = limits.max_model_len * limits.longest_token
         return min(max(_MIN_BODY_BYTES, characters * _BYTES_PER_CHARACTER), _MAX_BODY_BYTES)
+
+
+def _chosen_id(request: Request) -> str | None:
+    return request.headers.get("idempotency-key") or request.headers.get("x-request-id")

@@ -73,7 +73,7 @@ class GenerationRoutes:
         }
         if body.prompt_logprobs is None:
             renamed["prompt_logprobs"] = "logprobs"
-        return self._respond(request_id, tenant, body, messages, states, renamed)
+        return self._respond(request, request_id, tenant, body, messages, states, renamed)
 
     async def create_chat_completion(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -91,7 +91,7 @@ class GenerationRoutes:
             renamed["logprobs"] = "top_logprobs"
         if body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
-        return self._respond(request_id, tenant, body, messages, states, renamed)
+        return self._respond(request, request_id, tenant, body, messages, states, renamed)
 
     async def request_events(self, request_id: str, request: Request) -> Response:
         """Stream a request's output, live or finished, after the event that `Last-Event-ID`
@@ -130,6 +130,7 @@ class GenerationRoutes:
 
     def _respond(
         self,
+        request: Request,
         request_id: str,
         tenant: Tenant,
         body: SamplingFields,
@@ -143,8 +144,10 @@ class GenerationRoutes:
         if body.prompt_logprobs is not None and body.stream:
             raise invalid("prompt_logprobs", "UNSUPPORTED_FIELD", "is not supported in streams")
 
+        has_client_id = self._context.has_request_id(request)
+
         async def run(writer: ResponseWriter) -> None:
-            updates = self._generations.run(messages, states, tenant, body.search)
+            updates = self._generations.run(messages, states, tenant, has_client_id, body.search)
             if body.stream:
                 await write_events(updates, self.make_format, EventId(), writer)
             else:

@@ -42,10 +42,11 @@ class Generations:
         messages: Sequence[GenerationMessage],
         states: Sequence[gateway_pb2.HttpState],
         tenant: Tenant,
+        has_client_id: bool,
         search: Search | None = None,
     ) -> Updates:
         """Yield the updates of all prompts. RequestError, before the first update, if one of them
-        is invalid; no prompt is started then."""
+        is invalid; no prompt is started then. `has_client_id`: the ids were not made here."""
         with ExitStack() as measured:
             times = [
                 measured.enter_context(self._metrics.request(tenant.tenant_class)) for _ in messages
@@ -54,6 +55,8 @@ class Generations:
                 await self._service.prepare(message, None, tenant, state, search)
                 for message, state in zip(messages, states, strict=True)
             ]
+            for one in prepared:
+                one.submission.has_client_id = has_client_id
             sources = [
                 _prompt_updates(prompt, partial(self._service.start, one), time)
                 for prompt, (one, time) in enumerate(zip(prepared, times, strict=True))

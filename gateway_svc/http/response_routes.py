@@ -71,7 +71,9 @@ class ResponseRoutes:
             background=bool(body.background),
             format_field="text",
         )
-        updates = self._generations.run([body.message(request_id)], [state], tenant)
+        updates = self._generations.run(
+            [body.message(request_id)], [state], tenant, self._context.has_request_id(request)
+        )
 
         async def run(writer: ResponseWriter) -> None:
             if body.stream:

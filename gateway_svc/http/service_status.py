@@ -1,11 +1,12 @@
-"""The state of the service for the page: the leader's status, read at most once a second."""
+"""The state of the service for the page: the leaders' statuses, read at most once a second."""
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from gateway_svc.scheduler.connection import SchedulerConnection
-from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
+from gateway_svc.scheduler.shards import Shards, ShardStatus
+from quire.internal.v1.operations_pb2 import WorkerStatus
 
 _INTERVAL_S = 1.0
 # Cells of a worker's block map.
@@ -18,7 +19,7 @@ _MARKS = {3: "h", 2: "c", 1: "f"}
 class ServiceStatus:
     """Reads the status for any number of pages."""
 
-    def __init__(self, scheduler: SchedulerConnection) -> None:
+    def __init__(self, scheduler: Shards) -> None:
         self._scheduler = scheduler
         self._lock = asyncio.Lock()
         self._status: dict[str, Any] = {}
@@ -28,27 +29,35 @@ class ServiceStatus:
         """RequestError if no scheduler leads."""
         async with self._lock:
             if time.monotonic() >= self._expires_at:
-                address, status = await self._scheduler.status()
-                self._status = to_json(address, status)
+                self._status = to_json(await self._scheduler.status())
                 self._expires_at = time.monotonic() + _INTERVAL_S
             return self._status
 
 
-def to_json(leader: str, status: GetStatusResponse) -> dict[str, Any]:
+def to_json(shards: Sequence[ShardStatus | None]) -> dict[str, Any]:
+    """Of all shards together; the leader, its epoch and its time are those of the first shard that
+    has one. At least one has."""
+    led = [shard for shard in shards if shard is not None]
+    statuses = [shard.status for shard in led]
+    first = led[0]
     return {
-        "leader": leader,
-        "epoch": status.epoch,
-        "uptime_ms": status.uptime_ms,
-        "num_accepted": status.num_accepted,
-        "num_refused": status.num_refused,
+        "leader": first.leader,
+        "epoch": first.status.epoch,
+        "uptime_ms": first.status.uptime_ms,
+        "num_accepted": sum(status.num_accepted for status in statuses),
+        "num_refused": sum(status.num_refused for status in statuses),
         "queue": {
-            "num_requests": status.queue.num_requests,
-            "num_tokens": status.queue.num_tokens,
+            "num_requests": sum(status.queue.num_requests for status in statuses),
+            "num_tokens": sum(status.queue.num_tokens for status in statuses),
         },
-        "workers": [_worker(worker) for worker in status.workers],
+        "workers": [_worker(worker) for status in statuses for worker in status.workers],
         "refused_workers": [
-            {"address": one.address, "reason": one.reason} for one in status.refused_workers
+            {"address": one.address, "reason": one.reason}
+            for status in statuses
+            for one in status.refused_workers
         ],
+        # By shard, the address of its leader; null if it has none.
+        "shards": [None if shard is None else shard.leader for shard in shards],
     }
 
 

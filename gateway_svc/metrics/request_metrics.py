@@ -15,6 +15,7 @@ from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.metrics.histogram import Histogram, Observations
 from gateway_svc.metrics.objectives import Objective, Objectives
 from gateway_svc.scheduler.events import error_reason
+from gateway_svc.scheduler.route import RoutingCounters
 from quire.service.errors import RequestError
 
 _STOP, _LENGTH = "stop", "length"
@@ -104,11 +105,7 @@ class GatewayMetrics:
             ["code"],
             registry=registry,
         )
-        self.reattached = Counter(
-            "quire:requests_reattached",
-            "Requests attached again, to a new leader or because tokens were missing.",
-            registry=registry,
-        )
+        self.routing = self._routing_counters()
         self._resumed = Counter(
             "quire:requests_resumed",
             "Calls that resume a request.",
@@ -119,6 +116,30 @@ class GatewayMetrics:
         self._ended_by_length = self._ended_choices.labels(_LENGTH)
         self._classes: dict[str, _ClassMetrics] = {}
         self._of_class(DEFAULT_CLASS)
+
+    def _routing_counters(self) -> RoutingCounters:
+        return RoutingCounters(
+            reattached=self._counter(
+                "quire:requests_reattached",
+                "Requests attached again, to a new leader or because tokens were missing.",
+            ),
+            spilled=self._counter(
+                "quire:requests_spilled",
+                "Requests given to another shard than their prefix's, which had too much load.",
+            ),
+            refused=self._counter(
+                "quire:requests_refused_by_shard",
+                "Refusals by a shard without room after which another one was tried.",
+            ),
+            moved=self._counter(
+                "quire:requests_moved",
+                "Requests moved to another shard, because their own named it.",
+            ),
+        )
+
+    def _counter(self, name: str, documentation: str) -> Callable[[], object]:
+        """A function that counts."""
+        return Counter(name, documentation, registry=self.registry).inc
 
     def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         return Histogram(name, documentation, _CLASS, bounds, self.registry)

@@ -1,4 +1,4 @@
-"""The gateway's connection to the leading scheduler, re-established after each loss."""
+"""The gateway's connection to the leader of one shard, re-established after each loss."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from gateway_svc.scheduler.leader_discovery import (
     connect,
 )
 from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
-from gateway_svc.scheduler.outages import Outage, Outages
+from gateway_svc.scheduler.outages import Outage
 from gateway_svc.scheduler.send_queue import SendQueue
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from quire.service.protocol_version import PROTOCOL_VERSION
@@ -30,36 +30,44 @@ _MAX_BACKOFF_S = 1.0
 _STATUS_TIMEOUT_S = 5.0
 
 
-class SchedulerConnection:
-    """Maintains one `Connect` stream to the leading scheduler; `requests` are multiplexed over it.
+class ShardConnection:
+    """Maintains one `Connect` stream to the leader of a shard; `requests` are multiplexed over it.
 
-    `on_state` is called with the reason why requests cannot run, or None when they can.
+    `on_state` is called after the outage or its reason has changed, and `on_cluster` with the state
+    of all shards, as this shard's leader sends it, before what else is in the frame.
     """
 
     def __init__(
         self,
+        shard: int,
         addresses: Sequence[str],
         requests: Multiplexer,
-        wait_s: float,
-        on_state: Callable[[str | None], object],
+        on_state: Callable[[], object],
+        on_cluster: Callable[[int, scheduler_pb2.ClusterState], object],
         tls: TLS | None = None,
     ) -> None:
-        """`wait_s` bounds the wait for a first scheduler."""
+        self.shard = shard
         self.requests = requests
         # The longest sequence that workers accept, as last reported; None until then.
         self.max_model_len: int | None = None
-        self.outages = Outages()
+        # Why requests of the shard cannot run now; both None if they can.
+        self.outage: Outage | None = Outage.SCHEDULER
+        self.reason: str | None = "no scheduler has been found yet"
         self._tls = tls
         self._discovery = LeaderDiscovery(addresses, self._connect)
-        self._wait_s = wait_s
         self._on_state = on_state
-        # The highest seen, on any stream.
+        self._on_cluster = on_cluster
+        # The highest seen, on any stream. Epochs of different shards are not comparable.
         self._epoch = 0
-        self._was_connected = asyncio.Event()
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         # The leader, while it is connected.
         self._leader: LeaderStream | None = None
+
+    @property
+    def leader(self) -> str | None:
+        """The address of the leader, while it is connected."""
+        return None if self._leader is None else self._leader.address
 
     def start(self) -> None:
         """Connect, and reconnect until closed."""
@@ -76,44 +84,40 @@ class SchedulerConnection:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def wait_until_connected(self) -> None:
-        """Wait for the first connection, whose hello limits requests. RequestError after
-        `wait_s`.
-        """
-        if self._was_connected.is_set():
-            return
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await self._was_connected.wait()
-        except TimeoutError:
-            raise scheduler_unavailable() from None
+    def suggest(self, leader: str) -> None:
+        """Name the address at which the leader is to be searched for first."""
+        self._discovery.suggest(leader)
 
-    async def status(self) -> tuple[str, operations_pb2.GetStatusResponse]:
-        """The leader's address and its status, with block maps. RequestError if there is none."""
+    async def status(self) -> operations_pb2.GetStatusResponse:
+        """The status of the shard, with block maps. RequestError if it has no leader."""
         leader = self._leader
         if leader is None:
             raise scheduler_unavailable()
-        request = operations_pb2.GetStatusRequest(with_block_maps=True)
+        request = operations_pb2.GetStatusRequest(with_block_maps=True, shard=self.shard)
         operations = operations_pb2_grpc.OperationsServiceStub(leader.channel)
         try:
-            return leader.address, await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)
+            return await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
             raise scheduler_unavailable() from None
+
+    def _set_state(self, outage: Outage | None, reason: str | None) -> None:
+        self.outage, self.reason = outage, reason
+        self._on_state()
 
     async def _run(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._on_state("no scheduler has been found yet")
         backoff_s = _FIRST_BACKOFF_S
         while not self._is_closing:
             leader = await self._discovery.find()
             connected_at = time.monotonic()
             self._leader = leader
+            reason = "the connection is closing"
             try:
                 reason = await self._run_stream(leader)
             finally:
                 self._leader = None
-                self.outages.set(Outage.SCHEDULER)
+                self._set_state(Outage.SCHEDULER, reason)
                 self.requests.on_disconnected()
                 leader.call.cancel()
                 await leader.channel.close()
@@ -121,8 +125,9 @@ class SchedulerConnection:
                 # gRPC swallows a cancellation that coincides with the end of the call.
                 return
             # Logs only: the reason may mention another client's request.
-            log.warning("scheduler disconnected", address=leader.address, reason=reason)
-            self._on_state(reason)
+            log.warning(
+                "scheduler disconnected", shard=self.shard, address=leader.address, reason=reason
+            )
             if time.monotonic() - connected_at > _SHORT_STREAM_S:
                 backoff_s = _FIRST_BACKOFF_S
             else:
@@ -131,14 +136,19 @@ class SchedulerConnection:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _connect(self, address: str) -> LeaderStream:
-        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION)
+        hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION, shard=self.shard)
         host = self._discovery.resolver.host_of(address)
-        leader = await connect(address, hello, self._tls, host)
+        try:
+            leader = await connect(address, hello, self._tls, host)
+        except NotLeadingError as error:
+            if error.leader:
+                self.suggest(error.leader)
+            raise
         try:
             self._check(leader.first_frame)
         except NotLeadingError as error:
             await leader.channel.close()
-            self._on_state(str(error))
+            self._set_state(Outage.SCHEDULER, str(error))
             raise
         return leader
 
@@ -147,7 +157,12 @@ class SchedulerConnection:
         frame: object = leader.first_frame
         self.requests.on_connected()
         writer = asyncio.create_task(_write(leader, self.requests.send_queue))
-        log.info("scheduler connected", address=leader.address, epoch=leader.first_frame.epoch)
+        log.info(
+            "scheduler connected",
+            shard=self.shard,
+            address=leader.address,
+            epoch=leader.first_frame.epoch,
+        )
         try:
             while isinstance(frame, scheduler_pb2.ConnectResponse):
                 self._check(frame)
@@ -178,9 +193,12 @@ class SchedulerConnection:
             hello = frame.hello
             if hello.HasField("max_model_len"):
                 self.max_model_len = hello.max_model_len
-            self._was_connected.set()
-            self.outages.set(None if hello.ready else Outage.WORKER)
-            self._on_state(None if hello.ready else "no worker has joined the scheduler")
+            if hello.ready:
+                self._set_state(None, None)
+            else:
+                self._set_state(Outage.WORKER, "no worker has joined the scheduler")
+        if frame.HasField("cluster"):
+            self._on_cluster(self.shard, frame.cluster)
         self.requests.deliver(frame)
 
 

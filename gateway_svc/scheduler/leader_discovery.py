@@ -1,4 +1,4 @@
-"""Finds the leading scheduler among the configured addresses."""
+"""Finds the leader of a shard among the configured addresses and those that schedulers name."""
 
 import asyncio
 import contextlib
@@ -8,22 +8,33 @@ from dataclasses import dataclass
 
 import grpc
 import structlog
+from grpc_status import rpc_status
 
+from gateway_svc.scheduler.events import error_info
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.service.addresses import NameResolver
+from quire.service.addresses import NameResolver, check_address
 from quire.service.channels import scheduler_channel_options
+from quire.service.errors import RequestError
 from quire.service.tls import TLS, open_aio_channel
 
 log = structlog.get_logger()
 
 # A leader sends its hello at once; a process that is suspended or unreachable sends none.
 HELLO_TIMEOUT_S = 1.0
+# For which the address that is named as the leader's is tried alone, so that the leaders of many
+# shards are not searched for at all addresses.
+_HEAD_START_S = 0.1
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 0.5
 
 
 class NotLeadingError(Exception):
     """A scheduler does not lead, cannot be reached, or has another protocol version."""
+
+    def __init__(self, reason: str, leader: str = "") -> None:
+        """`leader` is the address that the scheduler has named; empty if none."""
+        super().__init__(reason)
+        self.leader = leader
 
 
 @dataclass(frozen=True)
@@ -50,11 +61,24 @@ async def connect(
     except BaseException as error:
         await channel.close()
         if isinstance(error, grpc.aio.AioRpcError):
-            raise NotLeadingError(f"{error.code().name}: {error.details()}") from error
+            reason = f"{error.code().name}: {error.details()}"
+            raise NotLeadingError(reason, _named_leader(error)) from error
         if isinstance(error, TimeoutError):
             raise NotLeadingError(f"no hello within {HELLO_TIMEOUT_S} s") from error
         raise
     return LeaderStream(address, channel, call, first_frame)
+
+
+def _named_leader(error: grpc.aio.AioRpcError) -> str:
+    """The leader's address in the details of STANDBY; empty if there is none."""
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    except ValueError:
+        # Another status than the call's.
+        return ""
+    if status is None:
+        return ""
+    return str(error_info(RequestError.from_status(status)).metadata.get("leader", ""))
 
 
 async def _exchange_hellos(
@@ -71,7 +95,8 @@ async def _exchange_hellos(
 
 
 class LeaderDiscovery:
-    """Tries all addresses concurrently, so that one that hangs delays no other."""
+    """Tries all addresses concurrently, so that one that hangs delays no other. An address that was
+    suggested has a head start."""
 
     def __init__(
         self, names: Iterable[str], connect: Callable[[str], Awaitable[LeaderStream]]
@@ -81,24 +106,57 @@ class LeaderDiscovery:
         self._wake = asyncio.Event()
         self.resolver = NameResolver(names, self._wake.set)
         self._connect = connect
+        # Where another scheduler says the leader is.
+        self._suggested: str | None = None
+
+    def suggest(self, address: str) -> None:
+        """Try this address, too, in this search or first in the next one."""
+        try:
+            self._suggested = check_address(address)
+        except ValueError:
+            log.warning("the leader's address is not valid", address=address)
+            return
+        self._wake.set()
 
     async def find(self) -> LeaderStream:
         """Return a stream to the first scheduler that responds as the leader."""
         found: asyncio.Future[LeaderStream] = asyncio.get_running_loop().create_future()
         found.add_done_callback(lambda _: self._wake.set())
         attempts: dict[str, asyncio.Task[None]] = {}
-        resolving = asyncio.create_task(self.resolver.run())
+        tasks: list[asyncio.Task[None]] = []
         try:
+            if self._suggested is not None:
+                self._start_attempts({self._suggested}, attempts, found)
+                await self._wait_for_head_start()
+            tasks.append(asyncio.create_task(self.resolver.run()))
             while not found.done():
                 self._wake.clear()
-                for address in self.resolver.addresses - attempts.keys():
-                    attempts[address] = asyncio.create_task(self._try_repeatedly(address, found))
+                suggested = set() if self._suggested is None else {self._suggested}
+                self._start_attempts(self.resolver.addresses | suggested, attempts, found)
                 await self._wake.wait()
             return found.result()
         finally:
-            for task in (resolving, *attempts.values()):
+            tasks += attempts.values()
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(resolving, *attempts.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start_attempts(
+        self,
+        addresses: Iterable[str],
+        attempts: dict[str, asyncio.Task[None]],
+        found: asyncio.Future[LeaderStream],
+    ) -> None:
+        for address in addresses:
+            if address not in attempts:
+                attempts[address] = asyncio.create_task(self._try_repeatedly(address, found))
+
+    async def _wait_for_head_start(self) -> None:
+        """Wait until the first attempt has an end, or its head start is over."""
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEAD_START_S):
+                await self._wake.wait()
 
     async def _try_repeatedly(self, address: str, found: asyncio.Future[LeaderStream]) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -114,6 +172,7 @@ class LeaderDiscovery:
                 if str(error) != last_reason:
                     last_reason = str(error)
                     log.info("not the leader", address=address, reason=last_reason)
+                self._wake.set()
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1))
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             else:

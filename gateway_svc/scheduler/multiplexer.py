@@ -1,15 +1,15 @@
-"""Multiplexes many requests over one stream, each under an attachment number."""
+"""Multiplexes the requests of one shard over one stream, each under an attachment number."""
 
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import grpc
 import structlog
 
 from gateway_svc.scheduler import events
-from gateway_svc.scheduler.request_stream import RequestStream, StreamRequest
+from gateway_svc.scheduler.id_queries import IdQueries, Query
+from gateway_svc.scheduler.request_stream import RequestStream
 from gateway_svc.scheduler.send_queue import SendQueue, check_size
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError, unavailable
@@ -23,17 +23,14 @@ _RETRY_S = 0.25
 _MAX_GAPS = 3
 
 
-@dataclass(frozen=True)
-class _PendingCancellation:
-    key: scheduler_pb2.RequestKey
-    # Whether a request of this id was live.
-    was_live: asyncio.Future[bool]
+def _pass_on(stream: RequestStream, error: RequestError) -> RequestError | None:
+    return error
 
 
 class Multiplexer:
-    """The requests of this gateway that are live at the leading scheduler.
+    """The requests of this gateway that are live at the leader of one shard.
 
-    While no scheduler is connected requests wait, and are sent again to the next one. A request
+    While no leader is connected requests wait, and are sent again to the next one. A request
     that has waited `wait_s` fails. Everything runs on the event loop's thread, and a frame is
     delivered without yielding to the loop.
     """
@@ -43,31 +40,45 @@ class Multiplexer:
         max_queued_tokens: int,
         wait_s: float,
         on_reattached: Callable[[], object] = lambda: None,
+        on_failure: Callable[[RequestStream, RequestError], RequestError | None] = _pass_on,
     ) -> None:
+        """`on_failure` is called with a stream that was removed after a failure. It returns the
+        error that the stream fails with, or None if the stream continues at another shard."""
         self.send_queue = SendQueue()
         # A scheduler is connected.
         self.is_connected = False
+        # Of all streams.
+        self.num_sequences = 0
         self._max_queued_tokens = max_queued_tokens
         self._wait_s = wait_s
         self._on_reattached = on_reattached
+        self._on_failure = on_failure
         self._numbers = itertools.count(1)
         # By their latest attachment numbers, which grow: in order of attachment.
         self._streams: dict[int, RequestStream] = {}
-        # By their tags.
-        self._cancellations: dict[int, _PendingCancellation] = {}
+        self._queries = IdQueries()
 
     @property
     def is_idle(self) -> bool:
-        return not self._streams and not self._cancellations
+        return not self._streams and not self._queries
+
+    @property
+    def streams(self) -> list[RequestStream]:
+        return list(self._streams.values())
+
+    @property
+    def num_accepted_sequences(self) -> int:
+        """Of the streams whose requests were accepted."""
+        return sum(one.num_sequences for one in self._streams.values() if one.was_accepted)
 
     def on_connected(self) -> None:
-        """Send all live requests and cancellations again, in their order."""
+        """Send all live requests, cancellations and lookups again, in their order."""
         self.send_queue = SendQueue()
         self.is_connected = True
-        for stream in list(self._streams.values()):
+        for stream in self.streams:
             self._attach(stream)
-        for tag, pending in self._cancellations.items():
-            self.send_queue.cancel(scheduler_pb2.Cancellation(request=pending.key, tag=tag))
+        for query in self._queries:
+            self._send_query(query)
 
     def on_disconnected(self) -> None:
         """Start the timeouts of all requests and discard unsent parts, which `on_connected` sends
@@ -80,12 +91,10 @@ class Multiplexer:
 
     def detach_all(self, error: RequestError) -> None:
         """End every stream with `error`; the requests run on and can be resumed elsewhere."""
-        for stream in list(self._streams.values()):
+        for stream in self.streams:
             self.detach(stream)
             stream.fail(error)
-        for pending in self._cancellations.values():
-            if not pending.was_live.done():
-                pending.was_live.set_exception(error)
+        self._queries.fail_all(error)
 
     def submit(
         self,
@@ -97,13 +106,21 @@ class Multiplexer:
         size of a frame.
         """
         check_size(submission)
-        return self._add(submission, state, on_overflow)
+        return self._add(RequestStream(submission, state, self._max_queued_tokens, on_overflow))
 
     def attach(
         self, attachment: scheduler_pb2.Attachment, on_overflow: Callable[[], object]
     ) -> RequestStream:
         """Take over the stream of a request, from its first token."""
-        return self._add(attachment, None, on_overflow)
+        return self._add(RequestStream(attachment, None, self._max_queued_tokens, on_overflow))
+
+    def adopt(self, stream: RequestStream) -> None:
+        """Continue a stream that no other shard has, as after a reconnect."""
+        if self.is_connected:
+            self._attach(stream)
+        else:
+            self._assign_number(stream)
+            self._start_timeout(stream)
 
     def finish(self, stream: RequestStream, choice: int, num_tokens: int) -> None:
         """End a live choice where its text ends; the scheduler confirms the end."""
@@ -136,19 +153,27 @@ class Multiplexer:
 
     async def cancel(self, request_id: str, principal: str = "") -> bool:
         """Cancel a request of any gateway; return whether one of this id was live."""
-        tag = next(self._numbers)
         key = scheduler_pb2.RequestKey(principal=principal, request_id=request_id)
-        was_live: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._cancellations[tag] = _PendingCancellation(key, was_live)
-        if self.is_connected:
-            self.send_queue.cancel(scheduler_pb2.Cancellation(request=key, tag=tag))
+        return await self._ask(scheduler_pb2.Cancellation(request=key, tag=next(self._numbers)))
+
+    async def look_up(self, request_id: str, principal: str = "") -> bool:
+        """Return whether the shard has a request of this id, live or ended."""
+        key = scheduler_pb2.RequestKey(principal=principal, request_id=request_id)
+        return await self._ask(scheduler_pb2.Lookup(request=key, tag=next(self._numbers)))
+
+    async def _ask(self, query: Query) -> bool:
         try:
-            async with asyncio.timeout(self._wait_s):
-                return await was_live
+            return await self._queries.ask(query, self._send_query, self._wait_s)
         except TimeoutError:
             raise scheduler_unavailable() from None
-        finally:
-            del self._cancellations[tag]
+
+    def _send_query(self, query: Query) -> None:
+        if not self.is_connected:
+            return
+        if isinstance(query, scheduler_pb2.Lookup):
+            self.send_queue.look_up(query)
+        else:
+            self.send_queue.cancel(query)
 
     def deliver(self, frame: scheduler_pb2.ConnectResponse) -> None:
         """Deliver a frame to its streams; parts of removed streams are dropped."""
@@ -163,9 +188,9 @@ class Multiplexer:
             if stream := self._streams.get(failure.attachment):
                 self._deliver_failure(stream, failure)
         for result in frame.cancellation_results:
-            pending = self._cancellations.get(result.tag)
-            if pending is not None and not pending.was_live.done():
-                pending.was_live.set_result(result.found)
+            self._queries.resolve(result.tag, result.found)
+        for found in frame.lookup_results:
+            self._queries.resolve(found.tag, found.found)
 
     def _deliver_tokens(self, deltas: scheduler_pb2.TokenDeltas, accepted: set[int]) -> None:
         try:
@@ -203,6 +228,9 @@ class Multiplexer:
                 **stream.log_fields,
             )
             self._request_missing(stream)
+        elif stream.error is not None:
+            # Its queue has overflowed.
+            self.detach(stream)
 
     def _request_missing(self, stream: RequestStream) -> None:
         """Attach again from the next expected tokens; fail the stream after `_MAX_GAPS`."""
@@ -221,25 +249,14 @@ class Multiplexer:
             self._start_timeout(stream)
             asyncio.get_running_loop().call_later(_RETRY_S, self._retry, stream.attachment)
         else:
-            self._remove(stream)
-            stream.fail(error)
+            # Its timeout is that of the next shard, too.
+            self._forget(stream)
+            final = self._on_failure(stream, error)
+            if final is not None:
+                stream.fail(final)
 
-    def _add(
-        self,
-        request: StreamRequest,
-        state: gateway_pb2.ResumeState | None,
-        on_overflow: Callable[[], object],
-    ) -> RequestStream:
-        def overflowed() -> None:
-            self.detach(stream)
-            on_overflow()
-
-        stream = RequestStream(request, state, self._max_queued_tokens, overflowed)
-        if self.is_connected:
-            self._attach(stream)
-        else:
-            self._assign_number(stream)
-            self._start_timeout(stream)
+    def _add(self, stream: RequestStream) -> RequestStream:
+        self.adopt(stream)
         return stream
 
     def _retry(self, number: int) -> None:
@@ -268,9 +285,10 @@ class Multiplexer:
         stream.was_sent = True
 
     def _assign_number(self, stream: RequestStream) -> None:
-        self._streams.pop(stream.attachment, None)
+        self._forget(stream)
         stream.request.attachment = next(self._numbers)
         self._streams[stream.attachment] = stream
+        self.num_sequences += stream.num_sequences
 
     def _start_timeout(self, stream: RequestStream) -> None:
         stream.start_timeout(self._wait_s, lambda: self._on_timeout(stream))
@@ -282,8 +300,14 @@ class Multiplexer:
     def _remove(self, stream: RequestStream) -> bool:
         """Return whether a connected scheduler has the stream."""
         stream.cancel_timeout()
+        return self._forget(stream) and self.is_connected
+
+    def _forget(self, stream: RequestStream) -> bool:
+        """Return whether the stream was live here."""
         was_live = self._streams.pop(stream.attachment, None) is not None
-        return was_live and self.is_connected
+        if was_live:
+            self.num_sequences -= stream.num_sequences
+        return was_live
 
     def _send_finish(self, stream: RequestStream, choice: int) -> None:
         """Report the stop string that ended a choice here, with the tokens that it keeps."""

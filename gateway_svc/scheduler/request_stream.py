@@ -8,6 +8,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from gateway_svc.scheduler.events import Accepted, ChoiceEvent, Ended, Event, NewTokens
+from gateway_svc.scheduler.route import Route
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError, failed
 from quire.service.tracing.context import TraceContext
@@ -36,7 +37,8 @@ class RequestStream:
         self.request = request
         self.state: gateway_pb2.ResumeState | None = None
         self.error: RequestError | None = None
-        # The request has been sent to a scheduler, on this connection or an earlier one.
+        self.route = Route()
+        # The request has been sent to its shard, on this connection or an earlier one.
         self.was_sent = False
         self.was_accepted = False
         # By choice that this gateway ended at a stop string, the number of tokens kept.
@@ -61,12 +63,20 @@ class RequestStream:
         self._min_tokens = 0
         self._ready = asyncio.Event()
         self._timeout: asyncio.TimerHandle | None = None
+        self._on_timeout: Callable[[], object] = lambda: None
         if state is not None:
             self._init_choices(state)
 
     @property
     def attachment(self) -> int:
         return self.request.attachment
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the request; 1 if another gateway submitted it."""
+        if isinstance(self.request, scheduler_pb2.Submission):
+            return max(1, self.request.n)
+        return 1
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -87,14 +97,24 @@ class RequestStream:
         return choice in self._live_choices
 
     def start_timeout(self, timeout_s: float, on_timeout: Callable[[], object]) -> None:
-        """Call `on_timeout` unless an event is received in time. A running timer is kept."""
+        """Call `on_timeout` unless an event is received in time. A running timer is kept, and calls
+        the new function."""
+        self._on_timeout = on_timeout
         if self._timeout is None and self.error is None:
-            self._timeout = asyncio.get_running_loop().call_later(timeout_s, on_timeout)
+            loop = asyncio.get_running_loop()
+            self._timeout = loop.call_later(timeout_s, lambda: self._on_timeout())
 
     def cancel_timeout(self) -> None:
         if self._timeout is not None:
             self._timeout.cancel()
             self._timeout = None
+
+    def detach_from_shard(self) -> None:
+        """Remove what is meaningful to the shard alone that has had the stream."""
+        self.was_sent = False
+        self.request.attachment = 0
+        # Epochs of different shards are not comparable.
+        self.request.ClearField("attachment_generation")
 
     def accept(self, acceptance: scheduler_pb2.Acceptance) -> None:
         """Store the attachment generation for re-attachment, and the state of a request that

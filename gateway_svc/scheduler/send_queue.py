@@ -20,6 +20,7 @@ _Part = (
     | scheduler_pb2.Finish
     | scheduler_pb2.Detachment
     | scheduler_pb2.Cancellation
+    | scheduler_pb2.Lookup
 )
 
 
@@ -52,6 +53,9 @@ class SendQueue:
 
     def cancel(self, cancellation: scheduler_pb2.Cancellation) -> None:
         self._frame_for(cancellation).cancellations.append(cancellation)
+
+    def look_up(self, lookup: scheduler_pb2.Lookup) -> None:
+        self._frame_for(lookup).lookups.append(lookup)
 
     def close(self) -> None:
         """Close the queue; nothing may be added afterwards."""

@@ -28,10 +28,15 @@ class Entry(NamedTuple):
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves one gateway at a time and queues the parts of its frames by kind. Refuses gateways
-    while `leads` is False.
+    while `leads` is False, and those for another shard, with the leader's address if it is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shard: int = 0) -> None:
+        self.shard = shard
+        # By shard.
+        self.leaders: dict[int, str] = {}
+        # In the first frame, if it is set.
+        self.cluster: pb.ClusterState | None = None
         self.hello = pb.SchedulerHello(
             protocol_version=PROTOCOL_VERSION,
             holder=b"fake",
@@ -48,6 +53,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.finishes = asyncio.Queue[pb.Finish]()
         self.detachments = asyncio.Queue[pb.Detachment]()
         self.cancellations = asyncio.Queue[pb.Cancellation]()
+        self.lookups = asyncio.Queue[pb.Lookup]()
         self.num_frames = 0
         self._frames = asyncio.Queue[pb.ConnectResponse | None]()
         self._server: grpc.aio.Server | None = None
@@ -67,14 +73,17 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any
     ) -> AsyncIterator[pb.ConnectResponse]:
         self.num_connects += 1
-        if not self.leads:
-            await abort(context, unavailable("STANDBY", "this scheduler does not lead"))
-        self._frames = asyncio.Queue()
         first = await anext(aiter(request_iterator))
         assert first.hello.protocol_version == PROTOCOL_VERSION
+        if not self.leads or first.hello.shard != self.shard:
+            leader = self.leaders.get(first.hello.shard)
+            metadata = {"leader": leader} if leader else None
+            message = "this scheduler does not lead"
+            await abort(context, unavailable("STANDBY", message, metadata=metadata))
+        self._frames = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator))
         try:
-            yield pb.ConnectResponse(epoch=self.epoch, hello=self.hello)
+            yield pb.ConnectResponse(epoch=self.epoch, hello=self.hello, cluster=self.cluster)
             self.connected.set()
             if self.ends_streams:
                 return
@@ -95,6 +104,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self.finishes.put_nowait(finish)
             for cancellation in frame.cancellations:
                 self.cancellations.put_nowait(cancellation)
+            for lookup in frame.lookups:
+                self.lookups.put_nowait(lookup)
             for detachment in frame.detachments:
                 self.detachments.put_nowait(detachment)
         self.drop_stream()
@@ -135,6 +146,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             attachment=submission.attachment, code=code.value[0], message="no", **parts
         )
         self.send(failures=[failure])
+
+    def found(self, query: pb.Lookup | pb.Cancellation, found: bool) -> None:
+        if isinstance(query, pb.Lookup):
+            self.send(lookup_results=[pb.LookupResult(tag=query.tag, found=found)])
+        else:
+            self.send(cancellation_results=[pb.CancellationResult(tag=query.tag, found=found)])
 
     async def serve_one(self, token_ids: Sequence[int]) -> pb.Submission:
         """Accept the next request and send its whole output."""

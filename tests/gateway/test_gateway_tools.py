@@ -16,6 +16,7 @@ from gateway_svc.generation.choice import ChoiceUpdate, create_choices
 from gateway_svc.output_formats.formats import ModelFormats
 from gateway_svc.output_formats.pieces import Content, Piece, Reasoning, joined
 from gateway_svc.scheduler.events import Ended, NewTokens
+from gateway_svc.scheduler.shards import Shards
 from gateway_svc.text.model_files import ModelFiles
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2, logits_pb2, scheduler_pb2
@@ -275,7 +276,7 @@ async def test_free_calls_have_no_grammar(tools: Stack) -> None:
 async def test_a_call_can_be_forced_where_the_format_is_not_known(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack.gateway.scheduler, "max_model_len", 4096)
+    monkeypatch.setattr(Shards, "max_model_len", 4096)
     text = '[{"name": "now", "parameters": {"a": 1}}]'
     response = await generated(stack, text, conversation(tool_choice=REQUIRED))
     [call] = response.choices[0].tool_calls

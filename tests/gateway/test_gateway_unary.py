@@ -86,7 +86,7 @@ async def test_a_deferred_request_is_attached_again_from_its_next_token(stack: S
     stack.scheduler.accept(first)
     stack.scheduler.write(first, 0, ids[:1])
     stack.scheduler.write(first, 1, ids[1:5])
-    [stream] = stack.gateway.scheduler.requests._streams.values()
+    [stream] = stack.gateway.scheduler.requests.streams
     await until(lambda: stream.next_indices == [5], "the tokens")
     stack.scheduler.drop_stream()
     again = await asyncio.wait_for(stack.scheduler.submissions.get(), 10)
@@ -104,7 +104,7 @@ async def test_deferred_tokens_do_not_count_towards_the_bound(stack: Stack) -> N
     submission = await stack.scheduler.submissions.get()
     stack.scheduler.accept(submission)
     await until(
-        lambda: all(s.was_accepted for s in stack.gateway.scheduler.requests._streams.values()),
+        lambda: all(s.was_accepted for s in stack.gateway.scheduler.requests.streams),
         "the acceptance",
     )
     stack.scheduler.write(submission, 0, ids)
@@ -126,7 +126,7 @@ async def test_a_deferred_call_wakes_rarely(stack: Stack, monkeypatch: pytest.Mo
     call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
     submission = await stack.scheduler.submissions.get()
     stack.scheduler.accept(submission)
-    [stream] = stack.gateway.scheduler.requests._streams.values()
+    [stream] = stack.gateway.scheduler.requests.streams
     for index, id_ in enumerate(ids):
         stack.scheduler.write(submission, index, [id_])
         await until(lambda at=index: stream.next_indices == [at + 1], "the token")

@@ -7,6 +7,7 @@ from gateway_tokenizers import byte_fallback, byte_level
 from http_client import Http
 
 from gateway_svc.http.service_status import to_json
+from gateway_svc.scheduler.shards import ShardStatus
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.token_bytes import TokenBytes
 from quire.internal.v1 import operations_pb2
@@ -99,7 +100,7 @@ def test_a_cell_of_the_page_shows_any_held_block() -> None:
     blocks = bytes([0, *[1] * 480, *[2] * 480, *[1] * 479, 3])
     worker = operations_pb2.WorkerStatus(incarnation=2**63, block_map=blocks, num_blocks=1440)
     status = operations_pb2.GetStatusResponse(epoch=3, workers=[worker])
-    [shown] = to_json("a:1", status)["workers"]
+    [shown] = to_json([ShardStatus("a:1", status)])["workers"]
     assert shown["blocks"] == "f" * 160 + "c" * 160 + "f" * 159 + "h"
     assert shown["incarnation"] == str(2**63)
 

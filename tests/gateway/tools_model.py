@@ -6,6 +6,7 @@ import pytest
 from gateway_stack import Stack
 
 from gateway_svc.output_formats.formats import choose
+from gateway_svc.scheduler.shards import Shards
 from gateway_svc.text.chat_template import ChatTemplate
 
 TEMPLATE = """
@@ -49,4 +50,4 @@ def use(stack: Stack, monkeypatch: pytest.MonkeyPatch, source: str = TEMPLATE) -
     model = stack.gateway.served.get(None)
     monkeypatch.setitem(model.files.__dict__, "chat_template", ChatTemplate(source, {}))
     monkeypatch.setitem(model.__dict__, "formats", choose(source))
-    monkeypatch.setattr(stack.gateway.scheduler, "max_model_len", 4096)
+    monkeypatch.setattr(Shards, "max_model_len", 4096)

@@ -24,15 +24,23 @@ function rate(now, before, name, seconds) {
   return before && seconds > 0 ? Math.max(0, now[name] - before[name]) / seconds : 0;
 }
 
+function led(now) {
+  if (now.shards.length === 1) {
+    return `${shortened(now.leader)} leads with epoch ${now.epoch}`;
+  }
+  const leaders = new Set(now.shards.filter(Boolean));
+  const missing = now.shards.filter((leader) => !leader).length;
+  return `${now.shards.length} shards are led by ${[...leaders].map(shortened).join(", ")}` +
+    (missing ? `; ${missing} without a leader` : "");
+}
+
 function draw(now) {
   const before = previous?.epoch === now.epoch ? previous : null;
   const seconds = before ? (now.uptime_ms - before.uptime_ms) / 1000 : 0;
   const earlier = new Map(before?.workers.map((worker) => [worker.incarnation, worker]));
   const rates = now.workers.map((worker) =>
     rate(worker, earlier.get(worker.incarnation), "num_sampled_tokens", seconds));
-  state.textContent = now.workers.length
-    ? `${shortened(now.leader)} leads with epoch ${now.epoch}.`
-    : `${shortened(now.leader)} leads with epoch ${now.epoch}; no worker has joined.`;
+  state.textContent = led(now) + (now.workers.length ? "." : "; no worker has joined.");
   for (const refused of now.refused_workers) {
     state.textContent += ` ${shortened(refused.address)} is refused: ${refused.reason}.`;
   }
