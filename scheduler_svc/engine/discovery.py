@@ -160,26 +160,35 @@ class Discovery:
         host = self._addresses.host_of(address)
         async with WorkerStream.connected(address, self._tls, host) as stream:
             incarnation = await stream.identify()
-            if incarnation in self._opening or incarnation in self._engine.lanes:
+            if self._is_known(incarnation):
                 # An alias.
                 return
-            self._opening.add(incarnation)
+            opening = {incarnation}
+            self._opening |= opening
             try:
-                opened = await self._open(address, stream, incarnation)
+                opened = await self._open(address, stream, opening)
             finally:
-                self._opening.remove(incarnation)
+                self._opening -= opening
             if opened is not None:
                 await self._run(address, stream, *opened)
 
+    def _is_known(self, incarnation: int) -> bool:
+        return incarnation in self._opening or incarnation in self._engine.lanes
+
     async def _open(
-        self, address: str, stream: WorkerStream, incarnation: int
+        self, address: str, stream: WorkerStream, opening: set[int]
     ) -> tuple[Lane, Pool] | None:
-        """Open a worker's lane; None if discovery was halted meanwhile."""
+        """Open a worker's lane; None if discovery was halted meanwhile. Adds the worker's
+        incarnation to `opening`, which are among those being opened: it is a new one if another
+        shard had the worker."""
         leadership = self._store.leadership
         # This may take as long as the worker's step, so it runs outside the lock.
         worker = await stream.open(leadership.epoch, leadership.holder, self._shard)
-        if worker.incarnation != incarnation:
-            raise LaneLost("another worker has started at its address")
+        if worker.incarnation not in opening:
+            if self._is_known(worker.incarnation):
+                raise LaneLost("another worker has started at its address")
+            opening.add(worker.incarnation)
+            self._opening.add(worker.incarnation)
         async with self._pool_lock:
             return None if self._halting else await self._add_lane(address, stream, worker)
 

@@ -144,7 +144,11 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_streams = 0
         self.num_refused_streams = 0
         self.num_sampled_tokens = 0
-        self._fence = (0, b"")
+        # By shard.
+        self._fences: dict[int, tuple[int, bytes]] = {}
+        # That of the newest stream; None before the first one.
+        self._shard: int | None = None
+        self._is_open = False
         self._stream: CheckingStream | None = None
         # Held while a step runs.
         self._device = asyncio.Lock()
@@ -213,13 +217,14 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             return
         opening = first.open
         await self.awake.wait()
-        await self._raise_fence((opening.epoch, opening.holder), context)
+        await self._raise_fence(opening, context)
         if self._stream is not None:
             self._stream.drop_plans()
             self._stream.end()
         # After the step that runs.
         async with self._device:
-            stream = self._open()
+            await self._raise_fence(opening, context)
+            stream = self._open(opening.shard)
         yield worker_pb2.ExecuteResponse(hello=self.hello)
         tasks = [
             asyncio.create_task(self._read(requests, stream)),
@@ -230,6 +235,8 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             while (response := await stream.responses.get()) is not None:
                 yield response
         finally:
+            if self._stream is stream:
+                self._is_open = False
             if self.awake.is_set():
                 stream.drop_plans()
             # A suspended process does not notice the end; it continues when it is resumed.
@@ -238,15 +245,20 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 task.cancel()
         await context.abort(StatusCode.UNAVAILABLE, "the worker has broken the stream")
 
-    async def _raise_fence(self, fence: tuple[int, bytes], context: _Context) -> None:
-        epoch, holder = fence
-        if epoch < self._fence[0] or (epoch == self._fence[0] and holder != self._fence[1]):
+    async def _raise_fence(self, opening: worker_pb2.OpenLane, context: _Context) -> None:
+        if self._is_open and opening.shard != self._shard:
+            await context.abort(StatusCode.UNAVAILABLE, f"shard {self._shard} has this worker")
+        epoch, holder = self._fences.get(opening.shard, (0, b""))
+        if opening.epoch < epoch or (opening.epoch == epoch and opening.holder != holder):
             self.num_refused_streams += 1
-            await context.abort(StatusCode.FAILED_PRECONDITION, f"epoch {epoch} is over")
-        self._fence = fence
+            await context.abort(StatusCode.FAILED_PRECONDITION, f"epoch {opening.epoch} is over")
+        self._fences[opening.shard] = opening.epoch, opening.holder
 
-    def _open(self) -> CheckingStream:
-        """Start a stream with all rows free."""
+    def _open(self, shard: int) -> CheckingStream:
+        """Start a stream with all rows free. The shard before keeps another incarnation."""
+        if self._shard not in (None, shard):
+            self.hello.incarnation += 2**32
+        self._shard, self._is_open = shard, True
         self._stream = stream = CheckingStream()
         self.num_streams += 1
         self.runner.clear()

@@ -109,6 +109,7 @@ class LaneClient:
         epoch: int = 1,
         holder: bytes = b"holder",
         protocol_version: int = PROTOCOL_VERSION,
+        shard: int = 0,
     ) -> None:
         self.call = stub.Execute()
         self.epoch = epoch
@@ -116,6 +117,7 @@ class LaneClient:
             epoch=epoch,
             holder=holder,
             protocol_version=protocol_version,
+            shard=shard,
         )
         self.heartbeats: list[worker_pb2.Heartbeat] = []
         self.step = 0

@@ -29,7 +29,9 @@ _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.Execut
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one Execute stream at a time: the newest one with the highest epoch of its shard.
 
-    Another shard gets the worker when no stream is open, and begins with an epoch of its own.
+    Another shard gets the worker when no stream is open. It has epochs of its own, and gets a new
+    incarnation: the pool that the shard before it may keep has been overwritten when that shard
+    gets the worker back.
     """
 
     def __init__(
@@ -44,10 +46,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         # Set when the model is loaded or the worker stops.
         self._load_ended = asyncio.Event()
         self._draining = False
-        # The shard that was served last, its highest epoch so far, and the holder of the epoch.
-        self._shard = 0
-        self._epoch = 0
-        self._holder = b""
+        # The shard of the newest stream; None before the first one.
+        self._shard: int | None = None
+        # By shard, the highest epoch so far, and its holder.
+        self._fences: dict[int, tuple[int, bytes]] = {}
         self._open_lock = asyncio.Lock()
         # The newest one, even after its stream: its last step may still run.
         self._stream: ExecuteStream | None = None
@@ -151,12 +153,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Take the worker over from an earlier stream, after that stream's last step."""
         loaded = self._require_loaded()
         async with self._open_lock:
+            # Another shard, which waited for the lock as well, may have been first.
+            self._advance_epoch(opening)
             if self._stream is not None:
                 message = "a newer stream has taken this worker"
                 self._stream.end(failed(grpc.StatusCode.ABORTED, "LANE_TAKEN", message))
                 await self._clear(self._stream)
             # A newer leader may have opened a stream while this one waited.
             self._advance_epoch(opening)
+            self._enter_shard(opening.shard)
             self._stream = ExecuteStream(opening.epoch, self._thread, loaded)
             self._idle.clear()
             log.info(
@@ -187,21 +192,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return self._loaded
 
     def _advance_epoch(self, opening: worker_pb2.OpenLane) -> None:
-        """FAILED_PRECONDITION for a lower epoch, or the same epoch of another holder. UNAVAILABLE
-        while a stream of another shard is open."""
+        """FAILED_PRECONDITION for a lower epoch of the shard, or the same epoch of another holder.
+        UNAVAILABLE while a stream of another shard is open."""
+        if opening.shard != self._shard and not self._idle.is_set():
+            raise unavailable("OTHER_SHARD", f"shard {self._shard} has this worker")
         epoch, holder = opening.epoch, opening.holder
-        if opening.shard != self._shard:
-            if not self._idle.is_set():
-                message = f"shard {self._shard} has this worker"
-                raise unavailable("OTHER_SHARD", message)
-            self._shard, self._epoch, self._holder = opening.shard, 0, b""
-        if epoch < self._epoch:
-            message = f"epoch {epoch} is stale: this worker is at epoch {self._epoch}"
+        highest, highest_holder = self._fences.get(opening.shard, (0, holder))
+        if epoch < highest:
+            message = f"epoch {epoch} is stale: this worker is at epoch {highest}"
             raise failed(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", message)
-        if epoch == self._epoch and holder != self._holder:
-            message = f"epoch {epoch} belongs to {self._holder.hex()}, not to {holder.hex()}"
+        if epoch == highest and holder != highest_holder:
+            message = f"epoch {epoch} belongs to {highest_holder.hex()}, not to {holder.hex()}"
             raise failed(grpc.StatusCode.FAILED_PRECONDITION, "FOREIGN_EPOCH", message)
-        self._epoch, self._holder = epoch, holder
+        self._fences[opening.shard] = epoch, holder
+
+    def _enter_shard(self, shard: int) -> None:
+        if self._shard not in (None, shard):
+            self._incarnation = secrets.randbits(64)
+        self._shard = shard
 
     async def _send_heartbeats(self, stream: ExecuteStream) -> None:
         """Continue during a step, so a worker with a long step is not taken for dead."""
