@@ -13,10 +13,11 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.service.protocol_version import PROTOCOL_VERSION
-from quire.service.tls import TLS, open_aio_channel
+from quire.service.tls import TLS, TLSError, open_aio_channel
+from scheduler_svc.http2.call import CallEnded, StreamCall
+from scheduler_svc.http2.connect import authority, connect
 
-_Call = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
-
+_EXECUTE = "/quire.internal.v1.WorkerService/Execute"
 OPEN_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.25
 # Workers send a heartbeat every second.
@@ -51,16 +52,27 @@ class WorkerInfo:
     num_stages: int = 1
 
 
-class WorkerStream:
-    """One `Execute` call."""
+def _ignore() -> None:
+    """What a stream calls before it is started."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+
+class WorkerStream:
+    """One `Execute` call. It has a connection of its own: a step's messages through grpc.aio would
+    cost as much as all else that the lane does for a small step."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, tls: TLS | None, host: str | None
+    ) -> None:
+        """The channel to the address, for other calls."""
         # Why the stream has ended; None while it has not.
         self.lost: LaneLost | None = None
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        self._call: _Call = self._stub.Execute()
+        self._address, self._tls, self._host = address, tls, host
+        self._call: StreamCall | None = None
+        self._hello: asyncio.Future[worker_pb2.Hello] = asyncio.Future()
         self._results: deque[worker_pb2.StepResult] = deque()
-        self._reader: asyncio.Task[None] | None = None
+        self._on_draining: Callable[[], None] = _ignore
+        self._on_change: Callable[[], None] = _ignore
         self._last_message_at = time.monotonic()
 
     @classmethod
@@ -77,11 +89,11 @@ class WorkerStream:
                     await channel.channel_ready()
             except TimeoutError:
                 raise LaneLost(f"{address} cannot be reached") from None
-            stream = cls(channel)
+            stream = cls(channel, address, tls, host)
             try:
                 yield stream
             finally:
-                await stream._close()
+                stream._close()
 
     async def identify(self) -> int:
         """The worker's incarnation, at once. LaneLost without a response."""
@@ -102,22 +114,26 @@ class WorkerStream:
         )
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await self._call.write(worker_pb2.ExecuteRequest(open=opening))
-                first = await self._call.read()
-                if not isinstance(first, worker_pb2.ExecuteResponse) or not first.HasField("hello"):
-                    code, details = await self._call.code(), await self._call.details()
-                    raise LaneLost(f"no hello: {code.name}: {details}")
+                self._call = await connect(self._make_call, self._address, self._tls, self._host)
+                self._call.send(worker_pb2.ExecuteRequest(open=opening).SerializeToString())
+                hello = await self._hello
         except TimeoutError:
             raise LaneLost(f"no hello within {OPEN_TIMEOUT_S:g} s") from None
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise LaneLost(_why(error)) from error
-        hello = first.hello
+        except (CallEnded, OSError, TLSError) as error:
+            raise LaneLost(f"no hello: {error}") from error
         return WorkerInfo(**{x.name: getattr(hello, x.name) for x in fields(WorkerInfo)})
 
+    def _make_call(self) -> StreamCall:
+        return StreamCall(
+            _EXECUTE, authority(self._address), INTERNAL_MESSAGE_BYTES, self._receive, self._ended
+        )
+
     def start(self, on_draining: Callable[[], None], on_change: Callable[[], None]) -> None:
-        """Start to read; `on_change` is called for each result and when the stream is lost."""
+        """From now on `on_change` is called for each result and when the stream is lost."""
         self._last_message_at = time.monotonic()
-        self._reader = asyncio.create_task(self._read(on_draining, on_change))
+        self._on_draining, self._on_change = on_draining, on_change
+        if self.lost:
+            on_change()
 
     def results(self) -> Iterator[worker_pb2.StepResult]:
         """Take the results received since the last call, in the order of the plans."""
@@ -126,10 +142,11 @@ class WorkerStream:
 
     async def send(self, plan: worker_pb2.BatchPlan) -> None:
         """Send a plan. LaneLost if the stream has ended."""
+        assert self._call is not None
         try:
-            await self._call.write(worker_pb2.ExecuteRequest(plan=plan))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise LaneLost(_why(error)) from error
+            self._call.send(worker_pb2.ExecuteRequest(plan=plan).SerializeToString())
+        except CallEnded as error:
+            raise LaneLost(str(error)) from error
 
     async def watch(
         self,
@@ -159,30 +176,33 @@ class WorkerStream:
         """Give the stream up; the first reason is kept."""
         self.lost = self.lost or why
 
-    async def _close(self) -> None:
-        self._call.cancel()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+    def _close(self) -> None:
+        self._on_draining = self._on_change = _ignore
+        if self._call is not None:
+            self._call.cancel()
+        self._hello.cancel()
 
-    async def _read(self, on_draining: Callable[[], None], on_change: Callable[[], None]) -> None:
-        try:
-            # The hello was read with read(), which must not be mixed with iteration.
-            while isinstance(response := await self._call.read(), worker_pb2.ExecuteResponse):
-                self._last_message_at = time.monotonic()
-                if response.HasField("result"):
-                    self._results.append(response.result)
-                    on_change()
-                elif response.HasField("heartbeat") and response.heartbeat.draining:
-                    on_draining()
-            code, details = await self._call.code(), await self._call.details()
-            self._mark_lost(LaneLost(f"the worker ended the stream: {code.name} {details}"))
-        except grpc.aio.AioRpcError as error:
-            self._mark_lost(LaneLost(_why(error)))
-        on_change()
+    def _receive(self, message: bytes) -> None:
+        self._last_message_at = time.monotonic()
+        response = worker_pb2.ExecuteResponse.FromString(message)
+        if response.HasField("result"):
+            self._results.append(response.result)
+            self._on_change()
+        elif response.HasField("heartbeat"):
+            if response.heartbeat.draining:
+                self._on_draining()
+        elif not self._hello.done():
+            self._hello.set_result(response.hello)
+
+    def _ended(self, why: CallEnded) -> None:
+        if self._hello.done():
+            self._mark_lost(LaneLost(f"the worker ended the stream: {why}"))
+            self._on_change()
+        else:
+            self._hello.set_exception(why)
+            # Nobody waits for it if the attempt was given up before.
+            self._hello.exception()
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)
+def _why(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

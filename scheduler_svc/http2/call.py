@@ -1,0 +1,239 @@
+"""One streaming gRPC call, the only one of its HTTP/2 connection."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, cast
+from urllib.parse import unquote
+
+from grpc import StatusCode
+from hpack import Decoder, Encoder
+from hpack.exceptions import HPACKError
+
+from scheduler_svc.http2 import frames
+from scheduler_svc.http2.frames import Frame, FrameReader, ProtocolError
+from scheduler_svc.http2.messages import MessageReader, pack_message
+
+# The first stream of a client.
+_STREAM: Final = 1
+_MAX_FRAME_BYTES: Final = 2**20
+# Received bytes after which the windows are raised to their maximum again.
+_WINDOW_STEP: Final = 2**24
+# By the number as text.
+_CODES: Final = {str(code.value[0]).encode(): code for code in StatusCode}
+
+
+class CallEnded(Exception):
+    """The call has ended, for whatever reason: its status."""
+
+    def __init__(self, code: StatusCode, details: str) -> None:
+        super().__init__(f"{code.name}: {details}")
+        self.code = code
+        self.details = details
+
+
+class StreamCall(asyncio.Protocol):
+    """Sends and receives messages; it has begun when it is connected.
+
+    Messages wait here while the peer's windows are full: the caller bounds what it sends. The
+    peer's are never full, because what has been received is handled at once.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        authority: str,
+        max_message_bytes: int,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[CallEnded], None],
+    ) -> None:
+        """`path`: /package.Service/Method. `on_end` is called once."""
+        # None while the call goes on.
+        self.ended: CallEnded | None = None
+        self._path = path
+        self._authority = authority
+        self._on_message = on_message
+        self._on_end = on_end
+        self._frames = FrameReader(_MAX_FRAME_BYTES)
+        self._messages = MessageReader(max_message_bytes)
+        self._decoder = Decoder()
+        # Parts of the header block that is being received, and the flags of its first frame.
+        self._block: list[bytes] = []
+        self._block_flags = 0
+        self._transport: asyncio.WriteTransport
+        # What may be sent: in the connection, in the stream, in a frame.
+        self._connection_window = self._stream_window = frames.DEFAULT_WINDOW
+        self._initial_window = frames.DEFAULT_WINDOW
+        self._frame_size = frames.DEFAULT_FRAME_SIZE
+        self._unsent = bytearray()
+        self._num_received = 0
+
+    # Sending
+
+    def send(self, message: bytes) -> None:
+        """Send a message. CallEnded if the call has ended."""
+        if self.ended is not None:
+            raise self.ended
+        data = pack_message(message)
+        if not self._unsent and len(data) <= self._sendable:
+            self._write(data)
+        else:
+            self._unsent += data
+            self._send_rest()
+
+    def cancel(self) -> None:
+        """Cancel the call, unless it has ended, and close the connection."""
+        if self.ended is None:
+            self._transport.write(frames.pack_reset(_STREAM, frames.CANCEL))
+            self._end(StatusCode.CANCELLED, "the call was cancelled")
+
+    @property
+    def _sendable(self) -> int:
+        """The number of bytes that a frame may have now."""
+        return min(self._connection_window, self._stream_window, self._frame_size)
+
+    def _send_rest(self) -> None:
+        while self._unsent and (size := min(self._sendable, len(self._unsent))) > 0:
+            self._write(bytes(self._unsent[:size]))
+            del self._unsent[:size]
+
+    def _write(self, data: bytes) -> None:
+        self._connection_window -= len(data)
+        self._stream_window -= len(data)
+        self._transport.write(frames.pack_frame(frames.DATA, 0, _STREAM, data))
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Transports of uvloop have the methods, not the class.
+        self._transport = cast(asyncio.WriteTransport, transport)
+        is_secure = transport.get_extra_info("ssl_object") is not None
+        headers = [
+            (":method", "POST"),
+            (":scheme", "https" if is_secure else "http"),
+            (":path", self._path),
+            (":authority", self._authority),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+        ]
+        settings = {
+            frames.ENABLE_PUSH: 0,
+            frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
+            frames.MAX_FRAME_SIZE: _MAX_FRAME_BYTES,
+        }
+        transport.write(
+            frames.PREFACE
+            + frames.pack_settings(settings)
+            + frames.pack_window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
+            + frames.pack_frame(
+                frames.HEADERS, frames.END_HEADERS, _STREAM, Encoder().encode(headers)
+            )
+        )
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._frames.feed(data):
+                # Frames behind the end are of no interest.
+                if self.ended is None:
+                    self._receive(frame)
+        except ProtocolError as error:
+            self._end(StatusCode.INTERNAL, str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(StatusCode.UNAVAILABLE, str(error or "the connection was closed"))
+
+    def _end(self, code: StatusCode, details: str) -> None:
+        """End the call; the first reason is kept."""
+        if self.ended is None:
+            self.ended = CallEnded(code, details)
+            self._transport.close()
+            self._on_end(self.ended)
+
+    # Receiving
+
+    def _receive(self, frame: Frame) -> None:
+        if self._block and frame.kind != frames.CONTINUATION:
+            raise ProtocolError("a header block is incomplete")
+        match frame.kind:
+            case frames.DATA:
+                self._receive_data(frame)
+            case frames.HEADERS | frames.CONTINUATION:
+                self._receive_headers(frame)
+            case frames.WINDOW_UPDATE:
+                self._raise_window(frame)
+            case frames.SETTINGS:
+                self._receive_settings(frame)
+            case frames.PING:
+                if not frame.flags & frames.ACK:
+                    self._transport.write(
+                        frames.pack_frame(frames.PING, frames.ACK, 0, frame.payload)
+                    )
+            case frames.RST_STREAM:
+                self._end(_code_of_reset(frame.code), f"the stream was reset ({frame.code})")
+            case frames.GOAWAY:
+                # A peer that shuts down lets the call end by itself, unless it does not know it.
+                if frame.number < _STREAM:
+                    self._end(StatusCode.UNAVAILABLE, "the connection is being closed")
+            case frames.PUSH_PROMISE:
+                raise ProtocolError("pushes are disabled")
+
+    def _receive_data(self, frame: Frame) -> None:
+        self._num_received += len(frame.payload)
+        if self._num_received >= _WINDOW_STEP:
+            increment, self._num_received = self._num_received, 0
+            self._transport.write(
+                frames.pack_window_update(0, increment)
+                + frames.pack_window_update(_STREAM, increment)
+            )
+        for message in self._messages.feed(frame.content):
+            if self.ended is None:
+                self._on_message(message)
+        if frame.flags & frames.END_STREAM:
+            raise ProtocolError("the stream ends without a status")
+
+    def _receive_headers(self, frame: Frame) -> None:
+        if frame.kind == frames.HEADERS:
+            self._block_flags = frame.flags
+            self._block.append(frame.content)
+        else:
+            self._block.append(frame.payload)
+        if not frame.flags & frames.END_HEADERS:
+            return
+        block, self._block = b"".join(self._block), []
+        try:
+            headers = {
+                bytes(name): bytes(value) for name, value in self._decoder.decode(block, raw=True)
+            }
+        except HPACKError as error:
+            raise ProtocolError(f"headers: {error}") from error
+        if (status := headers.get(b":status", b"200")) != b"200":
+            raise ProtocolError(f"the HTTP status is {status!r}")
+        if self._block_flags & frames.END_STREAM:
+            self._end(*_status(headers))
+
+    def _raise_window(self, frame: Frame) -> None:
+        if frame.stream == 0:
+            self._connection_window += frame.number
+        else:
+            self._stream_window += frame.number
+        self._send_rest()
+
+    def _receive_settings(self, frame: Frame) -> None:
+        if frame.flags & frames.ACK:
+            return
+        settings = frames.unpack_settings(frame)
+        initial_window = settings.get(frames.INITIAL_WINDOW_SIZE, self._initial_window)
+        self._stream_window += initial_window - self._initial_window
+        self._initial_window = initial_window
+        self._frame_size = settings.get(frames.MAX_FRAME_SIZE, self._frame_size)
+        self._transport.write(frames.pack_frame(frames.SETTINGS, frames.ACK, 0))
+        self._send_rest()
+
+
+def _status(trailers: dict[bytes, bytes]) -> tuple[StatusCode, str]:
+    code = _CODES.get(trailers.get(b"grpc-status", b""), StatusCode.UNKNOWN)
+    return code, unquote(trailers.get(b"grpc-message", b"").decode(errors="replace"))
+
+
+def _code_of_reset(code: int) -> StatusCode:
+    """By the mapping of gRPC's protocol, as far as it distinguishes."""
+    return StatusCode.CANCELLED if code == frames.CANCEL else StatusCode.UNAVAILABLE

@@ -1,0 +1,132 @@
+"""HTTP/2 frames (RFC 9113, section 4)."""
+
+from struct import Struct
+from typing import Final, NamedTuple
+
+DATA: Final = 0
+HEADERS: Final = 1
+RST_STREAM: Final = 3
+SETTINGS: Final = 4
+PUSH_PROMISE: Final = 5
+PING: Final = 6
+GOAWAY: Final = 7
+WINDOW_UPDATE: Final = 8
+CONTINUATION: Final = 9
+
+# Flags; some types share a bit.
+ACK: Final = 0x1
+END_STREAM: Final = 0x1
+END_HEADERS: Final = 0x4
+PADDED: Final = 0x8
+PRIORITY: Final = 0x20
+
+# Identifiers of settings.
+HEADER_TABLE_SIZE: Final = 1
+ENABLE_PUSH: Final = 2
+INITIAL_WINDOW_SIZE: Final = 4
+MAX_FRAME_SIZE: Final = 5
+
+# Code of RST_STREAM.
+CANCEL: Final = 8
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+# Windows before any setting or update, and the largest ones.
+DEFAULT_WINDOW: Final = 2**16 - 1
+MAX_WINDOW: Final = 2**31 - 1
+DEFAULT_FRAME_SIZE: Final = 2**14
+
+# Length (24 bits) and type, flags, stream.
+_HEADER: Final = Struct(">IBI")
+_SETTING: Final = Struct(">HI")
+_U32: Final = Struct(">I")
+# The first bit of a stream's number and of a window's increment is reserved.
+_31_BITS: Final = 2**31 - 1
+_PRIORITY_BYTES: Final = 5
+
+
+class ProtocolError(Exception):
+    """The peer has broken the protocol; the message is the reason."""
+
+
+class Frame(NamedTuple):
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+    @property
+    def content(self) -> bytes:
+        """The payload without padding and priority. ProtocolError for too much padding."""
+        payload, start, end = self.payload, 0, len(self.payload)
+        if self.flags & PADDED:
+            start, end = 1, end - (payload[0] if payload else 0)
+        if self.kind == HEADERS and self.flags & PRIORITY:
+            start += _PRIORITY_BYTES
+        if start > end:
+            raise ProtocolError("a frame has more padding than bytes")
+        return payload[start:end] if start or end < len(payload) else payload
+
+    @property
+    def number(self) -> int:
+        """The first 31 bits of the payload, of frames that have nothing else or begin with it."""
+        if len(self.payload) < _U32.size:
+            raise ProtocolError("a frame is too short")
+        return int(_U32.unpack_from(self.payload)[0]) & _31_BITS
+
+    @property
+    def code(self) -> int:
+        """The error code of a RST_STREAM frame."""
+        if len(self.payload) != _U32.size:
+            raise ProtocolError("a frame is too short")
+        return int(_U32.unpack(self.payload)[0])
+
+
+def pack_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return _HEADER.pack(len(payload) << 8 | kind, flags, stream) + payload
+
+
+def pack_settings(settings: dict[int, int]) -> bytes:
+    return pack_frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*pair) for pair in settings.items()]))
+
+
+def pack_window_update(stream: int, increment: int) -> bytes:
+    return pack_frame(WINDOW_UPDATE, 0, stream, _U32.pack(increment))
+
+
+def pack_reset(stream: int, code: int) -> bytes:
+    return pack_frame(RST_STREAM, 0, stream, _U32.pack(code))
+
+
+def unpack_settings(frame: Frame) -> dict[int, int]:
+    """ProtocolError for a payload of the wrong length."""
+    if len(frame.payload) % _SETTING.size:
+        raise ProtocolError("settings have a wrong length")
+    return dict(_SETTING.iter_unpack(frame.payload))
+
+
+class FrameReader:
+    """Divides received bytes into frames."""
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        # The begin of a frame.
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that these bytes complete. ProtocolError for one that is too large."""
+        if self._rest:
+            data = self._rest + data
+        frames = []
+        start, end = 0, len(data)
+        while end - start >= _HEADER.size:
+            word, flags, stream = _HEADER.unpack_from(data, start)
+            first = start + _HEADER.size
+            behind = first + (word >> 8)
+            if behind > end:
+                if word >> 8 > self._max_frame_bytes:
+                    raise ProtocolError(f"a frame has {word >> 8} bytes")
+                break
+            frames.append(Frame(word & 0xFF, flags, stream & _31_BITS, data[first:behind]))
+            start = behind
+        self._rest = data[start:] if start else data
+        return frames
