@@ -99,6 +99,7 @@ class Term:
             has_other_lane=self.engine.has_other_lane,
             since_last_arrival_s=self.engine.arrivals.since_last_arrival_s,
             has_waiting=self.engine.has_waiting,
+            may_send=lambda: self.lease.is_held,
             wait_for_lease=self.lease.wait_held,
             requeue=self.engine.requeue,
             capacity_freed=self.engine.dispatcher.wake,

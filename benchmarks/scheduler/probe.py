@@ -18,13 +18,15 @@ from typing import Any
 
 from benchmarks.scheduler import control
 from benchmarks.scheduler.sampler import Sampler
-from quire.internal.v1 import worker_pb2
 from scheduler_svc import __main__ as service
 from scheduler_svc.core.sequence import Group
 from scheduler_svc.core.sequence import Sequence as SequenceState
-from scheduler_svc.lane.in_flight import CompletedStep, InFlightSteps
+from scheduler_svc.lane.in_flight import InFlightStep
 from scheduler_svc.lane.lane import Lane
+from scheduler_svc.lane.results import StepAccounts
 from scheduler_svc.store.connection import Connection
+from scheduler_svc.store.decode_commits import DecodeCommits
+from scheduler_svc.store.keys import PoolKeys
 from scheduler_svc.store.resp import Argument
 from scheduler_svc.store.scripts import COMMIT, Script
 
@@ -53,11 +55,16 @@ class Probe:
         self._steps_by_kind: Counter[str] = Counter()
         self._calls_by_kind: Counter[str] = Counter()
 
-    def record_completion(self, completed: CompletedStep) -> None:
+    def record_completion(self, in_flight: InFlightStep) -> None:
         self._process_s.append(time.process_time())
         self._loop_s.append(time.thread_time())
-        self._scheduling_s.append(completed.in_flight.scheduling_s)
-        self._redis_s.append(completed.in_flight.redis_s)
+        self._scheduling_s.append(in_flight.scheduling_s)
+        self._redis_s.append(in_flight.redis_s)
+
+    def record_decode_commit(self, keys: PoolKeys) -> None:
+        self._calls[COMMIT.name] += 1
+        self._steps_by_kind["decoding"] += 1
+        self._calls_by_kind["decoding"] += 1 + self._open_calls.pop(keys.state, 0)
 
     def record_call(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> None:
         self._calls[script.name] += 1
@@ -109,12 +116,13 @@ def _differences(values: list[float]) -> list[float]:
 
 def watch(probe: Probe) -> None:
     """Wrap the completion of steps and Redis calls."""
-    complete, run = InFlightSteps.complete, Connection.run
+    completed, run, begin = StepAccounts.begin, Connection.run, DecodeCommits.begin
 
-    def recorded_complete(steps: InFlightSteps, result: worker_pb2.StepResult) -> CompletedStep:
-        completed = complete(steps, result)
-        probe.record_completion(completed)
-        return completed
+    def recorded_completion(
+        accounts: StepAccounts, in_flight: InFlightStep, sampled: list[SequenceState]
+    ) -> None:
+        probe.record_completion(in_flight)
+        completed(accounts, in_flight, sampled)
 
     async def recorded_run(
         connection: Connection, script: Script, keys: Sequence[str], args: Sequence[Argument]
@@ -122,8 +130,13 @@ def watch(probe: Probe) -> None:
         probe.record_call(script, keys, args)
         return await run(connection, script, keys, args)
 
-    InFlightSteps.complete = recorded_complete  # type: ignore[method-assign, assignment]
+    def recorded_begin(commits: DecodeCommits, *args: Any) -> bool:
+        probe.record_decode_commit(commits.keys)
+        return begin(commits, *args)
+
+    StepAccounts.begin = recorded_completion  # type: ignore[method-assign, assignment]
     Connection.run = recorded_run  # type: ignore[method-assign, assignment]
+    DecodeCommits.begin = recorded_begin  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

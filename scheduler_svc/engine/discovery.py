@@ -220,7 +220,7 @@ class Discovery:
     async def _run(self, address: str, stream: WorkerStream, lane: Lane, pool: Pool) -> None:
         why = "drained"
         try:
-            stream.start(lane.drain, lane.wake)
+            stream.start(lane.drain, lane.stream_changed)
             await lane.run()
         except LaneLost as error:
             why = str(error)

@@ -112,7 +112,7 @@ class StreamCall(asyncio.Protocol):
             (":scheme", "https" if is_secure else "http"),
             (":path", self._path),
             (":authority", self._authority),
-            ("te", "trailers"),
+            ("te", "trailers"),  # codespell:ignore te
             ("content-type", "application/grpc"),
         ]
         settings = {
@@ -120,7 +120,7 @@ class StreamCall(asyncio.Protocol):
             frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
             frames.MAX_FRAME_SIZE: _MAX_FRAME_BYTES,
         }
-        transport.write(
+        self._transport.write(
             frames.PREFACE
             + frames.pack_settings(settings)
             + frames.pack_window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)

@@ -42,6 +42,25 @@ class Assignments:
         """Whether the lane accepts more requests."""
         return not self.draining and self.budget().is_open
 
+    def can_batch_more(self) -> bool:
+        """Whether all sequences of the lane have deferred delivery, and it accepts more."""
+        table = self._table
+        if table.swapped or table.awaiting_results:
+            return False
+        self.requeue_ended()
+        sequences = [*table.assigned, *table.rows]
+        if not sequences or not self.is_open:
+            return False
+        return all(
+            sequence.group.is_deferred and not (sequence.is_suspect or sequence.is_ended)
+            for sequence in sequences
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits for a row."""
+        return not (self._table.assigned or self._matches)
+
     def budget(self) -> LaneBudget:
         """The lane's remaining capacity, with assigned sequences counted."""
         table, block_size = self._table, self._limits.block_size
@@ -99,7 +118,7 @@ class Assignments:
     async def candidates(self) -> list[tuple[Sequence, PrefixMatch]]:
         """Assigned sequences that may be admitted now, with their cached prefixes."""
         table = self._table
-        if not (table.assigned or self._matches):
+        if self.is_empty:
             return []
         self.requeue_ended()
         # Swapped and preempted sequences precede the assigned ones.

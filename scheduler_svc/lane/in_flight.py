@@ -95,6 +95,25 @@ class InFlightSteps:
         """Tokens that the plans in flight sample of each sequence, jumps not counted."""
         return Counter(sequence for step in self._steps for sequence in step.scheduled.sampling)
 
+    @property
+    def oldest(self) -> InFlightStep | None:
+        return self._steps[0] if self._steps else None
+
+    def take_oldest(self) -> InFlightStep:
+        """Remove the oldest plan, whose result was checked."""
+        return self._steps.popleft()
+
+    def run_only(self, sequences: list[Sequence]) -> bool:
+        """Whether each plan decodes exactly these sequences, one token each."""
+        return all(
+            step.num_rounds == 1
+            and step.num_tokens == len(sequences)
+            and step.scheduled.sequences == sequences
+            and step.scheduled.sampling == sequences
+            and not step.scheduled.num_lookahead_tokens
+            for step in self._steps
+        )
+
     def add(self, step: InFlightStep) -> None:
         self._steps.append(step)
 

@@ -23,6 +23,11 @@ class JournalCompaction:
         self.uncompacted: list[Sequence] = []
         self._task: asyncio.Task[None] | None = None
 
+    def is_due(self, step: int) -> bool:
+        """Whether `start_if_due` would do anything."""
+        is_over = self._task is not None and self._task.done()
+        return is_over or (self._task is None and step >= self._last_step + COMPACT_EVERY_STEPS)
+
     def start_if_due(self, step: int, sequences: Iterable[Sequence]) -> None:
         """Start a compaction every 64 steps. Raises the error of the previous one, if any."""
         if self._task is not None and self._task.done():

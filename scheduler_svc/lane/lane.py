@@ -112,6 +112,10 @@ class Lane:
         """Run the loop: there may be work, or ended sequences."""
         self._loop.wake()
 
+    def stream_changed(self) -> None:
+        """A result has arrived, or the stream is lost."""
+        self._loop.stream_changed()
+
     def drain(self) -> None:
         """Accept no new requests; `run` returns once the last one is released."""
         if not self.draining:

@@ -19,8 +19,10 @@ from scheduler_svc.lane.options import LaneHooks, LaneOptions
 from scheduler_svc.lane.plan import PlanContents, build_plan
 from scheduler_svc.lane.pool_client import PoolClient
 from scheduler_svc.lane.quarantine import Quarantine
-from scheduler_svc.lane.results import append_tokens, correct_counts
+from scheduler_svc.lane.results import StepAccounts, append_tokens, correct_counts
 from scheduler_svc.lane.sequence_table import SequenceTable
+from scheduler_svc.lane.steady.decoding import LaneParts, SteadyDecoding
+from scheduler_svc.lane.steady.entry import SteadyEntry
 from scheduler_svc.lane.step import Step
 from scheduler_svc.lane.step_builder import StepBuilder
 from scheduler_svc.lane.worker_stream import WorkerInfo, WorkerStream
@@ -65,6 +67,10 @@ class LaneLoop:
         # All plans in flight together stay far below the step timeout.
         max_s = options.step_timeout_s / (4 * self._most_in_flight)
         self._multi_step = MultiStep(min(options.multi_step_s, max_s), hooks.since_last_arrival_s)
+        self._results = StepAccounts(
+            worker.incarnation, table, self.quarantine, self.batch_window, self._multi_step,
+            pool.stats, hooks.step_completed,
+        )  # fmt: skip
         # Sequences with tokens that are not committed yet, and those whose rows failed.
         self._uncommitted: dict[Sequence, None] = {}
         self._failed: list[Sequence] = []
@@ -73,9 +79,21 @@ class LaneLoop:
         self._check_due = False
         self._halting = False
         self._wake = asyncio.Event()
+        parts = LaneParts(
+            epoch, stream, pool, table.rows, self.in_flight, hooks, self._results,
+            is_interrupted=self._wake.is_set, interrupt=self.wake, stepped=self._stepped,
+        )  # fmt: skip
+        self._entry = SteadyEntry(parts, table, assignments, limits, options, self._most_in_flight)
+        # While the loop waits, and the lane is in a steady state.
+        self._steady: SteadyDecoding | None = None
 
     def wake(self) -> None:
         self._wake.set()
+
+    def stream_changed(self) -> None:
+        """A result has arrived, or the stream is lost."""
+        if self._steady is None or not self._steady.advance():
+            self.wake()
 
     def halt(self) -> None:
         self._halting = True
@@ -93,22 +111,47 @@ class LaneLoop:
         finally:
             watching.cancel()
             self.compaction.cancel()
-            for timer in (self._idle_timer, self._window_timer):
-                if timer is not None:
-                    timer.cancel()
+            for timer in filter(None, (self._idle_timer, self._window_timer)):
+                timer.cancel()
 
     async def _advance(self) -> bool:
         """Take one step, or wait for work. False: the lane is drained or halted."""
         self._wake.clear()
+        if await self._decode_steadily():
+            return True
         self._complete_steps()
         if self._stream.lost:
             raise self._stream.lost
         if self._may_step() and await self._step():
             return True
-        is_drained = self._assignments.draining and self._table.is_empty
-        if not self.in_flight and (self._halting or is_drained):
+        is_over = self._halting or (self._assignments.draining and self._table.is_empty)
+        if is_over and not self.in_flight:
             return False
         await self._wait_for_work()
+        return True
+
+    async def _decode_steadily(self) -> bool:
+        """Leave the results to a steady lane until something else happens. False if the lane is in
+        another state, or the next result changes it."""
+        if self._halting or self._uncommitted or self._failed or self._stream.lost:
+            return False
+        steady = self._entry.enter()
+        if steady is None:
+            return False
+        if self._stream.next_result is not None and not steady.advance():
+            await steady.stop()
+            return False
+        self._steady = steady
+        try:
+            await self._wake.wait()
+        except BaseException:
+            steady.abandon()
+            raise
+        finally:
+            self._steady = None
+        await steady.stop()
+        self.compaction.start_if_due(self._pool.last_step, self._table.all_admitted())
+        await self._check_if_due()
         return True
 
     # Waiting
@@ -122,24 +165,10 @@ class LaneLoop:
         if self._halting or len(self.in_flight) >= self._pipeline_depth:
             return False
         remaining_s = self.batch_window.remaining_s()
-        if remaining_s <= 0 or not self._can_batch_more():
+        if remaining_s <= 0 or not self._assignments.can_batch_more():
             return True
         self._window_timer = asyncio.get_running_loop().call_later(remaining_s, self.wake)
         return False
-
-    def _can_batch_more(self) -> bool:
-        """Whether all sequences of the lane have deferred delivery, and it accepts more."""
-        table = self._table
-        if table.swapped or table.awaiting_results:
-            return False
-        self._assignments.requeue_ended()
-        sequences = [*table.assigned, *table.rows]
-        if not sequences or not self._assignments.is_open:
-            return False
-        return all(
-            sequence.group.is_deferred and not (sequence.is_suspect or sequence.is_ended)
-            for sequence in sequences
-        )
 
     @property
     def _pipeline_depth(self) -> int:
@@ -149,14 +178,21 @@ class LaneLoop:
     async def _wait_for_work(self) -> None:
         """Wait for work; check the pool once when the lane has been idle for a while."""
         if self._idle_timer is None:
-            loop = asyncio.get_running_loop()
-            self._idle_timer = loop.call_later(
-                IDLE_CHECK_S, self._check_if_idle, self._pool.last_step
-            )
+            call_later, step = asyncio.get_running_loop().call_later, self._pool.last_step
+            self._idle_timer = call_later(IDLE_CHECK_S, self._check_if_idle, step)
         await self._wake.wait()
+        await self._check_if_due()
+
+    async def _check_if_due(self) -> None:
         if self._check_due:
             self._check_due = False
             await self._pool.check()
+
+    def _stepped(self, step: int) -> None:
+        """A step was sent without the loop: wake it up for what it does after some steps."""
+        self._check_due |= self._options.check_every_step
+        if self._check_due or self.compaction.is_due(step):
+            self.wake()
 
     def _check_if_idle(self, step: int) -> None:
         self._idle_timer = None
@@ -294,36 +330,17 @@ class LaneLoop:
 
     def _complete_steps(self) -> None:
         """Complete every step whose result has arrived."""
-        stats = self._stats
         for result in self._stream.results():
-            started, times = time.perf_counter(), result.times
+            started = time.perf_counter()
             completed = self.in_flight.complete(result)
-            in_flight = completed.in_flight
-            self._table.completed_step = in_flight.step
-            self.batch_window.completed(in_flight.step)
-            self.quarantine.completed(completed.sequences)
+            self._results.begin(completed.in_flight, completed.sequences)
             self._uncommitted.update(dict.fromkeys(append_tokens(completed)))
             correct_counts(completed, self.in_flight)
             if self._table.traced.in_prefill:
                 self._table.traced.complete_prefills()
             for sequence, error in completed.failures:
                 self._fail(sequence, error)
-            busy_ns = times.preparing_ns + times.forward_ns + times.sampling_ns
-            # A plan without rows, or with failed ones only, has no meaningful duration.
-            if completed.token_ids:
-                round_s = busy_ns / in_flight.num_rounds / 1e9
-                self._multi_step.completed(round_s)
-                if in_flight.num_tokens == len(in_flight.scheduled.sampling):
-                    self.batch_window.decoded(round_s)
-            stats.num_sampled_tokens += len(completed.token_ids)
-            stats.num_forced_tokens += len(result.forced_indices)
-            stats.draft_tokens.update(dict(enumerate(result.num_draft_tokens)))
-            stats.accepted_tokens.update(dict(enumerate(result.num_accepted_tokens)))
-            stats.worker_idle_ns += times.waiting_ns
-            stats.worker_busy_ns += busy_ns
-            stats.worker_starting_ns += times.starting_ns
-            stats.scheduling_s += time.perf_counter() - started
-            self._hooks.step_completed(in_flight.timing(self._worker.incarnation, started))
+            self._results.end(completed.in_flight, completed.sequences, result, started)
 
     def _fail(self, sequence: Sequence, error: RequestError) -> None:
         if sequence.group.error is None:

@@ -65,6 +65,8 @@ class LaneHooks:
     since_last_arrival_s: Callable[[], float]
     # Whether the engine's queue is not empty.
     has_waiting: Callable[[], bool]
+    # Whether a plan may be sent now: the lease is held for certain.
+    may_send: Callable[[], bool]
     # Returns once a plan may be sent: at once while the lease is held for certain.
     wait_for_lease: Callable[[], Awaitable[None]]
     # These sequences wait for a row again, on any lane.

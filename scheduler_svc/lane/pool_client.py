@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.lane.sequence_table import Rows
+from scheduler_svc.store.decode_commits import DecodeCommits
 from scheduler_svc.store.errors import PoolFault
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.retry import retry_unavailable
@@ -26,6 +27,8 @@ class PoolClient:
         self.num_free_blocks = pool.num_blocks - 1
         self._rows = rows
         self._lock = asyncio.Lock()
+        # A commit that was begun and has no reply; set when it has one.
+        self._begun: asyncio.Event | None = None
 
     async def commit(self, commit: Commit) -> CommitReply:
         # A repeated commit gets the stored reply, so retrying is safe.
@@ -33,6 +36,34 @@ class PoolClient:
         self.last_step = commit.step
         self.num_free_blocks = reply.num_free_blocks
         return reply
+
+    def decode_commits(self, sequence_ids: list[int], first_indices: list[int]) -> DecodeCommits:
+        return self.pool.decode_commits(sequence_ids, first_indices)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is in progress."""
+        return self._begun is None and not self._lock.locked()
+
+    def begun(self) -> None:
+        """A commit was begun, outside of this client; other calls wait until it has ended."""
+        self._begun = asyncio.Event()
+
+    async def wait_begun(self) -> None:
+        """Wait until the commit that was begun, if any, has ended."""
+        if self._begun is not None:
+            await self._begun.wait()
+
+    def ended(self, step: int, reply: CommitReply | None, redis_s: float) -> None:
+        """The commit that was begun has ended, with a reply or without."""
+        if self._begun is not None:
+            self._begun.set()
+            self._begun = None
+        self.stats.num_redis_calls += 1
+        self.stats.redis_s += redis_s
+        if reply is not None:
+            self.last_step = step
+            self.num_free_blocks = reply.num_free_blocks
 
     async def match(self, queries: list[list[bytes]]) -> list[PrefixMatch]:
         return await self._timed(lambda: self.pool.match(queries))
@@ -46,6 +77,7 @@ class PoolClient:
 
     async def _execute(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
         async with self._lock:
+            await self.wait_begun()
             return await retry_unavailable(call)
 
     async def trim_journal(self, through_step: int) -> None:

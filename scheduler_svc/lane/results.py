@@ -1,10 +1,74 @@
 """Applies the result of a plan to its sequences."""
 
+import time
+from collections.abc import Callable
+
+from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.beams import take_result
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.lane.in_flight import CompletedStep, InFlightSteps
+from scheduler_svc.core.stats import LaneStats, StepTiming
+from scheduler_svc.lane.batch_window import BatchWindow
+from scheduler_svc.lane.in_flight import CompletedStep, InFlightStep, InFlightSteps
+from scheduler_svc.lane.multi_step import MultiStep
+from scheduler_svc.lane.quarantine import Quarantine
+from scheduler_svc.lane.sequence_table import SequenceTable
 from scheduler_svc.lane.worker_stream import LaneLost
+
+
+class StepAccounts:
+    """Records completed steps in the parts of a lane and in its counters."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        table: SequenceTable,
+        quarantine: Quarantine,
+        batch_window: BatchWindow,
+        multi_step: MultiStep,
+        stats: LaneStats,
+        step_completed: Callable[[StepTiming], None],
+    ) -> None:
+        self._incarnation = incarnation
+        self._table = table
+        self._quarantine = quarantine
+        self._batch_window = batch_window
+        self._multi_step = multi_step
+        self._stats = stats
+        self._step_completed = step_completed
+
+    def begin(self, in_flight: InFlightStep, sampled: list[Sequence]) -> None:
+        """Before the tokens are appended. `sampled`: a sequence per token."""
+        self._table.completed_step = in_flight.step
+        self._batch_window.completed(in_flight.step)
+        self._quarantine.completed(sampled)
+
+    def end(
+        self,
+        in_flight: InFlightStep,
+        sampled: list[Sequence],
+        result: worker_pb2.StepResult,
+        started: float,
+    ) -> None:
+        """After the result is applied. `started`: when it was taken, of time.perf_counter."""
+        stats, times = self._stats, result.times
+        busy_ns = times.preparing_ns + times.forward_ns + times.sampling_ns
+        # A plan without rows, or with failed ones only, has no meaningful duration.
+        if sampled:
+            round_s = busy_ns / in_flight.num_rounds / 1e9
+            self._multi_step.completed(round_s)
+            if in_flight.num_tokens == len(in_flight.scheduled.sampling):
+                self._batch_window.decoded(round_s)
+        stats.num_sampled_tokens += len(sampled)
+        stats.num_forced_tokens += len(result.forced_indices)
+        if result.num_draft_tokens:
+            stats.draft_tokens.update(dict(enumerate(result.num_draft_tokens)))
+            stats.accepted_tokens.update(dict(enumerate(result.num_accepted_tokens)))
+        stats.worker_idle_ns += times.waiting_ns
+        stats.worker_busy_ns += busy_ns
+        stats.worker_starting_ns += times.starting_ns
+        stats.scheduling_s += time.perf_counter() - started
+        self._step_completed(in_flight.timing(self._incarnation, started))
 
 
 def append_tokens(completed: CompletedStep) -> list[Sequence]:

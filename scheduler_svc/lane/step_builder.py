@@ -61,15 +61,8 @@ class StepBuilder:
 
     def publish(self, sequence: Sequence) -> None:
         """Publish its blocks that this step, once run, leaves full of known tokens."""
-        if not (self.enable_prefix_caching and sequence.blocks_are_valid):
-            return
-        first = sequence.num_published_blocks
-        num_known = min(sequence.num_written_tokens, len(sequence.token_ids))
-        num_full = min(num_known // self.block_size, len(sequence.block_ids))
-        if num_full > first:
-            block_ids, hashes = sequence.block_ids[first:num_full], sequence.hashes()
-            self.publications += map(Publication, block_ids, hashes[first:num_full])
-            sequence.num_published_blocks = num_full
+        if self.enable_prefix_caching and sequence.blocks_are_valid:
+            self.publications += take_publications(sequence, self.block_size)
 
     def journal(self, uncommitted: Iterable[Sequence]) -> None:
         """Journal the tokens of these sequences since the last commit."""
@@ -138,6 +131,18 @@ class StepBuilder:
         if sequence.is_on_worker:
             self.plan.released_rows.append(row)
             sequence.is_on_worker = False
+
+
+def take_publications(sequence: Sequence, block_size: int) -> list[Publication]:
+    """Its blocks that are full of known and written tokens; from now on they count as published."""
+    first = sequence.num_published_blocks
+    num_known = min(sequence.num_written_tokens, len(sequence.token_ids))
+    num_full = min(num_known // block_size, len(sequence.block_ids))
+    if num_full <= first:
+        return []
+    sequence.num_published_blocks = num_full
+    block_ids, hashes = sequence.block_ids[first:num_full], sequence.hashes()
+    return list(map(Publication, block_ids, hashes[first:num_full]))
 
 
 def _logprobs(

@@ -140,11 +140,24 @@ class WorkerStream:
         while self._results:
             yield self._results.popleft()
 
+    @property
+    def next_result(self) -> worker_pb2.StepResult | None:
+        """The oldest result that was not taken yet."""
+        return self._results[0] if self._results else None
+
+    def take_result(self) -> None:
+        """Take the oldest result."""
+        self._results.popleft()
+
     async def send(self, plan: worker_pb2.BatchPlan) -> None:
         """Send a plan. LaneLost if the stream has ended."""
+        self.send_request(worker_pb2.ExecuteRequest(plan=plan))
+
+    def send_request(self, request: worker_pb2.ExecuteRequest) -> None:
+        """Send a request with a plan, at once. LaneLost if the stream has ended."""
         assert self._call is not None
         try:
-            self._call.send(worker_pb2.ExecuteRequest(plan=plan).SerializeToString())
+            self._call.send(request.SerializeToString())
         except CallEnded as error:
             raise LaneLost(str(error)) from error
 
@@ -200,7 +213,7 @@ class WorkerStream:
             self._on_change()
         else:
             self._hello.set_exception(why)
-            # Nobody waits for it if the attempt was given up before.
+            # Read once, since the attempt may have been given up before.
             self._hello.exception()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from redis.exceptions import RedisError
@@ -69,6 +69,21 @@ class Connection:
         """Run a script; return its reply or raise its error."""
         command = pack(("EVALSHA", script.digest, len(keys), *keys, *args))
         return _checked(await self._call([command], script))[0]
+
+    def begin(self, packed: bytes, on_end: Callable[[Any], None]) -> bool:
+        """Send a packed command if the connection is open; else do nothing and return False.
+
+        `on_end` gets the reply, or any kind of error unraised: the caller then repeats the call by
+        `run`, which handles it.
+        """
+        resp = self._resp
+        if resp is None or resp.is_lost:
+            return False
+        self.num_calls += 1
+        resp.send_packed(
+            packed, 1, lambda ended: on_end(ended[0] if isinstance(ended, list) else ended)
+        )
+        return True
 
     async def run_each(
         self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]

@@ -7,6 +7,7 @@ from typing import Any
 from scheduler_svc.store import scripts
 from scheduler_svc.store.audit import PoolAudit
 from scheduler_svc.store.connection import Connection
+from scheduler_svc.store.decode_commits import DecodeCommits
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.leadership import Leadership
 from scheduler_svc.store.packing import (
@@ -91,6 +92,15 @@ class Pool:
             commit = _without_hashes(commit)
         packed = await self._run(scripts.COMMIT, self._keys.all, commit.step, *pack_commit(commit))
         return unpack_reply(commit, packed)
+
+    def decode_commits(
+        self, sequence_ids: Sequence[int], first_indices: Sequence[int]
+    ) -> DecodeCommits:
+        """Commits of consecutive steps in which these sequences gain one token each, from these
+        indices of their outputs on."""
+        return DecodeCommits(
+            self._connection, self._leadership, self._keys, sequence_ids, first_indices
+        )
 
     async def reset_prefix_cache(self) -> int:
         """Remove every hash; return their number. References and the free order stay."""

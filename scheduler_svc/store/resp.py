@@ -6,8 +6,7 @@ replies still match their commands.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Argument = bytes | str | int
@@ -25,8 +24,14 @@ class RespConnectionLost(Exception):
 
 def pack(command: Iterable[Argument]) -> bytes:
     """Encode a command."""
-    parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
-    return b"*%d\r\n" % len(parts) + b"".join([b"$%d\r\n%b\r\n" % (len(p), p) for p in parts])
+    parts = tuple(command)
+    return b"*%d\r\n" % len(parts) + pack_arguments(parts)
+
+
+def pack_arguments(arguments: Iterable[Argument]) -> bytes:
+    """Encode parts of a command; before all of them comes their number."""
+    parts = [part if isinstance(part, bytes) else str(part).encode() for part in arguments]
+    return b"".join([b"$%d\r\n%b\r\n" % (len(p), p) for p in parts])
 
 
 class ReplyReader:
@@ -40,6 +45,8 @@ class ReplyReader:
     def feed(self, data: bytes) -> list[Any]:
         """Parse more bytes; return the replies they complete. ValueError for malformed data."""
         buffer = self._buffer
+        if not buffer and not self._open and (whole := _whole_string(data)) is not None:
+            return [whole]
         buffer += data
         replies: list[Any] = []
         start = 0
@@ -71,6 +78,15 @@ class ReplyReader:
         replies.append(value)
 
 
+def _whole_string(data: bytes) -> bytes | None:
+    """The string, if the data is a reply with one and nothing else: the common case."""
+    if data[:1] != b"$" or data[-2:] != _END:
+        return None
+    end = data.find(_END)
+    is_whole = data[1:end].isdigit() and int(data[1:end]) == len(data) - end - 4
+    return data[end + 2 : -2] if is_whole else None
+
+
 def _simple(kind: int, text: bytes) -> Any:
     """Parse a reply of one line."""
     match chr(kind):
@@ -87,14 +103,19 @@ def _simple(kind: int, text: bytes) -> Any:
     raise ValueError(f"no reply starts with {chr(kind)!r}")
 
 
-@dataclass(slots=True)
 class _Pending:
     """Commands sent together, and their replies so far."""
 
-    result: "asyncio.Future[list[Any]]"
-    num_replies: int
-    deadline: float  # of the loop's clock
-    replies: list[Any] = field(default_factory=list)
+    __slots__ = ("deadline", "num_replies", "on_end", "replies")
+
+    def __init__(
+        self, on_end: Callable[[list[Any] | Exception], None], num_replies: int, deadline: float
+    ) -> None:
+        """`on_end` gets the replies, or why there are none; `deadline` is of the loop's clock."""
+        self.on_end = on_end
+        self.num_replies = num_replies
+        self.deadline = deadline
+        self.replies: list[Any] = []
 
 
 class RespConnection(asyncio.Protocol):
@@ -109,26 +130,43 @@ class RespConnection(asyncio.Protocol):
         self._pipeline: deque[_Pending] = deque()
         # A single timer, set to the deadline of the oldest entry.
         self._timer: asyncio.TimerHandle | None = None
-        self._drained = asyncio.Event()
+        # Set when the pipeline is empty, if `close` waits for that.
+        self._drained: asyncio.Event | None = None
         self._closed = asyncio.Event()
         transport.set_protocol(self)
 
     def send(self, commands: Sequence[bytes]) -> "asyncio.Future[list[Any]]":
         """Send packed commands; the future yields their replies, errors included. TimeoutError if
         they are late, and RespConnectionLost for all other calls in progress then."""
-        pending = _Pending(
-            self._loop.create_future(), len(commands), self._loop.time() + self._timeout_s
-        )
-        self._pipeline.append(pending)
-        self._drained.clear()
-        self._transport.write(commands[0] if len(commands) == 1 else b"".join(commands))
+        result: asyncio.Future[list[Any]] = self._loop.create_future()
+
+        def resolve(replies: list[Any] | Exception) -> None:
+            if result.done():
+                return
+            if isinstance(replies, Exception):
+                result.set_exception(replies)
+            else:
+                result.set_result(replies)
+
+        packed = commands[0] if len(commands) == 1 else b"".join(commands)
+        self.send_packed(packed, len(commands), resolve)
+        return result
+
+    def send_packed(
+        self, packed: bytes, num_commands: int, on_end: Callable[[list[Any] | Exception], None]
+    ) -> None:
+        """Send packed commands. `on_end` is called once, as soon as their replies are there, errors
+        included, or with the exception of `send`."""
+        deadline = self._loop.time() + self._timeout_s
+        self._pipeline.append(_Pending(on_end, num_commands, deadline))
+        self._transport.write(packed)
         if self._timer is None:
-            self._timer = self._loop.call_at(pending.deadline, self._check_deadline)
-        return pending.result
+            self._timer = self._loop.call_at(deadline, self._check_deadline)
 
     async def close(self) -> None:
         """Close after the calls in progress."""
         if self._pipeline and not self.is_lost:
+            self._drained = asyncio.Event()
             await self._drained.wait()
         self._transport.close()
         if not self.is_lost:
@@ -146,7 +184,7 @@ class RespConnection(asyncio.Protocol):
             return
         for reply in replies:
             self._deliver(reply)
-        if not self._pipeline:
+        if self._drained is not None and not self._pipeline:
             self._drained.set()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -161,8 +199,7 @@ class RespConnection(asyncio.Protocol):
         pending.replies.append(reply)
         if len(pending.replies) == pending.num_replies:
             self._pipeline.popleft()
-            if not pending.result.done():
-                pending.result.set_result(pending.replies)
+            pending.on_end(pending.replies)
 
     def _check_deadline(self) -> None:
         self._timer = None
@@ -172,12 +209,10 @@ class RespConnection(asyncio.Protocol):
         if now < self._pipeline[0].deadline:
             self._timer = self._loop.call_at(self._pipeline[0].deadline, self._check_deadline)
             return
-        for pending in self._pipeline:
-            if pending.deadline <= now and not pending.result.done():
-                pending.result.set_exception(TimeoutError())
-        self._fail(RespConnectionLost("an earlier call has timed out"))
+        self._fail(RespConnectionLost("an earlier call has timed out"), late_at=now)
 
-    def _fail(self, why: RespConnectionLost) -> None:
+    def _fail(self, why: RespConnectionLost, late_at: float = 0.0) -> None:
+        """End the connection. TimeoutError for calls whose deadline is over at `late_at`."""
         self.is_lost = True
         self._transport.abort()
         if self._timer is not None:
@@ -185,6 +220,7 @@ class RespConnection(asyncio.Protocol):
             self._timer = None
         while self._pipeline:
             pending = self._pipeline.popleft()
-            if not pending.result.done():
-                pending.result.set_exception(RespConnectionLost(*why.args))
-        self._drained.set()
+            is_late = pending.deadline <= late_at
+            pending.on_end(TimeoutError() if is_late else RespConnectionLost(*why.args))
+        if self._drained is not None:
+            self._drained.set()

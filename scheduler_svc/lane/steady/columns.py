@@ -1,0 +1,110 @@
+"""The rows of a steady lane as parallel lists."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from scheduler_svc.core.request import Delivery
+from scheduler_svc.core.sequence import Sequence, Subscriber
+from scheduler_svc.core.view import Limits
+from scheduler_svc.lane.step_builder import take_publications
+from scheduler_svc.store.types import Publication
+
+
+class DecodeColumns:
+    """Rows that gain one token per step. The sequences stay up to date; what follows from the
+    number of steps alone is computed once."""
+
+    def __init__(self, sequences: list[Sequence], limits: Limits, publishes: bool) -> None:
+        self.sequences = sequences
+        self.rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        self.sequence_ids = [sequence.sequence_id for sequence in sequences]
+        # Of each output, the first token that is not journaled.
+        self.next_indices = [sequence.num_journaled for sequence in sequences]
+        self._limits = limits
+        self._groups = [sequence.group for sequence in sequences]
+        self._choices = [sequence.choice for sequence in sequences]
+        self._ones = [1] * len(sequences)
+        self._token_ids = [sequence.token_ids for sequence in sequences]
+        self._stop_token_ids = frozenset[int]().union(
+            *{sequence.stop_token_ids for sequence in sequences}
+        )
+        # Steps until the last token of the first sequence to end is in flight.
+        self.num_left = min(other.max_num_tokens - other.num_tokens for other in sequences)
+        self._num_steps = 0
+        # By step, sequences that need a block, and those of which a block becomes full.
+        self._growing: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._filling: defaultdict[int, list[Sequence]] = defaultdict(list)
+        for sequence in sequences:
+            self._plan_growth(sequence)
+            if publishes and sequence.blocks_are_valid:
+                end = (sequence.num_published_blocks + 1) * limits.block_size
+                self._filling[max(0, end - len(sequence.token_ids) - 1)].append(sequence)
+
+    def _plan_growth(self, sequence: Sequence) -> None:
+        """Note the step in which its tokens, and what the worker may write beyond them, need more
+        than its blocks."""
+        limits = self._limits
+        num_slots = len(sequence.block_ids) * limits.block_size
+        if num_slots < limits.max_model_len:
+            num_steps = num_slots - sequence.num_tokens - limits.num_lookahead_slots + 1
+            self._growing[self._num_steps + max(0, num_steps)].append(sequence)
+
+    def has_stop(self, token_ids: Iterable[int]) -> bool:
+        """Whether a token may end its sequence."""
+        return bool(self._stop_token_ids) and not self._stop_token_ids.isdisjoint(token_ids)
+
+    def growing(self) -> list[Sequence]:
+        """Sequences that need one more block in the next step."""
+        return self._growing.get(self._num_steps, [])
+
+    def advance(self, token_ids: list[int], step: int) -> list[Publication]:
+        """Append a token to each sequence and schedule the next one in this step; return the blocks
+        that are full of known tokens now."""
+        for sequence, known, token_id in zip(
+            self.sequences, self._token_ids, token_ids, strict=True
+        ):
+            known.append(token_id)
+            sequence.num_computed_tokens += 1
+            sequence.num_tokens += 1
+            sequence.last_step = step
+        self.num_left -= 1
+        filling = self._filling.pop(self._num_steps, ())
+        for sequence in filling:
+            self._filling[self._num_steps + self._limits.block_size].append(sequence)
+        self._growing.pop(self._num_steps, None)
+        self._num_steps += 1
+        return [
+            publication
+            for sequence in filling
+            for publication in take_publications(sequence, self._limits.block_size)
+        ]
+
+    def grow(self, sequences: list[Sequence], block_ids: Iterable[int]) -> None:
+        """Add a block to each of these sequences."""
+        for sequence, block_id in zip(sequences, block_ids, strict=True):
+            sequence.block_ids.append(block_id)
+            self._plan_growth(sequence)
+
+    def journaled(self, next_indices: list[int]) -> None:
+        """Redis has the tokens up to these indices."""
+        self.next_indices = next_indices
+        for sequence, next_index in zip(self.sequences, next_indices, strict=True):
+            sequence.num_journaled = next_index
+
+    def deliver(
+        self, first_indices: list[int], token_ids: list[int], may_be_ended: bool = False
+    ) -> None:
+        """Send each subscriber its tokens; with `may_be_ended` not those of truncated outputs."""
+        attachments = [group.attachment for group in self._groups]
+        tokens = Delivery(attachments, self._choices, first_indices, self._ones, token_ids)
+        subscribers = [group.subscriber for group in self._groups]
+        first = subscribers[0]
+        if not may_be_ended and subscribers.count(first) == len(subscribers):
+            first.deliver(tokens)
+            return
+        places: dict[Subscriber, list[int]] = {}
+        for at, subscriber in enumerate(subscribers):
+            if not (may_be_ended and self.sequences[at].is_truncated):
+                places.setdefault(subscriber, []).append(at)
+        for subscriber, theirs in places.items():
+            subscriber.deliver(tokens.part(theirs))
