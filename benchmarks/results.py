@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Part, markdown, part_of
+from benchmarks.report import Cell, Part, markdown, part_of
 
 _HERE = Path(__file__).parent
 RESULTS = _HERE / "results"
@@ -75,7 +75,14 @@ def write(name: str, measured: Measured, order: Sequence[str], plot: Plot = lamb
 
 def num_rows(name: str, part: str) -> int:
     """Return the number of rows of a part's newest table; 0 if there is none."""
-    return sum(len(entry.part["rows"]) for entry in _newest(name) if entry.part["name"] == part)
+    return len(rows(name, part))
+
+
+def rows(name: str, part: str) -> list[dict[str, Cell]]:
+    """Return the rows of a part's newest table, none if there is no such table."""
+    return [
+        row for entry in _newest(name) if entry.part["name"] == part for row in entry.part["rows"]
+    ]
 
 
 def render() -> None:

@@ -17,6 +17,7 @@ from benchmarks.scheduler.memory import memory
 from benchmarks.scheduler.prefixes import prefixes
 from benchmarks.scheduler.profile import profile
 from benchmarks.scheduler.rows import by_rows
+from benchmarks.scheduler.shards import CASES, Case, shards
 from benchmarks.scheduler.throughput import Effort, throughput
 
 _Number = TypeVar("_Number", int, float)
@@ -31,18 +32,35 @@ class Sizes:
 
     workers: tuple[int, ...] = (1, 4, 16)
     step_ms: tuple[float, ...] = (10.0, 40.0, 160.0)
+    # The cases of the shards' aims, beside the products of workers and step_ms.
+    pairs: tuple[tuple[int, float], ...] = ((8, 10.0), (16, 25.0))
     rows: tuple[int, ...] = (16, 64, 256, 1024)
+    cases: tuple[Case, ...] = CASES
+    fleet_workers: int = 64
+    keep: bool = False
     effort: Effort = field(default_factory=lambda: Effort(num_windows=3, window_s=4.0))
     bursts: int = 5
     waiting: int = 10_000
     requests: int = 1_500
 
 
-QUICK = Sizes((1, 4), (10.0,), (64, 256), Effort(1, 2.0), bursts=1, waiting=1_000, requests=300)
+QUICK = Sizes(
+    workers=(1, 4),
+    step_ms=(10.0,),
+    pairs=(),
+    rows=(64, 256),
+    cases=CASES[:2],
+    fleet_workers=8,
+    effort=Effort(1, 2.0),
+    bursts=1,
+    waiting=1_000,
+    requests=300,
+)
 
 
 def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
-    pairs = [(workers, step_ms) for workers in sizes.workers for step_ms in sizes.step_ms]
+    products = {(workers, step_ms) for workers in sizes.workers for step_ms in sizes.step_ms}
+    pairs = sorted(products | {*sizes.pairs})
     return {
         "throughput": lambda: throughput(pairs, 256, sizes.effort),
         "rows": lambda: by_rows(sizes.rows, sizes.effort),
@@ -50,6 +68,12 @@ def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
         "burst": lambda: burst(sizes.bursts),
         "memory": lambda: memory(sizes.waiting),
         "prefixes": lambda: prefixes(sizes.requests),
+        "shards": lambda: shards(
+            sizes.cases,
+            sizes.fleet_workers,
+            sizes.effort,
+            results.rows(_NAME, "shards") if sizes.keep else [],
+        ),
     }
 
 
@@ -88,6 +112,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="about a minute; write no results")
     parser.add_argument("--workers", type=_numbers(int), help="such as 1,4,16")
     parser.add_argument("--step-ms", type=_numbers(float), help="such as 10,40,160")
+    parser.add_argument(
+        "--pairs", type=_pairs, help="more cases of the part throughput, such as 8:10"
+    )
+    parser.add_argument(
+        "--cases",
+        type=_cases,
+        help="shards and schedulers in the part shards, such as 4:4,8:1",
+    )
+    parser.add_argument("--fleet-workers", type=int, help="workers in the part shards")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="in the part shards: keep the rows of the last results that are not measured",
+    )
     parser.add_argument("--rows", type=_numbers(int), help="such as 16,64,256,1024")
     parser.add_argument(
         "--windows", type=int, help="number of windows, of which figures are medians"
@@ -115,6 +153,15 @@ def _sizes(options: argparse.Namespace) -> Sizes:
         effort=Effort(options.windows or effort.num_windows, options.window_s or effort.window_s),
         **given,
     )
+
+
+def _pairs(text: str) -> tuple[tuple[int, float], ...]:
+    pairs = (pair.split(":") for pair in text.split(","))
+    return tuple((int(first), float(second)) for first, second in pairs)
+
+
+def _cases(text: str) -> tuple[Case, ...]:
+    return tuple(Case(first, int(second)) for first, second in _pairs(text))
 
 
 def _numbers(kind: type[_Number]) -> Callable[[str], tuple[_Number, ...]]:

@@ -1,8 +1,10 @@
 """Hit rate of shared prefixes on several workers, by placement policy."""
 
 from dataclasses import dataclass
+from statistics import mean
 
 from benchmarks.report import Cell, Column, Part, Target
+from benchmarks.scheduler.fleet import Fleet, FleetSetting
 from benchmarks.scheduler.stack import BenchStack, Setting
 from benchmarks.scheduler.throughput import BLOCK_SIZE
 from benchmarks.scheduler.workload import Workload
@@ -19,6 +21,9 @@ _CONCURRENCY = 32
 _TIMEOUT_S = 120.0
 _TARGET_HITS = 0.9
 _TARGET_PREFILL = 0.6
+_NUM_SHARDS = 4
+_WORKERS_PER_SHARD = 2
+_MOST_LOAD = 1.3
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,12 @@ def prefixes(num_requests: int) -> Part:
     targets: list[Target] = []
     for num_blocks in _BLOCKS_PER_WORKER:
         cases = [_row(case, num_blocks, num_requests) for case in (_SUM, _PLACED, _ROUND_ROBIN)]
-        rows += cases
-        targets += _targets(num_blocks, *cases)
+        sharded = _row_of_shards(num_blocks, num_requests)
+        rows += [*cases, sharded]
+        targets += [
+            *_targets(num_blocks, *cases),
+            *_targets_of_shards(num_blocks, cases[0], sharded),
+        ]
     return Part(
         name="prefixes",
         title="Placement by cached prefixes",
@@ -48,7 +57,10 @@ def prefixes(num_requests: int) -> Part:
             f"{_NUM_PREFIXES} prefixes of {_PREFIX_TOKENS} tokens (Zipf: the one of rank r with a "
             f"share of 1/r) and has {_OWN_TOKENS[0]} to {_OWN_TOKENS[1]} tokens of its own. "
             f"Together the prefixes fill {_NUM_PREFIXES * _PREFIX_TOKENS // BLOCK_SIZE} blocks. "
-            "The first use of each prefix, a miss, is counted.",
+            "The first use of each prefix, a miss, is counted. In the last case shards are chosen "
+            "by the gateway's modules, and their pools have as many blocks together as those of "
+            "the others. *Load* is the mean number of live requests of the busiest shard, over "
+            "that of all.",
         ],
         columns=[
             Column("blocks", "blocks per worker", "d"),
@@ -56,6 +68,7 @@ def prefixes(num_requests: int) -> Part:
             Column("hit_rate", "hit rate", ".3f"),
             Column("prefilled", "tokens prefilled", ",d"),
             Column("seconds", "seconds", ".1f"),
+            Column("load", "load", ".2f"),
         ],
         rows=rows,
         targets=targets,
@@ -63,32 +76,14 @@ def prefixes(num_requests: int) -> Part:
 
 
 def _row(case: _Case, num_blocks: int, num_requests: int) -> dict[str, Cell]:
-    share = _NUM_WORKERS // case.num_workers
     setting = Setting(
         num_workers=case.num_workers,
-        model={
-            "max_model_len": 1024,
-            "block_size": BLOCK_SIZE,
-            "num_blocks": share * num_blocks + 1,
-            "max_num_seqs": share * _ROWS_PER_WORKER,
-            # Similar to a small model on a GPU.
-            "step_ms": 6.0,
-            "token_us": 30.0 / share,
-        },
+        model=_model(num_blocks, _NUM_WORKERS / case.num_workers),
         scheduler={"placement": case.placement},
     )
     with BenchStack(setting) as stack:
         begun_s = stack.progress()["at_s"]
-        stack.run(
-            Workload(
-                num_requests=num_requests,
-                concurrency=_CONCURRENCY,
-                prompt_tokens=_OWN_TOKENS,
-                output_tokens=_OUTPUT_TOKENS,
-                num_prefixes=_NUM_PREFIXES,
-                prefix_tokens=_PREFIX_TOKENS,
-            )
-        )
+        stack.run(_workload(num_requests))
         ended_s = stack.wait_for("ended", num_requests, _TIMEOUT_S)["at_s"]
         lanes = stack.probe.call("collect")["lanes"]
         stack.check()
@@ -99,6 +94,78 @@ def _row(case: _Case, num_blocks: int, num_requests: int) -> dict[str, Cell]:
         "prefilled": lanes["num_queried_tokens"] - lanes["num_hit_tokens"],
         "seconds": ended_s - begun_s,
     }
+
+
+def _row_of_shards(num_blocks: int, num_requests: int) -> dict[str, Cell]:
+    """Shards with the blocks and rows of all workers of the other cases."""
+    num_workers = _NUM_SHARDS * _WORKERS_PER_SHARD
+    setting = FleetSetting(
+        num_workers=num_workers,
+        num_shards=_NUM_SHARDS,
+        model=_model(num_blocks, _NUM_WORKERS / num_workers),
+    )
+    with Fleet(setting) as fleet:
+        begun = fleet.progress()
+        fleet.run(_workload(num_requests), is_placed=True)
+        ended = fleet.wait_for("ended", num_requests, _TIMEOUT_S)
+        workers = [worker for status in fleet.statuses() for worker in status.workers]
+        fleet.check()
+    num_hit = sum(worker.num_hit_tokens for worker in workers)
+    num_queried = sum(worker.num_queried_tokens for worker in workers)
+    return {
+        "blocks": num_blocks,
+        "case": f"{_NUM_SHARDS} shards of {_WORKERS_PER_SHARD} workers of half the blocks",
+        "hit_rate": num_hit / num_queried,
+        "prefilled": num_queried - num_hit,
+        "seconds": ended["at_s"] - begun["at_s"],
+        "load": max(ended["live_s"]) / mean(ended["live_s"]),
+    }
+
+
+def _model(num_blocks: int, share: float) -> dict[str, float]:
+    """A worker with so many times the rows and blocks of one of four, and their speed."""
+    return {
+        "max_model_len": 1024,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": int(share * num_blocks) + 1,
+        "max_num_seqs": int(share * _ROWS_PER_WORKER),
+        # Similar to a small model on a GPU.
+        "step_ms": 6.0,
+        "token_us": 30.0 / share,
+    }
+
+
+def _workload(num_requests: int) -> Workload:
+    return Workload(
+        num_requests=num_requests,
+        concurrency=_CONCURRENCY,
+        prompt_tokens=_OWN_TOKENS,
+        output_tokens=_OUTPUT_TOKENS,
+        num_prefixes=_NUM_PREFIXES,
+        prefix_tokens=_PREFIX_TOKENS,
+    )
+
+
+def _targets_of_shards(
+    num_blocks: int, together: dict[str, Cell], sharded: dict[str, Cell]
+) -> list[Target]:
+    hits, load = _ratio(sharded, together, "hit_rate"), float(sharded["load"] or 0)
+    return [
+        Target(
+            f"hit rate of {_NUM_SHARDS} shards with the blocks of {num_blocks} per worker, over "
+            "that of one worker with the sum of the pools",
+            f"at least {_TARGET_HITS:g}",
+            f"{hits:.3f}",
+            hits >= _TARGET_HITS,
+        ),
+        Target(
+            f"load of the busiest of {_NUM_SHARDS} shards with the blocks of {num_blocks} per "
+            "worker, over the mean",
+            f"at most {_MOST_LOAD:g}",
+            f"{load:.2f}",
+            load <= _MOST_LOAD,
+        ),
+    ]
 
 
 def _targets(

@@ -1,5 +1,6 @@
 """CPU time and memory of a process from /proc."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -19,3 +20,13 @@ def peak_rss_mb(pid: int) -> float:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e6
     raise ProcessLookupError(f"process {pid} has exited")
+
+
+def num_sockets(pid: int) -> int:
+    """Return the number of open sockets, those that listen included."""
+    found = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        # One may be closed meanwhile.
+        with contextlib.suppress(OSError):
+            found += os.readlink(descriptor).startswith("socket:")
+    return found

@@ -1,5 +1,6 @@
 """Decoding with all rows in use: throughput as a share of the ideal, and cost of a step."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,7 @@ def throughput(sizes: Sequence[tuple[int, float]], num_rows: int, effort: Effort
         ],
         columns=COLUMNS,
         rows=rows,
-        targets=[_target(row) for row in rows if (row["workers"], row["step_ms"]) == (1, 10)],
+        targets=[_target(row) for row in rows if _key(row) in _AIMS],
     )
 
 
@@ -103,7 +104,12 @@ COLUMNS = [
     Column("redis_share", "Redis", ".2f"),
     Column("workers_share", "workers", ".2f"),
     Column("load_share", "load", ".2f"),
+    Column("cores", "all", ".2f"),
 ]
+# Aims of single cases, in shares of the ideal.
+_AIMS = {(1, 10.0): 0.98, (8, 10.0): 0.95, (16, 25.0): 0.95}
+# Above this share of the machine's cores a case is limited by the machine.
+_BUSY = 0.9
 
 
 def _row(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -> dict[str, Cell]:
@@ -114,11 +120,25 @@ def _row(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -> dic
         "step_ms": step_ms,
         "of_ideal": window.tokens_per_s / ideal,
         **window.figures(),
+        "cores": window.scheduler_share
+        + window.redis_share
+        + window.workers_share
+        + window.load_share,
     }
 
 
+def _key(row: dict[str, Cell]) -> tuple[int, float]:
+    return int(row["workers"] or 0), float(row["step_ms"] or 0)
+
+
 def _target(row: dict[str, Cell]) -> Target:
-    of_ideal = float(row["of_ideal"] or 0)
+    """A case whose processes use up the machine's cores says nothing of the scheduler."""
+    of_ideal, cores = float(row["of_ideal"] or 0), float(row["cores"] or 0)
+    num_cores, aim = len(os.sched_getaffinity(0)), _AIMS[_key(row)]
+    workers = f"{row['workers']} workers" if row["workers"] != 1 else "one worker"
+    is_limited = of_ideal < aim and cores >= _BUSY * num_cores
+    measured = f"{of_ideal:.3f}" + f", with {cores:.2f} of {num_cores} cores in use" * is_limited
+    what = f"{workers} at {row['step_ms']:g} ms, of ideal"
     return Target(
-        "one worker at 10 ms, of ideal", "at least 0.98", f"{of_ideal:.3f}", of_ideal >= 0.98
+        what, f"at least {aim:g}, or all cores in use", measured, is_limited or of_ideal >= aim
     )

@@ -6,7 +6,9 @@ They run in one process, each with its own server and device thread. MODEL is a 
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -39,20 +41,51 @@ class WorkerHost:
         return [str(error) for runner in self.runners for error in runner.kv_checker.violations]
 
 
+class Traffic(grpc.aio.ServerInterceptor):
+    """Counts the messages of streams and their bytes, headers excluded."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(("received", "received_bytes", "sent", "sent_bytes"), 0)
+
+    def counts(self) -> dict[str, int]:
+        return self._counts
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.stream_stream is None:
+            return handler
+        return grpc.stream_stream_rpc_method_handler(
+            handler.stream_stream,
+            lambda data: handler.request_deserializer(self._count("received", data)),
+            lambda message: self._count("sent", handler.response_serializer(message)),
+        )
+
+    def _count(self, kind: str, data: bytes) -> bytes:
+        self._counts[kind] += 1
+        self._counts[f"{kind}_bytes"] += len(data)
+        return data
+
+
 async def _main(path: Path, model: SimModel, sockets: list[str]) -> None:
     host = WorkerHost(model, len(sockets))
+    traffic = Traffic()
     servers = [
-        await _serve(runner, f"unix:{socket}")
+        await _serve(runner, f"unix:{socket}", traffic)
         for runner, socket in zip(host.runners, sockets, strict=True)
     ]
-    control.serve(path, {"hold": host.hold, "release": host.release, "violations": host.violations})
+    commands = {"hold": host.hold, "release": host.release, "violations": host.violations}
+    control.serve(path, {**commands, "traffic": traffic.counts})
     await asyncio.gather(*(server.wait_for_termination() for server in servers))
 
 
-async def _serve(runner: SimRunner, address: str) -> grpc.aio.Server:
+async def _serve(runner: SimRunner, address: str, traffic: Traffic) -> grpc.aio.Server:
     servicer = WorkerServicer(DeviceThread())
     servicer.serve(loaded_runner(runner))
-    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES), interceptors=[traffic])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     server.add_insecure_port(address)
     await server.start()

@@ -1,0 +1,180 @@
+"""Decoding by the number of shards and of the schedulers that lead them."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.report import Cell, Column, Part, Target
+from benchmarks.scheduler.fleet import Counters, Fleet, FleetSetting
+from benchmarks.scheduler.throughput import Effort, full_rows
+from benchmarks.scheduler.workload import Workload
+
+_NUM_ROWS = 256
+# Slow enough for two cores to run all processes.
+_STEP_MS = 400.0
+_FILL_TIMEOUT_S = 150.0
+_LEAST_OF_IDEAL = 0.98
+_MOST_GROWTH = 0.1
+_PROMPT_TOKENS = (17, 48)
+# The load generator and the workers work between steps, too.
+_PAUSE_S = 0.3
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """Shards, and the processes that lead them."""
+
+    num_shards: int
+    num_schedulers: int
+
+
+CASES = (Case(1, 1), Case(2, 2), Case(4, 4), Case(8, 8), Case(8, 1))
+
+
+def shards(
+    cases: Sequence[Case],
+    num_workers: int,
+    effort: Effort,
+    earlier: Sequence[dict[str, Cell]] = (),
+) -> Part:
+    """Rows of earlier runs stay where their case is not measured."""
+    found = {_case(row): row for row in earlier}
+    found |= {case: _row(case, num_workers, effort) for case in cases}
+    rows = [found[case] for case in sorted(found)]
+    return Part(
+        name="shards",
+        title=f"Shards, with {num_workers} workers of {_NUM_ROWS} rows",
+        notes=[
+            f"{_STEP_MS:g} ms per step, every row decodes. *CPU* is the processor time of each "
+            "kind of process per step of one worker, by the Linux kernel's counters, with all that "
+            "its processes do besides steps. The schedulers are not instrumented. *Cores* are "
+            f"those used by all processes together, of {len(os.sched_getaffinity(0))}. A *call* of "
+            "Redis is a script.",
+        ],
+        columns=[
+            Column("shards", "shards", "d"),
+            Column("schedulers", "schedulers", "d"),
+            Column("tokens_per_s", "tokens/s", ",.0f"),
+            Column("of_ideal", "of ideal", ".3f"),
+            Column("scheduler_ms", "CPU ms per step: schedulers", ".2f"),
+            Column("redis_ms", "Redis", ".2f"),
+            Column("workers_ms", "workers", ".2f"),
+            Column("load_ms", "load", ".2f"),
+            Column("redis_calls", "Redis calls per step", ".2f"),
+            Column("worker_step_ms", "worker's step ms", ".1f"),
+            Column("cores", "cores", ".2f"),
+        ],
+        rows=rows,
+        targets=targets(rows),
+    )
+
+
+def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
+    """Of ideal in every row; the schedulers' time per step where each has one shard."""
+    found = [_of_ideal(row) for row in rows]
+    for one in rows:
+        if one["shards"] == 1:
+            found += [_growth(row, one) for row in rows if row is not one]
+    return found
+
+
+def filled(fleet: Fleet, max_tokens: int) -> None:
+    """Fill every row of every worker with a sequence that decodes until the end."""
+    rows = int(fleet.setting.model["max_num_seqs"])
+    shares = [shard.num_workers * rows for shard in fleet.view.shards]
+    fleet.run(
+        Workload(
+            num_requests=sum(shares),
+            concurrency=sum(shares),
+            prompt_tokens=_PROMPT_TOKENS,
+            output_tokens=(max_tokens, max_tokens),
+        ),
+        shares,
+    )
+    fleet.wait_for("started", sum(shares), _FILL_TIMEOUT_S)
+
+
+def windows(fleet: Fleet, effort: Effort) -> list[Counters]:
+    """What was counted in each of several windows."""
+    found = []
+    for _ in range(effort.num_windows):
+        time.sleep(_PAUSE_S)
+        before = fleet.counters()
+        time.sleep(effort.window_s)
+        found.append(fleet.counters() - before)
+    fleet.check()
+    return found
+
+
+def per_step(found: Sequence[Counters]) -> dict[str, Cell]:
+    """Medians over windows, per step of one worker."""
+
+    def middle(value: str) -> float:
+        return float(median(getattr(one, value) / one.num_steps for one in found))
+
+    cores = median(
+        (one.scheduler_s + one.redis_s + one.workers_s + one.load_s) / one.at_s for one in found
+    )
+    return {
+        "tokens_per_s": median(one.num_tokens / one.tokens_at_s for one in found),
+        "scheduler_ms": 1000 * middle("scheduler_s"),
+        "redis_ms": 1000 * middle("redis_s"),
+        "workers_ms": 1000 * middle("workers_s"),
+        "load_ms": 1000 * middle("load_s"),
+        "redis_calls": middle("redis_calls"),
+        "redis_bytes": middle("redis_bytes"),
+        "frames": middle("num_frames"),
+        "frame_bytes": middle("frame_bytes"),
+        "worker_messages": middle("worker_messages"),
+        "worker_bytes": middle("worker_bytes"),
+        "worker_step_ms": middle("busy_ns") / 1e6,
+        "cores": cores,
+    }
+
+
+def _case(row: dict[str, Cell]) -> Case:
+    return Case(int(row["shards"] or 0), int(row["schedulers"] or 0))
+
+
+def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
+    effort = effort.of_steps(_STEP_MS / 4)
+    model = dict(full_rows(num_workers, _NUM_ROWS, _STEP_MS, effort).model)
+    # The first rows decode while the last ones are filled.
+    model["max_model_len"] += int(_FILL_TIMEOUT_S * 1000 / _STEP_MS)
+    model["num_blocks"] = int(_NUM_ROWS * -(-model["max_model_len"] // 16) * 1.02) + 2
+    setting = FleetSetting(
+        num_workers=num_workers,
+        num_shards=case.num_shards,
+        num_schedulers=case.num_schedulers,
+        model=model,
+        scheduler={"max-num-seqs": _NUM_ROWS, "max-waiting-requests": 1_000_000},
+    )
+    with Fleet(setting) as fleet:
+        filled(fleet, int(model["max_model_len"]) - _PROMPT_TOKENS[1])
+        figures = per_step(windows(fleet, effort))
+    ideal = num_workers * _NUM_ROWS * 1000 / _STEP_MS
+    return {
+        "shards": case.num_shards,
+        "schedulers": case.num_schedulers,
+        "of_ideal": float(figures["tokens_per_s"] or 0) / ideal,
+        **figures,
+    }
+
+
+def _of_ideal(row: dict[str, Cell]) -> Target:
+    of_ideal = float(row["of_ideal"] or 0)
+    what = f"{row['shards']} shards in {row['schedulers']} schedulers, of ideal"
+    aim = f"at least {_LEAST_OF_IDEAL:g}"
+    return Target(what, aim, f"{of_ideal:.3f}", of_ideal >= _LEAST_OF_IDEAL)
+
+
+def _growth(row: dict[str, Cell], one: dict[str, Cell]) -> Target:
+    growth = float(row["scheduler_ms"] or 0) / float(one["scheduler_ms"] or 1) - 1
+    return Target(
+        f"{row['shards']} shards in {row['schedulers']} schedulers, CPU per step beside one shard",
+        f"within {_MOST_GROWTH:.0%}",
+        f"{growth:+.1%}",
+        growth <= _MOST_GROWTH,
+    )

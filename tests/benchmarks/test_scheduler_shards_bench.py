@@ -1,0 +1,46 @@
+"""Parts of the scheduler's benchmark that measure shards: cases, targets, kept rows."""
+
+import pytest
+
+from benchmarks.report import Cell
+from benchmarks.scheduler.shards import CASES, Case, shards, targets
+from benchmarks.scheduler.throughput import Effort
+
+
+def row(case: Case, of_ideal: float, scheduler_ms: float) -> dict[str, Cell]:
+    return {
+        "shards": case.num_shards,
+        "schedulers": case.num_schedulers,
+        "of_ideal": of_ideal,
+        "scheduler_ms": scheduler_ms,
+    }
+
+
+def test_the_time_per_step_is_compared_with_one_shard() -> None:
+    rows = [row(Case(1, 1), 0.99, 1.0), row(Case(2, 2), 0.97, 1.2), row(Case(8, 1), 0.98, 0.5)]
+    found = {target.what: (target.measured, target.met) for target in targets(rows)}
+    assert found == {
+        "1 shards in 1 schedulers, of ideal": ("0.990", True),
+        "2 shards in 2 schedulers, of ideal": ("0.970", False),
+        "8 shards in 1 schedulers, of ideal": ("0.980", True),
+        "2 shards in 2 schedulers, CPU per step beside one shard": ("+20.0%", False),
+        "8 shards in 1 schedulers, CPU per step beside one shard": ("-50.0%", True),
+    }
+
+
+def test_without_one_shard_nothing_is_compared() -> None:
+    [target] = targets([row(Case(2, 2), 0.99, 1.0)])
+    assert target.what == "2 shards in 2 schedulers, of ideal"
+
+
+def test_rows_of_earlier_runs_stay_in_the_order_of_cases() -> None:
+    earlier = [row(case, 0.99, 1.0) for case in reversed(CASES)]
+    part = shards([], 64, Effort(1, 1.0), earlier)
+    found = [(one["shards"], one["schedulers"]) for one in part.rows]
+    assert found == [(1, 1), (2, 2), (4, 4), (8, 1), (8, 8)]
+    assert all(target.met for target in part.targets)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_scheduler_is_without_a_shard(case: Case) -> None:
+    assert case.num_schedulers <= case.num_shards
