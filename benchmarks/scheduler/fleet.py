@@ -66,6 +66,8 @@ class Counters:
     worker_bytes: int
     # Scripts that were called.
     redis_calls: int
+    # Those of scripts included.
+    redis_commands: int
     redis_bytes: int
 
     def __sub__(self, other: "Counters") -> "Counters":
@@ -80,7 +82,7 @@ class Sizes:
     redis_keys: int
     redis_bytes: int
     redis_connections: int
-    # Of one process: the most of all.
+    # Of all schedulers.
     scheduler_sockets: int
     scheduler_rss_mb: float
 
@@ -163,6 +165,7 @@ class Fleet:
             worker_messages=sum(one["sent"] + one["received"] for one in traffic),
             worker_bytes=sum(one["sent_bytes"] + one["received_bytes"] for one in traffic),
             redis_calls=self._redis.info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0),
+            redis_commands=server["total_commands_processed"],
             redis_bytes=server["total_net_input_bytes"] + server["total_net_output_bytes"],
         )
 
@@ -173,8 +176,8 @@ class Fleet:
             redis_keys=self._redis.dbsize(),
             redis_bytes=server["used_memory"],
             redis_connections=server["connected_clients"],
-            scheduler_sockets=max(map(num_sockets, schedulers)),
-            scheduler_rss_mb=max(map(peak_rss_mb, schedulers)),
+            scheduler_sockets=sum(map(num_sockets, schedulers)),
+            scheduler_rss_mb=sum(map(peak_rss_mb, schedulers)),
         )
 
     def _start(self) -> None:

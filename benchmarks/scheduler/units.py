@@ -1,0 +1,115 @@
+"""Unit costs: processor time, Redis calls and bytes of a step, of a request and of a token."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.report import Cell, Column, Part
+from benchmarks.scheduler.fleet import Counters, Fleet, FleetSetting
+from benchmarks.scheduler.gateway_costs import gateway_costs
+from benchmarks.scheduler.shards import filled, per_step, windows
+from benchmarks.scheduler.throughput import Effort, full_rows
+from benchmarks.scheduler.workload import Workload
+
+NUM_ROWS = 256
+STEP = f"a step of {NUM_ROWS} rows"
+REQUEST_OF_SHARD = "a request, at scheduler and Redis"
+_NUM_WORKERS = 4
+_STEP_MS = 40.0
+_BLOCK_SIZE = 16
+_MAX_MODEL_LEN = 1024
+PROMPT_TOKENS = 512
+_PROMPT_TOKENS = (PROMPT_TOKENS - 128, PROMPT_TOKENS + 128)
+_OUTPUT_TOKENS = (64, 192)
+_WAITING = 16
+_FILL_TIMEOUT_S = 90.0
+
+
+def units(effort: Effort) -> Part:
+    step = _step(effort)
+    rows = [step, _request(effort, step), *gateway_costs()]
+    return Part(
+        name="units",
+        title="Unit costs",
+        notes=[
+            f"*{STEP.capitalize()}*: {_NUM_WORKERS} workers in one shard, {_STEP_MS:g} ms per "
+            "step, every row decodes. *A request*: what steps cost more if requests of "
+            f"{_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens and {_OUTPUT_TOKENS[0]} to "
+            f"{_OUTPUT_TOKENS[1]} of output start and end in them, per request; its bytes in Redis "
+            "are those of its finished record. The gateway's figures are those of requests of "
+            "token ids over gRPC: of 128 and 16 tokens of output, sent all at once. *Traffic* is "
+            "that of both directions, without headers. A worker's time includes that of the "
+            "simulation, about 0.35 ms per step.",
+        ],
+        columns=[
+            Column("what", "what"),
+            Column("gateway_ms", "gateway ms", ".3f"),
+            Column("scheduler_ms", "scheduler ms", ".2f"),
+            Column("redis_ms", "Redis ms", ".2f"),
+            Column("workers_ms", "worker ms", ".2f"),
+            Column("redis_calls", "Redis calls", ".2f"),
+            Column("redis_bytes", "Redis traffic, bytes", ",.0f"),
+            Column("worker_bytes", "worker traffic, bytes", ",.0f"),
+            Column("frame_bytes", "gateway traffic, bytes", ",.0f"),
+            Column("stored_bytes", "bytes in Redis", ",.0f"),
+            Column("stored_keys", "keys", ".2f"),
+        ],
+        rows=rows,
+        targets=[],
+    )
+
+
+def _step(effort: Effort) -> dict[str, Cell]:
+    effort = effort.of_steps(_STEP_MS)
+    model = dict(full_rows(_NUM_WORKERS, NUM_ROWS, _STEP_MS, effort).model)
+    setting = FleetSetting(
+        num_workers=_NUM_WORKERS, model=model, scheduler={"max-num-seqs": NUM_ROWS}
+    )
+    with Fleet(setting) as fleet:
+        filled(fleet, int(model["max_model_len"]) - 48)
+        return {"what": STEP, **per_step(windows(fleet, effort))}
+
+
+def _request(effort: Effort, step: dict[str, Cell]) -> dict[str, Cell]:
+    effort = replace(effort.of_steps(_STEP_MS), num_windows=1)
+    setting = FleetSetting(
+        num_workers=_NUM_WORKERS,
+        model={
+            "max_model_len": _MAX_MODEL_LEN,
+            "block_size": _BLOCK_SIZE,
+            "num_blocks": NUM_ROWS * _MAX_MODEL_LEN // _BLOCK_SIZE,
+            "max_num_seqs": NUM_ROWS,
+            "step_ms": _STEP_MS,
+        },
+        scheduler={"max-num-seqs": NUM_ROWS},
+    )
+    concurrency = _NUM_WORKERS * NUM_ROWS + _WAITING
+    with Fleet(setting) as fleet:
+        fleet.run(
+            Workload(
+                num_requests=1_000_000,
+                concurrency=concurrency,
+                prompt_tokens=_PROMPT_TOKENS,
+                output_tokens=_OUTPUT_TOKENS,
+            )
+        )
+        # The first requests arrived together.
+        fleet.wait_for("ended", concurrency, _FILL_TIMEOUT_S)
+        before = fleet.sizes()
+        found = windows(fleet, effort)
+        after = fleet.sizes()
+    num_ended = sum(one.num_ended for one in found)
+    return {
+        "what": REQUEST_OF_SHARD,
+        **_beyond(found, step),
+        "stored_bytes": (after.redis_bytes - before.redis_bytes) / num_ended,
+        "stored_keys": (after.redis_keys - before.redis_keys) / num_ended,
+    }
+
+
+def _beyond(found: Sequence[Counters], step: dict[str, Cell]) -> dict[str, Cell]:
+    """What was used beyond the steps, per request that has ended."""
+    [one] = found
+    used = per_step(found)
+    per_request = one.num_steps / one.num_ended
+    keys = ("scheduler_ms", "redis_ms", "redis_calls", "redis_bytes", "worker_bytes")
+    return {key: (float(used[key] or 0) - float(step[key] or 0)) * per_request for key in keys}
