@@ -4,6 +4,7 @@ The child responds on a thread that sleeps between commands, so that its event l
 during a measurement.
 """
 
+import contextlib
 import json
 import socket
 import threading
@@ -60,9 +61,12 @@ class Control:
     def call(self, command: str, **arguments: object) -> Any:
         """Execute a command and return its result. The error of `check` if the child has ended;
         ConnectionError if it closed the connection."""
-        self._stream.write(json.dumps({"command": command, **arguments}) + "\n")
-        self._stream.flush()
-        line = self._stream.readline()
+        try:
+            self._stream.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._stream.flush()
+            line = self._stream.readline()
+        except ConnectionError:
+            line = ""
         if not line:
             time.sleep(_GONE_S)
             self._check()
@@ -70,5 +74,7 @@ class Control:
         return json.loads(line)
 
     def close(self) -> None:
-        self._stream.close()
+        # Of a child that has ended, a command may be left to write.
+        with contextlib.suppress(OSError):
+            self._stream.close()
         self._socket.close()
