@@ -28,6 +28,8 @@ class ClusterView:
     """The shards, in the order of their numbers."""
 
     shards: Sequence[Shard]
+    # Addresses of the schedulers that run.
+    schedulers: Sequence[str] = ()
 
     @property
     def leaders(self) -> frozenset[str]:
@@ -50,11 +52,15 @@ class ClusterView:
         for number, shard in enumerate(self.shards):
             if not shard.leader:
                 return f"shard {number} has no leader"
-        found = sum(shard.num_workers for shard in self.shards)
-        if found != num_workers:
+            if shard.num_workers != len(shard.workers):
+                return f"shard {number} has {shard.num_workers} of {len(shard.workers)} workers"
+        if (found := sum(shard.num_workers for shard in self.shards)) != num_workers:
             return f"the leaders have {found} of {num_workers} workers"
-        if len(self.leaders) < min(num_shards, num_schedulers):
-            return f"{len(self.leaders)} schedulers lead {num_shards} shards"
+        if len(self.schedulers) != num_schedulers:
+            return f"{len(self.schedulers)} of {num_schedulers} schedulers are known"
+        led = [len(self.led_by(address)) for address in self.schedulers]
+        if max(led) - min(led) > 1:
+            return f"the schedulers lead {led} shards"
         return None
 
 
@@ -65,7 +71,8 @@ def read_cluster(address: str) -> ClusterView:
             operations_pb2.GetClusterRequest(), timeout=_RPC_TIMEOUT_S
         )
     return ClusterView(
-        [Shard(one.leader, tuple(one.workers), one.num_workers) for one in found.shards]
+        [Shard(one.leader, tuple(one.workers), one.num_workers) for one in found.shards],
+        tuple(found.schedulers),
     )
 
 

@@ -214,7 +214,8 @@ class ChaosStack:
             workers = [one.address for one in read_status(leader.address, 0).workers]
         except grpc.RpcError:
             return None
-        return ClusterView([Shard(leader.address, workers, len(workers))])
+        schedulers = [one.address or "" for one in self.local.processes("scheduler")]
+        return ClusterView([Shard(leader.address, workers, len(workers))], schedulers)
 
     def _try_raise_shards(self, num_shards: int) -> str | None:
         """Return why it was not done."""

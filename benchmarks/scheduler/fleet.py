@@ -25,6 +25,7 @@ from quire.launcher.redis import EmbeddedRedis
 _TIMEOUT_S = 90.0
 _STOP_S = 10.0
 _POLL_S = 0.1
+_STABLE_S = 1.0
 # A worker is a server, its connections and a thread; so many share a process.
 _WORKERS_PER_HOST = 16
 
@@ -36,6 +37,8 @@ class FleetSetting:
     num_workers: int
     num_shards: int = 1
     num_schedulers: int = 1
+    # The load generator's streams to each shard.
+    num_gateways: int = 1
     # Fields of SimModel for the simulated workers.
     model: Mapping[str, float] = field(default_factory=dict)
     # Flags of the schedulers.
@@ -207,7 +210,8 @@ class Fleet:
         if setting.num_shards > 1:
             set_num_shards(self.view.shards[0].leader, setting.num_shards)
             self._wait_for_shards(setting.num_shards)
-        self._load.call("connect", leaders=[shard.leader for shard in self.view.shards])
+        leaders = [shard.leader for shard in self.view.shards]
+        self._load.call("connect", leaders=leaders, num_gateways=setting.num_gateways)
         self._wait(self.progress, lambda progress: progress["ready"], _TIMEOUT_S)
 
     def _wait_for_shards(self, num_shards: int) -> None:

@@ -26,21 +26,24 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: list[ShardStream] = []
         self._pending: Iterator[Request] = iter(())
+        self._num_gateways = 1
+        # The position of a stream.
         self._shard_of: Callable[[Request], int] = lambda _: 0
 
     # `connect`, `start` and `progress` are called on the control thread.
 
-    def connect(self, leaders: Sequence[str]) -> None:
-        """Open a stream to the leader of each shard, in the order of the shards' numbers."""
-        self._loop.call_soon_threadsafe(self.open, leaders)
+    def connect(self, leaders: Sequence[str], num_gateways: int = 1) -> None:
+        """Open streams to the leaders of the shards, in the order of the shards' numbers: one for
+        each of several gateways."""
+        self._loop.call_soon_threadsafe(self.open, leaders, num_gateways)
 
     def start(
         self, shares: Sequence[int] | None = None, is_placed: bool = False, **workload: object
     ) -> None:
         """Submit the workload's requests, up to its concurrency at a time.
 
-        `shares` are the requests that each shard gets of so many; by default all go to the first
-        one. With `is_placed` they go where a gateway would send them.
+        `shares` are the requests that each shard gets of so many, and gateways take turns; by
+        default all go to the first shard. With `is_placed` they go where a gateway would send them.
         """
         found = Workload(**workload)  # type: ignore[arg-type]
         self._loop.call_soon_threadsafe(self._start, found, shares, is_placed)
@@ -63,9 +66,13 @@ class Load:
             "failures": [failure for stream in streams for failure in stream.failures][:3],
         }
 
-    def open(self, leaders: Sequence[str]) -> None:
+    def open(self, leaders: Sequence[str], num_gateways: int = 1) -> None:
+        self._num_gateways = num_gateways
+        # Those of the first gateway, of the second one, ...
         self._streams = [
-            ShardStream(address, shard, self._submit) for shard, address in enumerate(leaders)
+            ShardStream(address, shard, self._submit, gateway)
+            for gateway in range(num_gateways)
+            for shard, address in enumerate(leaders)
         ]
         self._tasks += [asyncio.create_task(stream.run()) for stream in self._streams]
         for task in self._tasks:
@@ -77,7 +84,8 @@ class Load:
             self._shard_of = PlacedShards(self._streams).shard_of
         elif shares is not None:
             order = cycle(chain.from_iterable(repeat(k, n) for k, n in enumerate(shares)))
-            self._shard_of = lambda _: next(order)
+            gateways = cycle(range(self._num_gateways))
+            self._shard_of = lambda _: next(order) + next(gateways) * len(shares)
         self._submit(workload.concurrency)
 
     def _submit(self, count: int) -> None:

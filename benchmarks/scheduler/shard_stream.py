@@ -21,7 +21,9 @@ _RETRY_S = 0.1
 class ShardStream:
     """Submits requests and counts what comes back."""
 
-    def __init__(self, address: str, shard: int, on_over: Callable[[int], object]) -> None:
+    def __init__(
+        self, address: str, shard: int, on_over: Callable[[int], object], gateway: int = 0
+    ) -> None:
         """`on_over` is called with the number of requests that have just ended."""
         self.is_ready = False
         self.num_submitted = 0
@@ -39,6 +41,7 @@ class ShardStream:
         # All shards, as the leader of this one has told last.
         self.cluster = scheduler_pb2.ClusterState()
         self._shard = shard
+        self._gateway = gateway
         self._on_over = on_over
         channel = grpc.aio.insecure_channel(
             address, options=channel_options(INTERNAL_MESSAGE_BYTES)
@@ -103,7 +106,7 @@ class ShardStream:
         attachment, self._next_attachment = self._next_attachment, self._next_attachment + 1
         return scheduler_pb2.Submission(
             attachment=attachment,
-            request_id=f"request-{self._shard}-{attachment}",
+            request_id=f"request-{self._gateway}-{self._shard}-{attachment}",
             prompt_token_ids=request.prompt,
             params=scheduler_pb2.ResolvedParams(
                 top_p=1, seed=attachment, max_tokens=request.max_tokens

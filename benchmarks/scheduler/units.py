@@ -12,8 +12,10 @@ from benchmarks.scheduler.workload import Workload
 
 NUM_ROWS = 256
 STEP = f"a step of {NUM_ROWS} rows"
+FRAME = "a frame to one more gateway"
 REQUEST_OF_SHARD = "a request, at scheduler and Redis"
 _NUM_WORKERS = 4
+_NUM_GATEWAYS = 8
 _STEP_MS = 40.0
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 1024
@@ -25,20 +27,22 @@ _FILL_TIMEOUT_S = 90.0
 
 
 def units(effort: Effort) -> Part:
-    step = _step(effort)
-    rows = [step, _request(effort, step), *gateway_costs()]
+    step = {"what": STEP, **_step(effort, 1)}
+    frame = {"what": FRAME, **_frame(step, _step(effort, _NUM_GATEWAYS))}
+    rows = [step, frame, _request(effort, step), *gateway_costs()]
     return Part(
         name="units",
         title="Unit costs",
         notes=[
             f"*{STEP.capitalize()}*: {_NUM_WORKERS} workers in one shard, {_STEP_MS:g} ms per "
-            "step, every row decodes. *A request*: what steps cost more if requests of "
-            f"{_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens and {_OUTPUT_TOKENS[0]} to "
-            f"{_OUTPUT_TOKENS[1]} of output start and end in them, per request; its bytes in Redis "
-            "are those of its finished record. The gateway's figures are those of requests of "
-            "token ids over gRPC: of 128 and 16 tokens of output, sent all at once. *Traffic* is "
-            "that of both directions, without headers. A worker's time includes that of the "
-            "simulation, about 0.35 ms per step.",
+            "step, every row decodes, for one gateway. *A frame*: what a step costs more if its "
+            f"rows are those of {_NUM_GATEWAYS} gateways, per frame. *A request*: what steps cost "
+            f"more if requests of {_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens and "
+            f"{_OUTPUT_TOKENS[0]} to {_OUTPUT_TOKENS[1]} of output start and end in them, per "
+            "request; its bytes in Redis are those of its finished record. The gateway's figures "
+            "are those of requests of token ids over gRPC: of 128 and 16 tokens of output, sent "
+            "all at once. *Traffic* is that of both directions, without headers. A worker's time "
+            "includes that of the simulation, about 0.35 ms per step.",
         ],
         columns=[
             Column("what", "what"),
@@ -58,15 +62,25 @@ def units(effort: Effort) -> Part:
     )
 
 
-def _step(effort: Effort) -> dict[str, Cell]:
+def _step(effort: Effort, num_gateways: int) -> dict[str, Cell]:
     effort = effort.of_steps(_STEP_MS)
     model = dict(full_rows(_NUM_WORKERS, NUM_ROWS, _STEP_MS, effort).model)
     setting = FleetSetting(
-        num_workers=_NUM_WORKERS, model=model, scheduler={"max-num-seqs": NUM_ROWS}
+        num_workers=_NUM_WORKERS,
+        num_gateways=num_gateways,
+        model=model,
+        scheduler={"max-num-seqs": NUM_ROWS},
     )
     with Fleet(setting) as fleet:
         filled(fleet, int(model["max_model_len"]) - 48)
-        return {"what": STEP, **per_step(windows(fleet, effort))}
+        return per_step(windows(fleet, effort))
+
+
+def _frame(one: dict[str, Cell], several: dict[str, Cell]) -> dict[str, Cell]:
+    """What a frame to one more gateway costs."""
+    keys = ("scheduler_ms", "frame_bytes")
+    more = {key: float(several[key] or 0) - float(one[key] or 0) for key in ("frames", *keys)}
+    return {key: more[key] / more["frames"] for key in keys}
 
 
 def _request(effort: Effort, step: dict[str, Cell]) -> dict[str, Cell]:

@@ -24,7 +24,8 @@ _VIEW = ClusterView(
         Shard("unix:one", ("unix:a", "unix:b"), 2),
         Shard("unix:two", ("unix:c",), 1),
         Shard("unix:one", ("unix:d",), 1),
-    ]
+    ],
+    ["unix:one", "unix:two"],
 )
 _SHARDS = ["--gateways=2", "--schedulers=3", "--workers=4", "--shards=4"]
 
@@ -44,7 +45,7 @@ def test_a_shard_is_of_its_leader_and_of_its_workers() -> None:
 @pytest.mark.parametrize(
     ("sizes", "problem"),
     [
-        ((3, 4, 3), "2 schedulers lead 3 shards"),
+        ((3, 4, 3), "2 of 3 schedulers are known"),
         ((3, 4, 2), None),
         ((4, 4, 2), "there are 3 of 4 shards"),
         ((3, 5, 2), "the leaders have 4 of 5 workers"),
@@ -52,6 +53,19 @@ def test_a_shard_is_of_its_leader_and_of_its_workers() -> None:
 )
 def test_what_a_view_lacks_is_named(sizes: tuple[int, int, int], problem: str | None) -> None:
     assert _VIEW.find_problem(*sizes) == problem
+
+
+def test_shards_are_led_evenly() -> None:
+    shards = [Shard("unix:one"), Shard("unix:one"), Shard("unix:two")]
+    even = ClusterView(shards, ["unix:one", "unix:two"])
+    uneven = ClusterView(shards, ["unix:one", "unix:two", "unix:three"])
+    assert even.find_problem(3, 0, 2) is None
+    assert uneven.find_problem(3, 0, 3) == "the schedulers lead [2, 1, 0] shards"
+
+
+def test_workers_that_are_not_there_are_missed() -> None:
+    view = ClusterView([Shard("unix:one", ("unix:a", "unix:b"), 1)], ["unix:one"])
+    assert view.find_problem(1, 2, 1) == "shard 0 has 1 of 2 workers"
 
 
 def test_a_shard_without_a_leader_is_a_problem() -> None:
