@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from benchmarks.chaos.redis_servers import ClusterServers, RedisServers, SingleRedis
-from benchmarks.cluster_view import ClusterView, Shard, read_cluster, read_status, set_num_shards
+from benchmarks.cluster_view import ClusterView, read_cluster, read_status, set_num_shards
 from quire.client.errors import QuireError
 from quire.client.health_probe import is_serving
 from quire.internal.v1.operations_pb2 import GetStatusResponse
@@ -166,8 +166,6 @@ class ChaosStack:
 
     def find_view(self) -> ClusterView | None:
         """The shards as the first scheduler that responds has them; None if none does."""
-        if self.num_shards == 1:
-            return self._view_of_one_shard()
         for scheduler in self.local.processes("scheduler"):
             if scheduler.is_alive and scheduler.address is not None:
                 try:
@@ -204,18 +202,6 @@ class ChaosStack:
         attention."""
         found = Counter(f"{log.name}: {line}" for log in self._logs() for line in complaints(log))
         return [f"{line} ({count} times)" for line, count in found.items()]
-
-    def _view_of_one_shard(self) -> ClusterView | None:
-        """Of schedulers that have no shards: one leads."""
-        leader = self.local.leader()
-        if leader is None or leader.address is None:
-            return None
-        try:
-            workers = [one.address for one in read_status(leader.address, 0).workers]
-        except grpc.RpcError:
-            return None
-        schedulers = [one.address or "" for one in self.local.processes("scheduler")]
-        return ClusterView([Shard(leader.address, workers, len(workers))], schedulers)
 
     def _try_raise_shards(self, num_shards: int) -> str | None:
         """Return why it was not done."""

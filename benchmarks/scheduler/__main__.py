@@ -13,12 +13,14 @@ from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
 from benchmarks.scheduler.arrivals import arrivals
 from benchmarks.scheduler.burst import burst
+from benchmarks.scheduler.idle import FLEETS, Fleets, idle
 from benchmarks.scheduler.memory import memory
 from benchmarks.scheduler.prefixes import prefixes
 from benchmarks.scheduler.profile import profile
 from benchmarks.scheduler.rows import by_rows
 from benchmarks.scheduler.shards import CASES, Case, shards
 from benchmarks.scheduler.throughput import Effort, throughput
+from benchmarks.scheduler.units import units
 
 _Number = TypeVar("_Number", int, float)
 _NAME = "scheduler"
@@ -38,6 +40,7 @@ class Sizes:
     cases: tuple[Case, ...] = CASES
     fleet_workers: int = 64
     keep: bool = False
+    fleets: tuple[Fleets, ...] = FLEETS
     effort: Effort = field(default_factory=lambda: Effort(num_windows=3, window_s=4.0))
     bursts: int = 5
     waiting: int = 10_000
@@ -51,6 +54,7 @@ QUICK = Sizes(
     rows=(64, 256),
     cases=CASES[:2],
     fleet_workers=8,
+    fleets=FLEETS[:4],
     effort=Effort(1, 2.0),
     bursts=1,
     waiting=1_000,
@@ -74,6 +78,8 @@ def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
             sizes.effort,
             results.rows(_NAME, "shards") if sizes.keep else [],
         ),
+        "units": lambda: units(sizes.effort),
+        "idle": lambda: idle(sizes.fleets),
     }
 
 

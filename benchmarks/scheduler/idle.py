@@ -24,30 +24,42 @@ _MODEL = {
 # Per second, and at one moment.
 RATES = ("scheduler_s", "redis_s", "workers_s", "redis_calls", "redis_commands", "redis_bytes")
 SIZES = ("redis_keys", "redis_bytes_stored", "redis_connections", "sockets", "rss_mb")
-PROCESS, SHARD, WORKER = "a scheduler process", "a shard", "a worker"
+PROCESS, SHARD, WORKER, PAIR = "a scheduler", "a shard", "a worker", "a scheduler, per shard"
+KINDS = (PROCESS, SHARD, WORKER, PAIR)
 
 
 @dataclass(frozen=True)
-class Case:
+class Fleets:
+    """One of the measured fleets."""
+
     num_schedulers: int
     num_shards: int
     num_workers: int
 
 
-CASES = (Case(1, 1, 16), Case(1, 8, 16), Case(4, 8, 16), Case(1, 8, 64), Case(4, 32, 64))
+FLEETS = (
+    Fleets(1, 1, 16),
+    Fleets(1, 8, 16),
+    Fleets(4, 8, 16),
+    Fleets(1, 8, 64),
+    Fleets(4, 32, 64),
+    Fleets(1, 64, 64),
+    Fleets(8, 64, 64),
+)
 
 
-def idle(cases: Sequence[Case], window_s: float = _WINDOW_S) -> Part:
+def idle(cases: Sequence[Fleets], window_s: float = _WINDOW_S) -> Part:
     rows = [_row(case, window_s) for case in cases]
     return Part(
         name="idle",
         title="A fleet without requests",
         notes=[
             "What is used per second while nothing runs: leases, heartbeats, lookups of workers, "
-            "states of the shards. The last rows are what one more process, shard or worker adds, "
-            "by least squares over the rows above them; a process has its own connections and "
-            f"memory besides. Pools have {NUM_BLOCKS:,} blocks. *Cores* are processor time per "
-            "second. Sockets and memory are those of the schedulers together.",
+            "states of the shards. The last rows are what one more scheduler, shard or worker "
+            "adds, and what a scheduler adds per shard of all, because each reads the states of "
+            "all: by least squares over the rows above them. Pools have "
+            f"{NUM_BLOCKS:,} blocks. *Cores* are processor time per second. Sockets and memory are "
+            "those of the schedulers together.",
         ],
         columns=[
             Column("what", "fleet"),
@@ -69,15 +81,20 @@ def idle(cases: Sequence[Case], window_s: float = _WINDOW_S) -> Part:
 
 
 def fitted(rows: Sequence[dict[str, Cell]]) -> list[dict[str, Cell]]:
-    """What a process, a shard and a worker add to each figure, at least 0."""
-    kinds = ("num_schedulers", "num_shards", "num_workers")
-    counts = np.array([[float(row[kind] or 0) for kind in kinds] for row in rows])
-    found: list[dict[str, Cell]] = [{"what": what} for what in (PROCESS, SHARD, WORKER)]
+    """What one of each of `KINDS` adds to each figure, at least 0."""
+    counts = np.array([_counts(row) for row in rows])
+    found: list[dict[str, Cell]] = [{"what": what} for what in KINDS]
     for key in (*RATES, *SIZES):
         values = np.array([float(row[key] or 0) for row in rows])
         for one, amount in zip(found, _solve(counts, values), strict=True):
             one[key] = float(amount)
     return found
+
+
+def _counts(row: dict[str, Cell]) -> list[float]:
+    kinds = ("num_schedulers", "num_shards", "num_workers")
+    schedulers, shards, workers = (float(row[kind] or 0) for kind in kinds)
+    return [schedulers, shards, workers, schedulers * shards]
 
 
 def _solve(counts: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -93,7 +110,7 @@ def _solve(counts: np.ndarray, values: np.ndarray) -> np.ndarray:
     return amounts
 
 
-def _row(case: Case, window_s: float) -> dict[str, Cell]:
+def _row(case: Fleets, window_s: float) -> dict[str, Cell]:
     setting = FleetSetting(
         num_workers=case.num_workers,
         num_shards=case.num_shards,
