@@ -59,7 +59,6 @@ class Counters:
     idle_ns: int
     busy_ns: int
     num_tokens: int
-    tokens_at_s: float
     num_ended: int
     # Messages to the gateway, and their bytes.
     num_frames: int
@@ -145,6 +144,11 @@ class Fleet:
         shards = self.view.shards
         return [read_status(shard.leader, number) for number, shard in enumerate(shards)]
 
+    def tokens(self) -> list[tuple[int, float]]:
+        """The tokens of each stream, and when the last of them arrived: a rate between two such
+        times covers whole steps."""
+        return [(number, at_s) for number, at_s in self.progress()["tokens_of"]]
+
     def counters(self) -> Counters:
         """Read all counters. Steps are those of the present terms."""
         workers = [worker for status in self.statuses() for worker in status.workers]
@@ -161,7 +165,6 @@ class Fleet:
             idle_ns=sum(worker.idle_ns for worker in workers),
             busy_ns=sum(worker.busy_ns for worker in workers),
             num_tokens=progress["tokens"],
-            tokens_at_s=progress["tokens_at_s"],
             num_ended=progress["ended"],
             num_frames=progress["frames"],
             frame_bytes=progress["frame_bytes"],

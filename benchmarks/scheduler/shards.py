@@ -96,29 +96,48 @@ def filled(fleet: Fleet, max_tokens: int) -> None:
     fleet.wait_for("started", sum(shares), _FILL_TIMEOUT_S)
 
 
-def windows(fleet: Fleet, effort: Effort) -> list[Counters]:
-    """What was counted in each of several windows."""
+@dataclass(frozen=True)
+class Window:
+    """What was counted in a window, and the tokens that arrived per second."""
+
+    used: Counters
+    tokens_per_s: float
+
+
+def windows(fleet: Fleet, effort: Effort) -> list[Window]:
     found = []
     for _ in range(effort.num_windows):
         time.sleep(_PAUSE_S)
-        before = fleet.counters()
+        before, tokens = fleet.counters(), fleet.tokens()
         time.sleep(effort.window_s)
-        found.append(fleet.counters() - before)
+        used = fleet.counters() - before
+        found.append(Window(used, rate(tokens, fleet.tokens())))
     fleet.check()
     return found
 
 
-def per_step(found: Sequence[Counters]) -> dict[str, Cell]:
+def rate(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]]) -> float:
+    """Tokens per second of all streams: each has its own last arrival, which ends a step."""
+    pairs = zip(before, after, strict=True)
+    return sum(
+        (tokens - earlier) / (at_s - from_s)
+        for (earlier, from_s), (tokens, at_s) in pairs
+        if at_s > from_s
+    )
+
+
+def per_step(found: Sequence[Window]) -> dict[str, Cell]:
     """Medians over windows, per step of one worker."""
+    every = [window.used for window in found]
 
     def middle(value: str) -> float:
-        return float(median(getattr(one, value) / one.num_steps for one in found))
+        return float(median(getattr(one, value) / one.num_steps for one in every))
 
     cores = median(
-        (one.scheduler_s + one.redis_s + one.workers_s + one.load_s) / one.at_s for one in found
+        (one.scheduler_s + one.redis_s + one.workers_s + one.load_s) / one.at_s for one in every
     )
     return {
-        "tokens_per_s": median(one.num_tokens / one.tokens_at_s for one in found),
+        "tokens_per_s": median(window.tokens_per_s for window in found),
         "scheduler_ms": 1000 * middle("scheduler_s"),
         "redis_ms": 1000 * middle("redis_s"),
         "workers_ms": 1000 * middle("workers_s"),
@@ -139,7 +158,7 @@ def _case(row: dict[str, Cell]) -> Case:
 
 
 def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
-    effort = effort.of_steps(_STEP_MS / 4)
+    effort = effort.of_steps(_STEP_MS / 2)
     model = dict(full_rows(num_workers, _NUM_ROWS, _STEP_MS, effort).model)
     # The first rows decode while the last ones are filled.
     model["max_model_len"] += int(_FILL_TIMEOUT_S * 1000 / _STEP_MS)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.report import Cell, Column, Part
-from benchmarks.scheduler.fleet import Counters, Fleet, FleetSetting
+from benchmarks.scheduler.fleet import Fleet, FleetSetting
 from benchmarks.scheduler.gateway_costs import gateway_costs
-from benchmarks.scheduler.shards import filled, per_step, windows
+from benchmarks.scheduler.shards import Window, filled, per_step, windows
 from benchmarks.scheduler.throughput import Effort, full_rows
 from benchmarks.scheduler.workload import Workload
 
@@ -111,7 +111,7 @@ def _request(effort: Effort, step: dict[str, Cell]) -> dict[str, Cell]:
         before = fleet.sizes()
         found = windows(fleet, effort)
         after = fleet.sizes()
-    num_ended = sum(one.num_ended for one in found)
+    num_ended = sum(one.used.num_ended for one in found)
     return {
         "what": REQUEST_OF_SHARD,
         **_beyond(found, step),
@@ -120,10 +120,10 @@ def _request(effort: Effort, step: dict[str, Cell]) -> dict[str, Cell]:
     }
 
 
-def _beyond(found: Sequence[Counters], step: dict[str, Cell]) -> dict[str, Cell]:
+def _beyond(found: Sequence[Window], step: dict[str, Cell]) -> dict[str, Cell]:
     """What was used beyond the steps, per request that has ended."""
     [one] = found
     used = per_step(found)
-    per_request = one.num_steps / one.num_ended
+    per_request = one.used.num_steps / one.used.num_ended
     keys = ("scheduler_ms", "redis_ms", "redis_calls", "redis_bytes", "worker_bytes")
     return {key: (float(used[key] or 0) - float(step[key] or 0)) * per_request for key in keys}

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.report import Cell
-from benchmarks.scheduler.shards import CASES, Case, shards, targets
+from benchmarks.scheduler.shards import CASES, Case, rate, shards, targets
 from benchmarks.scheduler.throughput import Effort
 
 
@@ -44,3 +44,9 @@ def test_rows_of_earlier_runs_stay_in_the_order_of_cases() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_no_scheduler_is_without_a_shard(case: Case) -> None:
     assert case.num_schedulers <= case.num_shards
+
+
+def test_rates_are_those_between_the_last_tokens_of_each_stream() -> None:
+    before = [(0, 10.0), (100, 10.5), (7, 3.0)]
+    after = [(512, 12.0), (356, 11.5), (7, 3.0)]
+    assert rate(before, after) == 256 + 256
