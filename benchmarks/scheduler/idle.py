@@ -10,7 +10,7 @@ from benchmarks.report import Cell, Column, Part
 from benchmarks.scheduler.fleet import Counters, Fleet, FleetSetting, Sizes
 
 _WINDOW_S = 8.0
-_SETTLE_S = 3.0
+_PAUSE_S = 3.0
 _WORKERS_PER_HOST = 64
 # Blocks of a pool. Free and cached blocks have entries in Redis.
 NUM_BLOCKS = 4096
@@ -119,7 +119,7 @@ def _row(case: Fleets, window_s: float) -> dict[str, Cell]:
         workers_per_host=_WORKERS_PER_HOST,
     )
     with Fleet(setting) as fleet:
-        time.sleep(_SETTLE_S)
+        time.sleep(_PAUSE_S)
         before = fleet.counters()
         time.sleep(window_s)
         used = fleet.counters() - before

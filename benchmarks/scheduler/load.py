@@ -42,7 +42,7 @@ class Load:
     ) -> None:
         """Submit the workload's requests, up to its concurrency at a time.
 
-        `shares` are the requests that each shard gets of so many, and gateways take turns; by
+        `shares` are the requests that each shard gets of so many, from the gateways in rotation; by
         default all go to the first shard. With `is_placed` they go where a gateway would send them.
         """
         found = Workload(**workload)  # type: ignore[arg-type]

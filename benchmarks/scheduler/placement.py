@@ -1,4 +1,4 @@
-"""Where a gateway sends a request, by its own pure modules and by what the leaders tell."""
+"""Where a gateway sends a request, by its own pure modules and by what the leaders report."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class PlacedShards:
         return choose(order, self._loads()).shards[0]
 
     def _loads(self) -> list[ShardLoad]:
-        """The leaders tell their workers; a gateway knows its own requests at once."""
+        """The leaders report their workers; a gateway knows its own requests at once."""
         return [
             ShardLoad(self._num_workers(shard), stream.num_live)
             for shard, stream in enumerate(self._streams)

@@ -38,7 +38,7 @@ class ShardStream:
         # Arrival of the last tokens: a rate between two such times covers whole steps.
         self.tokens_at_s = 0.0
         self.failures: list[str] = []
-        # All shards, as the leader of this one has told last.
+        # All shards, as the leader of this one has last reported.
         self.cluster = scheduler_pb2.ClusterState()
         self._shard = shard
         self._gateway = gateway
