@@ -64,6 +64,8 @@ class RequestRouter:
         self._keys = PrefixKeys()
         # Of streams whose shard is looked up.
         self._lookups: dict[RequestStream, asyncio.Task[None]] = {}
+        # Of all requests.
+        self._num_moves = 0
         self._ensure(1)
 
     @property
@@ -176,7 +178,14 @@ class RequestRouter:
         return choose(rendezvous_order(key, self.num_shards), self._loads.all())
 
     async def _ask(self, ask: Callable[[Multiplexer], Awaitable[bool]]) -> int | None:
-        return await first_found(self._shards, ask)
+        """The shard that has a request; None if all have responded that they do not have it."""
+        for _ in range(_MAX_LOOKUPS):
+            num_moves = self._num_moves
+            found = await first_found(self._shards, ask)
+            if found is not None or num_moves == self._num_moves:
+                return found
+            # It may have been on its way from a shard that was asked late to one asked early.
+        return None
 
     def _on_failure(self, stream: RequestStream, error: RequestError) -> RequestError | None:
         """Continue a stream that its shard has failed elsewhere, or return its final error."""
@@ -202,6 +211,7 @@ class RequestRouter:
             return unavailable("NO_SHARD", message, metadata=metadata)
         self._ensure(shard + 1)
         self._counters.moved()
+        self._num_moves += 1
         self._move(stream, shard)
         return None
 

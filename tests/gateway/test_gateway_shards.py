@@ -367,6 +367,24 @@ async def test_a_cancellation_that_no_shard_finds(stack: Stack, cluster: Cluster
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_request_that_moves_while_it_is_cancelled(stack: Stack, cluster: Cluster) -> None:
+    """Neither shard has it when it is asked."""
+    scheduler, reading, submission = await begin(stack, cluster)
+    other = cluster.other_than(scheduler)
+    call = await cancellation(stack)
+    first, second = [await next_of(one.cancellations) for one in (scheduler, other)]
+    send_to(scheduler, submission, other.shard)
+    scheduler.found(first, False)
+    moved = await next_of(other.submissions)
+    other.found(second, False)
+    scheduler.found(await next_of(scheduler.cancellations), False)
+    other.found(await next_of(other.cancellations), True)
+    await call
+    fail(other, moved, grpc.StatusCode.CANCELLED, "CANCELLED")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await reading.task
+
+
 async def test_a_request_that_another_shard_has_accepted_before(
     stack: Stack, cluster: Cluster
 ) -> None:

@@ -105,6 +105,24 @@ def test_a_cell_of_the_page_shows_any_held_block() -> None:
     assert shown["incarnation"] == str(2**63)
 
 
+def test_the_status_of_several_shards_is_their_sum() -> None:
+    def status(epoch: int) -> operations_pb2.GetStatusResponse:
+        return operations_pb2.GetStatusResponse(
+            epoch=epoch,
+            num_accepted=epoch,
+            num_refused=1,
+            queue=operations_pb2.QueueStatus(num_requests=2, num_tokens=10),
+            workers=[operations_pb2.WorkerStatus(incarnation=epoch)],
+        )
+
+    shown = to_json([None, ShardStatus("a:1", status(5)), ShardStatus("b:1", status(7))])
+    assert shown["shards"] == [None, "a:1", "b:1"]
+    assert (shown["leader"], shown["epoch"]) == ("a:1", 5)
+    assert (shown["num_accepted"], shown["num_refused"]) == (12, 2)
+    assert shown["queue"] == {"num_requests": 4, "num_tokens": 20}
+    assert [worker["incarnation"] for worker in shown["workers"]] == ["5", "7"]
+
+
 def test_the_bytes_of_tokens() -> None:
     """Joined, they are the text's."""
     text = "Größe 日本語 🙂"
