@@ -13,6 +13,7 @@ from gateway_svc.scheduler.leader_discovery import (
     LeaderStream,
     NotLeadingError,
     connect,
+    named_leader,
 )
 from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
 from gateway_svc.scheduler.outages import Outage
@@ -169,6 +170,8 @@ class ShardConnection:
                 self._receive(frame)
                 frame = await leader.call.read()
         except grpc.aio.AioRpcError as error:
+            if leader_now := named_leader(error):
+                self.suggest(leader_now)
             return f"{error.code().name}: {error.details()}"
         except NotLeadingError as error:
             return str(error)

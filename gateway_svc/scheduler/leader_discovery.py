@@ -62,14 +62,14 @@ async def connect(
         await channel.close()
         if isinstance(error, grpc.aio.AioRpcError):
             reason = f"{error.code().name}: {error.details()}"
-            raise NotLeadingError(reason, _named_leader(error)) from error
+            raise NotLeadingError(reason, named_leader(error)) from error
         if isinstance(error, TimeoutError):
             raise NotLeadingError(f"no hello within {HELLO_TIMEOUT_S} s") from error
         raise
     return LeaderStream(address, channel, call, first_frame)
 
 
-def _named_leader(error: grpc.aio.AioRpcError) -> str:
+def named_leader(error: grpc.aio.AioRpcError) -> str:
     """The leader's address in the details of STANDBY; empty if there is none."""
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
@@ -108,14 +108,21 @@ class LeaderDiscovery:
         self._connect = connect
         # Where another scheduler says the leader is.
         self._suggested: str | None = None
+        # Of the search in progress, by address: set to end a back-off.
+        self._is_due: dict[str, asyncio.Event] = {}
 
     def suggest(self, address: str) -> None:
-        """Try this address, too, in this search or first in the next one."""
+        """Try this address at once if a search is in progress, or first in the next one. No effect
+        if it was the last one that was suggested."""
+        if address == self._suggested:
+            return
         try:
             self._suggested = check_address(address)
         except ValueError:
             log.warning("the leader's address is not valid", address=address)
             return
+        if address in self._is_due:
+            self._is_due[address].set()
         self._wake.set()
 
     async def find(self) -> LeaderStream:
@@ -140,6 +147,7 @@ class LeaderDiscovery:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._is_due.clear()
 
     def _start_attempts(
         self,
@@ -161,6 +169,7 @@ class LeaderDiscovery:
     async def _try_repeatedly(self, address: str, found: asyncio.Future[LeaderStream]) -> None:
         backoff_s = _FIRST_BACKOFF_S
         last_reason = ""
+        is_due = self._is_due[address] = asyncio.Event()
         task = asyncio.current_task()
         assert task is not None
         # gRPC swallows a cancellation that coincides with the end of a call.
@@ -173,7 +182,10 @@ class LeaderDiscovery:
                     last_reason = str(error)
                     log.info("not the leader", address=address, reason=last_reason)
                 self._wake.set()
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(backoff_s * random.uniform(0.5, 1)):
+                        await is_due.wait()
+                is_due.clear()
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             else:
                 if found.done():

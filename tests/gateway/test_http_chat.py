@@ -38,6 +38,23 @@ async def test_a_chat_completion(http: Http) -> None:
     assert completion["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
+@pytest.mark.parametrize("header", ["idempotency_key", "x_request_id", None])
+async def test_the_scheduler_knows_whether_the_id_is_the_clients(
+    http: Http, header: str | None
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    sending = http.start(
+        "/v1/chat/completions", body, **({} if header is None else {header: "mine"})
+    )
+    sent = await http.submission()
+    assert sent.has_client_id == (header is not None)
+    ids = http.stack.encode("fox")
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.write(sent, 0, ids)
+    http.stack.scheduler.end(sent, len(ids))
+    await sending
+
+
 async def test_choices_of_a_stream_are_interleaved(http: Http) -> None:
     texts = ["a fox", "the dog"]
     ids = [http.stack.encode(text) for text in texts]
