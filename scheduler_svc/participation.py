@@ -8,6 +8,8 @@ from scheduler_svc.cluster.coordinator import Coordinator
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.moves import Moves
+from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.process import Process
 from scheduler_svc.store.store import Store
@@ -27,12 +29,26 @@ class Participation:
         engine: Engine,
         handler: FrameHandler,
         claims: Claims,
+        record_writer: RecordWriter,
     ) -> None:
         self._address = process.address
         self._membership = process.membership
         self._engine = engine
         self._handler = handler
         self._claims = claims
+        self._moves = Moves(
+            shard,
+            process.membership,
+            engine,
+            store,
+            process.stores,
+            record_writer,
+            claims,
+            handler.next_sequence_id,
+            handler.give,
+            handler.take,
+        )
+        handler.set_take_moved(self._moves.take)
         # Decides the map of the cluster; None in the terms of other shards.
         self._coordinator = (
             Coordinator(process.membership, store, process.addresses) if shard == 0 else None
@@ -45,6 +61,7 @@ class Participation:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._announce())
             group.create_task(self._claims.run())
+            group.create_task(self._moves.run())
             if self._coordinator is not None:
                 group.create_task(self._coordinator.run())
 

@@ -8,6 +8,7 @@ from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.operations.step_histograms import StepHistograms
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.id_directory import IdDirectory
+from scheduler_svc.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Process:
     membership: Membership
     addresses: WorkerAddresses
     directory: IdDirectory
+    # By shard, of all shards.
+    stores: dict[int, Store]
     steps: StepHistograms
     # Takes the spans of requests; None: requests are not traced.
     spans: SpanExporter | None

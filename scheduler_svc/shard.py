@@ -35,6 +35,7 @@ class Shard:
         self._process = process
         self._signals = signals
         self._store = Store.at(settings.redis_url, settings.redis_password, number)
+        process.stores[number] = self._store
         self.standby = Standby(
             self._store.lease,
             process.address,

@@ -91,7 +91,9 @@ class Term:
             recovered.steps,
             settings.worker_tls,
         )
-        self.participation = Participation(process, shard, store, self.engine, self.handler, claims)
+        self.participation = Participation(
+            process, shard, store, self.engine, self.handler, claims, self._record_writer
+        )
 
     def _lane_hooks(self, steps: StepHistograms) -> LaneHooks:
         return LaneHooks(

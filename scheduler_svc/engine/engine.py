@@ -157,6 +157,10 @@ class Engine:
     def submit(self, group: Group) -> None:
         """Queue a new request."""
         self.stats.accept(group.key.principal, group.num_prompt_tokens)
+        self.adopt(group)
+
+    def adopt(self, group: Group) -> None:
+        """Queue a request that another shard has accepted."""
         group.queue_timer = self.stats.queue_times.start(group.key.principal)
         request_phases.begin_queue(group, self._spans)
         self.restore(group)
@@ -179,6 +183,27 @@ class Engine:
         """End a request with an error in any state; the next step frees its blocks."""
         group.fail(error)
         self.finish_ended(group)
+
+    def cancel(self, group: Group) -> None:
+        """End a request because its client wants that."""
+        self.abort(group, failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled"))
+
+    def withdraw(self, group: Group) -> None:
+        """Forget a request that waits as a whole: another shard gets it."""
+        for sequence in group.sequences:
+            self.waiting.remove(sequence)
+        del self.live[group.key]
+        self.quotas.ended(group)
+
+    def return_withdrawn(self, group: Group) -> None:
+        """Queue a withdrawn request again, in its place: no other shard got it."""
+        self.live[group.key] = group
+        self.quotas.started(group)
+        for sequence in group.sequences:
+            if sequence not in group.siblings:
+                self.waiting.add(sequence)
+        self.finish_ended(group)
+        self.dispatcher.wake()
 
     def finish_ended(self, group: Group) -> None:
         """Finish the group's ended sequences: queued ones now, those on lanes in the next step."""

@@ -1,5 +1,6 @@
 """Attaches gateway streams to requests; the newest attachment of a request receives its output."""
 
+from collections.abc import Awaitable, Callable
 from itertools import count
 
 from grpc import StatusCode
@@ -34,6 +35,10 @@ _TAKEN_OVER = failed(
 AttachRequest = scheduler_pb2.Submission | scheduler_pb2.Attachment
 
 
+async def nothing_moved() -> None:
+    """Take nothing: there is no other shard."""
+
+
 class Attachments:
     """Attaches streams to running requests, and replays ended ones from their records."""
 
@@ -45,6 +50,8 @@ class Attachments:
         self._record_writer = record_writer
         self._orphans = orphans
         self._numbers = count(1)
+        # Takes the requests that other shards have given.
+        self.take_moved: Callable[[], Awaitable[None]] = nothing_moved
 
     def attach(self, group: Group, connection: GatewayConnection, request: AttachRequest) -> None:
         """Move a request's stream to this attachment, and fail the previous one with TAKEN_OVER. A
@@ -79,6 +86,8 @@ class Attachments:
         try:
             await self._record_writer.sync({key})
             stored = None if key in self._engine.live else await self._store.load(key)
+            if stored is None and key not in self._engine.live:
+                await self.take_moved()
         except StoreError:
             connection.reject(request.attachment, NO_REDIS)
             return

@@ -1,26 +1,26 @@
 """Dispatches gateway frames to the engine."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import failed
 from quire.service.protocol_version import PROTOCOL_VERSION
-from scheduler_svc.core.sequence import Group
+from scheduler_svc.core.sequence import Group, NullSubscriber
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_writer import RecordWriter
-from scheduler_svc.gateway.attachments import Attachments
+from scheduler_svc.gateway.attachments import Attachments, nothing_moved
 from scheduler_svc.gateway.connection import GatewayConnection, leadership_ended
 from scheduler_svc.gateway.orphans import Orphans
-from scheduler_svc.gateway.submissions import Submissions
+from scheduler_svc.gateway.submissions import Submissions, other_shard
 from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
-
-_CANCELLED = failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
+from scheduler_svc.tracing import request_phases
 
 
 class FrameHandler:
@@ -41,6 +41,7 @@ class FrameHandler:
         self._orphans = Orphans(orphan_grace_s, self._cancel)
         self._attachments = Attachments(engine, store, record_writer, self._orphans)
         self._submissions = Submissions(engine, store, record_writer, self._attachments, claims)
+        self._take_moved: Callable[[], Awaitable[None]] = nothing_moved
         self._lookups: set[asyncio.Task[None]] = set()
         self._connections: set[GatewayConnection] = set()
         self._is_closed = False
@@ -91,6 +92,25 @@ class FrameHandler:
             self._cluster = cluster
             for connection in self._connections:
                 connection.send_cluster(cluster)
+
+    def give(self, group: Group, shard: int) -> None:
+        """Send a request's gateway to the shard that has the request now."""
+        self._orphans.remove(group)
+        request_phases.move_request(group, shard)
+        group.subscriber.failed(group, other_shard(shard))
+        group.subscriber = NullSubscriber()
+
+    def set_take_moved(self, take_moved: Callable[[], Awaitable[None]]) -> None:
+        """Call this before a request counts as unknown: another shard may have just given it."""
+        self._take_moved = self._attachments.take_moved = take_moved
+
+    def take(self, group: Group) -> None:
+        """Wait for the gateway of a request that another shard has given."""
+        self._orphans.add(group, client_gone=False)
+
+    def next_sequence_id(self, count: int) -> int:
+        """The first of so many new sequence ids."""
+        return self._submissions.next_sequence_id(count)
 
     def close(self) -> None:
         """End every stream after the output so far. Gateways then connect to the next leader and
@@ -152,8 +172,14 @@ class FrameHandler:
 
     async def _look_up(self, lookup: scheduler_pb2.Lookup, connection: GatewayConnection) -> None:
         key = RequestKey(lookup.request.principal, lookup.request.request_id)
-        found = key in self._engine.live or await retry_unavailable(lambda: self._store.exists(key))
-        connection.send_lookup_result(lookup.tag, found)
+
+        async def is_known() -> bool:
+            if key in self._engine.live or await self._store.exists(key):
+                return True
+            await self._take_moved()
+            return key in self._engine.live
+
+        connection.send_lookup_result(lookup.tag, await retry_unavailable(is_known))
 
     def _target(
         self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
@@ -166,7 +192,7 @@ class FrameHandler:
     def _cancel(self, group: Group | None) -> bool:
         if group is None or group.error is not None:
             return False
-        self._engine.abort(group, _CANCELLED)
+        self._engine.cancel(group)
         return True
 
 

@@ -124,10 +124,14 @@ class Submissions:
                 self._refuse(submission, error, connection)
 
     def _record_of(self, submission: _Submission) -> RequestRecord:
-        record = record_of(submission, next(self._sequence_ids))
-        for _ in range(record.num_choices - 1):
+        return record_of(submission, self.next_sequence_id(num_choices(submission)))
+
+    def next_sequence_id(self, count: int) -> int:
+        """The first of so many new sequence ids."""
+        first = next(self._sequence_ids)
+        for _ in range(count - 1):
             next(self._sequence_ids)
-        return record
+        return first
 
     async def _record(self, new: list["_NewRequest"], connection: GatewayConnection) -> None:
         with self._engine.arrivals.pending(len(new)):

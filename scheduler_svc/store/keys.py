@@ -30,6 +30,7 @@ class ShardKeys:
         self.ended = f"{self._prefix}:ended"
         self.tenants = f"{self._prefix}:tenants"
         self.pools = f"{self._prefix}:pools"
+        self.inbox = f"{self._prefix}:inbox"
         # The SCAN pattern of all request records.
         self.request_pattern = f"{self._prefix}:request:*:record"
 

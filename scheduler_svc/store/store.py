@@ -222,6 +222,25 @@ class Store:
         """Read the keys of all requests with a record, live or ended."""
         return [RequestKey(*self._keys.request_of(name)) for name in await self._record_names()]
 
+    async def put_in_inbox(self, packed: Sequence[bytes]) -> None:
+        """Give requests to this shard, packed as `Moved`. Needs no leadership: another shard's
+        leader calls it."""
+        if packed:
+            await self._connection.execute("RPUSH", self._keys.inbox, *packed)
+
+    async def read_inbox(self, count: int) -> list[bytes]:
+        """Read the oldest requests that other shards have given to this one."""
+        found: list[bytes] = await self._connection.execute(
+            "LRANGE", self._keys.inbox, 0, count - 1
+        )
+        return found
+
+    async def trim_inbox(self, count: int) -> None:
+        """Remove the oldest requests of the inbox, which are recorded."""
+        leader = self.leadership
+        keys = (self._keys.leadership, self._keys.inbox)
+        await self._connection.run(scripts.TRIM_INBOX, keys, (leader.epoch, leader.holder, count))
+
     async def load_live(self) -> list[StoredRequest]:
         """Read all live records, of any leader, in order of their sequence ids."""
         names = await self._record_names()

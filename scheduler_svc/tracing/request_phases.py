@@ -37,6 +37,12 @@ def fail_request(group: Group) -> None:
         group.trace.fail(group.error.code.name)
 
 
+def move_request(group: Group, shard: int) -> None:
+    """A waiting request was given to another shard."""
+    if group.trace is not None:
+        group.trace.move(shard)
+
+
 def _wait(
     group: Group, exporter: SpanExporter | None, phase: Phase, cause: str | None = None
 ) -> None:

@@ -95,6 +95,12 @@ class RequestTrace:
         for choice in list(self._open):
             self._end(choice, now_ns, {"error.type": code}, code)
 
+    def move(self, shard: int) -> None:
+        """End what is left of a request that another shard gets."""
+        now_ns = self._clock_ns()
+        for choice in list(self._open):
+            self._end(choice, now_ns, {"quire.moved_to_shard": shard})
+
     def _end(
         self,
         choice: int,

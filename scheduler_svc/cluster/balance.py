@@ -1,0 +1,24 @@
+"""How many waiting requests a shard gives to others. Pure."""
+
+from collections.abc import Sequence
+
+from scheduler_svc.cluster.load import ShardLoad
+
+
+def moves(shard: int, num_waiting: int, loads: Sequence[ShardLoad]) -> dict[int, int]:
+    """By shard, how many of `num_waiting` requests of this one it should get.
+
+    Only shards with free rows and without a queue get any. Shards with queues share these rows in
+    proportion to their queues, so that all of them together do not give more than there are.
+    """
+    total = max(sum(load.num_waiting for load in loads), num_waiting)
+    given: dict[int, int] = {}
+    left = num_waiting
+    for other, load in enumerate(loads):
+        has_room = load.leader and load.num_workers and not load.num_waiting and load.num_free_rows
+        if other == shard or not has_room or not left:
+            continue
+        count = min(left, max(1, load.num_free_rows * num_waiting // total))
+        given[other] = count
+        left -= count
+    return given

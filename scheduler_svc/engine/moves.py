@@ -1,0 +1,158 @@
+"""Moves waiting requests to shards that have room for them."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import structlog
+
+from scheduler_svc.cluster.balance import moves
+from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
+from scheduler_svc.core.sequence import Group
+from scheduler_svc.engine.claims import Claims
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.record_conversion import group_of, to_record
+from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.inbox import Moved
+from scheduler_svc.store.requests import RecordOutcome, RequestRecord
+from scheduler_svc.store.store import Store
+
+log = structlog.get_logger()
+
+# Requests that are moved in one call.
+_BATCH = 64
+
+
+class Moves:
+    """Gives waiting requests of one shard to others, and takes those that others give.
+
+    A request is in the other shard's inbox before it leaves this one, so that it is never lost;
+    if this leader ends in between, both shards run it, with the same output.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        membership: Membership,
+        engine: Engine,
+        store: Store,
+        stores: Mapping[int, Store],
+        record_writer: RecordWriter,
+        claims: Claims,
+        next_sequence_id: Callable[[int], int],
+        on_given: Callable[[Group, int], None],
+        on_taken: Callable[[Group], None],
+    ) -> None:
+        """`stores`: those of all shards. `next_sequence_id` returns the first of so many ids.
+        `on_given` is called with a request that another shard has, and its number; `on_taken` with
+        one that another shard has given."""
+        self._shard = shard
+        self._membership = membership
+        self._engine = engine
+        self._store = store
+        self._stores = stores
+        self._record_writer = record_writer
+        self._claims = claims
+        self._next_sequence_id = next_sequence_id
+        self._on_given = on_given
+        self._on_taken = on_taken
+        # Requests that have waited since the last look.
+        self._waiting: set[Group] = set()
+        self._taking = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Move requests until cancelled. Errors of the store but StoreUnavailable are raised."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._membership.map.num_shards == 1:
+                continue
+            try:
+                await self.take()
+                await self._give_surplus()
+            except StoreUnavailable:
+                continue
+
+    # Giving
+
+    async def _give_surplus(self) -> None:
+        candidates = self._candidates()
+        ripe = [group for group in candidates if group in self._waiting]
+        self._waiting = set(candidates)
+        planned = moves(self._shard, len(ripe), self._membership.loads)
+        remaining = iter(ripe)
+        for target, count in planned.items():
+            if groups := list(itertools.islice(remaining, min(count, _BATCH))):
+                await self._give(groups, target)
+
+    def _candidates(self) -> list[Group]:
+        """Requests that wait as a whole, in the order of the queue. With output they move only if
+        this shard has no worker: here they may find their cached tokens."""
+        may_have_output = not self._engine.lanes
+        found: dict[Group, None] = {}
+        for sequence in self._engine.waiting.first(4 * _BATCH):
+            group = sequence.group
+            if group not in found and all(
+                other.lane_incarnation is None
+                and not other.is_ended
+                and (may_have_output or not other.num_output_tokens)
+                for other in group.sequences
+            ):
+                found[group] = None
+        return list(found)
+
+    async def _give(self, groups: list[Group], target: int) -> None:
+        for group in groups:
+            self._engine.withdraw(group)
+        try:
+            packed = [Moved(_bare_record(group)).pack() for group in groups]
+            await self._stores[target].put_in_inbox(packed)
+        except StoreUnavailable:
+            for group in groups:
+                self._engine.return_withdrawn(group)
+            raise
+        log.info("waiting requests moved", requests=len(groups), shard=self._shard, target=target)
+        if self._claims.is_needed:
+            await self._claims.give([group.key for group in groups], target)
+        self._record_writer.discard(_bare_record(group) for group in groups)
+        for group in groups:
+            self._on_given(group, target)
+        if cancelled := [group for group in groups if group.error is not None]:
+            # Meanwhile.
+            packed = [Moved(_bare_record(group), is_cancelled=True).pack() for group in cancelled]
+            await self._stores[target].put_in_inbox(packed)
+
+    # Taking
+
+    async def take(self) -> None:
+        """Queue the requests that other shards have given. Raises StoreError."""
+        async with self._taking:
+            while packed := await self._store.read_inbox(_BATCH):
+                for moved in map(Moved.parse, packed):
+                    await self._take(moved)
+                await self._store.trim_inbox(len(packed))
+
+    async def _take(self, moved: Moved) -> None:
+        key = moved.record.key
+        if moved.is_cancelled:
+            if group := self._engine.live.get(key):
+                self._engine.cancel(group)
+            return
+        if key in self._engine.live:
+            # Its gateway was faster.
+            return
+        await self._record_writer.sync({key})
+        num_ids = moved.record.num_choices
+        record = replace(moved.record, sequence_id=self._next_sequence_id(num_ids))
+        # As one that was accepted before: it is not started again if it was cancelled.
+        [outcome] = await self._store.record([record], [True])
+        if outcome is RecordOutcome.NEW:
+            group = group_of(record)
+            self._engine.adopt(group)
+            self._on_taken(group)
+
+
+def _bare_record(group: Group) -> RequestRecord:
+    """The request without output, which any shard computes alike."""
+    return to_record(group).record

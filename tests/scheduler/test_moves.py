@@ -1,0 +1,147 @@
+"""Waiting requests of one shard move to another that has room."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from checking_worker import CheckingWorker
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_stack import ABORTED, NOT_FOUND, Gateway, Stack, info_of, prompt, running_stack
+from waiting import until
+
+from quire.internal.v1 import operations_pb2, operations_pb2_grpc
+from scheduler_svc.cluster.balance import moves
+from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.store.keys import ShardKeys
+
+LOADS = st.builds(
+    ShardLoad,
+    leader=st.sampled_from(["", "a"]),
+    num_workers=st.integers(0, 2),
+    num_free_rows=st.integers(0, 9),
+    num_live=st.just(0),
+    num_waiting=st.sampled_from([0, 0, 3, 20]),
+)
+
+
+@given(st.lists(LOADS, min_size=1, max_size=5), st.data())
+def test_shards_with_queues_share_the_free_rows_of_others(loads, data) -> None:
+    given_by = [moves(shard, load.num_waiting, loads) for shard, load in enumerate(loads)]
+    for shard, planned in enumerate(given_by):
+        assert sum(planned.values()) <= loads[shard].num_waiting
+        for target in planned:
+            assert target != shard
+            assert loads[target].leader
+            assert loads[target].num_workers
+            assert not loads[target].num_waiting
+    num_queues = sum(bool(load.num_waiting) for load in loads)
+    for target, load in enumerate(loads):
+        # At least one from each queue, so that few free rows are used at all.
+        most = max(load.num_free_rows, num_queues)
+        assert sum(planned.get(target, 0) for planned in given_by) <= most
+
+
+def test_rows_are_divided_in_proportion() -> None:
+    idle, busy = ShardLoad("a", 1, 8, 0, 0), ShardLoad("b", 1, 0, 9, 3)
+    assert moves(1, 3, [idle, busy]) == {0: 3}
+    busier = ShardLoad("c", 1, 0, 20, 9)
+    assert moves(1, 3, [idle, busy, busier]) == {0: 2}
+    assert moves(2, 9, [idle, busy, busier]) == {0: 6}
+    assert moves(0, 0, [idle, busy]) == {}
+
+
+@dataclass
+class TwoShards:
+    """Shards with a worker each, led by one scheduler, and a gateway's stream to each."""
+
+    stack: Stack
+    workers: list[CheckingWorker]
+    first: Gateway
+    second: Gateway
+
+
+@pytest.fixture
+async def shards(redis_url: str, sockets: Path) -> AsyncIterator[TwoShards]:
+    """The worker of shard 0 is held back."""
+    workers = {
+        f"w{number}": CheckingWorker(number, num_blocks=128, block_size=4, max_model_len=128)
+        for number in (1, 2)
+    }
+    async with running_stack(redis_url, sockets, workers, max_num_seqs=2) as stack:
+        operations = operations_pb2_grpc.OperationsServiceStub(stack.channel)
+        await operations.SetNumShards(operations_pb2.SetNumShardsRequest(num_shards=2))
+        async with asyncio.timeout(10):
+            while True:
+                seen = await operations.GetCluster(operations_pb2.GetClusterRequest())
+                if len(seen.shards) == 2 and all(shard.num_workers for shard in seen.shards):
+                    break
+                await asyncio.sleep(0.05)
+        by_address = {f"unix:{sockets}/{name}.sock": worker for name, worker in workers.items()}
+        placed = [by_address[shard.workers[0]] for shard in seen.shards]
+        gateways = [Gateway(stack.channel, shard) for shard in (0, 1)]
+        stack.gateways += gateways
+        for gateway in gateways:
+            await gateway.start()
+        placed[0].gate.clear()
+        yield TwoShards(stack, placed, *gateways)
+        placed[0].gate.set()
+
+
+async def test_waiting_requests_move_and_end_elsewhere(shards: TwoShards) -> None:
+    first, second = shards.first, shards.second
+    for number in range(8):
+        await first.submit(prompt(9, number), 6, seed=number, has_client_id=True)
+    # Two have rows, and two wait for those.
+    await until(lambda: sum(x.failure is not None for x in first.received.values()) >= 4, "moves")
+    moved = [x for x in first.received.values() if x.failure is not None]
+    for received in moved:
+        assert received.failure.code == ABORTED
+        assert info_of(received.failure).reason == "OTHER_SHARD"
+        assert info_of(received.failure).metadata["shard"] == "1"
+        received.failure, received.attachment_generation = None, None
+        await second.submit_again(received)
+    for received in await second.wait_ended():
+        assert received.is_whole
+    # Their ids are those of the other shard now.
+    await first.submit(prompt(9), 6, request_id=moved[0].submission.request_id, has_client_id=True)
+    last = max(first.received)
+    await until(lambda: first.received[last].failure is not None, "the refusal")
+    assert info_of(first.received[last].failure).metadata["shard"] == "1"
+    shards.workers[0].gate.set()
+    stayed = [x for x in first.received.values() if x not in moved and x.failure is None]
+    await until(lambda: all(x.is_ended for x in stayed), "the ends")
+    assert all(x.is_whole for x in stayed)
+
+
+async def test_a_request_without_a_client_moves_too(shards: TwoShards, redis_client) -> None:
+    first, second = shards.first, shards.second
+    for number in range(8):
+        await first.submit(
+            prompt(9, number), 6, seed=number, request_id=f"r{number}", resume_window_s=60
+        )
+    await until(lambda: all(x.accepted for x in first.received.values()), "acceptances")
+    for attachment in first.received:
+        await first.detach(attachment, client_gone=True)
+    keys = [ShardKeys(1).request("", f"r{number}")[0] for number in range(8)]
+    await until(lambda: sum(redis_client.exists(key) for key in keys) >= 4, "moves")
+    found = next(number for number, key in enumerate(keys) if redis_client.exists(key))
+    attachment = await second.attach(first.received[found + 1])
+    await second.wait_ended(attachment)
+    assert second.received[attachment].is_whole
+    assert not redis_client.exists(ShardKeys(1).inbox)
+    # The first shard does not have it any more.
+    gone = await first.attach(first.received[found + 1])
+    await until(lambda: first.received[gone].failure is not None, "the refusal")
+    assert first.received[gone].failure.code == NOT_FOUND
+
+
+async def test_a_cancelled_request_stays_cancelled(shards: TwoShards) -> None:
+    first = shards.first
+    for number in range(8):
+        await first.submit(prompt(9, number), 6, seed=number)
+        await first.cancel(number + 1)
+    await until(lambda: all(x.failure for x in first.received.values()), "the ends")
+    await until(lambda: not shards.stack.engine.live, "no live request")
