@@ -9,7 +9,8 @@ def moves(shard: int, num_waiting: int, loads: Sequence[ShardLoad]) -> dict[int,
     """By shard, how many of `num_waiting` requests of this one it should get.
 
     Only shards with free rows and without a queue get any. Shards with queues share these rows in
-    proportion to their queues, so that all of them together do not give more than there are.
+    proportion to their queues, each at least one, so that all of them together give at most one
+    more each than there are.
     """
     total = max(sum(load.num_waiting for load in loads), num_waiting)
     given: dict[int, int] = {}

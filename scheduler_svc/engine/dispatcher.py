@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from quire.service.errors import RequestError, invalid
 from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.placement import Demand, LaneBudget, Placement, choose_lane
 from scheduler_svc.core.queue import WaitingQueue
@@ -133,18 +132,6 @@ class Dispatcher:
                 self._next_index = index + 1
                 return index
         return None
-
-
-def width_error(sequence: Sequence, lanes: Iterable[Lane]) -> RequestError | None:
-    """The error of a search with more beams than any worker has rows."""
-    width = sequence.group.params.beam_width
-    if not width or width <= (most := max(lane.limits.max_num_seqs for lane in lanes)):
-        return None
-    return invalid(
-        "params.beam_width",
-        "BEAM_WIDTH_OUT_OF_RANGE",
-        f"is {width}; a worker runs at most {most} beams at once (`--max-num-seqs`)",
-    )
 
 
 def _demand(sequence: Sequence, lane: Lane, match: PrefixMatch | None) -> Demand:

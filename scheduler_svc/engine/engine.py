@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from grpc import StatusCode
 
-from quire.service.errors import RequestError, failed, invalid, unavailable
+from quire.service.errors import RequestError, failed, unavailable
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.core.beams import rewind
-from scheduler_svc.core.block_fit import blocks_for, fit_of_prompt
 from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.queue import Arrivals, WaitingQueue
@@ -18,15 +17,13 @@ from scheduler_svc.core.quotas import PrincipalLimits, Quotas, Reservation
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
-from scheduler_svc.core.view import BlockFit
-from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools, width_error
+from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
 from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.engine.refusals import overload_error, prompt_error, width_error
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.hashing import HashChain, extra_keys, root_hash
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.tracing import request_phases
-
-RETRY_WHEN_FULL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +67,7 @@ class Engine:
         self.stats = EngineStats()
         self._record_writer = record_writer
         self._by_priority = by_priority
-        self._max_waiting_requests = max_waiting_requests
-        self._max_waiting_tokens = max_waiting_tokens
+        self._max_waiting = (max_waiting_requests, max_waiting_tokens)
         self._spans = spans
         self._order = itertools.count()
         self._last_model: ModelGeometry | None = None
@@ -82,40 +78,14 @@ class Engine:
     # Requests
 
     def prompt_error(self, num_tokens: int) -> RequestError | None:
-        """The error for a prompt of `num_tokens` that can never run; None if it can, or while no
-        worker has joined."""
+        """The error for a prompt that can never run; None if it can, or while no worker joined."""
         if self.model is None:
             return None
-        if num_tokens >= self.model.max_model_len:
-            return invalid(
-                "prompt",
-                "PROMPT_TOO_LONG",
-                f"has {num_tokens} tokens; with one token of output the model allows "
-                f"at most {self.model.max_model_len - 1}",
-            )
-        lane = max(self.lanes.values(), key=lambda lane: lane.num_admissible_blocks)
-        num_usable_blocks = lane.worker.num_blocks - 1
-        if fit_of_prompt(num_tokens, lane.limits, num_usable_blocks) is BlockFit.NEVER:
-            return invalid(
-                "prompt",
-                "PROMPT_TOO_LONG",
-                f"needs {blocks_for(num_tokens, lane.limits.block_size)} blocks of the cache; "
-                f"the largest one has {lane.num_admissible_blocks} for new requests",
-            )
-        return None
+        return prompt_error(num_tokens, self.model.max_model_len, self.lanes.values())
 
     def overload_error(self, num_requests: int, num_tokens: int) -> RequestError | None:
         """The error if the queue has no room for `num_requests` more with `num_tokens` in all."""
-        waiting = self.waiting
-        if len(waiting) + num_requests > self._max_waiting_requests:
-            return _full(
-                f"{len(waiting)} requests are queued; the limit is {self._max_waiting_requests}"
-            )
-        if waiting and waiting.num_tokens + num_tokens > self._max_waiting_tokens:
-            return _full(
-                f"{waiting.num_tokens} tokens are queued; the limit is {self._max_waiting_tokens}"
-            )
-        return None
+        return overload_error(self.waiting, num_requests, num_tokens, self._max_waiting)
 
     def set_tenant(self, principal: str, weight: float, limits: PrincipalLimits) -> None:
         """Set a principal's weight and limits, as its gateway has them now."""
@@ -369,7 +339,3 @@ class Engine:
             self.finish_ended(sequence.group)
             return False
         return True
-
-
-def _full(message: str) -> RequestError:
-    return failed(StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message, RETRY_WHEN_FULL_S)
