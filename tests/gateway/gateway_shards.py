@@ -56,9 +56,17 @@ class Cluster:
         self.num_shards = num_shards
         self.report()
 
-    async def connected(self) -> None:
-        for scheduler in self.schedulers[: self.num_shards]:
-            await asyncio.wait_for(scheduler.connected.wait(), 10)
+    async def known_to(self, stack: Stack) -> None:
+        """Wait until a gateway is connected to all leaders and knows their loads."""
+        requests = stack.gateway.scheduler.requests
+        with_workers = [number for number in self.num_workers[: self.num_shards] if number]
+        await until(
+            lambda: (
+                (requests.num_shards, requests.num_usable_shards)
+                == (self.num_shards, len(with_workers))
+            ),
+            "the shards",
+        )
 
     async def next_submission(self) -> tuple[FakeScheduler, pb.Submission]:
         """The next submission to any shard, and the shard."""

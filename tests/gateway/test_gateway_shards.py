@@ -34,7 +34,7 @@ async def stack(settings_for: Settings, cluster: Cluster) -> AsyncIterator[Stack
     """Of a gateway that knows the address of the first shard's leader alone."""
     async with gateway_of(settings_for(scheduler=cluster.address(0)), cluster) as stack:
         await asyncio.wait_for(stack.wait_for_status(SERVING), 10)
-        await cluster.connected()
+        await cluster.known_to(stack)
         yield stack
 
 
@@ -62,6 +62,13 @@ class Reading:
 
 async def next_of(queue: "asyncio.Queue[object]") -> object:
     return await asyncio.wait_for(queue.get(), 10)
+
+
+async def disconnected(stack: Stack, scheduler: FakeScheduler) -> None:
+    """Wait until the gateway knows that a shard has no leader."""
+    await until(
+        lambda: stack.gateway.scheduler.leaders[scheduler.shard] is None, "the end of the stream"
+    )
 
 
 async def begin(stack: Stack, cluster: Cluster) -> tuple[FakeScheduler, Reading, object]:
@@ -117,7 +124,7 @@ async def test_the_number_of_shards_rises_while_a_stream_runs(
 ) -> None:
     first, reading, submission = await begin(stack, cluster)
     cluster.grow(4)
-    await cluster.connected()
+    await cluster.known_to(stack)
     assert stack.gateway.scheduler.requests.num_shards == 4
     cluster.num_live = [100, 100, 100, 0]
     cluster.report()
@@ -148,7 +155,7 @@ async def test_a_shard_without_a_leader_does_not_disturb_the_other(
     other = cluster.other_than(scheduler)
     scheduler.leads = False
     scheduler.drop_stream()
-    await until(lambda: not scheduler.connected.is_set(), "the end of the stream")
+    await disconnected(stack, scheduler)
     # The prefix is the same, but its shard has no leader.
     for _ in range(3):
         call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="The quick")))
@@ -192,10 +199,8 @@ async def test_a_leader_is_found_by_the_address_that_another_scheduler_names(
         cluster.grow(2)
         async with gateway_of(settings_for(scheduler=f"127.0.0.1:{port}"), cluster) as stack:
             await asyncio.wait_for(stack.wait_for_status(SERVING), 10)
-            await cluster.connected()
-            # The second was named by the first shard's leader, and asked first.
-            assert cluster.schedulers[1].num_connects == 1
-            assert standby.num_connects <= 2
+            await cluster.known_to(stack)
+            assert stack.gateway.scheduler.leaders == [cluster.address(0), cluster.address(1)]
     await standby.stop()
 
 
@@ -208,7 +213,7 @@ async def test_a_stream_is_resumed_where_another_gateway_left_it(
         _, reading, submission = await begin(stack, cluster)
         settings = settings_for(scheduler=copy.address(0))
         async with gateway_of(settings, copy) as second:
-            await copy.connected()
+            await copy.known_to(second)
             call = second.inference.ResumeGenerate(
                 pb.ResumeGenerateRequest(request_id="mine", next_token_indices=[3])
             )
@@ -276,7 +281,7 @@ async def test_a_lookup_waits_for_a_leader_and_times_out(
 ) -> None:
     settings = settings_for(scheduler=cluster.address(0), scheduler_wait_s=0.4)
     async with gateway_of(settings, cluster) as stack:
-        await cluster.connected()
+        await cluster.known_to(stack)
         await cluster.schedulers[1].stop()
         reading = await resumed(stack)
         cluster.schedulers[0].found(await next_of(cluster.schedulers[0].lookups), False)
@@ -358,7 +363,7 @@ async def test_a_cancellation_that_no_shard_finds(stack: Stack, cluster: Cluster
     await next_of(other.cancellations)
     other.leads = False
     other.drop_stream()
-    await until(lambda: not other.connected.is_set(), "the end of the stream")
+    await disconnected(stack, other)
     assert not call.done()
     other.leads = True
     other.found(await next_of(other.cancellations), False)
@@ -473,12 +478,12 @@ async def test_a_moved_stream_waits_no_longer_than_others(
 ) -> None:
     settings = settings_for(scheduler=cluster.address(0), scheduler_wait_s=0.4)
     async with gateway_of(settings, cluster) as stack:
-        await cluster.connected()
+        await cluster.known_to(stack)
         call = stack.inference.StreamGenerate(REQUEST)
         scheduler, submission = await cluster.next_submission()
         other = cluster.other_than(scheduler)
         await other.stop()
-        await until(lambda: not other.connected.is_set(), "the end of the stream")
+        await disconnected(stack, other)
         send_to(scheduler, submission, other.shard)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -502,12 +507,10 @@ async def test_a_request_that_one_shard_has_no_room_for(
 async def test_a_request_that_no_shard_has_room_for(stack: Stack, cluster: Cluster) -> None:
     """Each is asked once, and the error is that with the shortest time."""
     cluster.grow(4)
-    await cluster.connected()
+    await cluster.known_to(stack)
     cluster.num_workers[3] = 0
     cluster.report()
-    await until(
-        lambda: stack.gateway.scheduler.requests.num_usable_shards == 3, "the shard without workers"
-    )
+    await cluster.known_to(stack)
     call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
     asked = []
     for retry_s in (5, 3, 4):
@@ -524,7 +527,7 @@ async def test_a_request_that_no_shard_has_room_for(stack: Stack, cluster: Clust
 
 async def test_stopping_ends_lookups(settings_for: Settings, cluster: Cluster) -> None:
     async with gateway_of(settings_for(scheduler=cluster.address(0)), cluster) as stack:
-        await cluster.connected()
+        await cluster.known_to(stack)
         reading = await resumed(stack)
         await next_of(cluster.schedulers[1].lookups)
         await stack.gateway.stop()
