@@ -137,6 +137,7 @@ class Scheduler:
                         group.create_task(self.shards[number].run())
                 has_changed.clear()
                 await self._wait_either(has_changed, self._signals.drain)
+            process.membership.leave()
 
     async def _wait_either(self, *events: asyncio.Event) -> None:
         waiting = [asyncio.create_task(event.wait()) for event in events]

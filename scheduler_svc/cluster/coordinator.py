@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 import structlog
 
@@ -20,6 +21,9 @@ JOIN_S = 2.0
 # A worker keeps its shard for this long after its name has ceased to resolve: a container that is
 # restarted has no name meanwhile.
 KEEP_WORKER_S = 10.0
+# A scheduler that has not taken a shard within this time, because it was stopped for a moment, is
+# offered it again. Not at once: one that cannot take it must not make it pause again and again.
+OFFER_AGAIN_S = 10.0
 
 
 class Coordinator:
@@ -37,6 +41,8 @@ class Coordinator:
         self._addresses = addresses
         self._clock = clock
         started_at = clock()
+        # When the map has last changed.
+        self._changed_at = started_at
         # By id, when a scheduler was first seen. Those of the map were there before.
         self._first_seen = dict.fromkeys(
             (membership.id, *membership.map.owners.values()), started_at - JOIN_S
@@ -67,17 +73,27 @@ class Coordinator:
     async def _update(self, num_shards: int | None, is_forced: bool = False) -> None:
         async with self._lock:
             present = self._membership.map
+            leaders = self._present_leaders(present)
             following = present.next(
-                self._joined_members(),
-                self._known_workers(),
-                num_shards,
-                self._present_leaders(present),
+                self._joined_members(), self._known_workers(), num_shards, leaders
             )
-            if following is present and not (is_forced and present.version):
+            if following is present and self._must_offer_again(present, leaders):
+                following = replace(present, version=present.version + 1)
+            if following is not present:
+                self._changed_at = self._clock()
+            elif not (is_forced and present.version):
                 return
             await self._store.write_map(following.pack())
             self._membership.set_map(following)
             log_change(present, following)
+
+    def _must_offer_again(self, present: ClusterMap, leaders: Mapping[int, str]) -> bool:
+        """Whether a scheduler that runs has not taken a shard that the map gave to it long ago."""
+        members = self._membership.members
+        return self._clock() - self._changed_at >= OFFER_AGAIN_S and any(
+            owner in members and leaders.get(shard, owner) != owner
+            for shard, owner in present.owners.items()
+        )
 
     def _present_leaders(self, present: ClusterMap) -> dict[int, str]:
         """The schedulers that lead the shards; of a shard without a leader, its owner."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Mapping
 
 import structlog
@@ -15,6 +16,9 @@ from scheduler_svc.store.errors import StoreError
 log = structlog.get_logger()
 
 HEARTBEAT_S = 0.25
+# When Redis was away, or has lost what it had, the schedulers that were known count for so long
+# without a heartbeat: they all have to reach it again.
+SETTLE_S = 2.0
 
 
 class Membership:
@@ -24,29 +28,44 @@ class Membership:
     and a worker serves one leader at a time.
     """
 
-    def __init__(self, store: ClusterStore, address: str, expiry_s: float) -> None:
+    def __init__(
+        self,
+        store: ClusterStore,
+        address: str,
+        expiry_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`expiry_s`: time without a heartbeat after which a scheduler counts as ended."""
         self.id = secrets.token_hex(8)
         self.map = ClusterMap()
         # Set once Redis was read.
         self.is_known = asyncio.Event()
         self._store = store
+        # Empty once it leaves.
         self._address = address
         self._expiry_s = expiry_s
-        # By id, the addresses of the schedulers that run, this one included.
-        self._members: Mapping[str, str] = {self.id: address}
-        # By address, the time of the last heartbeat of a scheduler whose process has ended.
+        self._clock = clock
+        # By id.
+        self._members: dict[str, str] = {self.id: address}
+        # By address, the time by Redis' clock at which a scheduler's process had ended.
         self._ended: dict[str, int] = {}
+        # Until then absent schedulers count, by `clock`.
+        self._settled_at = 0.0
         self._loads: Mapping[int, ShardLoad] = {}
         self._read_loads: dict[int, Callable[[], ShardLoad]] = {}
+        # The last one, and when it was taken, by `clock`.
         self._reading: ClusterReading | None = None
+        self._read_at = 0.0
+        # A map that could not be read.
+        self._unreadable = b""
         self._listeners: set[Callable[[], None]] = set()
         # Loads to write in the next heartbeat are due now.
         self._wake = asyncio.Event()
 
     @property
     def members(self) -> Mapping[str, str]:
-        """The addresses of the schedulers that run, by id; this one is always among them."""
+        """The addresses of the schedulers that run, by id; this one is among them until it
+        leaves."""
         return self._members
 
     @property
@@ -81,10 +100,20 @@ class Membership:
         return self.map.version > led_since and owner != self.id and owner in self._members
 
     def mark_ended(self, address: str) -> None:
-        """The process at this address has ended: it counts no more, until it is heard of again."""
+        """The process at this address has ended: it counts no more, until it sends a heartbeat."""
         if self._reading is not None:
-            self._ended[address] = self._reading.now_ms
-            self._take(self._reading)
+            # Its last one may be younger than the reading, or still be on its way to Redis.
+            since_s = self._clock() - self._read_at + HEARTBEAT_S
+            self._ended[address] = self._reading.now_ms + round(since_s * 1000)
+            self._find_members(self._reading)
+            self._notify()
+
+    def leave(self) -> None:
+        """This scheduler drains: the others may take its shards as it gives them up."""
+        self._address = ""
+        self._wake.set()
+        if self._reading is not None:
+            self._find_members(self._reading)
 
     def set_map(self, following: ClusterMap) -> None:
         """Use another map, unless it is older."""
@@ -118,25 +147,11 @@ class Membership:
         return await self._store.beat(self.id, address, round(self._expiry_s * 1000), loads)
 
     def _take(self, reading: ClusterReading) -> None:
-        self._reading = reading
+        if self._is_disturbed(reading):
+            self._settled_at = self._clock() + SETTLE_S
+        self._reading, self._read_at = reading, self._clock()
+        self._find_members(reading)
         oldest_ms = reading.now_ms - self._expiry_s * 1000
-        heard = {
-            name: (timed.value.decode(), timed.written_ms)
-            for name, timed in reading.schedulers.items()
-        }
-        self._ended = {
-            address: ended_ms
-            for address, ended_ms in self._ended.items()
-            if any(address == other and at <= ended_ms for other, at in heard.values())
-        }
-        self._members = {
-            **{
-                name: address
-                for name, (address, at) in heard.items()
-                if not (address in self._ended and at <= self._ended[address])
-            },
-            self.id: self._address,
-        }
         self._loads = {
             shard: _parse_load(timed.value)
             for shard, timed in reading.loads.items()
@@ -147,11 +162,50 @@ class Membership:
         self.is_known.set()
         self._notify()
 
+    def _is_disturbed(self, reading: ClusterReading) -> bool:
+        """Whether since the last reading Redis was away, has lost writes, or has got another time:
+        a scheduler that is absent may have had no time for a heartbeat."""
+        if self._reading is None:
+            return False
+        half_ms = self._expiry_s * 1000 / 2
+        has_lost_writes = any(
+            name not in reading.schedulers and reading.now_ms - timed.written_ms < half_ms
+            for name, timed in self._reading.schedulers.items()
+        )
+        return has_lost_writes or abs(reading.now_ms - self._reading.now_ms) > half_ms
+
+    def _find_members(self, reading: ClusterReading) -> None:
+        known = {
+            name: (timed.value.decode(), timed.written_ms)
+            for name, timed in reading.schedulers.items()
+        }
+        if self._clock() < self._settled_at:
+            kept = {name: (address, reading.now_ms) for name, address in self._members.items()}
+            known = {**kept, **known}
+        known.pop(self.id, None)
+        self._ended = {
+            address: ended_ms
+            for address, ended_ms in self._ended.items()
+            # By another clock, it would hold for too long.
+            if ended_ms - reading.now_ms < self._expiry_s * 1000
+            and any(address == other and at <= ended_ms for other, at in known.values())
+        }
+        self._members = {
+            name: address
+            for name, (address, at) in known.items()
+            if address and at > self._ended.get(address, 0)
+        }
+        if self._address:
+            self._members[self.id] = self._address
+
     def _take_map(self, packed: bytes) -> None:
         try:
             stored = ClusterMap.parse(packed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.error("the map of the cluster is not readable", why=repr(error))
+            if packed != self._unreadable:
+                # Logged once, not at every heartbeat.
+                self._unreadable = packed
+                log.error("the map of the cluster is not readable", why=repr(error))
             return
         # A map in Redis that is older was restored after lost writes; its writer writes again.
         if stored.version > self.map.version:

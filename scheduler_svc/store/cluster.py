@@ -30,7 +30,7 @@ class ClusterReading:
     """All that was read by one heartbeat."""
 
     now_ms: int
-    # Addresses, by scheduler id.
+    # Addresses, by scheduler id; an empty one of a scheduler that has left.
     schedulers: Mapping[str, Timed]
     # By shard, as its last leader has written it.
     loads: Mapping[int, Timed]

@@ -1,7 +1,8 @@
 -- heartbeat: notes that a scheduler runs, and the loads of the shards that it leads; reads the others.
 --
 -- KEYS
---   1 schedulers   hash: scheduler id -> time of its last heartbeat in ms, a space, its address
+--   1 schedulers   hash: scheduler id -> time of its last heartbeat in ms, a space, its address, or
+--                  nothing if it has left
 --   2 loads        hash: shard -> time in ms, a space, the load as its leader has written it
 --   3 map          string: the map of the cluster, see cluster_map.py
 -- ARGV
@@ -16,11 +17,7 @@
 
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-if ARGV[2] == '' then
-  redis.call('HDEL', KEYS[1], ARGV[1])
-else
-  redis.call('HSET', KEYS[1], ARGV[1], now_ms .. ' ' .. ARGV[2])
-end
+redis.call('HSET', KEYS[1], ARGV[1], now_ms .. ' ' .. ARGV[2])
 for i = 4, #ARGV, 2 do
   redis.call('HSET', KEYS[2], ARGV[i], now_ms .. ' ' .. ARGV[i + 1])
 end

@@ -1,0 +1,267 @@
+"""How the leader of shard 0 decides the map, and which addresses of workers a shard gets by it."""
+
+import asyncio
+import contextlib
+
+import pytest
+from scripted_cluster import ScriptedCluster, beat
+from waiting import until
+
+from scheduler_svc.cluster import coordinator as coordinator_module
+from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.coordinator import JOIN_S, KEEP_WORKER_S, OFFER_AGAIN_S, Coordinator
+from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
+from scheduler_svc.cluster.worker_addresses import WorkerAddresses
+from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
+
+
+class Written:
+    """The store and the names of workers, scripted."""
+
+    def __init__(self, cluster: ScriptedCluster) -> None:
+        self.cluster = cluster
+        self.num_writes = 0
+        self.error: Exception | None = None
+        self.all: frozenset[str] = frozenset()
+
+    async def write_map(self, packed: bytes) -> None:
+        if self.error is not None:
+            raise self.error
+        self.num_writes += 1
+        self.cluster.map = packed
+
+    @property
+    def map(self) -> ClusterMap:
+        assert self.cluster.map is not None
+        return ClusterMap.parse(self.cluster.map)
+
+
+@pytest.fixture
+def cluster() -> ScriptedCluster:
+    return ScriptedCluster()
+
+
+@pytest.fixture
+def written(cluster: ScriptedCluster) -> Written:
+    return Written(cluster)
+
+
+@pytest.fixture
+async def leader(cluster: ScriptedCluster) -> Membership:
+    """That of shard 0's leader."""
+    member = cluster.member("a")
+    await beat(member)
+    return member
+
+
+def coordinator(leader: Membership, written: Written) -> Coordinator:
+    clock = lambda: written.cluster.now_s  # noqa: E731
+    return Coordinator(leader, written, written, clock)
+
+
+async def nothing() -> None:
+    pass
+
+
+async def test_a_new_scheduler_gets_shards_when_it_has_run_for_a_while(
+    cluster, written, leader
+) -> None:
+    decides = coordinator(leader, written)
+    await decides.set_num_shards(2, nothing)
+    assert written.map == ClusterMap(1, 2, {0: leader.id, 1: leader.id})
+    second = cluster.member("b")
+    await beat(second, leader)
+    for _ in range(round(JOIN_S / HEARTBEAT_S)):
+        await decides._update(None)
+        assert set(written.map.owners.values()) == {leader.id}
+        cluster.now_s += HEARTBEAT_S
+        await beat(second, leader)
+    await decides._update(None)
+    assert sorted(written.map.owners.values()) == sorted([leader.id, second.id])
+    # It ends, and its successor waits as long.
+    second.leave()
+    third = cluster.member("b")
+    await beat(second, third, leader)
+    await decides._update(None)
+    assert set(written.map.owners.values()) == {leader.id}
+    cluster.now_s += JOIN_S - HEARTBEAT_S
+    await beat(third, leader)
+    await decides._update(None)
+    assert set(written.map.owners.values()) == {leader.id}
+
+
+async def test_schedulers_of_the_map_do_not_wait_under_the_next_leader(
+    cluster, written, leader
+) -> None:
+    second = cluster.member("b")
+    cluster.set_map(ClusterMap(3, 2, {0: second.id, 1: leader.id}))
+    second.lead(1, lambda: ShardLoad("b"))
+    await beat(second, leader)
+    await coordinator(leader, written)._update(None)
+    # Shard 0 is led by the one that decides, whatever the map says.
+    assert written.map == ClusterMap(4, 2, {0: leader.id, 1: second.id})
+
+
+async def test_a_shard_stays_with_the_scheduler_that_leads_it(cluster, written, leader) -> None:
+    second, third = cluster.member("b"), cluster.member("c")
+    owners = {0: leader.id, 1: second.id, 2: third.id}
+    cluster.set_map(ClusterMap(3, 3, owners))
+    # They lead each other's, which is as even.
+    second.lead(2, lambda: ShardLoad("b"))
+    third.lead(1, lambda: ShardLoad("c"))
+    await beat(second, third, leader)
+    await coordinator(leader, written)._update(None)
+    assert written.map.owners == {0: leader.id, 1: third.id, 2: second.id}
+
+
+async def test_a_shard_that_its_owner_has_not_taken_is_offered_again(
+    cluster, written, leader
+) -> None:
+    second = cluster.member("b")
+    cluster.set_map(ClusterMap(3, 2, {0: leader.id, 1: second.id}))
+    leader.lead(1, lambda: ShardLoad("a"))
+    await beat(second, leader)
+    decides = coordinator(leader, written)
+    await decides._update(None)
+    version = leader.map.version
+    # Of two shards of one leader either may be given away.
+    given = next(shard for shard, owner in leader.map.owners.items() if owner == second.id)
+    leader.lead(given, lambda: ShardLoad("a"))
+    cluster.now_s += OFFER_AGAIN_S - HEARTBEAT_S
+    await beat(second, leader)
+    await decides._update(None)
+    assert leader.map.version == version
+    cluster.now_s += HEARTBEAT_S
+    await beat(second, leader)
+    await decides._update(None)
+    assert leader.map.version == version + 1
+    assert leader.map.owners[given] == second.id
+    assert leader.should_hand_over(given, led_since=version)
+    await decides._update(None)
+    assert leader.map.version == version + 1
+    # Nothing is offered to one that has ended.
+    second.leave()
+    await beat(second, leader)
+    cluster.now_s += OFFER_AGAIN_S
+    await beat(leader)
+    await decides._update(None)
+    assert set(leader.map.owners.values()) == {leader.id}
+
+
+async def test_a_leader_that_drains_gives_its_shards_away(cluster, written, leader) -> None:
+    second = cluster.member("b")
+    cluster.set_map(ClusterMap(3, 2, {0: leader.id, 1: second.id}))
+    await beat(second, leader)
+    decides = coordinator(leader, written)
+    leader.leave()
+    await decides._update(None)
+    assert written.map.owners == {0: second.id, 1: second.id}
+    # The last one has nobody to give them to.
+    second.leave()
+    await beat(second, leader)
+    await decides._update(None)
+    assert written.map.owners == {}
+
+
+async def test_a_worker_keeps_its_shard_while_its_name_does_not_resolve(
+    cluster, written, leader
+) -> None:
+    decides = coordinator(leader, written)
+    written.all = frozenset({"x:1", "y:1"})
+    await decides.set_num_shards(2, nothing)
+    before = written.map.workers
+    assert sorted(before.values()) == [0, 1]
+    written.all = frozenset({"x:1"})
+    cluster.now_s += HEARTBEAT_S
+    await decides._update(None)
+    cluster.now_s += KEEP_WORKER_S - 2 * HEARTBEAT_S
+    await decides._update(None)
+    assert written.map.workers == before
+    # Under the next leader it is kept as long again.
+    following = coordinator(leader, written)
+    cluster.now_s += HEARTBEAT_S
+    await decides._update(None)
+    assert written.map.workers == {"x:1": before["x:1"]}
+    leader.set_map(ClusterMap(leader.map.version + 1, 2, leader.map.owners, before))
+    await following._update(None)
+    assert leader.map.workers == before
+
+
+async def test_the_map_is_written_at_first_and_again_after_lost_writes(
+    cluster, written, leader, monkeypatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "HEARTBEAT_S", 0.001)
+    cluster.set_map(ClusterMap(7, 2, {0: leader.id, 1: leader.id}))
+    await beat(leader)
+    cluster.map = None
+    async with running(coordinator(leader, written)):
+        await until(lambda: cluster.map is not None, "the map")
+        assert written.map.version == 7
+        assert written.num_writes == 1
+        # Nothing changes until a call has failed: it may have been lost, too.
+        written.error = StoreUnavailable("no connection")
+        written.all = frozenset({"x:1"})
+        cluster.map = None
+        await until(lambda: leader.map.version == 7, "a failure")
+        written.error = None
+        await until(lambda: cluster.map is not None, "the map")
+    assert list(written.map.workers) == ["x:1"]
+    assert written.map.version == 8
+
+
+async def test_a_leader_of_shard_0_that_was_replaced_ends(cluster, written, leader) -> None:
+    written.error = StaleEpoch("another one leads")
+    with pytest.raises(StaleEpoch):
+        await coordinator(leader, written).run()
+
+
+async def test_the_number_of_shards_rises_after_the_preparation(written, leader) -> None:
+    decides = coordinator(leader, written)
+    prepared = []
+
+    async def prepare() -> None:
+        prepared.append(leader.map.num_shards)
+
+    await decides.set_num_shards(4, prepare)
+    assert (prepared, leader.map.num_shards, written.map.num_shards) == ([1], 4, 4)
+    for number in (4, 2):
+        await decides.set_num_shards(number, prepare)
+    assert (prepared, leader.map.num_shards) == ([1], 4)
+
+    async def fail() -> None:
+        raise StoreUnavailable("no connection")
+
+    with pytest.raises(StoreUnavailable):
+        await decides.set_num_shards(8, fail)
+    assert leader.map.num_shards == 4
+
+
+@contextlib.asynccontextmanager
+async def running(decides: Coordinator):
+    task = asyncio.create_task(decides.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def test_a_shard_gets_its_workers_by_the_map(leader: Membership) -> None:
+    names = ("unix:/a", "unix:/b", "unix:/new")
+    addresses = WorkerAddresses(names, leader)
+    changes = []
+    addresses.listen(lambda: changes.append(leader.map.version))
+    # A single shard has all workers, before any map.
+    assert addresses.of(0) == addresses.all == {*names}
+    assert not addresses.is_elsewhere("unix:/a", 0)
+    leader.set_map(ClusterMap(1, 2, {}, {"unix:/a": 0, "unix:/b": 1, "unix:/absent": 0}))
+    assert [addresses.of(shard) for shard in (0, 1)] == [{"unix:/a"}, {"unix:/b"}]
+    assert addresses.is_elsewhere("unix:/a", 1)
+    assert not addresses.is_elsewhere("unix:/b", 1)
+    assert not addresses.is_elsewhere("unix:/new", 1), "it belongs to nobody yet"
+    assert changes == [1]
+    leader.set_map(ClusterMap(1, 2))
+    addresses._on_heard()
+    assert changes == [1], "a heartbeat without another map is no change"

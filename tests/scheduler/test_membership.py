@@ -1,0 +1,225 @@
+"""What a scheduler knows of the others: who runs, which loads count, which map it uses."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+from scripted_cluster import EXPIRY_S, ScriptedCluster, beat
+from waiting import until
+
+from scheduler_svc.cluster import membership as membership_module
+from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.cluster.membership import HEARTBEAT_S, SETTLE_S, Membership
+from scheduler_svc.store.errors import StoreUnavailable
+
+
+@pytest.fixture
+def cluster() -> ScriptedCluster:
+    return ScriptedCluster()
+
+
+@pytest.fixture
+async def three(cluster: ScriptedCluster) -> list[Membership]:
+    """Three schedulers that know each other."""
+    members = [cluster.member(address) for address in "abc"]
+    await beat(*members, *members)
+    return members
+
+
+def addresses(member: Membership) -> str:
+    return "".join(sorted(member.members.values()))
+
+
+async def test_schedulers_know_each_other_by_their_heartbeats(three: list[Membership]) -> None:
+    assert [addresses(member) for member in three] == ["abc"] * 3
+    assert len({member.id for member in three}) == 3
+
+
+def test_alone_a_scheduler_owns_all_shards(cluster: ScriptedCluster) -> None:
+    member = cluster.member("a")
+    assert not member.is_known.is_set()
+    assert addresses(member) == "a"
+    assert member.is_owner(0)
+
+
+async def test_one_without_heartbeats_is_forgotten_when_they_expire(cluster, three) -> None:
+    first, second, _ = three
+    for _ in range(round(EXPIRY_S / HEARTBEAT_S)):
+        cluster.now_s += HEARTBEAT_S
+        await beat(first, second)
+    assert addresses(first) == "abc"
+    cluster.now_s += HEARTBEAT_S
+    await beat(first, second)
+    assert addresses(first) == addresses(second) == "ab"
+
+
+async def test_one_that_drains_counts_no_more_at_once(cluster, three) -> None:
+    first, second, third = three
+    third.leave()
+    assert addresses(third) == "ab", "nor for itself"
+    await beat(third, first)
+    assert addresses(first) == "ab"
+    # Its load still counts: it leads until it has released the lease.
+    third.lead(0, lambda: ShardLoad("c", num_live=3))
+    await beat(third, second)
+    assert second.loads[0].num_live == 3
+
+
+async def test_one_that_has_ended_counts_no_more_until_it_sends_a_heartbeat(cluster, three) -> None:
+    first, _, third = three
+    cluster.now_s += 0.1
+    # After the reading by which its end is judged.
+    await beat(third)
+    cluster.now_s += 0.1
+    heard = []
+    first.listen(lambda: heard.append(addresses(first)))
+    first.mark_ended("c")
+    assert heard == ["ab"]
+    await beat(first)
+    assert addresses(first) == "ab", "a heartbeat from before its end proves nothing"
+    cluster.now_s += 2 * HEARTBEAT_S
+    await beat(third, first)
+    assert addresses(first) == "abc", "it had not ended"
+
+
+async def test_another_process_at_the_address_of_one_that_has_ended_counts(cluster, three) -> None:
+    first = three[0]
+    first.mark_ended("c")
+    cluster.now_s += 2 * HEARTBEAT_S
+    successor = cluster.member("c")
+    await beat(successor, first)
+    assert addresses(first) == "abc"
+    assert successor.id in first.members
+    assert three[2].id not in first.members
+
+
+async def test_nobody_is_taken_for_ended_when_redis_loses_its_writes(cluster, three) -> None:
+    first, second, third = three
+    cluster.now_s += HEARTBEAT_S
+    cluster.lose_writes()
+    await beat(first)
+    assert addresses(first) == "abc"
+    cluster.now_s += HEARTBEAT_S
+    await beat(second, first)
+    assert addresses(first) == "abc"
+    # But one that has not come back by then has ended.
+    for _ in range(round(SETTLE_S / HEARTBEAT_S)):
+        cluster.now_s += HEARTBEAT_S
+        await beat(first, second)
+    assert addresses(first) == "ab"
+    await beat(third, first)
+    assert addresses(first) == "abc"
+
+
+@pytest.mark.parametrize("passed_s", [60, -60])
+async def test_nobody_is_taken_for_ended_after_an_outage_or_by_another_time(
+    cluster, three, passed_s: int
+) -> None:
+    first, second, third = three
+    cluster.now_s += passed_s
+    await beat(first)
+    assert list(cluster.schedulers) == [first.id]
+    assert addresses(first) == "abc"
+    cluster.now_s += HEARTBEAT_S
+    await beat(second, third, first)
+    cluster.now_s += SETTLE_S
+    await beat(second, third, first)
+    assert addresses(first) == "abc"
+
+
+async def test_an_end_that_is_known_counts_also_when_writes_are_lost(cluster, three) -> None:
+    first, second, _ = three
+    first.mark_ended("c")
+    cluster.lose_writes()
+    cluster.now_s += HEARTBEAT_S
+    await beat(first, second, first)
+    assert addresses(first) == "ab"
+    cluster.lose_writes()
+    await beat(first)
+    first.mark_ended("b")
+    assert addresses(first) == "a"
+
+
+async def test_loads_count_while_their_leaders_write_them(cluster, three) -> None:
+    first, second, _ = three
+    load = ShardLoad("a", num_workers=2, num_free_rows=5, num_live=7, num_waiting=1)
+    first.lead(1, lambda: load)
+    cluster.set_map(ClusterMap(1, 3))
+    await beat(first, second)
+    assert second.loads == [ShardLoad(), load, ShardLoad()]
+    load = replace(load, num_live=8)
+    await beat(first, second)
+    assert second.loads[1].num_live == 8
+    first.stop_leading(1)
+    for _ in range(round(EXPIRY_S / HEARTBEAT_S) + 1):
+        cluster.now_s += HEARTBEAT_S
+        await beat(first, second)
+    assert second.loads[1] == ShardLoad()
+
+
+async def test_an_unreadable_load_is_none(cluster, three) -> None:
+    first, second, _ = three
+    first.lead(0, lambda: ShardLoad("a"))
+    await beat(first)
+    for packed in (b"", b"{}", b"[1, 2, 3, 4, 5, 6, 7]", b"3"):
+        cluster.loads[0] = replace(cluster.loads[0], value=packed)
+        await beat(second)
+        assert second.loads == [ShardLoad()]
+
+
+async def test_an_unreadable_or_older_map_changes_nothing(cluster, three) -> None:
+    first = three[0]
+    cluster.set_map(ClusterMap(5, 2))
+    await beat(first)
+    for packed in (b"", b"[]", b"{}", ClusterMap(4, 1).pack(), None):
+        cluster.map = packed
+        await beat(first)
+        assert (first.map.version, first.map.num_shards) == (5, 2)
+    first.set_map(ClusterMap(5, 7))
+    assert first.map.num_shards == 2
+    first.set_map(ClusterMap(6, 7))
+    assert first.map.num_shards == 7
+
+
+async def test_a_shard_is_handed_over_to_one_that_runs_by_a_newer_map(cluster, three) -> None:
+    first, second, third = three
+    cluster.set_map(ClusterMap(4, 3, {0: first.id, 1: second.id, 2: "gone"}))
+    await beat(first)
+    assert not first.should_hand_over(0, led_since=3)
+    assert first.should_hand_over(1, led_since=3)
+    # This map has named another one already when it acquired the lease.
+    assert not first.should_hand_over(1, led_since=4)
+    assert not first.should_hand_over(2, led_since=3), "its owner does not run"
+    assert not first.should_hand_over(9, led_since=3), "the map does not know it"
+    first.mark_ended("b")
+    assert not first.should_hand_over(1, led_since=3)
+    # Every scheduler finds the same owner for a shard without one: who has the fewest.
+    await beat(second, third)
+    assert [member.is_owner(2) for member in (second, third)] == [False, True]
+
+
+async def test_heartbeats_are_retried_and_sent_at_once_when_a_shard_is_led(monkeypatch) -> None:
+    class Failing(ScriptedCluster):
+        num_failures = 2
+
+        async def beat(self, *args):
+            if self.num_failures:
+                self.num_failures -= 1
+                raise StoreUnavailable("no connection")
+            return await super().beat(*args)
+
+    cluster = Failing()
+    member = cluster.member("a")
+    monkeypatch.setattr(membership_module, "HEARTBEAT_S", 0.001)
+    running = asyncio.create_task(member.run())
+    await member.is_known.wait()
+    monkeypatch.setattr(membership_module, "HEARTBEAT_S", 1000)
+    await until(lambda: member._wake._waiters, "a pause")
+    member.lead(0, lambda: ShardLoad("a"))
+    await until(lambda: 0 in cluster.loads, "the load")
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert cluster.schedulers[member.id].value == b"", "it has left"

@@ -1,0 +1,145 @@
+"""Which of the standbys takes a lease that is free: its owner at once, others after a while."""
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import pytest
+import redis
+from scripted_cluster import ScriptedCluster, beat
+
+from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.membership import Membership
+from scheduler_svc.leadership import standby as standby_module
+from scheduler_svc.leadership.standby import YIELD_S, Standby
+from scheduler_svc.store.keys import ShardKeys
+from scheduler_svc.store.store import Store
+
+SHARD = 3
+KEYS = ShardKeys(SHARD)
+LEASE_S = 3.0
+
+
+@pytest.fixture
+async def members() -> list[Membership]:
+    """The owner of the shard, and another scheduler."""
+    cluster = ScriptedCluster()
+    owner, other = cluster.member("unix:/owner"), cluster.member("unix:/other")
+    cluster.set_map(ClusterMap(1, 4, {0: other.id, 1: other.id, 2: owner.id, SHARD: owner.id}))
+    await beat(owner, other, owner)
+    return [owner, other]
+
+
+@pytest.fixture
+async def standbys(redis_url: str, members: list[Membership]) -> AsyncIterator[list[Standby]]:
+    """Those of the owner and of the other scheduler."""
+    stores = [Store.at(redis_url, shard=SHARD) for _ in members]
+    standbys = [
+        Standby(store.lease, address, LEASE_S, None, member, SHARD)
+        for store, member, address in zip(
+            stores, members, ("unix:/owner", "unix:/other"), strict=True
+        )
+    ]
+    yield standbys
+    for standby, store in zip(standbys, stores, strict=True):
+        standby._watch.stop()
+        await store.lease.release()
+        await store.close()
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch):
+    """Move the clock of the standbys."""
+    now = [1000.0]
+    monkeypatch.setattr(standby_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    return forward
+
+
+async def test_its_owner_takes_a_free_lease_at_once(standbys, pass_time) -> None:
+    owner, other = standbys
+    assert await other._try_acquire() is None
+    pass_time(YIELD_S / 2)
+    assert await other._try_acquire() is None
+    assert await owner._try_acquire() is not None
+    # It is not free any more; the other one waits for as long when it is again.
+    pass_time(YIELD_S)
+    assert await other._try_acquire() is None
+    await owner._store.release()
+    assert await other._try_acquire() is None
+    assert await owner._try_acquire() is not None
+
+
+async def test_another_scheduler_takes_a_lease_that_its_owner_leaves(standbys, pass_time) -> None:
+    _, other = standbys
+    assert await other._try_acquire() is None
+    pass_time(YIELD_S)
+    assert await other._try_acquire() is not None
+
+
+async def test_a_scheduler_that_has_not_read_the_map_waits(
+    redis_url: str, redis_client: redis.Redis
+) -> None:
+    store = Store.at(redis_url, shard=SHARD)
+    member = ScriptedCluster().member("unix:/new")
+    standby = Standby(store.lease, "unix:/new", LEASE_S, None, member, SHARD)
+    assert await standby._try_acquire() is None
+    await beat(member)
+    # It does not know this shard, so nobody owns it.
+    assert not member.is_owner(SHARD)
+    assert await standby._try_acquire() is None
+    member.set_map(ClusterMap(1, 4, {SHARD: member.id}))
+    assert await standby._try_acquire() is not None
+    await store.lease.release()
+    await store.close()
+
+
+async def test_an_expired_lease_goes_to_its_owner_first(
+    standbys, pass_time, members, redis_client: redis.Redis
+) -> None:
+    owner, other = standbys
+    before = await owner._try_acquire()
+    assert before is not None
+
+    def age(seconds: float) -> None:
+        redis_client.hincrby(KEYS.leadership, "renewed_ms", -round(seconds * 1000))
+
+    age(LEASE_S)
+    assert await other._try_acquire() is None
+    age(YIELD_S)
+    after = await other._try_acquire()
+    assert after is not None
+    assert after.epoch > before.epoch
+    # The other way round: the owner, which was stopped, and does not wait.
+    age(LEASE_S)
+    assert await owner._try_acquire() is not None
+
+
+async def test_the_lease_of_a_process_that_has_ended_goes_to_its_owner_first(
+    standbys, pass_time, members
+) -> None:
+    owner, other = standbys
+    leadership = await other._store.acquire("unix:/leader", lease_ms=3000)
+    await owner._try_acquire()
+    leader = await owner._store.leader()
+    assert leadership is not None
+    assert leader is not None
+    for standby in standbys:
+        standby._on_lost(leader, True)
+    assert await other._try_acquire() is None
+    assert await owner._try_acquire() is not None
+
+
+async def test_the_end_of_the_owner_makes_another_one_the_owner(
+    standbys, pass_time, members
+) -> None:
+    owner, other = standbys
+    assert await owner._try_acquire() is not None
+    assert await other._try_acquire() is None
+    leader = await other._store.leader()
+    assert leader is not None
+    other._on_lost(leader, True)
+    assert list(members[1].members.values()) == ["unix:/other"]
+    assert await other._try_acquire() is not None, "without a wait"
