@@ -18,7 +18,7 @@ log = structlog.get_logger()
 HEARTBEAT_S = 0.25
 # When Redis was away, or has lost what it had, the schedulers that were known count for so long
 # without a heartbeat: they all have to reach it again.
-SETTLE_S = 2.0
+RETURN_S = 2.0
 
 
 class Membership:
@@ -50,7 +50,7 @@ class Membership:
         # By address, the time by Redis' clock at which a scheduler's process had ended.
         self._ended: dict[str, int] = {}
         # Until then absent schedulers count, by `clock`.
-        self._settled_at = 0.0
+        self._returned_by = 0.0
         self._loads: Mapping[int, ShardLoad] = {}
         self._read_loads: dict[int, Callable[[], ShardLoad]] = {}
         # The last one, and when it was taken, by `clock`.
@@ -148,7 +148,7 @@ class Membership:
 
     def _take(self, reading: ClusterReading) -> None:
         if self._is_disturbed(reading):
-            self._settled_at = self._clock() + SETTLE_S
+            self._returned_by = self._clock() + RETURN_S
         self._reading, self._read_at = reading, self._clock()
         self._find_members(reading)
         oldest_ms = reading.now_ms - self._expiry_s * 1000
@@ -179,7 +179,7 @@ class Membership:
             name: (timed.value.decode(), timed.written_ms)
             for name, timed in reading.schedulers.items()
         }
-        if self._clock() < self._settled_at:
+        if self._clock() < self._returned_by:
             kept = {name: (address, reading.now_ms) for name, address in self._members.items()}
             known = {**kept, **known}
         known.pop(self.id, None)

@@ -157,7 +157,7 @@ async def test_a_leader_that_drains_gives_its_shards_away(cluster, written, lead
     leader.leave()
     await decides._update(None)
     assert written.map.owners == {0: second.id, 1: second.id}
-    # The last one has nobody to give them to.
+    # After the last one there is no scheduler to give them to.
     second.leave()
     await beat(second, leader)
     await decides._update(None)
@@ -260,7 +260,7 @@ def test_a_shard_gets_its_workers_by_the_map(leader: Membership) -> None:
     assert [addresses.of(shard) for shard in (0, 1)] == [{"unix:/a"}, {"unix:/b"}]
     assert addresses.is_elsewhere("unix:/a", 1)
     assert not addresses.is_elsewhere("unix:/b", 1)
-    assert not addresses.is_elsewhere("unix:/new", 1), "it belongs to nobody yet"
+    assert not addresses.is_elsewhere("unix:/new", 1), "it belongs to no shard yet"
     assert changes == [1]
     leader.set_map(ClusterMap(1, 2))
     addresses._on_heard()

@@ -11,7 +11,7 @@ from waiting import until
 from scheduler_svc.cluster import membership as membership_module
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.load import ShardLoad
-from scheduler_svc.cluster.membership import HEARTBEAT_S, SETTLE_S, Membership
+from scheduler_svc.cluster.membership import HEARTBEAT_S, RETURN_S, Membership
 from scheduler_svc.store.errors import StoreUnavailable
 
 
@@ -70,7 +70,7 @@ async def test_one_that_drains_counts_no_more_at_once(cluster, three) -> None:
 async def test_one_that_has_ended_counts_no_more_until_it_sends_a_heartbeat(cluster, three) -> None:
     first, _, third = three
     cluster.now_s += 0.1
-    # After the reading by which its end is judged.
+    # After the last reading before its end is noticed.
     await beat(third)
     cluster.now_s += 0.1
     heard = []
@@ -95,7 +95,7 @@ async def test_another_process_at_the_address_of_one_that_has_ended_counts(clust
     assert three[2].id not in first.members
 
 
-async def test_nobody_is_taken_for_ended_when_redis_loses_its_writes(cluster, three) -> None:
+async def test_no_scheduler_is_taken_for_ended_when_redis_loses_its_writes(cluster, three) -> None:
     first, second, third = three
     cluster.now_s += HEARTBEAT_S
     cluster.lose_writes()
@@ -105,7 +105,7 @@ async def test_nobody_is_taken_for_ended_when_redis_loses_its_writes(cluster, th
     await beat(second, first)
     assert addresses(first) == "abc"
     # But one that has not come back by then has ended.
-    for _ in range(round(SETTLE_S / HEARTBEAT_S)):
+    for _ in range(round(RETURN_S / HEARTBEAT_S)):
         cluster.now_s += HEARTBEAT_S
         await beat(first, second)
     assert addresses(first) == "ab"
@@ -114,7 +114,7 @@ async def test_nobody_is_taken_for_ended_when_redis_loses_its_writes(cluster, th
 
 
 @pytest.mark.parametrize("passed_s", [60, -60])
-async def test_nobody_is_taken_for_ended_after_an_outage_or_by_another_time(
+async def test_no_scheduler_is_taken_for_ended_after_an_outage_or_by_another_time(
     cluster, three, passed_s: int
 ) -> None:
     first, second, third = three
@@ -124,7 +124,7 @@ async def test_nobody_is_taken_for_ended_after_an_outage_or_by_another_time(
     assert addresses(first) == "abc"
     cluster.now_s += HEARTBEAT_S
     await beat(second, third, first)
-    cluster.now_s += SETTLE_S
+    cluster.now_s += RETURN_S
     await beat(second, third, first)
     assert addresses(first) == "abc"
 

@@ -87,7 +87,7 @@ async def test_a_scheduler_that_has_not_read_the_map_waits(
     standby = Standby(store.lease, "unix:/new", LEASE_S, None, member, SHARD)
     assert await standby._try_acquire() is None
     await beat(member)
-    # It does not know this shard, so nobody owns it.
+    # It does not know this shard, so it does not own it.
     assert not member.is_owner(SHARD)
     assert await standby._try_acquire() is None
     member.set_map(ClusterMap(1, 4, {SHARD: member.id}))

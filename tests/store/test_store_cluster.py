@@ -63,7 +63,7 @@ async def test_one_without_heartbeats_is_forgotten(
     reading = await heartbeats.beat("b", "host:2", EXPIRY_MS, {})
     assert list(reading.schedulers) == ["b"]
     assert redis_client.hkeys(KEYS.schedulers) == [b"b"]
-    # Whose load it was is not known to Redis: its age tells.
+    # Redis does not know whose load it was; readers check its age.
     assert list(reading.loads) == [0]
 
 
