@@ -284,10 +284,11 @@ class _Experiment:
         seconds = [pause.seconds for _, pause in pauses]
         self._outcome.pauses.setdefault(name, []).extend(seconds)
         shards = await self._shards_of([stream for stream, _ in pauses], hit)
-        if hit is not None and shards is not None:
+        if hit is not None:
             by_shard = self._outcome.by_shard.setdefault(name, ByShard())
             for stream, pause in pauses:
-                by_shard.add(pause.seconds, shards[stream.request_id], hit)
+                # Without their shards all are hit.
+                by_shard.add(pause.seconds, shards[stream.request_id] if shards else hit, hit)
         for stream, pause in reversed(pauses[-_NUM_LOGGED:]):
             of = "" if shards is None else f" of shard {sorted(shards[stream.request_id])}"
             self._events.log(

@@ -18,12 +18,15 @@ from benchmarks.scheduler.memory import memory
 from benchmarks.scheduler.prefixes import prefixes
 from benchmarks.scheduler.profile import profile
 from benchmarks.scheduler.rows import by_rows
+from benchmarks.scheduler.scale import fleet, scale
 from benchmarks.scheduler.shards import CASES, Case, shards
 from benchmarks.scheduler.throughput import Effort, throughput
 from benchmarks.scheduler.units import units
 
 _Number = TypeVar("_Number", int, float)
 _NAME = "scheduler"
+# The measured time of the fleet at rest.
+_REST_S = 10.0
 # Exit status of a program ended by a signal, less the signal's number.
 _SIGNALLED = 128
 
@@ -41,6 +44,8 @@ class Sizes:
     fleet_workers: int = 64
     keep: bool = False
     fleets: tuple[Fleets, ...] = FLEETS
+    # Workers, shards and schedulers.
+    large_fleet: tuple[int, int, int] = (256, 64, 4)
     effort: Effort = field(default_factory=lambda: Effort(num_windows=3, window_s=4.0))
     bursts: int = 5
     waiting: int = 10_000
@@ -55,6 +60,7 @@ QUICK = Sizes(
     cases=CASES[:2],
     fleet_workers=8,
     fleets=FLEETS[:4],
+    large_fleet=(32, 8, 2),
     effort=Effort(1, 2.0),
     bursts=1,
     waiting=1_000,
@@ -80,6 +86,8 @@ def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
         ),
         "units": lambda: units(sizes.effort),
         "idle": lambda: idle(sizes.fleets),
+        "fleet": lambda: fleet(*sizes.large_fleet, results.rows(_NAME, "idle"), _REST_S),
+        "scale": lambda: scale(results.rows(_NAME, "units"), results.rows(_NAME, "idle")),
     }
 
 

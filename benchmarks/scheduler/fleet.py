@@ -63,6 +63,9 @@ class Counters:
     # Messages to the gateway, and their bytes.
     num_frames: int
     frame_bytes: int
+    # States of all shards in them.
+    num_states: int
+    state_bytes: int
     # Between schedulers and workers, both directions.
     worker_messages: int
     worker_bytes: int
@@ -168,6 +171,8 @@ class Fleet:
             num_ended=progress["ended"],
             num_frames=progress["frames"],
             frame_bytes=progress["frame_bytes"],
+            num_states=progress["states"],
+            state_bytes=progress["state_bytes"],
             worker_messages=sum(one["sent"] + one["received"] for one in traffic),
             worker_bytes=sum(one["sent_bytes"] + one["received_bytes"] for one in traffic),
             redis_calls=self._redis.info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0),

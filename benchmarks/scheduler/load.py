@@ -60,6 +60,8 @@ class Load:
             "tokens": sum(stream.num_tokens for stream in streams),
             "frames": sum(stream.num_frames for stream in streams),
             "frame_bytes": sum(stream.num_frame_bytes for stream in streams),
+            "states": sum(stream.num_states for stream in streams),
+            "state_bytes": sum(stream.num_state_bytes for stream in streams),
             # By stream: tokens and their last arrival; requests, and the seconds they have lived.
             "tokens_of": [(stream.num_tokens, stream.tokens_at_s) for stream in streams],
             "submitted": [stream.num_submitted for stream in streams],

@@ -35,6 +35,9 @@ class ShardStream:
         self.num_tokens = 0
         self.num_frames = 0
         self.num_frame_bytes = 0
+        # States of all shards, and their bytes.
+        self.num_states = 0
+        self.num_state_bytes = 0
         # Arrival of the last tokens: a rate between two such times covers whole steps.
         self.tokens_at_s = 0.0
         self.failures: list[str] = []
@@ -123,6 +126,8 @@ class ShardStream:
             self.is_ready = frame.hello.ready
         if frame.HasField("cluster"):
             self.cluster = frame.cluster
+            self.num_states += 1
+            self.num_state_bytes += frame.cluster.ByteSize()
         self.num_accepted += len(frame.acceptances)
         if num_tokens := len(frame.deltas.token_ids):
             self.num_tokens += num_tokens
