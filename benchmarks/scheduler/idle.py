@@ -85,7 +85,7 @@ def fitted(rows: Sequence[dict[str, Cell]]) -> list[dict[str, Cell]]:
     counts = np.array([_counts(row) for row in rows])
     found: list[dict[str, Cell]] = [{"what": what} for what in KINDS]
     for key in (*RATES, *SIZES):
-        values = np.array([float(row[key] or 0) for row in rows])
+        values = np.array([float(row.get(key) or 0) for row in rows])
         for one, amount in zip(found, _solve(counts, values), strict=True):
             one[key] = float(amount)
     return found

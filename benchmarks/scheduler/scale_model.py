@@ -11,8 +11,8 @@ from dataclasses import dataclass
 BUSY = 0.7
 # One process does all commands of a Redis server.
 _REDIS_BUSY = 0.6
-# The work of a deployment converges in a few rounds: more processes add work of their own.
-_ROUNDS = 50
+# More processes add work of their own, so their number converges, or has no end.
+_MAX_SHARDS = 1024
 # A finished request's record stays for so long, within so many bytes per shard.
 FINISHED_TTL_S = 600.0
 FINISHED_MAX_BYTES = 256 * 2**20
@@ -128,19 +128,22 @@ class Estimate:
 
 
 def estimate(costs: Costs, load: Load, num_shards: int | None = None) -> Estimate:
-    """Estimate a deployment with as many gateways, schedulers and Redis servers as it needs. Each
-    scheduler leads one shard; there are `num_shards`, or as many as are needed."""
+    """Estimate a deployment with as many gateways, schedulers and Redis servers as it needs.
+
+    Each scheduler leads one shard; there are `num_shards`, or as many as are needed, and at most as
+    many as the service allows. So one scheduler may have more work than it can do.
+    """
     gateway_cores = _gateway_cores(costs, load)
     gateways = max(2, math.ceil(gateway_cores / BUSY))
     frames = frames_per_step(gateways, load.rows)
     schedulers = num_shards or 1
-    for _ in range(_ROUNDS):
+    while True:
         shards = num_shards or schedulers
         # Each shard's leader lists all shards to each gateway.
         listed_per_s = costs.states_per_s * gateways * shards * shards
         cores = _scheduler_cores(costs, load, frames, schedulers, shards)
         cores += listed_per_s * costs.state_scheduler_s
-        needed = num_shards or max(1, math.ceil(cores / BUSY))
+        needed = min(_MAX_SHARDS, num_shards or math.ceil(cores / BUSY))
         if needed <= schedulers:
             break
         schedulers = needed
