@@ -24,7 +24,7 @@ from benchmarks.chaos.stack import (
     Sizes,
 )
 from benchmarks.chaos.steady import wait_until_steady
-from benchmarks.chaos.streams import Reference, Stream, Streams
+from benchmarks.chaos.streams import Reference, Streams
 from quire.client.async_client import AsyncClient
 from quire.client.decode_counts import DecodeCounts
 
@@ -232,13 +232,15 @@ class _Experiment:
         begin_s = time.monotonic()
         num_wrong = len(streams.wrong)
         self._events.log(f"{number} {fault.name}")
+        # A request that waits may move, which removes the record of its first shard.
+        shards = await self._shards_of(streams.current_ids)
         injected = await fault.inject(self._stack, self._rng)
         try:
             await wait_until_steady(self._stack, streams, self._plan.bound_s)
         finally:
             window = Window(begin_s, time.monotonic())
             self._events.log(f"   {injected.target}: {window.end_s - begin_s:.1f} s")
-            await self._note_pauses(fault.name, injected.shards, window, streams)
+            await self._note_pauses(fault.name, injected.shards, window, streams, shards)
             self._log_findings(streams, num_wrong)
         self._outcome.recoveries.setdefault(fault.name, []).append(window.end_s - begin_s)
         await self._note_recovered(fault)
@@ -255,7 +257,7 @@ class _Experiment:
         finally:
             window = Window(begin_s, time.monotonic())
             self._events.log(f"   {num_shards} shards: {window.end_s - begin_s:.1f} s")
-            await self._note_pauses(SHARDS_RAISED, None, window, streams)
+            await self._note_pauses(SHARDS_RAISED, None, window, streams, {})
             self._log_findings(streams, num_wrong)
         self._outcome.recoveries[SHARDS_RAISED] = [window.end_s - begin_s]
 
@@ -278,37 +280,45 @@ class _Experiment:
         self._seen = found
 
     async def _note_pauses(
-        self, name: str, hit: frozenset[int] | None, window: Window, streams: Streams
+        self,
+        name: str,
+        hit: frozenset[int] | None,
+        window: Window,
+        streams: Streams,
+        shards_before: Mapping[str, frozenset[int]],
     ) -> None:
         pauses = streams.pauses(window)
         seconds = [pause.seconds for _, pause in pauses]
         self._outcome.pauses.setdefault(name, []).extend(seconds)
-        shards = await self._shards_of([stream for stream, _ in pauses], hit)
+        shards_after = await self._shards_of([stream.request_id for stream, _ in pauses])
+        shards = {
+            request_id: shards_before.get(request_id, frozenset()) | found
+            for request_id, found in shards_after.items()
+        }
         if hit is not None:
             by_shard = self._outcome.by_shard.setdefault(name, ByShard())
             for stream, pause in pauses:
-                # Without their shards all are hit.
-                by_shard.add(pause.seconds, shards[stream.request_id] if shards else hit, hit)
+                # Where shards are not known, all streams are counted as hit.
+                by_shard.add(pause.seconds, shards.get(stream.request_id, hit), hit)
         for stream, pause in reversed(pauses[-_NUM_LOGGED:]):
-            of = "" if shards is None else f" of shard {sorted(shards[stream.request_id])}"
+            of = f" of shard {sorted(shards[stream.request_id])}" if shards else ""
             self._events.log(
                 f"   {stream}{of}: no message for {pause.seconds:.2f} s from "
                 f"{pause.begin_s - window.begin_s:+.2f} s"
             )
 
-    async def _shards_of(
-        self, streams: Sequence[Stream], hit: frozenset[int] | None
-    ) -> Mapping[str, frozenset[int]] | None:
-        """By request id; None if all shards were hit, or none, or Redis does not respond."""
+    async def _shards_of(self, request_ids: Sequence[str]) -> Mapping[str, frozenset[int]]:
+        """By request id; empty with one shard, or if Redis does not respond."""
         num_shards = self._stack.num_shards
-        if hit is None or len(hit) >= num_shards:
-            return None
-        ids = [stream.request_id for stream in streams]
+        if num_shards == 1:
+            return {}
         try:
-            return await asyncio.to_thread(shards_of_requests, self._stack.redis, ids, num_shards)
+            return await asyncio.to_thread(
+                shards_of_requests, self._stack.redis, request_ids, num_shards
+            )
         except redis.RedisError as error:
             self._events.log(f"   the streams' shards are unknown: {error}")
-            return None
+            return {}
 
     def _log_findings(self, streams: Streams, known: int) -> None:
         for stream in streams.wrong[known:]:

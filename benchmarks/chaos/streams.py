@@ -116,6 +116,11 @@ class Streams:
             if task.done() and not task.cancelled():
                 task.result()
 
+    @property
+    def current_ids(self) -> list[str]:
+        """Of the requests that are open."""
+        return [stream.request_id for stream in self._current.values()]
+
     def stalled_since(self, moment_s: float) -> list[Stream]:
         """Return the streams that have received no message since then."""
         return [stream for stream in self._current.values() if stream.times_s[-1] <= moment_s]

@@ -21,13 +21,19 @@ from benchmarks.scheduler.units import FRAME, NUM_STATE_SHARDS, REQUEST_OF_SHARD
 
 _Rows = Sequence[Mapping[str, Cell]]
 _MS = 1e-3
-_WORKERS = (10, 100, 1000)
 _STEP_MS = (25.0, 10.0)
-# Shards of the largest fleet, besides those that it needs.
-_ISSUED_SHARDS = 64
+# Workers, fleets that they are divided into, and shards of each; None: as many as it needs.
+_LAYOUTS = (
+    (10, 1, None),
+    (100, 1, None),
+    (100, 5, None),
+    (1000, 1, 64),
+    (1000, 1, None),
+    (1000, 50, None),
+)
 _KINDS = {"scheduler": PROCESS, "shard": SHARD, "worker": WORKER, "pair": PAIR}
 _WORKERS_PER_HOST = 64
-_SETTLED_S = 5.0
+_PAUSE_S = 5.0
 
 
 def scale(units: _Rows, idle: _Rows) -> Part:
@@ -41,10 +47,14 @@ def scale(units: _Rows, idle: _Rows) -> Part:
             "each worker decodes, 256 rows per worker; outputs have 256 tokens, and are streams "
             "or unary calls. *Cores* are processor seconds per second; a gateway, a scheduler and "
             "a Redis server each use at most one, of which 70 % (Redis: 60 %) count. *Frames* are "
-            "the gateways that have rows in a step. Traffic is that of all processes together.",
+            "the gateways that get tokens of a step. Traffic is that of all processes together. "
+            "*Fleets* share nothing, and their figures are sums. A scheduler that has more than 70 "
+            "% of a core to do (*of one*) is late, so such a row is no plan: with each scheduler, "
+            "the work of all of them grows.",
         ],
         columns=[
             Column("workers", "workers", ",d"),
+            Column("fleets", "fleets", "d"),
             Column("step_ms", "step ms", "g"),
             Column("output", "output"),
             Column("tokens_per_s", "tokens/s", ",.0f"),
@@ -66,11 +76,10 @@ def scale(units: _Rows, idle: _Rows) -> Part:
             Column("sockets", "sockets of schedulers", ",.0f"),
         ],
         rows=[
-            _row(costs, workers, step_ms, streamed, shards)
+            _row(costs, workers, step_ms, streamed, fleets, shards)
             for step_ms in _STEP_MS
-            for workers in _WORKERS
             for streamed in (1.0, 0.0)
-            for shards in ((None, _ISSUED_SHARDS) if workers == max(_WORKERS) else (None,))
+            for workers, fleets, shards in _LAYOUTS
         ],
         targets=[],
     )
@@ -88,7 +97,7 @@ def fleet(
         workers_per_host=_WORKERS_PER_HOST,
     )
     with Fleet(setting) as running:
-        time.sleep(_SETTLED_S)
+        time.sleep(_PAUSE_S)
         before = running.counters()
         time.sleep(window_s)
         used = running.counters() - before
@@ -177,29 +186,35 @@ def _number(row: Mapping[str, Cell], key: str) -> float:
 
 
 def _row(
-    costs: Costs, num_workers: int, step_ms: float, streamed: float, num_shards: int | None
+    costs: Costs,
+    num_workers: int,
+    step_ms: float,
+    streamed: float,
+    num_fleets: int,
+    num_shards: int | None,
 ) -> dict[str, Cell]:
-    load = Load(num_workers=num_workers, step_s=_MS * step_ms, streamed=streamed)
+    load = Load(num_workers=num_workers // num_fleets, step_s=_MS * step_ms, streamed=streamed)
     found = estimate(costs, load, num_shards)
     return {
         "workers": num_workers,
+        "fleets": num_fleets,
         "step_ms": step_ms,
         "output": "streams" if streamed else "unary",
-        "tokens_per_s": load.tokens_per_s,
-        "gateways": found.num_gateways,
-        "gateway_cores": found.gateway_cores,
-        "shards": found.num_shards,
-        "scheduler_cores": found.scheduler_cores,
+        "tokens_per_s": num_fleets * load.tokens_per_s,
+        "gateways": num_fleets * found.num_gateways,
+        "gateway_cores": num_fleets * found.gateway_cores,
+        "shards": num_fleets * found.num_shards,
+        "scheduler_cores": num_fleets * found.scheduler_cores,
         "each": found.cores_per_scheduler,
-        "redis_servers": found.num_redis,
-        "redis_cores": found.redis_cores,
+        "redis_servers": num_fleets * found.num_redis,
+        "redis_cores": num_fleets * found.redis_cores,
         "frames": found.frames_per_step,
-        "redis_calls": found.redis_calls_per_s,
-        "redis_mb": found.redis_bytes_per_s / 1e6,
-        "worker_mb": found.worker_bytes_per_s / 1e6,
-        "gateway_mb": found.gateway_bytes_per_s / 1e6,
-        "keys": found.redis_keys,
-        "stored_gb": found.redis_bytes / 1e9,
-        "redis_connections": found.redis_connections,
-        "sockets": found.sockets,
+        "redis_calls": num_fleets * found.redis_calls_per_s,
+        "redis_mb": num_fleets * found.redis_bytes_per_s / 1e6,
+        "worker_mb": num_fleets * found.worker_bytes_per_s / 1e6,
+        "gateway_mb": num_fleets * found.gateway_bytes_per_s / 1e6,
+        "keys": num_fleets * found.redis_keys,
+        "stored_gb": num_fleets * found.redis_bytes / 1e9,
+        "redis_connections": num_fleets * found.redis_connections,
+        "sockets": num_fleets * found.sockets,
     }

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 BUSY = 0.7
 # One process does all commands of a Redis server.
 _REDIS_BUSY = 0.6
+# Tokens of a unary call are delivered in groups.
+_DEFERRED_TOKENS = 32
 # More processes add work of their own, so their number converges, or has no end.
 _MAX_SHARDS = 1024
 # A finished request's record stays for so long, within so many bytes per shard.
@@ -94,6 +96,11 @@ class Load:
         return self.steps_per_s * self.rows
 
     @property
+    def delivered_rows(self) -> float:
+        """Rows of a step whose tokens are delivered with it."""
+        return self.rows * (self.streamed + (1 - self.streamed) / _DEFERRED_TOKENS)
+
+    @property
     def requests_per_s(self) -> float:
         return self.tokens_per_s / self.output_tokens
 
@@ -135,7 +142,7 @@ def estimate(costs: Costs, load: Load, num_shards: int | None = None) -> Estimat
     """
     gateway_cores = _gateway_cores(costs, load)
     gateways = max(2, math.ceil(gateway_cores / BUSY))
-    frames = frames_per_step(gateways, load.rows)
+    frames = frames_per_step(gateways, load.delivered_rows)
     schedulers = num_shards or 1
     while True:
         shards = num_shards or schedulers
@@ -181,8 +188,8 @@ def estimate(costs: Costs, load: Load, num_shards: int | None = None) -> Estimat
     )
 
 
-def frames_per_step(num_gateways: int, rows: int) -> float:
-    """Expected number of gateways that have a row in a step, if rows are spread at random."""
+def frames_per_step(num_gateways: int, rows: float) -> float:
+    """Expected number of gateways that get a row's tokens, if rows are spread at random."""
     return num_gateways * (1 - (1 - 1 / num_gateways) ** rows)
 
 
