@@ -190,7 +190,7 @@ def estimate(costs: Costs, load: Load, num_shards: int | None = None) -> Estimat
 
 def frames_per_step(num_gateways: int, rows: float) -> float:
     """Expected number of gateways that get a row's tokens, if rows are spread at random."""
-    return num_gateways * (1 - (1 - 1 / num_gateways) ** rows)
+    return float(num_gateways * (1 - (1 - 1 / num_gateways) ** rows))
 
 
 def at_rest(
