@@ -10,6 +10,7 @@ from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.process import Process
 from scheduler_svc.store.store import Store
@@ -48,6 +49,9 @@ class Participation:
             handler.give,
             handler.take,
         )
+        self._tenants = TenantExchange(
+            shard, store.leadership.epoch, engine, process.membership, process.cluster
+        )
         handler.set_take_moved(self._moves.take)
         # Decides the map of the cluster; None in the terms of other shards.
         self._coordinator = (
@@ -62,6 +66,7 @@ class Participation:
             group.create_task(self._announce())
             group.create_task(self._claims.run())
             group.create_task(self._moves.run())
+            group.create_task(self._tenants.run())
             if self._coordinator is not None:
                 group.create_task(self._coordinator.run())
 

@@ -7,6 +7,7 @@ from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.operations.step_histograms import StepHistograms
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.cluster import ClusterStore
 from scheduler_svc.store.id_directory import IdDirectory
 from scheduler_svc.store.store import Store
 
@@ -18,6 +19,7 @@ class Process:
     address: str
     membership: Membership
     addresses: WorkerAddresses
+    cluster: ClusterStore
     directory: IdDirectory
     # By shard, of all shards.
     stores: dict[int, Store]

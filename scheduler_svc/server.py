@@ -105,7 +105,15 @@ class Scheduler:
         addresses = WorkerAddresses(settings.worker_addresses, membership)
         directory = IdDirectory.at(settings.redis_url, settings.redis_password)
         self._process = Process(
-            settings, address, membership, addresses, directory, {}, self._steps, self._spans
+            settings,
+            address,
+            membership,
+            addresses,
+            cluster,
+            directory,
+            {},
+            self._steps,
+            self._spans,
         )
         background = [
             asyncio.create_task(work)

@@ -10,6 +10,7 @@ import structlog
 
 from scheduler_svc.cluster.cluster_map import ClusterMap, assign_owners
 from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.cluster.spread import weight
 from scheduler_svc.store.cluster import ClusterReading, ClusterStore
 from scheduler_svc.store.errors import StoreError
 
@@ -19,6 +20,8 @@ HEARTBEAT_S = 0.25
 # When Redis was away, or has lost what it had, the schedulers that were known count for so long
 # without a heartbeat: they all have to reach it again.
 RETURN_S = 2.0
+# Schedulers that stand by for a shard, besides its owner.
+NUM_STANDBYS = 2
 
 
 class Membership:
@@ -51,6 +54,7 @@ class Membership:
         self._ended: dict[str, int] = {}
         # Until then absent schedulers count, by `clock`.
         self._returned_by = 0.0
+        self._owners: Mapping[int, str] = {0: self.id}
         self._loads: Mapping[int, ShardLoad] = {}
         self._read_loads: dict[int, Callable[[], ShardLoad]] = {}
         # The last one, and when it was taken, by `clock`.
@@ -89,9 +93,28 @@ class Membership:
         self._read_loads.pop(shard, None)
 
     def is_owner(self, shard: int) -> bool:
-        """Whether this process should lead the shard, given which schedulers run."""
-        owners = assign_owners(self.map.num_shards, self._members, self.map.owners)
-        return owners.get(shard) == self.id
+        """Whether this process should lead the shard, given which schedulers run. If the one in the
+        map has ended, one of those that stand by for it should."""
+        candidates, owner = self._candidates(shard), self._owners.get(shard)
+        if owner not in candidates:
+            owner = candidates[0] if candidates else None
+        return self.id == owner
+
+    def is_candidate(self, shard: int) -> bool:
+        """Whether this process stands by for the shard, or should lead it."""
+        return self.id in self._candidates(shard)
+
+    def _candidates(self, shard: int) -> list[str]:
+        """The scheduler that should lead the shard by the map, while it runs, and `NUM_STANDBYS`
+        others: the cost of standing by does not grow with the number of schedulers."""
+        named = self.map.owners.get(shard)
+        others = sorted(
+            (name for name in self._members if name != named),
+            key=lambda name: weight(str(shard), name),
+            reverse=True,
+        )
+        standbys = others[:NUM_STANDBYS]
+        return [named, *standbys] if named is not None and named in self._members else standbys
 
     def should_hand_over(self, shard: int, led_since: int) -> bool:
         """Whether the map, since this version, has given the shard to another scheduler, which
@@ -212,6 +235,7 @@ class Membership:
             self.map = stored
 
     def _notify(self) -> None:
+        self._owners = assign_owners(self.map.num_shards, self._members, self.map.owners)
         for listener in list(self._listeners):
             listener()
 

@@ -26,6 +26,18 @@ class Share:
     counter: float = 0.0
     # Output tokens whose cost is not in the counter yet.
     num_new_tokens: int = 0
+    # The part of the counter that was not served by this leader.
+    lifted: float = 0.0
+
+    @property
+    def served(self) -> float:
+        """What this leader has charged."""
+        return self.charged - self.lifted
+
+    def lift(self, cost: float) -> None:
+        """Raise the counter for what this leader has not served."""
+        self.counter += cost
+        self.lifted += cost
 
     @property
     def charged(self) -> float:
@@ -118,7 +130,17 @@ class FairShares:
     def lift(self, principal: str, least: float) -> None:
         """Raise the counter of a principal that was idle to at least this."""
         share = self.of(principal)
-        share.counter = max(share.counter, least)
+        share.lift(max(0.0, least - share.counter))
+
+    def served(self, principal: str) -> float:
+        """What this leader has charged a principal."""
+        share = self._shares.get(principal)
+        return share.served if share else 0.0
+
+    def add_served(self, principal: str, cost: float) -> None:
+        """Charge a principal, if it is known, what another shard has served it."""
+        if share := self._shares.get(principal):
+            share.lift(cost)
 
     def export(self, charged_again: Iterable[Sequence]) -> dict[str, ShareState]:
         """The shares of all principals, without the prompts of `charged_again`, which the next
@@ -137,7 +159,7 @@ class FairShares:
         treated as one that was idle."""
         for principal, state in states.items():
             share = self.of(principal)
-            share.weight, share.counter = state.weight, state.counter
+            share.weight, share.counter, share.lifted = state.weight, state.counter, state.counter
         if last_served is not None:
             self.last_served = last_served
             for principal in self._shares.keys() - states.keys():

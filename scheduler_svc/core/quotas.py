@@ -1,32 +1,22 @@
 """Limits of principals over all gateways: rates, live and resumable requests, queued tokens."""
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpc import StatusCode
 
 from quire.service.errors import RequestError, failed
+from scheduler_svc.core.limits import LimitShares, PrincipalLimits, Usage, Usages
 from scheduler_svc.core.sequence import Group
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6
 # When a request will have ended is not known: this is how often a client may ask.
 _RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PrincipalLimits:
-    """None is no limit."""
-
-    requests_per_minute: int | None = None
-    # Of prompts and outputs.
-    tokens_per_minute: int | None = None
-    live_requests: int | None = None
-    # Of queued requests.
-    waiting_tokens: int | None = None
-    # Live requests that continue without their clients.
-    resumable_requests: int | None = None
+# Over how long the use of a rate is averaged, by which shards divide it.
+_RATE_MEMORY_S = 5.0
 
 
 @dataclass(slots=True)
@@ -87,15 +77,33 @@ class Reservation:
     is_resumable: bool
 
 
+_NO_LIMITS = PrincipalLimits()
+
+
 @dataclass(slots=True)
 class _Usage:
     limits: PrincipalLimits = field(default_factory=PrincipalLimits)
+    # This shard's shares of the limits.
+    shares: PrincipalLimits = field(default_factory=PrincipalLimits)
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
     # Requests and their tokens, reserved ones included until they are queued.
     num_live: int = 0
     num_resumable: int = 0
     num_reserved_tokens: int = 0
+    # Used of the rates since the last report, and per minute, decayed.
+    num_new_requests: int = 0
+    num_new_tokens: int = 0
+    requests_rate: float = 0.0
+    tokens_rate: float = 0.0
+
+    def decay_rates(self, since_s: float) -> None:
+        """Mix what was used in the last seconds into the rates."""
+        weight = 1 - math.exp(-since_s / _RATE_MEMORY_S)
+        per_minute = _MINUTE_S / since_s
+        self.requests_rate += weight * (self.num_new_requests * per_minute - self.requests_rate)
+        self.tokens_rate += weight * (self.num_new_tokens * per_minute - self.tokens_rate)
+        self.num_new_requests = self.num_new_tokens = 0
 
     def used(self, bucket: TokenBucket | None, now_s: float) -> RateState | None:
         """The state of a bucket that has to be handed on; None if it is as good as a new one."""
@@ -112,32 +120,62 @@ class Quotas:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._usage: dict[str, _Usage] = {}
+        self._shares = LimitShares()
 
     def set_limits(self, principal: str, limits: PrincipalLimits) -> None:
         usage = self._of(principal)
         if usage.limits != limits:
             usage.limits = limits
-            usage.requests = self._bucket(usage.requests, limits.requests_per_minute)
-            usage.tokens = self._bucket(usage.tokens, limits.tokens_per_minute)
+            self._set_shares(principal, usage)
+
+    def _set_shares(self, principal: str, usage: _Usage) -> None:
+        shares = self._shares.of(principal, usage.limits)
+        if usage.shares != shares:
+            usage.shares = shares
+            usage.requests = self._bucket(usage.requests, shares.requests_per_minute)
+            usage.tokens = self._bucket(usage.tokens, shares.tokens_per_minute)
+
+    def report(self, since_s: float, num_waiting_tokens: Callable[[str], int]) -> dict[str, Usage]:
+        """What principals with limits use, `since_s` seconds after the last report.
+        `num_waiting_tokens` returns those that a principal has in the queue."""
+        report = {}
+        for principal, usage in self._usage.items():
+            usage.decay_rates(since_s)
+            if usage.limits != _NO_LIMITS:
+                waiting = num_waiting_tokens(principal) + usage.num_reserved_tokens
+                report[principal] = Usage(
+                    requests_per_minute=max(0, round(usage.requests_rate)),
+                    tokens_per_minute=max(0, round(usage.tokens_rate)),
+                    live_requests=usage.num_live,
+                    waiting_tokens=waiting,
+                    resumable_requests=usage.num_resumable,
+                )
+        return report
+
+    def divide(self, shard: int, reports: Sequence[Usages]) -> None:
+        """Take this shard's share of every limit, given the reports of all shards."""
+        self._shares.update(shard, reports)
+        for principal, usage in self._usage.items():
+            self._set_shares(principal, usage)
 
     def error(self, new: Reservation, num_waiting_tokens: int) -> RequestError | None:
         """The error of a request beyond a limit of its principal, which has `num_waiting_tokens` in
         the queue; None if it is within all of them."""
         usage = self._of(new.principal)
-        limits, now_s = usage.limits, self.clock()
+        limits, shares, now_s = usage.limits, usage.shares, self.clock()
         if usage.requests and (wait_s := usage.requests.wait_s(1, now_s)):
             return _exceeded("requests_per_minute", limits.requests_per_minute, wait_s)
         if usage.tokens and (wait_s := usage.tokens.wait_s(new.num_prompt_tokens, now_s)):
             return _exceeded("tokens_per_minute", limits.tokens_per_minute, wait_s)
-        if _is_beyond(usage.num_live + 1, limits.live_requests):
+        if _is_beyond(usage.num_live + 1, shares.live_requests):
             return _exceeded("live_requests", limits.live_requests)
         num_waiting_tokens += usage.num_reserved_tokens
         # A request longer than the limit is accepted if no other one waits, as by the whole queue.
         if num_waiting_tokens and _is_beyond(
-            num_waiting_tokens + new.num_prompt_tokens, limits.waiting_tokens
+            num_waiting_tokens + new.num_prompt_tokens, shares.waiting_tokens
         ):
             return _exceeded("waiting_tokens", limits.waiting_tokens)
-        if new.is_resumable and _is_beyond(usage.num_resumable + 1, limits.resumable_requests):
+        if new.is_resumable and _is_beyond(usage.num_resumable + 1, shares.resumable_requests):
             return _exceeded("resumable_requests", limits.resumable_requests)
         return None
 
@@ -201,7 +239,7 @@ class Quotas:
             if rates.tokens is not None:
                 limits["tokens_per_minute"] = rates.tokens.per_minute
                 usage.tokens = rates.tokens.bucket(now_s)
-            usage.limits = PrincipalLimits(**limits)
+            usage.limits = usage.shares = PrincipalLimits(**limits)
 
     def _count_live(self, group: Group, change: int) -> None:
         usage = self._of(group.key.principal)
@@ -210,6 +248,8 @@ class Quotas:
             usage.num_resumable += change
 
     def _take(self, usage: _Usage, num_requests: int, num_tokens: int) -> None:
+        usage.num_new_requests += num_requests
+        usage.num_new_tokens += num_tokens
         if usage.requests is not None:
             usage.requests.take(num_requests, self.clock())
         if usage.tokens is not None:

@@ -15,8 +15,9 @@ from quire.service.beams import MAX_BEAM_WIDTH, MAX_CANDIDATES
 from quire.service.errors import RequestError, failed, invalid
 from quire.service.tracing.context import TraceContext
 from scheduler_svc.beams.search import EarlyStopping
+from scheduler_svc.core.limits import PrincipalLimits
 from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
-from scheduler_svc.core.quotas import PrincipalLimits, Reservation
+from scheduler_svc.core.quotas import Reservation
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import group_of

@@ -66,7 +66,11 @@ class Standby:
         try:
             while True:
                 self._is_lost.clear()
-                leadership = await self._try_acquire()
+                leadership = None
+                if self._membership.is_candidate(self._shard):
+                    leadership = await self._try_acquire()
+                else:
+                    self._leave_to_others()
                 if leadership is not None:
                     return leadership
                 is_known = self._membership.is_known
@@ -115,6 +119,12 @@ class Standby:
                 self.redis_error = str(error)
                 log.error("Redis unavailable", why=self.redis_error)
             return None
+
+    def _leave_to_others(self) -> None:
+        """Learn of the leader from the others: enough schedulers stand by for this shard."""
+        self._watch.stop()
+        self.leader_address = self._membership.loads[self._shard].leader
+        self.redis_error = None
 
     def _must_yield(self, leader: StoredLeader | None) -> bool:
         """Whether the lease was found to be free just now, so that its owner may acquire it."""

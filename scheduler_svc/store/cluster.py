@@ -72,6 +72,12 @@ class ClusterStore:
             packed_map=packed_map,
         )
 
+    async def exchange(self, shard: int, report: bytes) -> dict[int, bytes]:
+        """Write what tenants use in a shard; return the last reports of all shards."""
+        key = self._keys.tenants
+        _, stored = await self._connection.snapshot(("HSET", key, shard, report), ("HGETALL", key))
+        return {int(other): packed for other, packed in _pairs(stored)}
+
 
 def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:
     return list(mapping(flat).items())

@@ -60,6 +60,7 @@ class ClusterKeys:
         self.schedulers = f"{prefix}:schedulers"
         self.loads = f"{prefix}:loads"
         self.map = f"{prefix}:map"
+        self.tenants = f"{prefix}:tenants"
 
 
 def ids_prefix(part: int) -> str:
