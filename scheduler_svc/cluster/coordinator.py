@@ -18,6 +18,8 @@ log = structlog.get_logger()
 # A scheduler gets shards of others when it has run for this long: one that crashes again and again
 # must not make them pause each time.
 JOIN_S = 2.0
+# One that starts meanwhile makes it wait no longer than this.
+MAX_JOIN_S = 10.0
 # A worker keeps its shard for this long after its name has ceased to resolve: a container that is
 # restarted has no name meanwhile.
 KEEP_WORKER_S = 10.0
@@ -43,10 +45,10 @@ class Coordinator:
         started_at = clock()
         # When the map has last changed.
         self._changed_at = started_at
-        # By id, when a scheduler was first seen. Those of the map were there before.
-        self._first_seen = dict.fromkeys(
-            (membership.id, *membership.map.owners.values()), started_at - JOIN_S
-        )
+        # Schedulers that may get shards; those of the map were there before.
+        self._joined = {membership.id, *membership.map.owners.values()}
+        # By id, when a scheduler was first seen.
+        self._first_seen = dict.fromkeys(self._joined, started_at - JOIN_S)
         # By address, when a worker's name has last resolved.
         self._last_seen = dict.fromkeys(membership.map.workers, started_at)
         self._lock = asyncio.Lock()
@@ -106,11 +108,17 @@ class Coordinator:
         return {**leaders, 0: membership.id}
 
     def _joined_members(self) -> list[str]:
-        """The schedulers that run for long enough, or have shards already."""
+        """The schedulers that have run for long enough, or have shards already. Those that start
+        together join together, so that shards move once."""
         now = self._clock()
         members = self._membership.members
         self._first_seen = {name: self._first_seen.get(name, now) for name in members}
-        return [name for name, since in self._first_seen.items() if now - since >= JOIN_S]
+        ages = {name: now - since for name, since in self._first_seen.items()}
+        self._joined &= members.keys()
+        joining = [age for name, age in ages.items() if name not in self._joined]
+        if joining and (min(joining) >= JOIN_S or max(joining) >= MAX_JOIN_S):
+            self._joined |= {name for name, age in ages.items() if age >= JOIN_S}
+        return list(self._joined)
 
     def _known_workers(self) -> list[str]:
         now = self._clock()

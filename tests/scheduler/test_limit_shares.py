@@ -1,4 +1,5 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -103,10 +104,8 @@ class Engine:
 async def test_shards_divide_limits_and_add_up_what_tenants_were_served() -> None:
     table = Table()
     engines = [Engine(), Engine()]
-    exchanges = [
-        TenantExchange(shard, 1, engine, Membership(), table)
-        for shard, engine in enumerate(engines)
-    ]
+    cluster = SimpleNamespace(map=SimpleNamespace(num_shards=2))
+    exchanges = [TenantExchange(shard, 1, engines[shard], cluster, table) for shard in (0, 1)]
     new = Reservation("a", 5, is_resumable=False)
     for _ in range(5):
         engines[0].quotas.reserve(new)
