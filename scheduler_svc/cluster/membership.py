@@ -96,7 +96,7 @@ class Membership:
         """Whether this process should lead the shard, given which schedulers run. If the one in the
         map has ended, one of those that stand by for it should."""
         candidates, owner = self._candidates(shard), self._owners.get(shard)
-        if owner not in candidates:
+        if owner is not None and owner not in candidates:
             owner = candidates[0] if candidates else None
         return self.id == owner
 

@@ -66,8 +66,6 @@ class Moves:
         """Move requests until cancelled. Errors of the store but StoreUnavailable are raised."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            if self._membership.map.num_shards == 1:
-                continue
             try:
                 await self.take()
                 await self._give_surplus()
@@ -126,7 +124,10 @@ class Moves:
     # Taking
 
     async def take(self) -> None:
-        """Queue the requests that other shards have given. Raises StoreError."""
+        """Queue the requests that other shards have given, if there are any others. Raises
+        StoreError."""
+        if self._membership.map.num_shards == 1:
+            return
         async with self._taking:
             while packed := await self._store.read_inbox(_BATCH):
                 for moved in map(Moved.parse, packed):

@@ -1,7 +1,7 @@
 """Dispatches gateway frames to the engine."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 from grpc import StatusCode
 
@@ -42,7 +42,7 @@ class FrameHandler:
         self._attachments = Attachments(engine, store, record_writer, self._orphans)
         self._submissions = Submissions(engine, store, record_writer, self._attachments, claims)
         self._take_moved: Callable[[], Awaitable[None]] = nothing_moved
-        self._lookups: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[GatewayConnection] = set()
         self._is_closed = False
         self._announced_model = self._model_now()
@@ -118,7 +118,7 @@ class FrameHandler:
         self._is_closed = True
         self._orphans.close()
         self._submissions.close()
-        for task in self._lookups:
+        for task in self._tasks:
             task.cancel()
         for connection in self._connections:
             # Its requests may belong to another term when the gateway disconnects.
@@ -162,13 +162,12 @@ class FrameHandler:
             if group := connection.attached.get(detachment.attachment):
                 self._attachments.detach(group, connection, detachment.client_gone)
         for lookup in frame.lookups:
-            task = asyncio.create_task(self._look_up(lookup, connection))
-            self._lookups.add(task)
-            task.add_done_callback(self._lookups.discard)
+            self._start(self._look_up(lookup, connection))
         for cancellation in frame.cancellations:
-            found = self._cancel(self._target(cancellation, connection))
             if cancellation.HasField("tag"):
-                connection.send_cancellation_result(cancellation.tag, found)
+                self._start(self._cancel_by_id(cancellation, connection))
+            else:
+                self._cancel(self._target(cancellation, connection))
 
     async def _look_up(self, lookup: scheduler_pb2.Lookup, connection: GatewayConnection) -> None:
         key = RequestKey(lookup.request.principal, lookup.request.request_id)
@@ -180,6 +179,21 @@ class FrameHandler:
             return key in self._engine.live
 
         connection.send_lookup_result(lookup.tag, await retry_unavailable(is_known))
+
+    async def _cancel_by_id(
+        self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
+    ) -> None:
+        target = self._target(cancellation, connection)
+        if target is None:
+            # Another shard may have just given it.
+            await retry_unavailable(self._take_moved)
+            target = self._target(cancellation, connection)
+        connection.send_cancellation_result(cancellation.tag, self._cancel(target))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _target(
         self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
