@@ -18,12 +18,12 @@ from typing import Any
 
 from benchmarks.scheduler import control
 from benchmarks.scheduler.sampler import Sampler
+from quire.internal.v1 import worker_pb2
 from scheduler_svc import __main__ as service
 from scheduler_svc.core.sequence import Group
 from scheduler_svc.core.sequence import Sequence as SequenceState
-from scheduler_svc.lane.in_flight import InFlightStep
+from scheduler_svc.lane.in_flight import CompletedStep, InFlightStep, InFlightSteps
 from scheduler_svc.lane.lane import Lane
-from scheduler_svc.lane.results import StepAccounts
 from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.decode_commits import DecodeCommits
 from scheduler_svc.store.keys import PoolKeys
@@ -116,13 +116,18 @@ def _differences(values: list[float]) -> list[float]:
 
 def watch(probe: Probe) -> None:
     """Wrap the completion of steps and Redis calls."""
-    completed, run, begin = StepAccounts.begin, Connection.run, DecodeCommits.begin
+    complete, take = InFlightSteps.complete, InFlightSteps.take_oldest
+    run, begin = Connection.run, DecodeCommits.begin
 
-    def recorded_completion(
-        accounts: StepAccounts, in_flight: InFlightStep, sampled: list[SequenceState]
-    ) -> None:
-        probe.record_completion(in_flight)
-        completed(accounts, in_flight, sampled)
+    def recorded_complete(steps: InFlightSteps, result: worker_pb2.StepResult) -> CompletedStep:
+        completed = complete(steps, result)
+        probe.record_completion(completed.in_flight)
+        return completed
+
+    def recorded_take(steps: InFlightSteps) -> InFlightStep:
+        taken = take(steps)
+        probe.record_completion(taken)
+        return taken
 
     async def recorded_run(
         connection: Connection, script: Script, keys: Sequence[str], args: Sequence[Argument]
@@ -134,7 +139,8 @@ def watch(probe: Probe) -> None:
         probe.record_decode_commit(commits.keys)
         return begin(commits, *args)
 
-    StepAccounts.begin = recorded_completion  # type: ignore[method-assign, assignment]
+    InFlightSteps.complete = recorded_complete  # type: ignore[method-assign, assignment]
+    InFlightSteps.take_oldest = recorded_take  # type: ignore[method-assign, assignment]
     Connection.run = recorded_run  # type: ignore[method-assign, assignment]
     DecodeCommits.begin = recorded_begin  # type: ignore[method-assign, assignment]
 

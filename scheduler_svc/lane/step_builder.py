@@ -62,7 +62,8 @@ class StepBuilder:
     def publish(self, sequence: Sequence) -> None:
         """Publish its blocks that this step, once run, leaves full of known tokens."""
         if self.enable_prefix_caching and sequence.blocks_are_valid:
-            self.publications += take_publications(sequence, self.block_size)
+            num_known = min(sequence.num_written_tokens, len(sequence.token_ids))
+            self.publications += take_publications(sequence, num_known, self.block_size)
 
     def journal(self, uncommitted: Iterable[Sequence]) -> None:
         """Journal the tokens of these sequences since the last commit."""
@@ -133,10 +134,10 @@ class StepBuilder:
             sequence.is_on_worker = False
 
 
-def take_publications(sequence: Sequence, block_size: int) -> list[Publication]:
-    """Its blocks that are full of known and written tokens; from now on they count as published."""
+def take_publications(sequence: Sequence, num_known: int, block_size: int) -> list[Publication]:
+    """Its blocks that are full with `num_known` tokens, which are known and written by the end of
+    the step; from now on they count as published."""
     first = sequence.num_published_blocks
-    num_known = min(sequence.num_written_tokens, len(sequence.token_ids))
     num_full = min(num_known // block_size, len(sequence.block_ids))
     if num_full <= first:
         return []

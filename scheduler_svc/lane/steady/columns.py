@@ -1,6 +1,7 @@
 """The rows of a steady lane as parallel lists."""
 
-from collections import defaultdict
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from scheduler_svc.core.request import Delivery
@@ -30,7 +31,8 @@ class DecodeColumns:
         )
         # Steps until the last token of the first sequence to end is in flight.
         self.num_left = min(other.max_num_tokens - other.num_tokens for other in sequences)
-        self._num_steps = 0
+        # Steps so far, those that the sequences do not count yet, and the last one.
+        self._num_steps = self._num_unsynced = self._last_step = 0
         # By step, sequences that need a block, and those of which a block becomes full.
         self._growing: defaultdict[int, list[Sequence]] = defaultdict(list)
         self._filling: defaultdict[int, list[Sequence]] = defaultdict(list)
@@ -46,7 +48,8 @@ class DecodeColumns:
         limits = self._limits
         num_slots = len(sequence.block_ids) * limits.block_size
         if num_slots < limits.max_model_len:
-            num_steps = num_slots - sequence.num_tokens - limits.num_lookahead_slots + 1
+            num_tokens = sequence.num_tokens + self._num_unsynced
+            num_steps = num_slots - num_tokens - limits.num_lookahead_slots + 1
             self._growing[self._num_steps + max(0, num_steps)].append(sequence)
 
     def has_stop(self, token_ids: Iterable[int]) -> bool:
@@ -60,24 +63,35 @@ class DecodeColumns:
     def advance(self, token_ids: list[int], step: int) -> list[Publication]:
         """Append a token to each sequence and schedule the next one in this step; return the blocks
         that are full of known tokens now."""
-        for sequence, known, token_id in zip(
-            self.sequences, self._token_ids, token_ids, strict=True
-        ):
-            known.append(token_id)
-            sequence.num_computed_tokens += 1
-            sequence.num_tokens += 1
-            sequence.last_step = step
+        # The loop runs in C.
+        deque(map(array.append, self._token_ids, token_ids), maxlen=0)
+        self._last_step = step
+        self._num_unsynced += 1
         self.num_left -= 1
-        filling = self._filling.pop(self._num_steps, ())
-        for sequence in filling:
-            self._filling[self._num_steps + self._limits.block_size].append(sequence)
+        filling = self._filling.pop(self._num_steps, None)
         self._growing.pop(self._num_steps, None)
         self._num_steps += 1
+        if filling is None:
+            return []
+        # All of them fill the next block together.
+        self._filling[self._num_steps - 1 + self._limits.block_size] += filling
         return [
             publication
             for sequence in filling
-            for publication in take_publications(sequence, self._limits.block_size)
+            for publication in take_publications(
+                sequence, len(sequence.token_ids), self._limits.block_size
+            )
         ]
+
+    def sync(self) -> None:
+        """Bring the counts of the sequences up to date. They are written when the steady state
+        ends, since only the lane's loop reads them."""
+        num_steps, self._num_unsynced = self._num_unsynced, 0
+        if num_steps:
+            for sequence in self.sequences:
+                sequence.num_computed_tokens += num_steps
+                sequence.num_tokens += num_steps
+                sequence.last_step = self._last_step
 
     def grow(self, sequences: list[Sequence], block_ids: Iterable[int]) -> None:
         """Add a block to each of these sequences."""

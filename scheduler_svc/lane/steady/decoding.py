@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.sequence import Sequence
@@ -14,6 +15,10 @@ from scheduler_svc.lane.sequence_table import Rows
 from scheduler_svc.lane.steady.columns import DecodeColumns
 from scheduler_svc.lane.worker_stream import LaneLost, WorkerStream
 from scheduler_svc.store.types import Commit, CommitReply, Publication, TokenRanges
+
+# Completed steps are recorded so many at a time: most of the cost of recording one is that of
+# running rarely used code.
+_MAX_TAKEN: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class SteadyDecoding:
         plan.schedule.rows.extend(columns.rows)
         plan.schedule.num_scheduled_tokens.extend([1] * len(columns.rows))
         self._step: _Step | None = None
+        # Completed plans that are not recorded yet, with their results and when these were taken.
+        self._taken: list[tuple[InFlightStep, worker_pb2.StepResult, float]] = []
         self._is_abandoned = False
         # An unexpected one of a callback; `stop` raises it.
         self._error: Exception | None = None
@@ -106,10 +113,18 @@ class SteadyDecoding:
             return False
         parts.stream.take_result()
         parts.in_flight.take_oldest()
-        parts.results.begin(in_flight, columns.sequences)
-        parts.results.end(in_flight, columns.sequences, result, started)
+        self._taken.append((in_flight, result, started))
+        if len(self._taken) == _MAX_TAKEN:
+            self._record()
         self._begin(token_ids, growing, started)
         return True
+
+    def _record(self) -> None:
+        """Record the steps completed since the last call."""
+        taken, self._taken = self._taken, []
+        for in_flight, result, started in taken:
+            self._parts.results.begin(in_flight, self._columns.sequences)
+            self._parts.results.end(in_flight, self._columns.sequences, result, started)
 
     def _is_expected(
         self, result: worker_pb2.StepResult, in_flight: InFlightStep, token_ids: list[int]
@@ -227,9 +242,16 @@ class SteadyDecoding:
     def abandon(self) -> None:
         """End without completing the step in progress."""
         self._is_abandoned = True
+        self._finish()
+
+    def _finish(self) -> None:
+        """Bring up to date what is written now and then only."""
+        self._record()
+        self._columns.sync()
 
     async def stop(self) -> None:
         """End, with the step in progress complete. Raises what a step of the loop raises."""
+        self._finish()
         parts, step = self._parts, self._step
         if self._error is not None:
             raise self._error
