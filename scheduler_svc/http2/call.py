@@ -11,8 +11,13 @@ from hpack.exceptions import HPACKError
 
 from scheduler_svc.http2 import frames
 from scheduler_svc.http2.frames import Frame, FrameReader, ProtocolError
-from scheduler_svc.http2.messages import MessageReader, pack_message
+from scheduler_svc.http2.messages import PREFIX, MessageReader, pack_message
 
+# Of frames; under names that are found at once.
+_FRAME_HEADER: Final = frames.HEADER
+_U32: Final = frames.U32
+_DATA: Final = frames.DATA
+_WINDOW_UPDATE: Final = frames.WINDOW_UPDATE
 # The first stream of a client.
 _STREAM: Final = 1
 _MAX_FRAME_BYTES: Final = 2**20
@@ -131,7 +136,9 @@ class StreamCall(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for frame in self._frames.feed(data):
+            if self._frames.is_empty and not self._block:
+                data = self._receive_whole(data)
+            for frame in self._frames.feed(data) if data else ():
                 # Frames behind the end are of no interest.
                 if self.ended is None:
                     self._receive(frame)
@@ -150,6 +157,27 @@ class StreamCall(asyncio.Protocol):
 
     # Receiving
 
+    def _receive_whole(self, data: bytes) -> bytes:
+        """Receive what a step consists of, frames with one whole message and updates of windows,
+        without objects for them. Return the rest."""
+        start = 0
+        while self.ended is None and len(data) - start >= _FRAME_HEADER.size:
+            word, flags, stream = _FRAME_HEADER.unpack_from(data, start)
+            first = start + _FRAME_HEADER.size
+            behind = first + (word >> 8)
+            kind = word & 0xFF
+            if behind > len(data):
+                break
+            if kind == _DATA and not flags and self._messages.is_whole(data, first, behind):
+                self._count_received(behind - first)
+                self._on_message(data[first + PREFIX.size : behind])
+            elif kind == _WINDOW_UPDATE and behind - first == _U32.size:
+                self._raise_window(stream, _U32.unpack_from(data, first)[0] & frames.MAX_WINDOW)
+            else:
+                break
+            start = behind
+        return data[start:] if start else data
+
     def _receive(self, frame: Frame) -> None:
         if self._block and frame.kind != frames.CONTINUATION:
             raise ProtocolError("a header block is incomplete")
@@ -159,7 +187,7 @@ class StreamCall(asyncio.Protocol):
             case frames.HEADERS | frames.CONTINUATION:
                 self._receive_headers(frame)
             case frames.WINDOW_UPDATE:
-                self._raise_window(frame)
+                self._raise_window(frame.stream, frame.number)
             case frames.SETTINGS:
                 self._receive_settings(frame)
             case frames.PING:
@@ -177,18 +205,22 @@ class StreamCall(asyncio.Protocol):
                 raise ProtocolError("pushes are disabled")
 
     def _receive_data(self, frame: Frame) -> None:
-        self._num_received += len(frame.payload)
+        self._count_received(len(frame.payload))
+        for message in self._messages.feed(frame.content):
+            if self.ended is None:
+                self._on_message(message)
+        if frame.flags & frames.END_STREAM:
+            raise ProtocolError("the stream ends without a status")
+
+    def _count_received(self, num_bytes: int) -> None:
+        """Raise the windows again after some received bytes."""
+        self._num_received += num_bytes
         if self._num_received >= _WINDOW_STEP:
             increment, self._num_received = self._num_received, 0
             self._transport.write(
                 frames.pack_window_update(0, increment)
                 + frames.pack_window_update(_STREAM, increment)
             )
-        for message in self._messages.feed(frame.content):
-            if self.ended is None:
-                self._on_message(message)
-        if frame.flags & frames.END_STREAM:
-            raise ProtocolError("the stream ends without a status")
 
     def _receive_headers(self, frame: Frame) -> None:
         if frame.kind == frames.HEADERS:
@@ -210,12 +242,13 @@ class StreamCall(asyncio.Protocol):
         if self._block_flags & frames.END_STREAM:
             self._end(*_status(headers))
 
-    def _raise_window(self, frame: Frame) -> None:
-        if frame.stream == 0:
-            self._connection_window += frame.number
+    def _raise_window(self, stream: int, increment: int) -> None:
+        if stream == 0:
+            self._connection_window += increment
         else:
-            self._stream_window += frame.number
-        self._send_rest()
+            self._stream_window += increment
+        if self._unsent:
+            self._send_rest()
 
     def _receive_settings(self, frame: Frame) -> None:
         if frame.flags & frames.ACK:

@@ -36,9 +36,9 @@ MAX_WINDOW: Final = 2**31 - 1
 DEFAULT_FRAME_SIZE: Final = 2**14
 
 # Length (24 bits) and type, flags, stream.
-_HEADER: Final = Struct(">IBI")
+HEADER: Final = Struct(">IBI")
 _SETTING: Final = Struct(">HI")
-_U32: Final = Struct(">I")
+U32: Final = Struct(">I")
 # The first bit of a stream's number and of a window's increment is reserved.
 _31_BITS: Final = 2**31 - 1
 _PRIORITY_BYTES: Final = 5
@@ -69,20 +69,20 @@ class Frame(NamedTuple):
     @property
     def number(self) -> int:
         """The first 31 bits of the payload, of frames that have nothing else or begin with it."""
-        if len(self.payload) < _U32.size:
+        if len(self.payload) < U32.size:
             raise ProtocolError("a frame is too short")
-        return int(_U32.unpack_from(self.payload)[0]) & _31_BITS
+        return int(U32.unpack_from(self.payload)[0]) & _31_BITS
 
     @property
     def code(self) -> int:
         """The error code of a RST_STREAM frame."""
-        if len(self.payload) != _U32.size:
+        if len(self.payload) != U32.size:
             raise ProtocolError("a frame is too short")
-        return int(_U32.unpack(self.payload)[0])
+        return int(U32.unpack(self.payload)[0])
 
 
 def pack_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return _HEADER.pack(len(payload) << 8 | kind, flags, stream) + payload
+    return HEADER.pack(len(payload) << 8 | kind, flags, stream) + payload
 
 
 def pack_settings(settings: dict[int, int]) -> bytes:
@@ -90,11 +90,11 @@ def pack_settings(settings: dict[int, int]) -> bytes:
 
 
 def pack_window_update(stream: int, increment: int) -> bytes:
-    return pack_frame(WINDOW_UPDATE, 0, stream, _U32.pack(increment))
+    return pack_frame(WINDOW_UPDATE, 0, stream, U32.pack(increment))
 
 
 def pack_reset(stream: int, code: int) -> bytes:
-    return pack_frame(RST_STREAM, 0, stream, _U32.pack(code))
+    return pack_frame(RST_STREAM, 0, stream, U32.pack(code))
 
 
 def unpack_settings(frame: Frame) -> dict[int, int]:
@@ -112,15 +112,20 @@ class FrameReader:
         # The begin of a frame.
         self._rest = b""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no frame has begun."""
+        return not self._rest
+
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that these bytes complete. ProtocolError for one that is too large."""
         if self._rest:
             data = self._rest + data
         frames = []
         start, end = 0, len(data)
-        while end - start >= _HEADER.size:
-            word, flags, stream = _HEADER.unpack_from(data, start)
-            first = start + _HEADER.size
+        while end - start >= HEADER.size:
+            word, flags, stream = HEADER.unpack_from(data, start)
+            first = start + HEADER.size
             behind = first + (word >> 8)
             if behind > end:
                 if word >> 8 > self._max_frame_bytes:

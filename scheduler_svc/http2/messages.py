@@ -6,11 +6,11 @@ from typing import Final
 from scheduler_svc.http2.frames import ProtocolError
 
 # Whether it is compressed, and its length.
-_PREFIX: Final = Struct(">?I")
+PREFIX: Final = Struct(">?I")
 
 
 def pack_message(message: bytes) -> bytes:
-    return _PREFIX.pack(False, len(message)) + message
+    return PREFIX.pack(False, len(message)) + message
 
 
 class MessageReader:
@@ -20,26 +20,30 @@ class MessageReader:
         self._max_message_bytes = max_message_bytes
         self._rest = bytearray()
 
+    def is_whole(self, data: bytes, start: int, end: int) -> bool:
+        """Whether these bytes are the next message, as a whole and with nothing else."""
+        if self._rest or end - start < PREFIX.size:
+            return False
+        is_compressed, length = PREFIX.unpack_from(data, start)
+        return bool(length == end - start - PREFIX.size <= self._max_message_bytes) and not (
+            is_compressed
+        )
+
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that these bytes complete. ProtocolError for one that is too large or
         compressed."""
         rest = self._rest
-        if not rest and len(data) >= _PREFIX.size:
-            # The common case: one whole message.
-            is_compressed, length = _PREFIX.unpack_from(data)
-            if length == len(data) - _PREFIX.size and not is_compressed:
-                return [data[_PREFIX.size :]]
         rest += data
         messages = []
         start = 0
-        while len(rest) - start >= _PREFIX.size:
-            is_compressed, length = _PREFIX.unpack_from(rest, start)
+        while len(rest) - start >= PREFIX.size:
+            is_compressed, length = PREFIX.unpack_from(rest, start)
             if is_compressed or length > self._max_message_bytes:
                 raise ProtocolError(f"a message has {length} bytes, compressed: {is_compressed}")
-            end = start + _PREFIX.size + length
+            end = start + PREFIX.size + length
             if end > len(rest):
                 break
-            messages.append(bytes(rest[start + _PREFIX.size : end]))
+            messages.append(bytes(rest[start + PREFIX.size : end]))
             start = end
         del rest[:start]
         return messages

@@ -37,8 +37,13 @@ class PoolClient:
         self.num_free_blocks = reply.num_free_blocks
         return reply
 
-    def decode_commits(self, sequence_ids: list[int], first_indices: list[int]) -> DecodeCommits:
-        return self.pool.decode_commits(sequence_ids, first_indices)
+    def decode_commits(
+        self,
+        sequence_ids: list[int],
+        first_indices: list[int],
+        on_end: Callable[[CommitReply | None], None],
+    ) -> DecodeCommits:
+        return self.pool.decode_commits(sequence_ids, first_indices, on_end)
 
     @property
     def is_idle(self) -> bool:

@@ -70,19 +70,17 @@ class Connection:
         command = pack(("EVALSHA", script.digest, len(keys), *keys, *args))
         return _checked(await self._call([command], script))[0]
 
-    def begin(self, packed: bytes, on_end: Callable[[Any], None]) -> bool:
+    def begin(self, packed: bytes, on_end: Callable[[list[Any] | Exception], None]) -> bool:
         """Send a packed command if the connection is open; else do nothing and return False.
 
-        `on_end` gets the reply, or any kind of error unraised: the caller then repeats the call by
-        `run`, which handles it.
+        `on_end` gets the only reply in a list. If that is an error, or there is none, the caller
+        repeats the call by `run`, which handles it.
         """
         resp = self._resp
         if resp is None or resp.is_lost:
             return False
         self.num_calls += 1
-        resp.send_packed(
-            packed, 1, lambda ended: on_end(ended[0] if isinstance(ended, list) else ended)
-        )
+        resp.send_packed(packed, 1, on_end)
         return True
 
     async def run_each(

@@ -1,6 +1,6 @@
 """One worker's blocks, allocated by scripts in Redis."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,12 +94,15 @@ class Pool:
         return unpack_reply(commit, packed)
 
     def decode_commits(
-        self, sequence_ids: Sequence[int], first_indices: Sequence[int]
+        self,
+        sequence_ids: Sequence[int],
+        first_indices: Sequence[int],
+        on_end: Callable[[CommitReply | None], None],
     ) -> DecodeCommits:
         """Commits of consecutive steps in which these sequences gain one token each, from these
-        indices of their outputs on."""
+        indices of their outputs on; `on_end` is called for each of them."""
         return DecodeCommits(
-            self._connection, self._leadership, self._keys, sequence_ids, first_indices
+            self._connection, self._leadership, self._keys, sequence_ids, first_indices, on_end
         )
 
     async def reset_prefix_cache(self) -> int:

@@ -31,7 +31,11 @@ def pack(command: Iterable[Argument]) -> bytes:
 def pack_arguments(arguments: Iterable[Argument]) -> bytes:
     """Encode parts of a command; before all of them comes their number."""
     parts = [part if isinstance(part, bytes) else str(part).encode() for part in arguments]
-    return b"".join([b"$%d\r\n%b\r\n" % (len(p), p) for p in parts])
+    return b"".join(map(pack_argument, parts))
+
+
+def pack_argument(argument: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(argument), argument)
 
 
 class ReplyReader:
@@ -42,11 +46,14 @@ class ReplyReader:
         # Incomplete arrays, outermost first: elements so far, and the full length.
         self._open: list[tuple[list[Any], int]] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no reply has begun."""
+        return not (self._buffer or self._open)
+
     def feed(self, data: bytes) -> list[Any]:
         """Parse more bytes; return the replies they complete. ValueError for malformed data."""
         buffer = self._buffer
-        if not buffer and not self._open and (whole := _whole_string(data)) is not None:
-            return [whole]
         buffer += data
         replies: list[Any] = []
         start = 0
@@ -78,7 +85,7 @@ class ReplyReader:
         replies.append(value)
 
 
-def _whole_string(data: bytes) -> bytes | None:
+def whole_string(data: bytes) -> bytes | None:
     """The string, if the data is a reply with one and nothing else: the common case."""
     if data[:1] != b"$" or data[-2:] != _END:
         return None
@@ -177,6 +184,17 @@ class RespConnection(asyncio.Protocol):
         self._fail(RespConnectionLost("the connection was dropped"))
 
     def data_received(self, data: bytes) -> None:
+        pipeline = self._pipeline
+        if (
+            pipeline
+            and pipeline[0].num_replies == 1
+            and self._reader.is_empty
+            and (whole := whole_string(data)) is not None
+        ):
+            # The common case: one call with one string.
+            pipeline.popleft().on_end([whole])
+            self._note_drained()
+            return
         try:
             replies = self._reader.feed(data)
         except ValueError as error:
@@ -184,6 +202,9 @@ class RespConnection(asyncio.Protocol):
             return
         for reply in replies:
             self._deliver(reply)
+        self._note_drained()
+
+    def _note_drained(self) -> None:
         if self._drained is not None and not self._pipeline:
             self._drained.set()
 

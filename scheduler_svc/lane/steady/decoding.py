@@ -63,7 +63,9 @@ class SteadyDecoding:
     def __init__(self, columns: DecodeColumns, parts: LaneParts) -> None:
         self._columns = columns
         self._parts = parts
-        self._commits = parts.pool.decode_commits(columns.sequence_ids, columns.next_indices)
+        self._commits = parts.pool.decode_commits(
+            columns.sequence_ids, columns.next_indices, self._committed
+        )
         self._scheduled = ScheduledRows(
             columns.rows, columns.sequences, columns.rows, columns.sequences
         )
@@ -157,9 +159,7 @@ class SteadyDecoding:
         step.begun_at = time.perf_counter()
         step.scheduling_s = step.begun_at - started
         parts.pool.begun()
-        if not self._commits.begin(
-            number, publications, nexts, token_ids, len(growing), self._committed
-        ):
+        if not self._commits.begin(number, publications, nexts, token_ids, len(growing)):
             self._committed(None)
 
     # The commit's reply
