@@ -142,8 +142,10 @@ def take_publications(sequence: Sequence, num_known: int, block_size: int) -> li
     if num_full <= first:
         return []
     sequence.num_published_blocks = num_full
-    block_ids, hashes = sequence.block_ids[first:num_full], sequence.hashes()
-    return list(map(Publication, block_ids, hashes[first:num_full]))
+    block_ids, hashes = sequence.block_ids, sequence.hashes()
+    if num_full == first + 1:
+        return [Publication(block_ids[first], hashes[first])]
+    return list(map(Publication, block_ids[first:num_full], hashes[first:num_full]))
 
 
 def _logprobs(

@@ -43,9 +43,11 @@ class HashChain:
         of blocks that are hashed already are not read."""
         size, hashes, extra = self._block_size, self.hashes, self._extra
         parent = hashes[-1] if hashes else self._root
-        for end in range((len(hashes) + 1) * size, len(token_ids) + 1, size):
+        end = (len(hashes) + 1) * size
+        while end <= len(token_ids):
             parent = sha256(parent + pack_u32s(token_ids[end - size : end]) + extra).digest()
             hashes.append(parent)
+            end += size
 
     def fork(self, num_tokens: int) -> "HashChain":
         """The chain of another sequence whose first `num_tokens` tokens are the same."""

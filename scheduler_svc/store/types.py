@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,7 @@ class JournalEntry:
     token_ranges: TokenRanges
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(NamedTuple):
     """A held block whose content is now final, and may be hit."""
 
     block_id: int

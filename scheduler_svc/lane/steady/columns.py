@@ -75,13 +75,11 @@ class DecodeColumns:
             return []
         # All of them fill the next block together.
         self._filling[self._num_steps - 1 + self._limits.block_size] += filling
-        return [
-            publication
-            for sequence in filling
-            for publication in take_publications(
-                sequence, len(sequence.token_ids), self._limits.block_size
-            )
-        ]
+        publications: list[Publication] = []
+        for sequence in filling:
+            num_known = len(sequence.token_ids)
+            publications += take_publications(sequence, num_known, self._limits.block_size)
+        return publications
 
     def sync(self) -> None:
         """Bring the counts of the sequences up to date. They are written when the steady state
