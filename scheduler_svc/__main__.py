@@ -1,5 +1,6 @@
 """`python -m scheduler_svc`: runs the scheduler."""
 
+import asyncio
 import sys
 
 import structlog
@@ -7,6 +8,7 @@ import uvloop
 
 from quire.service.lifecycle import Signals
 from quire.service.logs import configure_logging
+from scheduler_svc.huge_pages import keep_in_huge_pages
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.shard import leaves
@@ -18,7 +20,11 @@ log = structlog.get_logger()
 async def _run(settings: SchedulerSettings) -> None:
     signals = Signals()
     signals.install()
-    await Scheduler(settings, signals).serve()
+    in_huge_pages = asyncio.create_task(keep_in_huge_pages())
+    try:
+        await Scheduler(settings, signals).serve()
+    finally:
+        in_huge_pages.cancel()
 
 
 def main() -> None:
