@@ -20,7 +20,7 @@ _MADV_HUGEPAGE: Final = 14
 _MADV_COLLAPSE: Final = 25
 # After the start, doubled each time: the heap grows while requests arrive.
 _FIRST_S: Final = 1.0
-_LONGEST_S: Final = 60.0
+_LONGEST_S: Final = 8.0
 
 
 async def keep_in_huge_pages() -> None:
