@@ -12,6 +12,7 @@ from benchmarks.machine import description
 from benchmarks.report import Part, markdown
 from benchmarks.results import Measured
 from benchmarks.scheduler.arrivals import arrivals
+from benchmarks.scheduler.beside import beside
 from benchmarks.scheduler.burst import burst
 from benchmarks.scheduler.idle import FLEETS, Fleets, idle
 from benchmarks.scheduler.memory import memory
@@ -92,6 +93,8 @@ def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
 
 
 ORDER = tuple(_parts(QUICK))
+# `--beside` measures a part of its own.
+_ALL = (*ORDER, "beside")
 
 
 def main() -> int:
@@ -102,13 +105,20 @@ def main() -> int:
         print(profile(options.profile))
         return 0
     num_missed = 0
-    for measured in _measured(_parts(_sizes(options)), options.parts):
+    parts = _beside(options) if options.beside else _parts(_sizes(options))
+    wanted = list(parts) if options.beside else options.parts
+    for measured in _measured(parts, wanted):
         num_missed += sum(not target.met for target in measured.part.targets)
         if not options.quick:
             # After each part, so that a failure loses no finished part.
-            results.write(_NAME, measured, ORDER)
+            results.write(_NAME, measured, _ALL)
     print(f"{num_missed} targets missed" if num_missed else "all targets met")
     return 0
+
+
+def _beside(options: argparse.Namespace) -> Mapping[str, Callable[[], Part]]:
+    sizes, commit, num_rounds = _sizes(options), options.beside, options.rounds
+    return {"beside": lambda: beside(commit, sizes.rows, sizes.effort, num_rounds)}
 
 
 def _measured(parts: Mapping[str, Callable[[], Part]], wanted: list[str]) -> Iterator[Measured]:
@@ -148,6 +158,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--bursts", type=int, help="number of bursts, of which figures are medians")
     parser.add_argument("--waiting", type=int, help="waiting requests in the part memory")
     parser.add_argument("--requests", type=int, help="requests in the part prefixes")
+    parser.add_argument(
+        "--beside", metavar="COMMIT", help="measure the time per step beside that of a commit"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measurements of each tree with --beside"
+    )
     parser.add_argument(
         "--profile", type=float, metavar="SECONDS", help="profile the scheduler instead"
     )
