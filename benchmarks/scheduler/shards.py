@@ -15,6 +15,7 @@ _NUM_ROWS = 256
 # Slow enough for two cores to run all processes.
 _STEP_MS = 400.0
 _FILL_TIMEOUT_S = 150.0
+_MOST_AT_ONCE = 1024
 _LEAST_OF_IDEAL = 0.98
 _MOST_GROWTH = 0.1
 _PROMPT_TOKENS = (17, 48)
@@ -81,19 +82,28 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
 
 
 def filled(fleet: Fleet, max_tokens: int) -> None:
-    """Fill every row of every worker with a sequence that decodes until the end."""
+    """Fill every row of every worker with a sequence that decodes until the end.
+
+    Requests come in parts: all at once would occupy two cores for seconds, in which leases expire.
+    """
     rows = int(fleet.setting.model["max_num_seqs"])
-    shares = [shard.num_workers * rows for shard in fleet.view.shards]
-    fleet.run(
-        Workload(
-            num_requests=sum(shares),
-            concurrency=sum(shares),
-            prompt_tokens=_PROMPT_TOKENS,
-            output_tokens=(max_tokens, max_tokens),
-        ),
-        shares,
-    )
-    fleet.wait_for("started", sum(shares), _FILL_TIMEOUT_S)
+    workers = [shard.num_workers for shard in fleet.view.shards]
+    at_once = max(1, _MOST_AT_ONCE // sum(workers))
+    num_started = 0
+    for first in range(0, rows, at_once):
+        shares = [number * min(at_once, rows - first) for number in workers]
+        fleet.run(
+            Workload(
+                num_requests=sum(shares),
+                concurrency=sum(shares),
+                prompt_tokens=_PROMPT_TOKENS,
+                output_tokens=(max_tokens, max_tokens),
+                seed=first + 1,
+            ),
+            shares,
+        )
+        num_started += sum(shares)
+        fleet.wait_for("started", num_started, _FILL_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
