@@ -12,13 +12,13 @@ from quire.cli.chat import chat
 from quire.cli.demo import demo
 from quire.cli.inference import generate, models, tokenize
 from quire.cli.keys import keys
-from quire.cli.operations import health, reset_cache, status
+from quire.cli.operations import health, reset_cache, shards, status
 from quire.cli.pull import pull
 from quire.cli.recordings import explain, replay
 from quire.cli.serve.command_group import CommandGroup
 
 for command in (
-    *(chat, generate, beam_search, tokenize, models, health, status, reset_cache),
+    *(chat, generate, beam_search, tokenize, models, health, status, shards, reset_cache),
     *(pull, run_batch, bench, demo, replay, explain),
 ):
     app.command()(command)

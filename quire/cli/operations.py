@@ -1,4 +1,4 @@
-"""Commands for operators: health, status, reset-cache."""
+"""Commands for operators: health, status, shards, reset-cache."""
 
 import sys
 import time
@@ -14,19 +14,25 @@ from quire.cli.app import (
     Target,
     Timeout,
     given_tls,
+    integer,
     number,
     report_errors,
     seconds,
 )
 from quire.cli.json_output import AsJson, echo_json
 from quire.cli.screen import DEFAULT_WIDTH, Screen
-from quire.cli.status_json import status_json
-from quire.cli.status_report import report
+from quire.cli.status.shards import shards_json, shards_report
+from quire.cli.status.status_json import cluster_status_json
+from quire.cli.status.status_report import cluster_report
 from quire.client.errors import QuireError
 from quire.client.health_probe import is_serving
-from quire.client.operations import DEFAULT_SCHEDULER, LEADER_FAILS, Operations
+from quire.client.operations import (
+    DEFAULT_SCHEDULER,
+    LEADER_FAILS,
+    ClusterStatus,
+    Operations,
+)
 from quire.client.targets import DEFAULT_TARGET, check_target
-from quire.internal.v1.operations_pb2 import GetStatusResponse
 from quire.launcher.services import running_schedulers
 
 _RESPONSE_TIMEOUT_S: Final = 5.0
@@ -51,6 +57,14 @@ def interval_s(value: str) -> float:
         limits = f"from {_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g}"
         raise typer.BadParameter(f"must be a number of seconds {limits} (got {value})")
     return interval
+
+
+def at_least_one(value: str) -> int:
+    """Parse a number of shards."""
+    count = integer(value)
+    if count < 1:
+        raise typer.BadParameter(f"must be at least 1 (got {value})")
+    return count
 
 
 @report_errors()
@@ -96,19 +110,19 @@ def status(
     ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show a scheduler's workers, its queue, and the blocks of the workers' caches.
+    """Show the workers, the queue, and the blocks of the workers' caches.
 
     With --json, one line per update.
     """
     with Operations(target or local_scheduler(), given_tls(context)) as operations:
         if once:
-            before = operations.status(with_block_maps=False, timeout_s=_RESPONSE_TIMEOUT_S)
+            before = operations.statuses(with_block_maps=False, timeout_s=_RESPONSE_TIMEOUT_S)
             time.sleep(interval)
-            now = operations.status(with_block_maps=True, timeout_s=_RESPONSE_TIMEOUT_S)
+            now = operations.statuses(with_block_maps=True, timeout_s=_RESPONSE_TIMEOUT_S)
             if as_json:
-                echo_json(status_json(now, before))
+                echo_json(cluster_status_json(now, before))
             else:
-                typer.echo("\n".join(report(now, before, DEFAULT_WIDTH)))
+                typer.echo("\n".join(cluster_report(now, before, DEFAULT_WIDTH)))
             return
         with suppress(KeyboardInterrupt):
             if as_json:
@@ -118,9 +132,39 @@ def status(
                 _watch(
                     operations,
                     interval,
-                    lambda now, before: screen.show(report(now, before, screen.width)),
+                    lambda now, before: screen.show(cluster_report(now, before, screen.width)),
                     lambda error: screen.show([str(error), "Trying again ..."]),
                 )
+
+
+@report_errors()
+def shards(
+    context: typer.Context,
+    num_shards: Annotated[
+        int | None,
+        typer.Argument(parser=at_least_one, help="Raise the number of shards to this one."),
+    ] = None,
+    target: SchedulerTarget = None,
+    timeout: Timeout = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the shards, who leads them, and the schedulers; or raise the number of shards.
+
+    Requests continue when the number is raised. It cannot be lowered.
+    """
+    with Operations(target or local_scheduler(), given_tls(context)) as operations:
+        if num_shards is None:
+            cluster = operations.cluster(timeout)
+            if as_json:
+                echo_json(shards_json(cluster))
+            else:
+                typer.echo("\n".join(shards_report(cluster)))
+            return
+        operations.set_num_shards(num_shards, timeout)
+    if as_json:
+        echo_json({"num_shards": num_shards})
+    else:
+        typer.echo(f"the number of shards is {num_shards}")
 
 
 @report_errors()
@@ -129,12 +173,16 @@ def reset_cache(
 ) -> None:
     """Remove all cached prefixes from all workers. Running requests continue."""
     with Operations(target or local_scheduler(), given_tls(context)) as operations:
-        num_blocks = operations.reset_prefix_cache(timeout)
-    typer.echo(f"{num_blocks} blocks removed from the prefix cache")
+        num_blocks, failures = operations.reset_prefix_caches(timeout)
+    typer.echo(f"{sum(num_blocks.values())} blocks removed from the prefix cache")
+    for shard, error in failures.items():
+        typer.echo(f"quire: caches of shard {shard} not reset: {error}", err=True)
+    if failures:
+        raise typer.Exit(1)
 
 
-def _echo_status(now: GetStatusResponse, before: GetStatusResponse | None) -> None:
-    echo_json(status_json(now, before))
+def _echo_status(now: ClusterStatus, before: ClusterStatus | None) -> None:
+    echo_json(cluster_status_json(now, before))
 
 
 def _echo_failure(error: QuireError) -> None:
@@ -144,14 +192,14 @@ def _echo_failure(error: QuireError) -> None:
 def _watch(
     operations: Operations,
     interval: float,
-    show: Callable[[GetStatusResponse, GetStatusResponse | None], object],
+    show: Callable[[ClusterStatus, ClusterStatus | None], object],
     show_failure: Callable[[QuireError], object],
 ) -> None:
     """Show each status with the previous one, if there is one, until an error that is final."""
-    before: GetStatusResponse | None = None
+    before: ClusterStatus | None = None
     while True:
         try:
-            now = operations.status(with_block_maps=True, timeout_s=_RESPONSE_TIMEOUT_S)
+            now = operations.statuses(with_block_maps=True, timeout_s=_RESPONSE_TIMEOUT_S)
         except QuireError as error:
             # Nothing responds at the leader's address, which may not be meant for this host.
             is_unreachable = before is None and error.reason == LEADER_FAILS

@@ -1,7 +1,9 @@
 """A client of a scheduler's operations."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
 import grpc
@@ -16,34 +18,84 @@ DEFAULT_SCHEDULER = "127.0.0.1:50052"
 LEADER_FAILS: Final = "LEADER_FAILS"
 # A scheduler that has stopped, or stands by.
 _AWAY: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# At once.
+_MAX_CALLS: Final = 16
 
 _Reply = TypeVar("_Reply")
 
 
+@dataclass(frozen=True)
+class ClusterStatus:
+    """The statuses of all shards."""
+
+    # By shard, those that were read, and why others were not.
+    statuses: Mapping[int, operations_pb2.GetStatusResponse]
+    failures: Mapping[int, QuireError]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.statuses) + len(self.failures)
+
+
 class Operations:
-    """A client of `OperationsService`. Calls to a standby go to the leader that it names. Calls
-    raise QuireError; later calls may succeed."""
+    """A client of `OperationsService`. Calls about a shard that the target does not lead go to the
+    leader that it names. Calls raise QuireError; later calls may succeed."""
 
     def __init__(self, target: str = DEFAULT_SCHEDULER, tls: TLS | None = None) -> None:
         self._tls = tls
         self._target = _Scheduler(target, tls)
-        # The leader that the target named last, if the target stood by.
-        self._leader: _Scheduler | None = None
+        # By address, the schedulers that the target has named.
+        self._others: dict[str, _Scheduler] = {}
+        # By shard, the leader that the target named last, if it does not lead the shard itself.
+        self._leaders: dict[int, _Scheduler] = {}
 
     def status(
-        self, with_block_maps: bool, timeout_s: float | None
+        self, with_block_maps: bool, timeout_s: float | None, shard: int = 0
     ) -> operations_pb2.GetStatusResponse:
-        request = operations_pb2.GetStatusRequest(with_block_maps=with_block_maps)
-        return self._call(lambda stub: stub.GetStatus(request, timeout=timeout_s))
+        request = operations_pb2.GetStatusRequest(with_block_maps=with_block_maps, shard=shard)
+        return self._call(shard, lambda stub: stub.GetStatus(request, timeout=timeout_s))
 
-    def reset_prefix_cache(self, timeout_s: float | None) -> int:
+    def statuses(self, with_block_maps: bool, timeout_s: float | None) -> ClusterStatus:
+        """The status of every shard. The error of the first one if there is no status at all."""
+        return ClusterStatus(
+            *self._of_all(lambda shard: self.status(with_block_maps, timeout_s, shard), timeout_s)
+        )
+
+    def reset_prefix_cache(self, timeout_s: float | None, shard: int = 0) -> int:
         """Return the number of blocks that were removed from the prefix cache."""
-        request = operations_pb2.ResetPrefixCacheRequest()
-        return self._call(lambda stub: stub.ResetPrefixCache(request, timeout=timeout_s)).num_blocks
+        request = operations_pb2.ResetPrefixCacheRequest(shard=shard)
+        return self._call(
+            shard, lambda stub: stub.ResetPrefixCache(request, timeout=timeout_s)
+        ).num_blocks
+
+    def reset_prefix_caches(
+        self, timeout_s: float | None
+    ) -> tuple[dict[int, int], dict[int, QuireError]]:
+        """By shard, the blocks that were removed, and the errors of shards whose caches were not
+        reset. The error of the first one if none was."""
+        return self._of_all(lambda shard: self.reset_prefix_cache(timeout_s, shard), timeout_s)
+
+    def cluster(self, timeout_s: float | None) -> operations_pb2.GetClusterResponse:
+        """The shards, as the target knows them, or another scheduler if the target is away."""
+        request = operations_pb2.GetClusterRequest()
+        try:
+            return self._target.call(lambda stub: stub.GetCluster(request, timeout=timeout_s))
+        except QuireError as error:
+            if error.code not in _AWAY:
+                raise
+            for other in list(self._others.values()):
+                with suppress(QuireError):
+                    return other.call(lambda stub: stub.GetCluster(request, timeout=timeout_s))
+            raise
+
+    def set_num_shards(self, num_shards: int, timeout_s: float | None) -> None:
+        """Raise the number of shards. InvalidArgumentError for a lower one."""
+        request = operations_pb2.SetNumShardsRequest(num_shards=num_shards)
+        self._call(0, lambda stub: stub.SetNumShards(request, timeout=timeout_s))
 
     def close(self) -> None:
-        self._target.close()
-        self._set_leader(None)
+        for scheduler in (self._target, *self._others.values()):
+            scheduler.close()
 
     def __enter__(self) -> Self:
         return self
@@ -51,42 +103,68 @@ class Operations:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _call(self, call: Callable[[operations_pb2_grpc.OperationsServiceStub], _Reply]) -> _Reply:
-        if self._leader is not None:
+    def _of_all(
+        self, call: Callable[[int], _Reply], timeout_s: float | None
+    ) -> tuple[dict[int, _Reply], dict[int, QuireError]]:
+        """Call for each shard, for several at once; replies and errors by shard."""
+        num_shards = len(self.cluster(timeout_s).shards)
+        if num_shards <= 1:
+            return {0: call(0)}, {}
+        replies: dict[int, _Reply] = {}
+        failures: dict[int, QuireError] = {}
+        with ThreadPoolExecutor(min(num_shards, _MAX_CALLS)) as pool:
+            calls = [pool.submit(call, shard) for shard in range(num_shards)]
+        for shard, done in enumerate(calls):
             try:
-                return self._leader.call(call)
+                replies[shard] = done.result()
+            except QuireError as error:
+                failures[shard] = error
+        if not replies:
+            raise failures[0]
+        return replies, failures
+
+    def _call(
+        self, shard: int, call: Callable[[operations_pb2_grpc.OperationsServiceStub], _Reply]
+    ) -> _Reply:
+        """Call the shard's leader."""
+        leader = self._leaders.get(shard)
+        if leader is not None:
+            try:
+                return leader.call(call)
             except QuireError as error:
                 if error.code not in _AWAY:
                     raise
                 # It leads no more: the target knows who does.
-                self._set_leader(None)
+                self._leaders.pop(shard, None)
         try:
             return self._target.call(call)
         except QuireError as error:
             if error.leader is None:
                 raise
-            self._set_leader(error.leader)
-        return self._call_leader(call)
+            named = error.leader
+        return self._call_named(shard, named, call)
 
-    def _call_leader(
-        self, call: Callable[[operations_pb2_grpc.OperationsServiceStub], _Reply]
+    def _call_named(
+        self,
+        shard: int,
+        address: str,
+        call: Callable[[operations_pb2_grpc.OperationsServiceStub], _Reply],
     ) -> _Reply:
         """Call the leader that the target has just named."""
-        assert self._leader is not None
+        if address not in self._others:
+            self._others[address] = _Scheduler(address, self._tls)
+        leader = self._leaders[shard] = self._others[address]
         try:
-            return self._leader.call(call)
+            return leader.call(call)
         except QuireError as error:
+            if error.code not in _AWAY:
+                raise
             message = (
                 f"the scheduler at {self._target.address} stands by and names the leader at "
-                f"{self._leader.address}, which fails: {error.message}"
+                f"{address}, which fails: {error.message}"
             )
-            self._set_leader(None)
+            self._leaders.pop(shard, None)
             raise QuireError(error.code, message, reason=LEADER_FAILS) from error
-
-    def _set_leader(self, address: str | None) -> None:
-        if self._leader is not None:
-            self._leader.close()
-        self._leader = None if address is None else _Scheduler(address, self._tls)
 
 
 class _Scheduler:

@@ -11,7 +11,7 @@ from scripted_scheduler import ScriptedScheduler, ScriptedStandby
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.cli.status_report import block_map_legend, draw_block_map, report
+from quire.cli.status.status_report import block_map_legend, draw_block_map, report
 from quire.internal.v1.operations_pb2 import GetStatusResponse, QueueStatus, WorkerStatus
 
 MS_PER_S, NS_PER_S = 1000, 10**9

@@ -7,6 +7,7 @@ from typing import Final
 
 from quire.cli.table import aligned
 from quire.client.decode_counts import DecodeCounts
+from quire.client.operations import ClusterStatus
 from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
 
 # Lines for the maps of all workers together.
@@ -53,6 +54,29 @@ def report(now: GetStatusResponse, before: GetStatusResponse | None, width: int)
     ]
 
 
+def cluster_report(now: ClusterStatus, before: ClusterStatus | None, width: int) -> list[str]:
+    """Lines of a report on all shards: of a single one its own, of several their sums, and all
+    workers with their shards."""
+    previous = {} if before is None else before.statuses
+    if now.num_shards == 1:
+        return report(now.statuses[0], previous.get(0), width)
+    changes = [
+        (shard, change)
+        for shard, status in now.statuses.items()
+        for change in changes_of(status, previous.get(shard))
+    ]
+    workers = GetStatusResponse(workers=[change.now for _, change in changes])
+    rows = [[*_row(change)[:1], str(shard), *_row(change)[1:]] for shard, change in changes]
+    header = [*_HEADER[:1], "SHARD", *_HEADER[1:]]
+    return [
+        *_cluster_summary(now, [change for _, change in changes]),
+        "",
+        *aligned([header, *rows], left=(0, len(header) - 1)),
+        *_drafts(workers),
+        *_maps(workers, width),
+    ]
+
+
 def changes_of(now: GetStatusResponse, before: GetStatusResponse | None) -> list[Change]:
     """Each worker's change; without a previous status if that is none of the same term."""
     if before is None or before.epoch != now.epoch:
@@ -72,6 +96,26 @@ def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
         f"queue {queue.num_requests:,} requests, {queue.num_tokens:,} tokens  "
         f"accepted {now.num_accepted:,}  refused {now.num_refused:,}",
         *(f"worker refused  {one.address}: {one.reason}" for one in now.refused_workers),
+    ]
+
+
+def _cluster_summary(now: ClusterStatus, changes: list[Change]) -> list[str]:
+    known = [rate for change in changes if (rate := change.rate(_scheduled)) is not None]
+    all_of = now.statuses.values()
+    refused = [
+        f"worker refused  {one.address} (shard {shard}): {one.reason}"
+        for shard, status in now.statuses.items()
+        for one in status.refused_workers
+    ]
+    return [
+        f"shards {now.num_shards}  workers {len(changes)}  "
+        f"tokens/s {_number(sum(known) if known else None)}",
+        f"queue {sum(one.queue.num_requests for one in all_of):,} requests, "
+        f"{sum(one.queue.num_tokens for one in all_of):,} tokens  "
+        f"accepted {sum(one.num_accepted for one in all_of):,}  "
+        f"refused {sum(one.num_refused for one in all_of):,}",
+        *(f"shard {shard} not shown  {error}" for shard, error in now.failures.items()),
+        *refused,
     ]
 
 
