@@ -60,7 +60,7 @@ make_certificate() {
 
 # Each service is a server, and a client of the next one. The health check of Redis is a client, too.
 make_certificate gateway serverAuth,clientAuth gateway gateway-2 "$@"
-make_certificate scheduler serverAuth,clientAuth scheduler scheduler-standby "$@"
+make_certificate scheduler serverAuth,clientAuth scheduler scheduler-2 "$@"
 make_certificate worker serverAuth worker "$@"
 make_certificate redis serverAuth,clientAuth redis "$@"
 make_certificate client clientAuth

@@ -40,7 +40,7 @@ def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> N
 
 @pytest.mark.parametrize("name", ["gateway", "gateway-2"])
 def test_a_gateway_is_stopped_before_the_workers_that_serve_its_requests(name: str) -> None:
-    assert {"scheduler", "scheduler-standby", "worker"} <= SERVICES[name]["depends_on"].keys()
+    assert {"scheduler", "scheduler-2", "worker"} <= SERVICES[name]["depends_on"].keys()
 
 
 def test_the_worker_of_ranks_is_another_worker() -> None:

@@ -135,6 +135,17 @@ _LEVELS: Final[tuple[tuple[str, str, Callable[[Engine], float]], ...]] = (
         ),
     ),
     (
+        "quire:num_requests_live",
+        "Sequences of live requests.",
+        lambda engine: (
+            len(engine.waiting)
+            + sum(
+                len(lane.rows) + len(lane.assigned) + lane.num_swapped
+                for lane in engine.lanes.values()
+            )
+        ),
+    ),
+    (
         "quire:num_queued_tokens",
         "Tokens of queued requests that are not assigned to a worker.",
         lambda engine: engine.waiting.num_tokens,

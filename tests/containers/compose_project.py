@@ -23,13 +23,13 @@ from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "ofthetests"
 # One of them is the leader.
-SCHEDULERS = ("scheduler", "scheduler-standby")
+SCHEDULERS = ("scheduler", "scheduler-2")
 GATEWAYS = ("gateway", "gateway-2")
 PORTS = {
     "gateway": 50051,
     "gateway-2": 50051,
     "scheduler": 50052,
-    "scheduler-standby": 50052,
+    "scheduler-2": 50052,
     "worker": 50053,
     "worker-ranks": 50053,
 }

@@ -20,7 +20,7 @@ from quire.client.sampling_params import SamplingParams
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 BRING_UP_S = 120
-SERVICES = ("redis", "scheduler", "scheduler-standby", "worker", "gateway", "gateway-2")
+SERVICES = ("redis", "scheduler", "scheduler-2", "worker", "gateway", "gateway-2")
 SHORT = SamplingParams(temperature=0, max_tokens=4)
 LONG = SamplingParams(temperature=0.8, max_tokens=900, ignore_eos=True)
 

@@ -44,7 +44,7 @@ def test_every_container_has_limits(service: ComposeProject) -> None:
     assert found == {
         "redis": (2, 0, 128),
         "scheduler": (2, 0, 512),
-        "scheduler-standby": (2, 0, 512),
+        "scheduler-2": (2, 0, 512),
         "worker": (16, 0, 4096),
         "gateway": (2, 0, 512),
         "gateway-2": (2, 0, 512),

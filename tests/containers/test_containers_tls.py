@@ -58,7 +58,7 @@ async def test_all_connections_have_tls(encrypted: ComposeProject, certificates:
             output = client.generate("Return the number of", SamplingParams(max_tokens=4))
         assert output.usage.completion_tokens == 4
         assert not serves(target)
-    for name in ("scheduler", "scheduler-standby", "worker"):
+    for name in ("scheduler", "scheduler-2", "worker"):
         # The first checks may come before the worker has loaded its model.
         await until(lambda name=name: project.the(name).is_healthy, f"{name}'s health", BRING_UP_S)
         container = project.the(name)

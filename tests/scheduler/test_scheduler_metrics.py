@@ -112,6 +112,7 @@ async def test_the_engine_and_its_lanes_are_reported(server: MetricsServer, engi
             ("leader", "0"): 1,
             ("sequences_recovered_total", "0"): 3,
             ("num_requests_waiting", "0"): 3,
+            ("num_requests_live", "0"): 8,
             ("num_queued_tokens", "0"): 120,
             ("requests_accepted_total", "0"): 5,
             ("requests_refused_total", "0"): 1,
