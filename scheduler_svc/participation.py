@@ -12,6 +12,7 @@ from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.gateway.frame_handler import FrameHandler
+from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.process import Process
 from scheduler_svc.store.store import Store
 
@@ -31,7 +32,9 @@ class Participation:
         handler: FrameHandler,
         claims: Claims,
         record_writer: RecordWriter,
+        lease: Lease,
     ) -> None:
+        self._lease = lease
         self._address = process.address
         self._membership = process.membership
         self._engine = engine
@@ -75,8 +78,10 @@ class Participation:
         assert self._coordinator is not None
         await self._coordinator.set_num_shards(num_shards, self._claims.claim_all)
 
-    def load(self) -> ShardLoad:
-        """The shard's load now."""
+    def load(self) -> ShardLoad | None:
+        """The shard's load now; None while the lease may have expired."""
+        if not self._lease.is_held:
+            return None
         engine = self._engine
         lanes = [lane for lane in engine.lanes.values() if not lane.draining]
         num_on_lanes = sum(

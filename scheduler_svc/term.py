@@ -92,7 +92,7 @@ class Term:
             settings.worker_tls,
         )
         self.participation = Participation(
-            process, shard, store, self.engine, self.handler, claims, self._record_writer
+            process, shard, store, self.engine, self.handler, claims, self._record_writer, lease
         )
 
     def _lane_hooks(self, steps: StepHistograms) -> LaneHooks:

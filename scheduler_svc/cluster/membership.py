@@ -20,6 +20,8 @@ HEARTBEAT_S = 0.25
 # When Redis was away, or has lost what it had, the schedulers that were known count for so long
 # without a heartbeat: they all have to reach it again.
 RETURN_S = 2.0
+# A leader that has sent no heartbeat for this long may have lost its lease.
+LED_S = 1.0
 # Schedulers that stand by for a shard, besides its owner.
 NUM_STANDBYS = 2
 
@@ -56,7 +58,7 @@ class Membership:
         self._returned_by = 0.0
         self._owners: Mapping[int, str] = {0: self.id}
         self._loads: Mapping[int, ShardLoad] = {}
-        self._read_loads: dict[int, Callable[[], ShardLoad]] = {}
+        self._read_loads: dict[int, Callable[[], ShardLoad | None]] = {}
         # The last one, and when it was taken, by `clock`.
         self._reading: ClusterReading | None = None
         self._read_at = 0.0
@@ -84,8 +86,9 @@ class Membership:
     def stop_listening(self, listener: Callable[[], None]) -> None:
         self._listeners.discard(listener)
 
-    def lead(self, shard: int, load: Callable[[], ShardLoad]) -> None:
-        """This process leads the shard; its load is written with every heartbeat."""
+    def lead(self, shard: int, load: Callable[[], ShardLoad | None]) -> None:
+        """This process leads the shard; its load is written with every heartbeat. `load` returns
+        None while the lease may have expired."""
         self._read_loads[shard] = load
         self._wake.set()
 
@@ -115,6 +118,18 @@ class Membership:
         )
         standbys = others[:NUM_STANDBYS]
         return [named, *standbys] if named is not None and named in self._members else standbys
+
+    def is_led(self, shard: int) -> bool:
+        """Whether the shard's leader has just been heard of, so that its lease need not be read."""
+        if self._reading is None or shard not in self._reading.loads:
+            return False
+        now_ms = self._reading.now_ms + (self._clock() - self._read_at) * 1000
+        load = self._loads.get(shard)
+        return (
+            load is not None
+            and load.leader not in self._ended
+            and now_ms - self._reading.loads[shard].written_ms < LED_S * 1000
+        )
 
     def should_hand_over(self, shard: int, led_since: int) -> bool:
         """Whether the map, since this version, has given the shard to another scheduler, which
@@ -166,8 +181,12 @@ class Membership:
                 await self._beat("")
 
     async def _beat(self, address: str) -> ClusterReading:
-        loads = {shard: load().pack() for shard, load in self._read_loads.items()}
+        loads = {shard: load.pack() for shard, load in self._own_loads().items()}
         return await self._store.beat(self.id, address, round(self._expiry_s * 1000), loads)
+
+    def _own_loads(self) -> dict[int, ShardLoad]:
+        loads = {shard: read() for shard, read in self._read_loads.items()}
+        return {shard: load for shard, load in loads.items() if load is not None}
 
     def _take(self, reading: ClusterReading) -> None:
         if self._is_disturbed(reading):
@@ -179,7 +198,7 @@ class Membership:
             shard: _parse_load(timed.value)
             for shard, timed in reading.loads.items()
             if timed.written_ms >= oldest_ms
-        } | {shard: load() for shard, load in self._read_loads.items()}
+        } | self._own_loads()
         if reading.packed_map is not None:
             self._take_map(reading.packed_map)
         self.is_known.set()

@@ -12,11 +12,11 @@ from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
 from scheduler_svc.core.sequence import Group
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.record_conversion import group_of, to_record
+from scheduler_svc.engine.record_conversion import from_record, to_record
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.inbox import Moved
-from scheduler_svc.store.requests import RecordOutcome, RequestRecord
+from scheduler_svc.store.requests import RecordOutcome
 from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
@@ -104,7 +104,7 @@ class Moves:
         for group in groups:
             self._engine.withdraw(group)
         try:
-            packed = [Moved(_bare_record(group)).pack() for group in groups]
+            packed = [Moved(to_record(group)).pack() for group in groups]
             await self._stores[target].put_in_inbox(packed)
         except StoreUnavailable:
             for group in groups:
@@ -113,12 +113,12 @@ class Moves:
         log.info("waiting requests moved", requests=len(groups), shard=self._shard, target=target)
         if self._claims.is_needed:
             await self._claims.give([group.key for group in groups], target)
-        self._record_writer.discard(_bare_record(group) for group in groups)
+        self._record_writer.discard(group.record for group in groups)
         for group in groups:
             self._on_given(group, target)
         if cancelled := [group for group in groups if group.error is not None]:
             # Meanwhile.
-            packed = [Moved(_bare_record(group), is_cancelled=True).pack() for group in cancelled]
+            packed = [Moved(to_record(group), is_cancelled=True).pack() for group in cancelled]
             await self._stores[target].put_in_inbox(packed)
 
     # Taking
@@ -135,25 +135,22 @@ class Moves:
                 await self._store.trim_inbox(len(packed))
 
     async def _take(self, moved: Moved) -> None:
-        key = moved.record.key
+        key = moved.request.record.key
         if moved.is_cancelled:
             if group := self._engine.live.get(key):
                 self._engine.cancel(group)
             return
         if key in self._engine.live:
-            # Its gateway was faster.
             return
         await self._record_writer.sync({key})
-        num_ids = moved.record.num_choices
-        record = replace(moved.record, sequence_id=self._next_sequence_id(num_ids))
+        first_id = self._next_sequence_id(moved.request.record.num_choices)
+        record = replace(moved.request.record, sequence_id=first_id)
         # As one that was accepted before: it is not started again if it was cancelled.
         [outcome] = await self._store.record([record], [True])
         if outcome is RecordOutcome.NEW:
-            group = group_of(record)
+            group = from_record(replace(moved.request, record=record), {})
+            for sequence in group.outputs:
+                sequence.num_recorded = 0
+            await self._record_writer.compact(group.outputs)
             self._engine.adopt(group)
             self._on_taken(group)
-
-
-def _bare_record(group: Group) -> RequestRecord:
-    """The request without output, which any shard computes alike."""
-    return to_record(group).record

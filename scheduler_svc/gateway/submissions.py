@@ -1,6 +1,7 @@
 """New requests: validates, records and queues them."""
 
 import asyncio
+import contextlib
 import itertools
 import math
 from array import array
@@ -66,6 +67,10 @@ class Submissions:
 
     async def submit(self, submissions: list[_Submission], connection: GatewayConnection) -> None:
         """Attach a frame's submissions to live requests; validate and record the new ones."""
+        if any(submission.again for submission in submissions):
+            # With their output, which would be computed again otherwise.
+            with contextlib.suppress(StoreUnavailable):
+                await self._attachments.take_moved()
         new: list[_NewRequest] = []
         surplus: list[tuple[_Submission, RequestError]] = []
         num_tokens = 0

@@ -74,6 +74,7 @@ class LeaderWatch:
             while end is _End.BROKEN and self._leader is leader:
                 end = await self._watch_once(stub, leader, RECONNECT_WITHIN_S)
         if self._leader is leader:
+            self.is_watching = False
             what = (
                 "the leader has released the lease"
                 if end is _End.GIVEN_UP

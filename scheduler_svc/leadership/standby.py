@@ -67,10 +67,11 @@ class Standby:
             while True:
                 self._is_lost.clear()
                 leadership = None
-                if self._membership.is_candidate(self._shard):
-                    leadership = await self._try_acquire()
-                else:
+                if not self._membership.is_candidate(self._shard):
                     self._leave_to_others()
+                elif not (self._watch.is_watching and self._membership.is_led(self._shard)):
+                    # Otherwise the end of either would be noticed.
+                    leadership = await self._try_acquire()
                 if leadership is not None:
                     return leadership
                 is_known = self._membership.is_known

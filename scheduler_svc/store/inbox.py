@@ -3,26 +3,23 @@
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.store.requests import RequestRecord, RequestState, StoredRequest
-from scheduler_svc.store.requests import pack_live as pack_request
-from scheduler_svc.store.requests import unpack_live as unpack_request
+from scheduler_svc.store.requests import StoredRequest, pack_live, unpack_live
 
 _GIVEN, _CANCELLED = b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An entry: a request, or that one given before was cancelled."""
+    """An entry: a request with its output so far, or that one given before was cancelled."""
 
-    record: RequestRecord
+    request: StoredRequest
     is_cancelled: bool = False
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:
         """Read a packed entry."""
-        return cls(unpack_request(packed[1:]).record, packed[:1] == _CANCELLED)
+        return cls(unpack_live(packed[1:]), packed[:1] == _CANCELLED)
 
     def pack(self) -> bytes:
         """For Redis."""
-        request = StoredRequest(self.record, RequestState.LIVE, output_token_ids={})
-        return (_CANCELLED if self.is_cancelled else _GIVEN) + pack_request(request)
+        return (_CANCELLED if self.is_cancelled else _GIVEN) + pack_live(self.request)

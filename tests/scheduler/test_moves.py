@@ -147,3 +147,22 @@ async def test_a_cancelled_request_stays_cancelled(shards: TwoShards) -> None:
     shards.workers[0].gate.set()
     await until(lambda: all(x.failure for x in first.received.values()), "the ends")
     await until(lambda: not shards.stack.engine.live, "no live request")
+
+
+async def test_a_request_moves_with_its_output_when_its_worker_is_lost(shards: TwoShards) -> None:
+    first, second = shards.first, shards.second
+    shards.workers[0].gate.set()
+    attachment = await first.submit(prompt(9), 80, seed=3)
+    received = first.received[attachment]
+    await until(lambda: len(received.token_ids) > 20, "tokens")
+    name = next(name for name, (one, _) in shards.stack.workers.items() if one is shards.workers[0])
+    await shards.stack.stop_worker(name)
+    await until(lambda: received.failure is not None, "the move")
+    assert info_of(received.failure).metadata["shard"] == "1"
+    num_steps = len(shards.workers[1].plans)
+    received.failure = received.attachment_generation = None
+    await second.submit_again(received)
+    [again] = await second.wait_ended()
+    assert again.is_whole
+    # What it had was computed in few steps, not token by token.
+    assert len(shards.workers[1].plans) - num_steps < 75
