@@ -57,7 +57,8 @@ class GatewaySettings(TracedServiceSettings):
     scheduler: Addresses = Field(
         "127.0.0.1:50052",
         description="Addresses of schedulers, separated by commas: host:port or unix:/path. A host "
-        "name stands for every address it resolves to. The gateway finds the leader among them.",
+        "name stands for every address it resolves to. The gateway finds the leaders of all shards "
+        "among them.",
     )
     scheduler_tls_ca: Path | None = Field(
         None,

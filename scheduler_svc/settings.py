@@ -59,8 +59,8 @@ class SchedulerSettings(TracedServiceSettings):
     peer_tls_ca: Path | None = Field(
         None,
         description="PEM file with the authorities that other schedulers are verified by; a "
-        "standby connects to the leader without TLS if absent. If the leader has TLS, its death is "
-        "then noticed by its lease alone. A certificate has the host in --advertise.",
+        "scheduler watches leaders of shards without TLS if absent. If they have TLS, their death "
+        "is then noticed by their leases alone. A certificate has the host in --advertise.",
     )
     peer_tls_cert: Path | None = Field(
         None,
@@ -154,7 +154,9 @@ class SchedulerSettings(TracedServiceSettings):
     lease_s: float = Field(
         3,
         gt=0,
-        description="Seconds after its last renewal at which a leading scheduler is replaced.",
+        description="Seconds after its last renewal at which the leader of a shard is replaced, "
+        "and after its last heartbeat at which a scheduler counts as ended. The same for all "
+        "schedulers.",
     )
     advertise: Address | None = Field(
         None,
