@@ -298,12 +298,14 @@ class _Experiment:
         if hit is not None:
             by_shard = self._outcome.by_shard.setdefault(name, ByShard())
             for stream, pause in pauses:
-                # Where shards are not known, all streams are counted as hit.
-                by_shard.add(pause.seconds, shards.get(stream.request_id, hit), hit)
+                # All streams count as hit if all shards are, or the shards are not known.
+                is_every = not shards or len(hit) >= self._stack.num_shards
+                of = hit if is_every else shards[stream.request_id]
+                by_shard.add(pause.seconds, of, hit)
         for stream, pause in reversed(pauses[-_NUM_LOGGED:]):
-            of = f" of shard {sorted(shards[stream.request_id])}" if shards else ""
+            where = f" of shard {sorted(shards[stream.request_id])}" if shards else ""
             self._events.log(
-                f"   {stream}{of}: no message for {pause.seconds:.2f} s from "
+                f"   {stream}{where}: no message for {pause.seconds:.2f} s from "
                 f"{pause.begin_s - window.begin_s:+.2f} s"
             )
 
