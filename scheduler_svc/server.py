@@ -115,16 +115,12 @@ class Scheduler:
             self._steps,
             self._spans,
         )
-        background = [
-            asyncio.create_task(work)
-            for work in (self._report_health(), addresses.run(), membership.run())
-        ]
+        reporting = asyncio.create_task(self._report_health())
         try:
-            await self._run_shards(self._process)
+            await self._run(self._process)
         finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
             await self._health.stopping()
             await self._server.stop(grace=STOP_GRACE_S)
             await self._health.close()
@@ -133,19 +129,34 @@ class Scheduler:
             if self._spans is not None:
                 await self._spans.close()
 
-    async def _run_shards(self, process: Process) -> None:
-        """Run all shards of the map until the first signal. An unexpected error of one ends it."""
+    async def _run(self, process: Process) -> None:
+        """Run all shards of the map until the first signal. An unexpected error of any part ends
+        it."""
+        async with asyncio.TaskGroup() as group:
+            background = [
+                group.create_task(process.addresses.run()),
+                group.create_task(process.membership.run()),
+            ]
+            if shards := await self._start_shards(process, group):
+                await asyncio.wait(shards)
+            for task in background:
+                task.cancel()
+
+    async def _start_shards(
+        self, process: Process, group: asyncio.TaskGroup
+    ) -> list[asyncio.Task[None]]:
+        """Start the shards of the map, and those added to it, until the first signal."""
         has_changed = asyncio.Event()
         process.membership.listen(has_changed.set)
-        async with asyncio.TaskGroup() as group:
-            while not self._signals.drain.is_set():
-                for number in range(process.membership.map.num_shards):
-                    if number not in self.shards:
-                        self.shards[number] = Shard(number, process, self._signals)
-                        group.create_task(self.shards[number].run())
-                has_changed.clear()
-                await self._wait_either(has_changed, self._signals.drain)
-            process.membership.leave()
+        running: list[asyncio.Task[None]] = []
+        while not self._signals.drain.is_set():
+            for number in range(len(running), process.membership.map.num_shards):
+                self.shards[number] = Shard(number, process, self._signals)
+                running.append(group.create_task(self.shards[number].run()))
+            has_changed.clear()
+            await self._wait_either(has_changed, self._signals.drain)
+        process.membership.leave()
+        return running
 
     async def _wait_either(self, *events: asyncio.Event) -> None:
         waiting = [asyncio.create_task(event.wait()) for event in events]
