@@ -11,7 +11,13 @@ from waiting import until
 from scheduler_svc.cluster import membership as membership_module
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.load import ShardLoad
-from scheduler_svc.cluster.membership import HEARTBEAT_S, RETURN_S, Membership
+from scheduler_svc.cluster.membership import (
+    HEARTBEAT_S,
+    LED_S,
+    NUM_STANDBYS,
+    RETURN_S,
+    Membership,
+)
 from scheduler_svc.store.errors import StoreUnavailable
 
 
@@ -201,6 +207,44 @@ async def test_a_shard_is_handed_over_to_one_that_runs_by_a_newer_map(cluster, t
     [owner] = [member for member in three if member.is_owner(2)]
     assert owner.is_candidate(2)
     assert sum(member.is_candidate(2) for member in three) == 2
+
+
+async def test_an_owner_and_a_few_others_stand_by_for_a_shard(cluster: ScriptedCluster) -> None:
+    members = [cluster.member(f"m{number}") for number in range(6)]
+    await beat(*members, *members)
+    cluster.set_map(ClusterMap(1, 12, {n: members[n % 6].id for n in range(12)}))
+    await beat(*members)
+    for shard in range(12):
+        candidates = [member for member in members if member.is_candidate(shard)]
+        assert len(candidates) == 1 + NUM_STANDBYS
+        [owner] = [member for member in members if member.is_owner(shard)]
+        assert owner.id == members[shard % 6].id
+        assert owner in candidates
+    # One of them is the owner of a shard whose owner has ended, and all find the same one.
+    for member in members[1:]:
+        member.mark_ended("m0")
+    left = members[1:]
+    for shard in range(12):
+        candidates = [member for member in left if member.is_candidate(shard)]
+        [owner] = [member for member in left if member.is_owner(shard)]
+        assert owner in candidates
+        assert len(candidates) == NUM_STANDBYS + (shard % 6 != 0)
+
+
+async def test_a_shard_is_led_while_its_leader_writes_its_load(cluster, three) -> None:
+    first, second, _ = three
+    assert not second.is_led(0)
+    first.lead(0, lambda: ShardLoad("a"))
+    await beat(first, second)
+    assert second.is_led(0)
+    cluster.now_s += LED_S - 0.001
+    assert second.is_led(0)
+    cluster.now_s += 0.001
+    assert not second.is_led(0), "its leader is silent"
+    await beat(first, second)
+    assert second.is_led(0)
+    second.mark_ended("a")
+    assert not second.is_led(0)
 
 
 async def test_heartbeats_are_retried_and_sent_at_once_when_a_shard_is_led(monkeypatch) -> None:
