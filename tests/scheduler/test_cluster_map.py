@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.cluster.cluster_map import ClusterMap
-from scheduler_svc.cluster.spread import spread
+from scheduler_svc.cluster.spread import spread, weight
 
 NAMES = st.sets(st.text("abcdefgh", min_size=1, max_size=3), max_size=20)
 
@@ -38,6 +38,22 @@ def test_items_are_spread_evenly_and_as_few_as_possible_move(items, bins, data) 
     fitting = sum(min(sizes[name], least) for name in ordered)
     fitting += min(num_larger, sum(sizes[name] > least for name in ordered))
     assert stay == fitting
+
+
+def test_the_cost_of_spreading_grows_with_items_times_bins(monkeypatch) -> None:
+    """The leader of shard 0 spreads hundreds of workers over new shards within a heartbeat."""
+    num_weights = 0
+
+    def counted(item: str, name: str) -> int:
+        nonlocal num_weights
+        num_weights += 1
+        return weight(item, name)
+
+    monkeypatch.setattr("scheduler_svc.cluster.spread.weight", counted)
+    items, bins = ([str(number) for number in range(count)] for count in (300, 60))
+    placed = spread(items, bins, dict.fromkeys(items, bins[0]))
+    assert is_even(placed, bins)
+    assert num_weights < 3 * len(items) * len(bins)
 
 
 def test_without_bins_nothing_is_placed() -> None:
