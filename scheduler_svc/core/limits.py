@@ -69,8 +69,10 @@ class LimitShares:
         limit: int | None = getattr(limits, name)
         if limit is None:
             return None
-        share = share_of(limit, [getattr(one, name) for one in used], self._shard)
-        return max(share, 1) if limit and name in _RATES else share
+        of_shards = [getattr(one, name) for one in used]
+        if name not in _RATES:
+            return share_of(limit, of_shards, self._shard)
+        return max(rate_share_of(limit, of_shards, self._shard), min(limit, 1))
 
 
 def share_of(limit: int, used: Sequence[int], shard: int) -> int:
@@ -78,3 +80,11 @@ def share_of(limit: int, used: Sequence[int], shard: int) -> int:
     shards get what is left over. If more is used than the limit, shards keep what they use."""
     spare, surplus = divmod(max(0, limit - sum(used)), len(used))
     return used[shard] + spare + (shard < surplus)
+
+
+def rate_share_of(limit: int, used: Sequence[int], shard: int) -> int:
+    """A shard's share of a rate. If more is used than the limit, as by a burst after a pause, the
+    shards divide the limit in proportion: if they kept what they use, they would use it ever after.
+    """
+    total = sum(used)
+    return share_of(limit, used, shard) if total <= limit else limit * used[shard] // total

@@ -1,6 +1,7 @@
 """Shares of tenants' limits, and their fairness, over all shards: once a second."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -64,14 +65,13 @@ class TenantExchange:
         self._known: dict[int, Report] = {}
 
     async def run(self) -> None:
-        """Exchange until cancelled. A failed exchange is made up for by the next one."""
+        """Exchange until cancelled, at once for the first time: until then this shard allows whole
+        limits. A failed exchange is made up for by the next one."""
         while True:
-            await asyncio.sleep(EXCHANGE_S)
             if self._membership.map.num_shards > 1:
-                try:
+                with contextlib.suppress(StoreUnavailable):
                     await self.exchange()
-                except StoreUnavailable:
-                    continue
+            await asyncio.sleep(EXCHANGE_S)
 
     async def exchange(self) -> None:
         """Report, and read the reports of the others. Raises StoreError."""

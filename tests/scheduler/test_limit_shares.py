@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.limits import LimitShares, PrincipalLimits, Usage, share_of
+from scheduler_svc.core.limits import LimitShares, PrincipalLimits, Usage, rate_share_of, share_of
 from scheduler_svc.core.quotas import Quotas, Reservation
 from scheduler_svc.engine.tenant_exchange import Report, TenantExchange
 
@@ -33,6 +33,32 @@ def test_a_share_follows_what_is_used() -> None:
     shares.update(1, [{"a": Usage(live_requests=2)}, {"a": Usage(live_requests=6)}])
     assert shares.of("a", limits).live_requests == 7
     assert shares.of("b", limits).live_requests == 5
+
+
+def test_shards_keep_a_rate_together() -> None:
+    """A tenant that sends as much as it can gets one bucket and a minute's rate in a minute."""
+    now_s, num_shards, limit = 0.0, 4, 60
+    shards = [Quotas(clock=lambda: now_s) for _ in range(num_shards)]
+    new, num_accepted = Reservation("a", 5, is_resumable=False), 0
+    reports: list[dict[str, Usage]] = [{} for _ in shards]
+    while now_s < 60:
+        for number, quotas in enumerate(shards):
+            reports[number] = quotas.report(1.0, lambda principal: 0)
+            quotas.divide(number, reports)
+            quotas.set_limits("a", PrincipalLimits(requests_per_minute=limit))
+        for _ in range(10):
+            for quotas in shards:
+                if quotas.error(new, 0) is None:
+                    quotas.reserve(new)
+                    num_accepted += 1
+            now_s += 0.1
+    assert 1.8 * limit <= num_accepted <= 2.1 * limit
+
+
+def test_a_burst_in_one_shard_does_not_raise_its_share() -> None:
+    assert [rate_share_of(60, [600, 0, 0, 0], shard) for shard in range(4)] == [60, 0, 0, 0]
+    assert [rate_share_of(60, [600, 200], shard) for shard in range(2)] == [45, 15]
+    assert [rate_share_of(60, [20, 0], shard) for shard in range(2)] == [40, 20]
 
 
 def test_quotas_refuse_beyond_the_share_and_name_the_limit() -> None:
@@ -125,3 +151,12 @@ async def test_shards_divide_limits_and_add_up_what_tenants_were_served() -> Non
     for exchange in exchanges:
         await exchange.exchange()
     assert engines[1].shares.counters["a"] == 12.0
+
+
+async def test_a_new_leader_takes_its_share_at_once() -> None:
+    engine = Engine()
+    cluster = SimpleNamespace(map=SimpleNamespace(num_shards=2))
+    running = asyncio.create_task(TenantExchange(1, 1, engine, cluster, Table()).run())
+    await asyncio.sleep(0)
+    assert engine.quotas._usage["a"].shares.live_requests == 4
+    running.cancel()
