@@ -16,7 +16,7 @@ from scheduler_svc.engine.record_conversion import from_record, to_record
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.inbox import Moved
-from scheduler_svc.store.requests import RecordOutcome
+from scheduler_svc.store.requests import RecordOutcome, RequestKey
 from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
@@ -61,6 +61,8 @@ class Moves:
         # Requests that have waited since the last look.
         self._waiting: set[Group] = set()
         self._taking = asyncio.Lock()
+        # By requests that are being taken, their new sequence ids.
+        self._first_ids: dict[RequestKey, int] = {}
 
     async def run(self) -> None:
         """Move requests until cancelled. Errors of the store but StoreUnavailable are raised."""
@@ -81,7 +83,9 @@ class Moves:
         planned = moves(self._shard, len(ripe), self._membership.loads)
         remaining = iter(ripe)
         for target, count in planned.items():
-            if groups := list(itertools.islice(remaining, min(count, _BATCH))):
+            groups = list(itertools.islice(remaining, min(count, _BATCH)))
+            # Some may have got a row, or have ended, while others were given.
+            if groups := [group for group in self._candidates() if group in groups]:
                 await self._give(groups, target)
 
     def _candidates(self) -> list[Group]:
@@ -111,11 +115,14 @@ class Moves:
                 self._engine.return_withdrawn(group)
             raise
         log.info("waiting requests moved", requests=len(groups), shard=self._shard, target=target)
-        if self._claims.is_needed:
-            await self._claims.give([group.key for group in groups], target)
-        self._record_writer.discard(group.record for group in groups)
-        for group in groups:
-            self._on_given(group, target)
+        try:
+            if self._claims.is_needed:
+                await self._claims.give([group.key for group in groups], target)
+        finally:
+            # The other shard has them, and claims them, too: their gateways must not wait here.
+            self._record_writer.discard(group.record for group in groups)
+            for group in groups:
+                self._on_given(group, target)
         if cancelled := [group for group in groups if group.error is not None]:
             # Meanwhile.
             packed = [Moved(to_record(group), is_cancelled=True).pack() for group in cancelled]
@@ -130,7 +137,11 @@ class Moves:
             return
         async with self._taking:
             while packed := await self._store.read_inbox(_BATCH):
-                for moved in map(Moved.parse, packed):
+                entries = list(map(Moved.parse, packed))
+                if self._claims.is_needed:
+                    keys = [one.request.record.key for one in entries if not one.is_cancelled]
+                    await self._claims.give(keys, self._shard)
+                for moved in entries:
                     await self._take(moved)
                 await self._store.trim_inbox(len(packed))
 
@@ -141,10 +152,13 @@ class Moves:
                 self._engine.cancel(group)
             return
         if key in self._engine.live:
+            self._first_ids.pop(key, None)
             return
         await self._record_writer.sync({key})
-        first_id = self._next_sequence_id(moved.request.record.num_choices)
-        record = replace(moved.request.record, sequence_id=first_id)
+        # The same ones if Redis is away in between: by them it knows a record that it has written.
+        if key not in self._first_ids:
+            self._first_ids[key] = self._next_sequence_id(moved.request.record.num_choices)
+        record = replace(moved.request.record, sequence_id=self._first_ids[key])
         # As one that was accepted before: it is not started again if it was cancelled.
         [outcome] = await self._store.record([record], [True])
         if outcome is RecordOutcome.NEW:
@@ -154,3 +168,4 @@ class Moves:
             await self._record_writer.compact(group.outputs)
             self._engine.adopt(group)
             self._on_taken(group)
+        del self._first_ids[key]

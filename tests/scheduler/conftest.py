@@ -7,9 +7,8 @@ import pytest
 
 @pytest.fixture
 def lasting_keys(lasting_keys: list[str]) -> list[str]:
-    """Pools of workers that may reconnect, and requests that have not ended or are on their way."""
-    names = ("pool:*", "request:*", "inbox")
-    return [*lasting_keys, *(f"quire:{{shard:*}}:{name}" for name in names)]
+    """Pools of workers that may reconnect, and requests that have not ended."""
+    return [*lasting_keys, "quire:{shard:*}:pool:*", "quire:{shard:*}:request:*"]
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class TwoShards:
 
 
 @pytest.fixture
-async def shards(redis_url: str, sockets: Path) -> AsyncIterator[TwoShards]:
+async def shards(redis_url: str, sockets: Path, redis_client) -> AsyncIterator[TwoShards]:
     """The worker of shard 0 is held back."""
     workers = {
         f"w{number}": CheckingWorker(number, num_blocks=128, block_size=4, max_model_len=128)
@@ -88,6 +88,7 @@ async def shards(redis_url: str, sockets: Path) -> AsyncIterator[TwoShards]:
         placed[0].gate.clear()
         yield TwoShards(stack, placed, *gateways)
         placed[0].gate.set()
+        await until(lambda: not redis_client.exists(ShardKeys(1).inbox), "an empty inbox")
 
 
 async def test_waiting_requests_move_and_end_elsewhere(shards: TwoShards) -> None:

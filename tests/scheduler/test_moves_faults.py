@@ -1,0 +1,160 @@
+"""What happens to requests that move when something fails or changes in between."""
+
+import asyncio
+import contextlib
+import itertools
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from quire.internal.v1 import scheduler_pb2
+from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.core.sequence import Group, Sequence
+from scheduler_svc.engine.moves import Moves
+from scheduler_svc.engine.record_conversion import group_of, to_record
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.inbox import Moved
+from scheduler_svc.store.requests import RecordOutcome, RequestKey, RequestRecord
+
+
+class Engine:
+    """A queue in which all wait."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.live = {group.key: group for group in groups}
+        self.lanes: dict[int, object] = {1: object()}
+        self.waiting = self
+
+    def first(self, count: int) -> list[Sequence]:
+        waiting = [one for group in self.live.values() for one in group.sequences]
+        return [one for one in waiting if one.lane_incarnation is None][:count]
+
+    def withdraw(self, group: Group) -> None:
+        assert group.sequences[0].lane_incarnation is None, "it runs here"
+        del self.live[group.key]
+
+    def return_withdrawn(self, group: Group) -> None:
+        self.live[group.key] = group
+
+    def adopt(self, group: Group) -> None:
+        self.live[group.key] = group
+
+
+class Redis:
+    """The store of a shard: the records of live requests by sequence ids, and the inbox."""
+
+    def __init__(self) -> None:
+        self.inbox: list[bytes] = []
+        self.records: dict[RequestKey, int] = {}
+        # Calls of `record` that execute, and have no reply.
+        self.num_lost_replies = 0
+        self.when_given = lambda: None
+
+    async def put_in_inbox(self, packed: list[bytes]) -> None:
+        await asyncio.sleep(0)
+        self.inbox += packed
+        self.when_given()
+
+    async def read_inbox(self, count: int) -> list[bytes]:
+        return self.inbox[:count]
+
+    async def trim_inbox(self, count: int) -> None:
+        del self.inbox[:count]
+
+    async def record(self, records: list[RequestRecord], again: list[bool]) -> list[RecordOutcome]:
+        [record] = records
+        first_id = self.records.setdefault(record.key, record.sequence_id)
+        if self.num_lost_replies:
+            self.num_lost_replies -= 1
+            raise StoreUnavailable("no reply")
+        is_same = first_id == record.sequence_id
+        return [RecordOutcome.NEW if is_same else RecordOutcome.EXISTS]
+
+
+class Writer:
+    def discard(self, records: object) -> None:
+        pass
+
+    async def sync(self, keys: set[RequestKey]) -> None:
+        pass
+
+    async def compact(self, sequences: list[Sequence]) -> None:
+        pass
+
+
+class Claims:
+    is_needed = True
+    is_failing = False
+
+    async def give(self, keys: list[RequestKey], shard: int) -> None:
+        if self.is_failing:
+            raise StoreUnavailable("no directory")
+
+
+def request(name: str) -> RequestRecord:
+    params = scheduler_pb2.ResolvedParams(max_tokens=4).SerializeToString()
+    return RequestRecord(RequestKey("", name), b"", array("I", [1, 2]), params, sequence_id=1)
+
+
+class Cluster:
+    """Shard 0 has a queue; two others have room for one request each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.claims = engine, Claims()
+        self.stores = [Redis() for _ in range(3)]
+        self.ids = itertools.count(100)
+        self.given: list[str] = []
+        self.taken: list[str] = []
+        loads = [ShardLoad("a", 1, 0, 2, 2), ShardLoad("b", 1, 1, 0, 0), ShardLoad("c", 1, 1, 0, 0)]
+        self.moves = Moves(
+            0,
+            SimpleNamespace(loads=loads, map=SimpleNamespace(num_shards=3)),
+            engine,
+            self.stores[0],
+            dict(enumerate(self.stores)),
+            Writer(),
+            self.claims,
+            lambda count: next(self.ids),
+            lambda group, shard: self.given.append(group.key.request_id),
+            lambda group: self.taken.append(group.key.request_id),
+        )  # type: ignore[arg-type]
+
+    async def run_for(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.moves.run()
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setattr("scheduler_svc.engine.moves.HEARTBEAT_S", 0.01)
+    return Cluster(Engine([group_of(request(name)) for name in "xy"]))
+
+
+async def test_a_request_that_gets_a_row_while_others_are_given_stays(cluster: Cluster) -> None:
+    def start_last() -> None:
+        for group in cluster.engine.live.values():
+            group.sequences[0].lane_incarnation = 1
+
+    cluster.stores[1].when_given = start_last
+    await cluster.run_for(0.1)
+    assert cluster.given == ["x"]
+    assert [key.request_id for key in cluster.engine.live] == ["y"]
+
+
+async def test_gateways_follow_requests_whose_ids_cannot_be_claimed(cluster: Cluster) -> None:
+    cluster.claims.is_failing = True
+    await cluster.run_for(0.1)
+    assert cluster.given == ["x", "y"]
+    assert not cluster.engine.live
+
+
+async def test_a_request_is_taken_after_a_lost_reply(cluster: Cluster) -> None:
+    cluster.stores[0].inbox = [Moved(to_record(group_of(request("z")))).pack()]
+    cluster.stores[0].num_lost_replies = 1
+    with pytest.raises(StoreUnavailable):
+        await cluster.moves.take()
+    await cluster.moves.take()
+    assert cluster.taken == ["z"]
+    assert not cluster.stores[0].inbox
