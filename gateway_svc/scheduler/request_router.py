@@ -210,6 +210,8 @@ class RequestRouter:
             message = "the schedulers do not agree on the request's shard"
             return unavailable("NO_SHARD", message, metadata=metadata)
         self._ensure(shard + 1)
+        # The only one that may run it: another one would name it again.
+        stream.route.alternatives = ()
         self._counters.moved()
         self._num_moves += 1
         self._move(stream, shard)

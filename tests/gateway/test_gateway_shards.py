@@ -504,6 +504,37 @@ async def test_a_request_that_one_shard_has_no_room_for(
     assert reading.text == TEXT
 
 
+async def test_a_request_whose_own_shard_has_no_room(stack: Stack, cluster: Cluster) -> None:
+    """No other one may run it: its id belongs to this one."""
+    call = stack.inference.StreamGenerate(REQUEST)
+    reading = asyncio.ensure_future(call.read())
+    scheduler, submission = await cluster.next_submission()
+    other = cluster.other_than(scheduler)
+    fail(scheduler, submission, FULL, "LIVE_REQUESTS", retry_s=2)
+    again = await next_of(other.submissions)
+    send_to(other, again, scheduler.shard)
+    fail(scheduler, await next_of(scheduler.submissions), FULL, "LIVE_REQUESTS", retry_s=1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(reading, 5)
+    assert (caught.value.code(), info_of(caught.value).reason) == (FULL, "LIVE_REQUESTS")
+
+
+async def test_a_request_whose_id_another_shard_without_room_has(
+    stack: Stack, cluster: Cluster
+) -> None:
+    call = stack.inference.StreamGenerate(REQUEST)
+    reading = asyncio.ensure_future(call.read())
+    scheduler, submission = await cluster.next_submission()
+    other = cluster.other_than(scheduler)
+    cluster.grow(4)
+    await cluster.known_to(stack)
+    send_to(scheduler, submission, other.shard)
+    fail(other, await next_of(other.submissions), FULL, "LIVE_REQUESTS", retry_s=1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(reading, 5)
+    assert (caught.value.code(), info_of(caught.value).reason) == (FULL, "LIVE_REQUESTS")
+
+
 async def test_a_request_that_no_shard_has_room_for(stack: Stack, cluster: Cluster) -> None:
     """Each is asked once, and the error is that with the shortest time."""
     cluster.grow(4)
