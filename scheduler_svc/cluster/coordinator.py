@@ -59,7 +59,8 @@ class Coordinator:
         is_written = False
         while True:
             try:
-                await self._update(None, is_forced=not is_written)
+                is_lost = self._membership.is_map_lost
+                await self._update(None, is_forced=is_lost or not is_written)
                 is_written = True
             except StoreUnavailable:
                 is_written = False

@@ -79,6 +79,13 @@ class Membership:
         """The load of each shard; an empty one for a shard without a leader."""
         return [self._loads.get(shard, ShardLoad()) for shard in range(self.map.num_shards)]
 
+    @property
+    def is_map_lost(self) -> bool:
+        """Whether this process has a map, and Redis has none, or one that cannot be read."""
+        if self._reading is None or not self.map.version:
+            return False
+        return self._reading.packed_map in (None, self._unreadable)
+
     def listen(self, listener: Callable[[], None]) -> None:
         """Call this after each heartbeat, and when the map changes."""
         self._listeners.add(listener)

@@ -265,3 +265,26 @@ def test_a_shard_gets_its_workers_by_the_map(leader: Membership) -> None:
     leader.set_map(ClusterMap(1, 2))
     addresses._on_heard()
     assert changes == [1], "a heartbeat without another map is no change"
+
+
+@pytest.mark.parametrize("stored", [None, b"", b"x"])
+async def test_a_map_that_redis_does_not_have_any_more_is_written_again(
+    cluster, written, leader, monkeypatch, stored: bytes | None
+) -> None:
+    monkeypatch.setattr(coordinator_module, "HEARTBEAT_S", 0.001)
+    decides = coordinator(leader, written)
+    await decides.set_num_shards(2, nothing)
+    await beat(leader)
+    running = asyncio.create_task(decides.run())
+    await until(lambda: written.num_writes == 2, "the first map of the term")
+    expected = cluster.map
+    cluster.map = stored
+    await beat(leader)
+    await until(lambda: cluster.map == expected, "the map")
+    await beat(leader)
+    num_writes = written.num_writes
+    await asyncio.sleep(0.01)
+    assert written.num_writes == num_writes
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
