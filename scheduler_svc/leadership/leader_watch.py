@@ -19,6 +19,9 @@ log = structlog.get_logger()
 RECONNECT_WITHIN_S = 0.3
 # Between attempts to reach a leader that was not reached yet.
 RETRY_INTERVAL_S = 0.5
+# A leader that is not reached for so long, though it holds the lease, has a wrong `--advertise`, or
+# another TLS: gateways will not reach it, either.
+UNREACHED_S = 5.0
 
 
 class _End(Enum):
@@ -62,6 +65,18 @@ class LeaderWatch:
             self._task = None
 
     async def _watch(self, leader: StoredLeader) -> None:
+        loop = asyncio.get_running_loop()
+        warning = loop.call_later(UNREACHED_S, self._warn_unless_reached, leader)
+        try:
+            await self._watch_until_lost(leader)
+        finally:
+            warning.cancel()
+
+    def _warn_unless_reached(self, leader: StoredLeader) -> None:
+        if not self.is_watching:
+            log.warning("the leader is not reached", address=leader.address, epoch=leader.epoch)
+
+    async def _watch_until_lost(self, leader: StoredLeader) -> None:
         options = channel_options(INTERNAL_MESSAGE_BYTES)
         async with open_aio_channel(leader.address, options, self._tls) as channel:
             stub = leadership_pb2_grpc.LeadershipServiceStub(channel)

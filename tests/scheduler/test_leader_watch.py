@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 from waiting import until
 
 from quire.internal.v1 import leadership_pb2_grpc
@@ -125,3 +127,18 @@ async def test_who_was_never_seen_to_lead_is_not_lost(watched: Watched, monkeypa
     await asyncio.sleep(0.1)
     assert lost == []
     watch.stop()
+
+
+@pytest.mark.parametrize("is_reached", [False, True])
+async def test_a_leader_that_cannot_be_reached_is_logged(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, is_reached: bool
+) -> None:
+    monkeypatch.setattr(leader_watch, "UNREACHED_S", 0.1)
+    leader = replace(watched.leader, address=watched.address if is_reached else "unix:/no/such")
+    watch = LeaderWatch(None, lambda leader, has_ended: None)
+    with structlog.testing.capture_logs() as logged:
+        watch.watch(leader)
+        await asyncio.sleep(0.3)
+        watch.stop()
+    addresses = [entry["address"] for entry in logged if entry["log_level"] == "warning"]
+    assert addresses == ([] if is_reached else ["unix:/no/such"])
