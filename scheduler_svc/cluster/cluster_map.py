@@ -10,7 +10,8 @@ from typing import Self
 
 from scheduler_svc.cluster.spread import spread
 
-MAX_SHARDS = 1024
+# Each costs its leader, its standbys and every gateway connections and processor time at rest.
+MAX_SHARDS = 128
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ class Reservation:
 
 
 _NO_LIMITS = PrincipalLimits()
+# Of a principal that is idle, which reports leave out.
+_UNUSED = Usage()
 
 
 @dataclass(slots=True)
@@ -143,13 +145,15 @@ class Quotas:
             usage.decay_rates(since_s)
             if usage.limits != _NO_LIMITS:
                 waiting = num_waiting_tokens(principal) + usage.num_reserved_tokens
-                report[principal] = Usage(
+                used = Usage(
                     requests_per_minute=max(0, round(usage.requests_rate)),
                     tokens_per_minute=max(0, round(usage.tokens_rate)),
                     live_requests=usage.num_live,
                     waiting_tokens=waiting,
                     resumable_requests=usage.num_resumable,
                 )
+                if used != _UNUSED:
+                    report[principal] = used
         return report
 
     def divide(self, shard: int, reports: Sequence[Usages]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -137,7 +138,7 @@ class Moves:
             return
         async with self._taking:
             while packed := await self._store.read_inbox(_BATCH):
-                entries = list(map(Moved.parse, packed))
+                entries = [moved for one in packed if (moved := _read(one)) is not None]
                 if self._claims.is_needed:
                     keys = [one.request.record.key for one in entries if not one.is_cancelled]
                     await self._claims.give(keys, self._shard)
@@ -169,3 +170,13 @@ class Moves:
             self._engine.adopt(group)
             self._on_taken(group)
         del self._first_ids[key]
+
+
+def _read(packed: bytes) -> Moved | None:
+    """An entry of the inbox; None for one that no version of this service has written."""
+    try:
+        return Moved.parse(packed)
+    except (ValueError, LookupError, TypeError, struct.error) as error:
+        # It must not end one leader after the other.
+        log.error("an entry of the inbox is not readable", why=repr(error))
+        return None

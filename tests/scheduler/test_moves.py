@@ -139,6 +139,15 @@ async def test_a_request_without_a_client_moves_too(shards: TwoShards, redis_cli
     assert first.received[gone].failure.code == NOT_FOUND
 
 
+async def test_an_unreadable_entry_ends_no_leader(shards: TwoShards, redis_client) -> None:
+    inbox = ShardKeys(1).inbox
+    redis_client.rpush(inbox, b"", b"+", b"+nonsense", b"?" * 40)
+    await until(lambda: not redis_client.exists(inbox), "an empty inbox")
+    attachment = await shards.second.submit(prompt(9), 4)
+    [received] = await shards.second.wait_ended(attachment)
+    assert received.is_whole
+
+
 async def test_a_cancelled_request_stays_cancelled(shards: TwoShards) -> None:
     first = shards.first
     for number in range(8):
