@@ -13,6 +13,7 @@ from pydantic import AfterValidator
 log = structlog.get_logger()
 
 LOOKUP_INTERVAL_S = 1.0
+CONNECT_TIMEOUT_S = 1.0
 _HOST_AND_PORT = re.compile(r"(?P<host>[^\s:/\[\]]+|\[(?P<ipv6>[^\s\]]+)\]):(?P<port>[0-9]{1,5})")
 _UNIX = re.compile(r"unix:/.+")
 _MAX_PORT = 2**16 - 1
@@ -71,6 +72,21 @@ def check_free(address: str) -> None:
     if failure is not None:
         reason = failure.strerror or failure
         raise OSError(f"cannot listen on {address}: {reason}") from failure
+
+
+async def can_connect(address: str) -> bool:
+    """Whether a server accepts a connection within a second. It gets no data."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            if address.startswith("unix:"):
+                _, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+            else:
+                port = int(address.rpartition(":")[2])
+                _, writer = await asyncio.open_connection(host(address), port)
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    return True
 
 
 Address = Annotated[str, AfterValidator(check_address)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import structlog
 
+from quire.service.addresses import can_connect
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
@@ -37,7 +38,10 @@ class Coordinator:
         store: Store,
         addresses: WorkerAddresses,
         clock: Callable[[], float] = time.monotonic,
+        is_reachable: Callable[[str], Awaitable[bool]] = can_connect,
     ) -> None:
+        """`is_reachable`: whether a server listens at an address."""
+        self._is_reachable = is_reachable
         self._membership = membership
         self._store = store
         self._addresses = addresses
@@ -47,6 +51,8 @@ class Coordinator:
         self._changed_at = started_at
         # Schedulers that may get shards; those of the map were there before.
         self._joined = {membership.id, *membership.map.owners.values()}
+        # Schedulers that have been reached at their addresses. Gateways could not use another one.
+        self._reached: set[str] = set()
         # By id, when a scheduler was first seen.
         self._first_seen = dict.fromkeys(self._joined, started_at - JOIN_S)
         # By address, when a worker's name has last resolved.
@@ -66,6 +72,16 @@ class Coordinator:
                 is_written = False
             await asyncio.sleep(HEARTBEAT_S)
 
+    async def _reach_new(self) -> None:
+        """Connect to the schedulers that have not joined yet."""
+        new = {
+            name: address
+            for name, address in self._membership.members.items()
+            if name not in self._joined | self._reached
+        }
+        found = await asyncio.gather(*map(self._is_reachable, new.values()))
+        self._reached |= {name for name, is_reached in zip(new, found, strict=True) if is_reached}
+
     async def set_num_shards(self, num_shards: int, prepare: Callable[[], Awaitable[None]]) -> None:
         """Raise the number of shards, after `prepare`. Raises errors of the store."""
         if num_shards > self._membership.map.num_shards:
@@ -74,6 +90,7 @@ class Coordinator:
             log.info("shards added", shards=num_shards)
 
     async def _update(self, num_shards: int | None, is_forced: bool = False) -> None:
+        await self._reach_new()
         async with self._lock:
             present = self._membership.map
             leaders = self._present_leaders(present)
@@ -109,16 +126,17 @@ class Coordinator:
         return {**leaders, 0: membership.id}
 
     def _joined_members(self) -> list[str]:
-        """The schedulers that have run for long enough, or have shards already. Those that start
-        together join together, so that shards move once."""
+        """The schedulers that were reached and have run for long enough, or have shards already.
+        Those that start together join together, so that shards move once."""
         now = self._clock()
         members = self._membership.members
         self._first_seen = {name: self._first_seen.get(name, now) for name in members}
         ages = {name: now - since for name, since in self._first_seen.items()}
         self._joined &= members.keys()
+        self._reached &= members.keys()
         joining = [age for name, age in ages.items() if name not in self._joined]
         if joining and (min(joining) >= JOIN_S or max(joining) >= MAX_JOIN_S):
-            self._joined |= {name for name, age in ages.items() if age >= JOIN_S}
+            self._joined |= {name for name in self._reached if ages[name] >= JOIN_S}
         return list(self._joined)
 
     def _known_workers(self) -> list[str]:

@@ -57,7 +57,12 @@ async def leader(cluster: ScriptedCluster) -> Membership:
 
 def coordinator(leader: Membership, written: Written) -> Coordinator:
     clock = lambda: written.cluster.now_s  # noqa: E731
-    return Coordinator(leader, written, written, clock)
+    return Coordinator(leader, written, written, clock, reached)
+
+
+async def reached(address: str) -> bool:
+    """All but one are."""
+    return address != "unreachable"
 
 
 async def nothing() -> None:
@@ -89,6 +94,17 @@ async def test_a_new_scheduler_gets_shards_when_it_has_run_for_a_while(
     await beat(third, leader)
     await decides._update(None)
     assert set(written.map.owners.values()) == {leader.id}
+
+
+async def test_a_scheduler_that_is_not_reached_gets_no_shard(cluster, written, leader) -> None:
+    decides = coordinator(leader, written)
+    await decides.set_num_shards(3, nothing)
+    second, lost = cluster.member("b"), cluster.member("unreachable")
+    for _ in range(round(2 * JOIN_S / HEARTBEAT_S)):
+        await beat(second, lost, leader)
+        await decides._update(None)
+        cluster.now_s += HEARTBEAT_S
+    assert set(written.map.owners.values()) == {leader.id, second.id}
 
 
 async def test_schedulers_of_the_map_do_not_wait_under_the_next_leader(

@@ -1,8 +1,9 @@
+import asyncio
 import socket
 
 import pytest
 
-from quire.service.addresses import check_address, check_free
+from quire.service.addresses import can_connect, check_address, check_free
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,17 @@ def test_addresses_that_no_server_can_have() -> None:
         check_free("no.invalid:80")
     check_free("unix:/nowhere")
     check_free("127.0.0.1:0")
+
+
+async def test_a_server_is_reached_where_it_listens(tmp_path) -> None:
+    path = tmp_path / "s"
+    server = await asyncio.start_unix_server(lambda reader, writer: None, path)
+    tcp = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = tcp.sockets[0].getsockname()[1]
+    for address in (f"unix:{path}", f"127.0.0.1:{port}"):
+        assert await can_connect(address)
+    tcp.close()
+    server.close()
+    await asyncio.gather(tcp.wait_closed(), server.wait_closed())
+    for address in (f"unix:{path}-absent", f"127.0.0.1:{port}", "no port"):
+        assert not await can_connect(address)
