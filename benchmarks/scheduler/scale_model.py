@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scheduler_svc.cluster.cluster_map import MAX_SHARDS
+
 # Above this share of a core a process is late: its work arrives in bursts.
 BUSY = 0.7
 # One process does all commands of a Redis server.
 _REDIS_BUSY = 0.6
 # Tokens of a unary call are delivered in groups.
 _DEFERRED_TOKENS = 32
-# More processes add work of their own, so their number converges, or has no end.
-_MAX_SHARDS = 1024
 # A finished request's record stays for so long, within so many bytes per shard.
 FINISHED_TTL_S = 600.0
 FINISHED_MAX_BYTES = 256 * 2**20
@@ -150,7 +150,8 @@ def estimate(costs: Costs, load: Load, num_shards: int | None = None) -> Estimat
         listed_per_s = costs.states_per_s * gateways * shards * shards
         cores = _scheduler_cores(costs, load, frames, schedulers, shards)
         cores += listed_per_s * costs.state_scheduler_s
-        needed = min(_MAX_SHARDS, num_shards or math.ceil(cores / BUSY))
+        # More processes add work of their own: their number converges, or is the greatest.
+        needed = min(MAX_SHARDS, num_shards or math.ceil(cores / BUSY))
         if needed <= schedulers:
             break
         schedulers = needed

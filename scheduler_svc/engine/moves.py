@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
 
+# The inbox is read so often even if no other shard has had waiting requests.
+LOOK_S = 2.0
 # Requests that are moved in one call.
 _BATCH = 64
 
@@ -67,13 +70,22 @@ class Moves:
 
     async def run(self) -> None:
         """Move requests until cancelled. Errors of the store but StoreUnavailable are raised."""
+        taken_at = -math.inf
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            now = asyncio.get_running_loop().time()
             try:
-                await self.take()
+                if self._others_wait() or now - taken_at > LOOK_S:
+                    await self.take()
+                    taken_at = now
                 await self._give_surplus()
             except StoreUnavailable:
                 continue
+
+    def _others_wait(self) -> bool:
+        """Whether another shard has waiting requests, which it may have given."""
+        loads = enumerate(self._membership.loads)
+        return any(load.num_waiting for shard, load in loads if shard != self._shard)
 
     # Giving
 
