@@ -136,8 +136,8 @@ class Moves:
             self._record_writer.discard(group.record for group in groups)
             for group in groups:
                 self._on_given(group, target)
-        if cancelled := [group for group in groups if group.error is not None]:
-            # Meanwhile.
+            # Those cancelled meanwhile.
+            cancelled = [group for group in groups if group.error is not None]
             packed = [Moved(to_record(group), is_cancelled=True).pack() for group in cancelled]
             await self._stores[target].put_in_inbox(packed)
 
