@@ -40,6 +40,8 @@ CHAOS_ARGS ?=
 # besides torch and transformers. There, `make test-gpu` and `make bench-gpu` use that folder
 # instead of .venv.
 GPU_PYTHON_VERSION ?= 3.12
+# pip matches the version of a platform exactly.
+GPU_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_28_x86_64 manylinux_2_31_x86_64
 GPU_PACKAGES := .cache/gpu-packages
 GPU_SITE := .cache/gpu-site
 # Run on the GPU, too.
@@ -183,8 +185,8 @@ gpu-packages: $(INSTALLED) ## Download packages for a machine with a GPU and no 
 	  $(BIN)/python scripts/requirements.py dev | grep -E '^(grpcio-tools|jsonschema|lark|mypy-protobuf|openai|promql-parser|pytest)'; \
 	} | sort -u >.cache/gpu-requirements.txt
 	$(BIN)/python -m pip download --quiet $(PIP_ARGS) --dest $(GPU_PACKAGES) --only-binary=:all: \
-	  --python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 \
-	  --platform manylinux_2_28_x86_64 --requirement .cache/gpu-requirements.txt
+	  --python-version $(GPU_PYTHON_VERSION) \
+	  $(GPU_PLATFORMS:%=--platform %) --requirement .cache/gpu-requirements.txt
 	@du -sh $(GPU_PACKAGES)
 
 lint: $(STUBS) $(BUF_BIN) $(REMARK_BIN) ## Check style, types, protos, spelling and links.

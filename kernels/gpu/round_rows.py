@@ -17,7 +17,15 @@ def round_rows_triton(rows: Tensor) -> tuple[Tensor, Tensor]:
     if rows.numel():
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         _round_rows_kernel[(num_rows,)](
-            rows, integers, scales, rows.stride(0), num_inputs, TILE=_TILE, num_warps=4
+            rows,
+            integers,
+            scales,
+            rows.stride(0),
+            num_inputs,
+            TILE=_TILE,
+            num_warps=4,
+            # Products are rounded before they are rounded to integers, as on the processor.
+            enable_fp_fusion=False,
         )
     return integers, scales
 

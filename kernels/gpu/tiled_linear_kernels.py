@@ -129,7 +129,7 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
         else:
             sums = tl.dot(low.to(DTYPE), tl.trans(numbers), sums, input_precision=PRECISION)
-            row_sums += _row_sums(numbers, offsets)
+            row_part = _row_sums(numbers, offsets)
             if BITS == 4:
                 numbers = _inputs(
                     rows,
@@ -143,7 +143,9 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
                 )
                 high = (values & -16).to(DTYPE)
                 sums = tl.dot(high, tl.trans(numbers), sums, input_precision=PRECISION)
-                row_sums += _row_sums(numbers, offsets)
+                row_part += _row_sums(numbers, offsets)
+            # Added once per pass: Triton 3.6 fails to compile two sums onto one carried value.
+            row_sums += row_part
     if not HAS_GROUPS:
         sums = _add_group(
             tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32), sums, row_sums, scales, offsets,

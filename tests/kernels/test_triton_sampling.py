@@ -1,6 +1,7 @@
 """Sampling in Triton against its reference: the same random bits, tokens and ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -300,7 +301,9 @@ def test_large_vocabularies(
     chosen = torch.randint(vocab_size, (48,))
     found = logprobs(logits, chosen, min(20, vocab_size))
     expected = token_logprobs_reference(logits.float(), chosen, min(20, vocab_size))
-    assert_same_logprobs(found, expected)
+    # In 32 bits torch's sum over so many tokens is less exact than the kernel's.
+    exact = logits.double().log_softmax(-1).gather(1, expected.token_ids).float()
+    assert_same_logprobs(found, replace(expected, logprobs=exact))
 
 
 @on_a_gpu

@@ -1,6 +1,7 @@
 """CUDA graphs of decode batches: a GPU runs such a pass in less time than the host needs to launch
 its kernels one by one."""
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +68,10 @@ class CudaCapturer:
 def _forbid_synchronization() -> Iterator[None]:
     """RuntimeError for operations that wait for the device."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # torch calls the mode a prototype.
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
