@@ -19,6 +19,8 @@ SETTINGS = {
     "QUIRE_WORKER_SIM_STEP_MS": "1",
     "QUIRE_WORKER_BLOCK_SIZE": "4",
     "QUIRE_WORKER_NUM_SPECULATIVE_TOKENS": "3",
+    # Of a smaller rate the share that is accepted would depend on the requests' random seeds.
+    "QUIRE_WORKER_SIM_ACCEPTANCE_RATE": "1",
 }
 SMALL = ("--num-prompts", "12", "--prompt-len", "4-20", "--output-len", "3-9")
 
@@ -61,8 +63,8 @@ def test_drafts_are_read_from_the_scheduler(stack, target):
     result = bench(*addresses, *SMALL, "--json", "-")
     assert result.exit_code == 0, result.output
     [report] = json.loads(result.stdout)["servers"]
-    assert 0.4 < report["draft_acceptance"] < 0.9
-    assert 1.2 < report["tokens_per_step"] < 4
+    assert report["draft_acceptance"] == 1
+    assert 1.5 < report["tokens_per_step"] < 4
     # Without it there are no such lines.
     assert "accepted drafts" not in bench("--target", target, *SMALL).stdout
     printed = bench(*addresses, *SMALL).stdout
