@@ -215,9 +215,10 @@ class Scheduler:
         terms = [shard.term for shard in self.shards.values() if shard.term is not None]
         if not terms:
             errors = [shard.standby.redis_error for shard in self.shards.values()]
+            problem = None if self._process is None else self._process.membership.problem
             return {
                 _REDIS: next(iter(errors), "not connected yet"),
-                _LEAD: "another scheduler leads",
+                _LEAD: problem or "another scheduler leads",
                 _WORKER: "this scheduler does not lead",
             }
         has_worker = any(term.engine.lanes for term in terms)

@@ -28,13 +28,19 @@ class ClusterMap:
     @classmethod
     def parse(cls, packed: bytes) -> Self:
         """Read a packed map. ValueError for anything else."""
-        read = json.loads(packed)
-        return cls(
-            version=int(read["version"]),
-            num_shards=int(read["num_shards"]),
-            owners={int(shard): str(owner) for shard, owner in read["owners"].items()},
-            workers={str(address): int(shard) for address, shard in read["workers"].items()},
-        )
+        try:
+            read = json.loads(packed)
+            found = cls(
+                version=int(read["version"]),
+                num_shards=int(read["num_shards"]),
+                owners={int(shard): str(owner) for shard, owner in read["owners"].items()},
+                workers={str(address): int(shard) for address, shard in read["workers"].items()},
+            )
+        except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(repr(error)) from error
+        if not (found.version > 0 and 1 <= found.num_shards <= MAX_SHARDS):
+            raise ValueError(f"version {found.version}, {found.num_shards} shards")
+        return found
 
     def pack(self) -> bytes:
         """For Redis."""

@@ -99,6 +99,9 @@ class Coordinator:
             )
             if following is present and self._must_offer_again(present, leaders):
                 following = replace(present, version=present.version + 1)
+            if self._membership.is_map_lost and not present.version:
+                # Above that of the map that was lost: others may remember it.
+                following = replace(following, version=self._membership.now_ms)
             if following is not present:
                 self._changed_at = self._clock()
             elif not (is_forced and present.version):

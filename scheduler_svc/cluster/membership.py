@@ -10,6 +10,7 @@ import structlog
 
 from scheduler_svc.cluster.cluster_map import ClusterMap, assign_owners
 from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.cluster.map_reader import MapReader
 from scheduler_svc.cluster.spread import weight
 from scheduler_svc.store.cluster import ClusterReading, ClusterStore
 from scheduler_svc.store.errors import StoreError
@@ -42,8 +43,7 @@ class Membership:
     ) -> None:
         """`expiry_s`: time without a heartbeat after which a scheduler counts as ended."""
         self.id = secrets.token_hex(8)
-        self.map = ClusterMap()
-        # Set once Redis was read.
+        # Set once Redis was read, and has a map that can be used, or none yet.
         self.is_known = asyncio.Event()
         self._store = store
         # Empty once it leaves.
@@ -62,8 +62,9 @@ class Membership:
         # The last one, and when it was taken, by `clock`.
         self._reading: ClusterReading | None = None
         self._read_at = 0.0
-        # A map that could not be read.
-        self._unreadable = b""
+        self._maps = MapReader()
+        # Why the last heartbeat failed; None if it did not.
+        self._why_silent: str | None = None
         self._listeners: set[Callable[[], None]] = set()
         # Loads to write in the next heartbeat are due now.
         self._wake = asyncio.Event()
@@ -80,11 +81,25 @@ class Membership:
         return [self._loads.get(shard, ShardLoad()) for shard in range(self.map.num_shards)]
 
     @property
+    def map(self) -> ClusterMap:
+        return self._maps.map
+
+    @property
     def is_map_lost(self) -> bool:
-        """Whether this process has a map, and Redis has none, or one that cannot be read."""
-        if self._reading is None or not self.map.version:
-            return False
-        return self._reading.packed_map in (None, self._unreadable)
+        """Whether Redis has no map, or one that cannot be read, though there was one."""
+        return self._maps.is_lost
+
+    @property
+    def problem(self) -> str | None:
+        """Why this scheduler does not know the cluster, or others do not know it; None if not."""
+        return self._why_silent or self._maps.problem
+
+    @property
+    def now_ms(self) -> int:
+        """The time by Redis' clock; 0 before the first reading."""
+        if self._reading is None:
+            return 0
+        return self._reading.now_ms + round((self._clock() - self._read_at) * 1000)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call this after each heartbeat, and when the map changes."""
@@ -130,12 +145,11 @@ class Membership:
         """Whether the shard's leader has just been heard of, so that its lease need not be read."""
         if self._reading is None or shard not in self._reading.loads:
             return False
-        now_ms = self._reading.now_ms + (self._clock() - self._read_at) * 1000
         load = self._loads.get(shard)
         return (
             load is not None
             and load.leader not in self._ended
-            and now_ms - self._reading.loads[shard].written_ms < LED_S * 1000
+            and self.now_ms - self._reading.loads[shard].written_ms < LED_S * 1000
         )
 
     def should_hand_over(self, shard: int, led_since: int) -> bool:
@@ -148,8 +162,7 @@ class Membership:
         """The process at this address has ended: it counts no more, until it sends a heartbeat."""
         if self._reading is not None:
             # Its last one may be younger than the reading, or still be on its way to Redis.
-            since_s = self._clock() - self._read_at + HEARTBEAT_S
-            self._ended[address] = self._reading.now_ms + round(since_s * 1000)
+            self._ended[address] = self.now_ms + round(HEARTBEAT_S * 1000)
             self._find_members(self._reading)
             self._notify()
 
@@ -162,23 +175,21 @@ class Membership:
 
     def set_map(self, following: ClusterMap) -> None:
         """Use another map, unless it is older."""
-        if following.version > self.map.version:
-            self.map = following
+        if self._maps.use(following):
             self._notify()
 
     async def run(self) -> None:
         """Send heartbeats until cancelled; then leave."""
-        why = ""
         try:
             while True:
                 try:
                     self._take(await self._beat(self._address))
-                    why = ""
+                    self._why_silent = None
                 except StoreError as error:
-                    if str(error) != why:
+                    if str(error) != self._why_silent:
                         # Logged once, not at every attempt.
-                        why = str(error)
-                        log.warning("no heartbeat", why=why)
+                        self._why_silent = str(error)
+                        log.warning("no heartbeat", why=self._why_silent)
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
@@ -206,9 +217,9 @@ class Membership:
             for shard, timed in reading.loads.items()
             if timed.written_ms >= oldest_ms
         } | self._own_loads()
-        if reading.packed_map is not None:
-            self._take_map(reading.packed_map)
-        self.is_known.set()
+        self._maps.read(reading.packed_map, reading.loads)
+        if self._maps.problem is None:
+            self.is_known.set()
         self._notify()
 
     def _is_disturbed(self, reading: ClusterReading) -> bool:
@@ -246,19 +257,6 @@ class Membership:
         }
         if self._address:
             self._members[self.id] = self._address
-
-    def _take_map(self, packed: bytes) -> None:
-        try:
-            stored = ClusterMap.parse(packed)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if packed != self._unreadable:
-                # Logged once, not at every heartbeat.
-                self._unreadable = packed
-                log.error("the map of the cluster is not readable", why=repr(error))
-            return
-        # A map in Redis that is older was restored after lost writes; its writer writes again.
-        if stored.version > self.map.version:
-            self.map = stored
 
     def _notify(self) -> None:
         self._owners = assign_owners(self.map.num_shards, self._members, self.map.owners)

@@ -80,7 +80,9 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
     ) -> operations_pb2.GetClusterResponse:
         membership = self._membership()
         if membership is None or not membership.is_known.is_set():
-            await abort(context, unavailable("REDIS_AWAY", "the scheduler has not reached Redis"))
+            why = None if membership is None else membership.problem
+            why = why or "the scheduler has not reached Redis"
+            await abort(context, unavailable("REDIS_AWAY", why))
         return _cluster_of(membership)
 
     async def SetNumShards(  # noqa: N802

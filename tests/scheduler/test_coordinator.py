@@ -13,6 +13,7 @@ from scheduler_svc.cluster.coordinator import JOIN_S, KEEP_WORKER_S, OFFER_AGAIN
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
+from scheduler_svc.store.cluster import Timed
 from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
 
 
@@ -224,6 +225,23 @@ async def test_the_map_is_written_at_first_and_again_after_lost_writes(
         await until(lambda: cluster.map is not None, "the map")
     assert list(written.map.workers) == ["x:1"]
     assert written.map.version == 8
+
+
+async def test_a_map_that_was_lost_is_replaced_by_one_that_others_take(
+    cluster, written, leader, monkeypatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "HEARTBEAT_S", 0.001)
+    other = cluster.member("b")
+    cluster.set_map(ClusterMap(7, 3))
+    await beat(other)
+    cluster.map = b"broken"
+    cluster.loads = {2: Timed(0, b"old")}
+    await beat(leader)
+    async with running(coordinator(leader, written)):
+        await until(lambda: cluster.map != b"broken", "the map")
+    assert written.map.num_shards == 3
+    await beat(other)
+    assert other.map == written.map
 
 
 async def test_a_leader_of_shard_0_that_was_replaced_ends(cluster, written, leader) -> None:

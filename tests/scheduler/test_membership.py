@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 from scripted_cluster import EXPIRY_S, ScriptedCluster, beat
+from structlog.testing import capture_logs
 from waiting import until
 
 from scheduler_svc.cluster import membership as membership_module
-from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.cluster_map import MAX_SHARDS, ClusterMap
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.cluster.membership import (
     HEARTBEAT_S,
@@ -18,6 +19,7 @@ from scheduler_svc.cluster.membership import (
     RETURN_S,
     Membership,
 )
+from scheduler_svc.store.cluster import Timed
 from scheduler_svc.store.errors import StoreUnavailable
 
 
@@ -187,6 +189,64 @@ async def test_an_unreadable_or_older_map_changes_nothing(cluster, three) -> Non
     assert first.map.num_shards == 2
     first.set_map(ClusterMap(6, 7))
     assert first.map.num_shards == 7
+
+
+BROKEN_MAPS = (
+    b"",
+    b"[]",
+    b"{",
+    b"\xff",
+    b'{"version": 1}',
+    ClusterMap(3, 0).pack(),
+    ClusterMap(3, MAX_SHARDS + 1).pack(),
+    ClusterMap(3, 4).pack().replace(b"3", b"1e999"),
+    b"[" * 100_000,
+)
+
+
+@pytest.mark.parametrize("packed", [*BROKEN_MAPS, None], ids=lambda packed: repr(packed)[:20])
+async def test_after_a_restart_loads_show_the_shards_of_a_lost_map(cluster, packed) -> None:
+    cluster.loads = {shard: Timed(0, b"old") for shard in (0, 2, 5, MAX_SHARDS)}
+    cluster.map = packed
+    member = cluster.member("a")
+    with capture_logs() as logs:
+        await beat(member, member)
+    assert member.map.num_shards == 6
+    assert member.is_map_lost
+    assert member.is_known.is_set()
+    assert member.problem is None
+    assert [line["event"] for line in logs].count("the map of the cluster has lost shards") == 1
+
+
+async def test_a_map_with_fewer_shards_than_there_are_loads_has_lost_shards(cluster, three) -> None:
+    cluster.loads = {shard: Timed(0, b"old") for shard in (0, 3)}
+    cluster.set_map(ClusterMap(5, 2))
+    await beat(three[0])
+    assert (three[0].map.version, three[0].map.num_shards) == (5, 4)
+    cluster.loads = {}
+    cluster.set_map(ClusterMap(6, 1))
+    await beat(three[0])
+    assert (three[0].map.version, three[0].map.num_shards) == (6, 4), "it never falls"
+
+
+@pytest.mark.parametrize("packed", BROKEN_MAPS, ids=lambda packed: repr(packed)[:20])
+async def test_a_map_that_is_not_readable_is_refused_if_nothing_shows_the_shards(
+    cluster, packed
+) -> None:
+    cluster.map = packed
+    member = cluster.member("a")
+    with capture_logs() as logs:
+        await beat(member, member)
+    assert not member.is_known.is_set()
+    assert "quire:{shard:0}:cluster:map" in str(member.problem)
+    [line] = logs
+    assert line["key"] == "quire:{shard:0}:cluster:map"
+    # It is deleted, as the message says.
+    cluster.map = None
+    await beat(member)
+    assert member.is_known.is_set()
+    assert member.problem is None
+    assert not member.is_map_lost
 
 
 async def test_a_shard_is_handed_over_to_one_that_runs_by_a_newer_map(cluster, three) -> None:

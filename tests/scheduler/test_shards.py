@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import redis
 from checking_worker import CheckingWorker
 from scheduler_stack import (
     ABORTED,
@@ -21,6 +22,7 @@ from waiting import until
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc.cluster import coordinator
+from scheduler_svc.store.keys import ClusterKeys
 
 NUM_SHARDS = 4
 
@@ -181,6 +183,45 @@ async def test_the_number_of_shards_is_raised_while_requests_run(stack: Stack) -
             await set_num_shards(stack.member, refused)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert info_of(caught.value).reason == "NUM_SHARDS_OUT_OF_RANGE"
+
+
+async def test_no_shard_is_lost_when_the_map_is_lost_while_no_scheduler_runs(
+    stack: Stack, redis_client: redis.Redis
+) -> None:
+    await set_num_shards(stack.member)
+    async with asyncio.timeout(10):
+        gateways = await connect_all(stack, await leaders(stack, members=1))
+    for shard, gateway in enumerate(gateways):
+        await gateway.submit(prompt(10, shard), 100, seed=shard)
+    await until(lambda: all(len(g.received[1].token_ids) > 2 for g in gateways), "tokens")
+    await stack.member.kill()
+    redis_client.set(ClusterKeys().map, b"broken")
+    stack.start_scheduler()
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=1)
+    for gateway, following in zip(gateways, await connect_all(stack, found), strict=True):
+        stack.gateways.remove(gateway)
+        await gateway.close()
+        await following.submit_again(gateway.received[1])
+        await check_outputs(following)
+
+
+async def test_a_map_is_refused_if_nothing_shows_the_shards(
+    redis_url: str, redis_client: redis.Redis, sockets: Path
+) -> None:
+    redis_client.set(ClusterKeys().map, b"broken")
+    stack = Stack(redis_url, sockets, {"workers": f"unix:{sockets}/none.sock"})
+    member = stack.start_scheduler()
+    try:
+        health = member.scheduler._health
+        await until(lambda: ClusterKeys().map in health.failing.get("lead", ""), "the reason")
+        assert not member.scheduler.leading
+        with pytest.raises(grpc.aio.AioRpcError, match="quire shards"):
+            await cluster(member)
+        redis_client.delete(ClusterKeys().map)
+        await until(lambda: member.scheduler.leading, "a leader")
+    finally:
+        await stack.stop()
 
 
 async def test_an_id_belongs_to_one_shard(stack: Stack) -> None:
