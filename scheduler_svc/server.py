@@ -66,7 +66,8 @@ class Scheduler:
         self._collector = EngineCollector(self._steps, self._engines)
         self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
-            SchedulerServicer(self._handler_of, self._leader_address), self._server
+            SchedulerServicer(self._handler_of, self._leader_address, self._num_shards),
+            self._server,
         )
         operations_pb2_grpc.add_OperationsServiceServicer_to_server(
             OperationsServicer(self._led_shard, self._leader_address, self._membership),
@@ -175,6 +176,12 @@ class Scheduler:
     def _leader_address(self, shard: int) -> str:
         found = self.shards.get(shard)
         return "" if found is None else found.standby.leader_address
+
+    def _num_shards(self) -> int:
+        process = self._process
+        if process is None or not process.membership.is_known.is_set():
+            return 0
+        return process.membership.map.num_shards
 
     def _led_shard(self, shard: int) -> LedShard | None:
         found = self.shards.get(shard)

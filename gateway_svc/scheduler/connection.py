@@ -13,7 +13,7 @@ from gateway_svc.scheduler.leader_discovery import (
     LeaderStream,
     NotLeadingError,
     connect,
-    named_leader,
+    metadata_of,
 )
 from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
 from gateway_svc.scheduler.outages import Outage
@@ -35,7 +35,8 @@ class ShardConnection:
     """Maintains one `Connect` stream to the leader of a shard; `requests` are multiplexed over it.
 
     `on_state` is called after the outage or its reason has changed, and `on_cluster` with the state
-    of all shards, as this shard's leader sends it, before what else is in the frame.
+    of all shards, as this shard's leader sends it, before what else is in the frame. `on_standby`
+    is called with the number of shards that a scheduler names which does not lead this one.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ShardConnection:
         requests: Multiplexer,
         on_state: Callable[[], object],
         on_cluster: Callable[[int, scheduler_pb2.ClusterState], object],
+        on_standby: Callable[[int], object],
         tls: TLS | None = None,
     ) -> None:
         self.shard = shard
@@ -58,6 +60,7 @@ class ShardConnection:
         self._discovery = LeaderDiscovery(addresses, self._connect)
         self._on_state = on_state
         self._on_cluster = on_cluster
+        self._on_standby = on_standby
         # The highest seen, on any stream. Epochs of different shards are not comparable.
         self._epoch = 0
         self._is_closing = False
@@ -144,6 +147,7 @@ class ShardConnection:
         except NotLeadingError as error:
             if error.leader:
                 self.suggest(error.leader)
+            self._on_standby(error.num_shards)
             raise
         try:
             self._check(leader.first_frame)
@@ -170,7 +174,7 @@ class ShardConnection:
                 self._receive(frame)
                 frame = await leader.call.read()
         except grpc.aio.AioRpcError as error:
-            if leader_now := named_leader(error):
+            if leader_now := metadata_of(error).get("leader"):
                 self.suggest(leader_now)
             return f"{error.code().name}: {error.details()}"
         except NotLeadingError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -31,10 +31,12 @@ _MAX_BACKOFF_S = 0.5
 class NotLeadingError(Exception):
     """A scheduler does not lead, cannot be reached, or has another protocol version."""
 
-    def __init__(self, reason: str, leader: str = "") -> None:
-        """`leader` is the address that the scheduler has named; empty if none."""
+    def __init__(self, reason: str, leader: str = "", num_shards: int = 0) -> None:
+        """`leader` is the address that the scheduler has named, empty if none, and `num_shards` the
+        number of shards, 0 if it has named none."""
         super().__init__(reason)
         self.leader = leader
+        self.num_shards = num_shards
 
 
 @dataclass(frozen=True)
@@ -62,23 +64,28 @@ async def connect(
         await channel.close()
         if isinstance(error, grpc.aio.AioRpcError):
             reason = f"{error.code().name}: {error.details()}"
-            raise NotLeadingError(reason, named_leader(error)) from error
+            named = metadata_of(error)
+            num_shards = named.get("num_shards", "")
+            raise NotLeadingError(
+                reason,
+                named.get("leader", ""),
+                int(num_shards) if num_shards.isdecimal() else 0,
+            ) from error
         if isinstance(error, TimeoutError):
             raise NotLeadingError(f"no hello within {HELLO_TIMEOUT_S} s") from error
         raise
     return LeaderStream(address, channel, call, first_frame)
 
 
-def named_leader(error: grpc.aio.AioRpcError) -> str:
-    """The leader's address in the details of STANDBY; empty if there is none."""
+def metadata_of(error: grpc.aio.AioRpcError) -> Mapping[str, str]:
+    """The metadata in the details of an error; empty without any. STANDBY names the leader and the
+    number of shards."""
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:
         # Another status than the call's.
-        return ""
-    if status is None:
-        return ""
-    return str(error_info(RequestError.from_status(status)).metadata.get("leader", ""))
+        return {}
+    return {} if status is None else error_info(RequestError.from_status(status)).metadata
 
 
 async def _exchange_hellos(

@@ -66,7 +66,7 @@ class RequestRouter:
         self._lookups: dict[RequestStream, asyncio.Task[None]] = {}
         # Of all requests.
         self._num_moves = 0
-        self._ensure(1)
+        self.add_shards(1)
 
     @property
     def num_shards(self) -> int:
@@ -87,9 +87,18 @@ class RequestRouter:
 
     def report(self, source: int, cluster: scheduler_pb2.ClusterState) -> None:
         """Learn the number of shards, and their loads, from the leader of one."""
-        self._ensure(len(cluster.shards))
+        self.add_shards(len(cluster.shards))
         reports = [ShardReport(one.num_workers, one.num_live) for one in cluster.shards]
         self._loads.report(source, reports[: self.num_shards])
+
+    def add_shards(self, num_shards: int) -> None:
+        """Add shards up to this number."""
+        for shard in range(self.num_shards, min(num_shards, _MAX_SHARDS)):
+            requests = Multiplexer(
+                self._max_queued_tokens, self._wait_s, self._counters.reattached, self._on_failure
+            )
+            self._shards.append(requests)
+            self._on_shard(shard, requests)
 
     def submit(
         self,
@@ -160,15 +169,6 @@ class RequestRouter:
             self._end_lookup(stream)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ensure(self, num_shards: int) -> None:
-        """Add shards up to this number."""
-        for shard in range(self.num_shards, min(num_shards, _MAX_SHARDS)):
-            requests = Multiplexer(
-                self._max_queued_tokens, self._wait_s, self._counters.reattached, self._on_failure
-            )
-            self._shards.append(requests)
-            self._on_shard(shard, requests)
-
     def _order(self, submission: scheduler_pb2.Submission) -> ShardOrder:
         if self.num_shards == 1:
             return ShardOrder((0,), is_spilled=False)
@@ -209,7 +209,7 @@ class RequestRouter:
             metadata = {"resumable": "true"} if stream.was_accepted else None
             message = "the schedulers do not agree on the request's shard"
             return unavailable("NO_SHARD", message, metadata=metadata)
-        self._ensure(shard + 1)
+        self.add_shards(shard + 1)
         # The only one that may run it: another one would name it again.
         stream.route.alternatives = ()
         self._counters.moved()

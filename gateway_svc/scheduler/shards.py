@@ -28,7 +28,7 @@ class ShardStatus:
 class Shards:
     """One connection per shard, and the requests that are routed over them.
 
-    There is one shard until a leader reports more; their number never falls. A shard without a
+    There is one shard until a scheduler reports more; their number never falls. A shard without a
     leader does not affect the others.
     """
 
@@ -102,7 +102,13 @@ class Shards:
 
     def _add(self, shard: int, requests: Multiplexer) -> None:
         connection = ShardConnection(
-            shard, self._addresses, requests, self._publish, self._on_cluster, self._tls
+            shard,
+            self._addresses,
+            requests,
+            self._publish,
+            self._on_cluster,
+            lambda num_shards: self.requests.add_shards(num_shards),
+            self._tls,
         )
         self._connections.append(connection)
         if self._is_started:

@@ -26,11 +26,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self,
         handler_of: Callable[[int], FrameHandler | None],
         leader_address: Callable[[int], str],
+        num_shards: Callable[[], int],
     ) -> None:
         """`handler_of` returns None for a shard that this process does not lead; `leader_address`
-        an empty string while the leader of a shard is unknown."""
+        an empty string while the leader of a shard is unknown; `num_shards` 0 while the number is
+        unknown."""
         self._handler_of = handler_of
         self._leader_address = leader_address
+        self._num_shards = num_shards
 
     async def Connect(  # type: ignore[override]  # noqa: N802
         self, request_iterator: _Frames, context: _Context
@@ -43,7 +46,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         handler = self._handler_of(shard)
         try:
             if handler is None:
-                raise standby_error(self._leader_address(shard))
+                raise standby_error(self._leader_address(shard), self._num_shards())
             connection = handler.connect()
         except RequestError as error:
             await abort(context, error)
@@ -61,9 +64,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             handler.disconnect(connection)
 
 
-def standby_error(leader_address: str) -> RequestError:
-    """The error of a scheduler that does not lead the shard."""
+def standby_error(leader_address: str, num_shards: int = 0) -> RequestError:
+    """The error of a scheduler that does not lead the shard. It names what is known: a gateway that
+    is started while the shard has no leader finds the other shards by their number."""
     metadata = {"leader": leader_address} if leader_address else {}
+    if num_shards:
+        metadata["num_shards"] = str(num_shards)
     return unavailable("STANDBY", "this scheduler does not lead", metadata=metadata)
 
 

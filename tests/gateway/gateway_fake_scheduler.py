@@ -35,6 +35,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.shard = shard
         # By shard.
         self.leaders: dict[int, str] = {}
+        # As a standby names it; 0 if it does not.
+        self.num_shards = 0
         # In the first frame, if it is set.
         self.cluster: pb.ClusterState | None = None
         self.hello = pb.SchedulerHello(
@@ -77,7 +79,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         assert first.hello.protocol_version == PROTOCOL_VERSION
         if not self.leads or first.hello.shard != self.shard:
             leader = self.leaders.get(first.hello.shard)
-            metadata = {"leader": leader} if leader else None
+            metadata = {"leader": leader} if leader else {}
+            if self.num_shards:
+                metadata["num_shards"] = str(self.num_shards)
             message = "this scheduler does not lead"
             await abort(context, unavailable("STANDBY", message, metadata=metadata))
         self._frames = asyncio.Queue()

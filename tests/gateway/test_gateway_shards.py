@@ -204,6 +204,32 @@ async def test_a_leader_is_found_by_the_address_that_another_scheduler_names(
     await standby.stop()
 
 
+async def test_a_gateway_that_starts_finds_the_shards_while_the_first_has_no_leader(
+    settings_for: Settings,
+) -> None:
+    standby = FakeScheduler(shard=9)
+    port = await standby.start()
+    async with cluster_of(3) as cluster:
+        standby.num_shards = 3
+        standby.leaders = {1: cluster.address(1), 2: cluster.address(2)}
+        cluster.schedulers[0].leads = False
+        cluster.grow(3)
+        async with gateway_of(settings_for(scheduler=f"127.0.0.1:{port}"), cluster) as stack:
+            await asyncio.wait_for(stack.wait_for_status(SERVING), 10)
+            shards = stack.gateway.scheduler
+            found = [None, cluster.address(1), cluster.address(2)]
+            await until(lambda: shards.leaders == found, "the other shards")
+            call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
+            scheduler, submission = await cluster.next_submission()
+            finish(scheduler, stack, submission)
+            assert (await call).choices[0].text == TEXT
+            # Then the first one gets a leader.
+            cluster.schedulers[0].leads = True
+            standby.leaders[0] = cluster.address(0)
+            await until(lambda: None not in shards.leaders, "the first shard")
+    await standby.stop()
+
+
 async def test_a_stream_is_resumed_where_another_gateway_left_it(
     settings_for: Settings, stack: Stack, cluster: Cluster
 ) -> None:

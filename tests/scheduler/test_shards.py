@@ -118,7 +118,7 @@ async def test_shards_and_workers_are_spread_and_every_shard_serves(stack: Stack
     other = await connect(stack, next(a for a in found if a != found[0]), 0)
     await until(lambda: other.lost is not None, "the refusal")
     assert other.lost.code() is grpc.StatusCode.UNAVAILABLE
-    assert info_of(other.lost).metadata["leader"] == found[0]
+    assert info_of(other.lost).metadata == {"leader": found[0], "num_shards": str(NUM_SHARDS)}
 
 
 async def test_the_shards_of_a_dead_scheduler_go_to_the_others_and_back(stack: Stack) -> None:
