@@ -60,6 +60,8 @@ class Participation:
         self._coordinator = (
             Coordinator(process.membership, store, process.addresses) if shard == 0 else None
         )
+        # The map was read since this leader leads. An earlier one may have just added shards.
+        self._is_map_current = asyncio.Event()
         # What is known of the cluster has changed.
         self._is_heard = asyncio.Event()
 
@@ -71,11 +73,17 @@ class Participation:
             group.create_task(self._moves.run())
             group.create_task(self._tenants.run())
             if self._coordinator is not None:
-                group.create_task(self._coordinator.run())
+                group.create_task(self._coordinate(self._coordinator))
+
+    async def _coordinate(self, coordinator: Coordinator) -> None:
+        await self._membership.read_again()
+        self._is_map_current.set()
+        await coordinator.run()
 
     async def add_shards(self, num_shards: int) -> None:
         """Raise the number of shards to this one; only in a term of shard 0. Raises StoreError."""
         assert self._coordinator is not None
+        await self._is_map_current.wait()
         await self._coordinator.set_num_shards(num_shards, self._claims.claim_all)
 
     def load(self) -> ShardLoad | None:

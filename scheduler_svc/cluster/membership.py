@@ -65,6 +65,9 @@ class Membership:
         self._maps = MapReader()
         # Why the last heartbeat failed; None if it did not.
         self._why_silent: str | None = None
+        # Heartbeats that have begun, and the one of the last reading.
+        self._num_begun = 0
+        self._last_read = 0
         self._listeners: set[Callable[[], None]] = set()
         # Loads to write in the next heartbeat are due now.
         self._wake = asyncio.Event()
@@ -178,6 +181,18 @@ class Membership:
         if self._maps.use(following):
             self._notify()
 
+    async def read_again(self) -> None:
+        """Wait for a reading that begins after this call, at once."""
+        num_begun, is_heard = self._num_begun, asyncio.Event()
+        self.listen(is_heard.set)
+        self._wake.set()
+        try:
+            while self._last_read <= num_begun:
+                is_heard.clear()
+                await is_heard.wait()
+        finally:
+            self.stop_listening(is_heard.set)
+
     async def run(self) -> None:
         """Send heartbeats until cancelled; then leave."""
         try:
@@ -200,7 +215,11 @@ class Membership:
 
     async def _beat(self, address: str) -> ClusterReading:
         loads = {shard: load.pack() for shard, load in self._own_loads().items()}
-        return await self._store.beat(self.id, address, round(self._expiry_s * 1000), loads)
+        self._num_begun += 1
+        number = self._num_begun
+        reading = await self._store.beat(self.id, address, round(self._expiry_s * 1000), loads)
+        self._last_read = number
+        return reading
 
     def _own_loads(self) -> dict[int, ShardLoad]:
         loads = {shard: read() for shard, read in self._read_loads.items()}

@@ -1,7 +1,8 @@
 """Keeps ids that clients chose unique over all shards."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.core.sequence import Group
@@ -34,13 +35,29 @@ class Claims:
         self._membership = membership
         self._live = live
         self._ttl_s = finished_ttl_s + _LIFETIME_S
+        # The map was read since this leader leads: an earlier one may have just added shards.
+        self._is_map_current = False
         # Other shards are about to begin.
         self._is_begun = False
+        # Set when the requests that are being recorded are.
+        self._recordings: set[asyncio.Event] = set()
 
     @property
     def is_needed(self) -> bool:
         """Whether another shard may have the id of a new request."""
-        return self._is_begun or self._membership.map.num_shards > 1
+        is_alone = self._is_map_current and self._membership.map.num_shards == 1
+        return self._is_begun or not is_alone
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note that new requests are claimed, if that is needed, and recorded meanwhile."""
+        is_recorded = asyncio.Event()
+        self._recordings.add(is_recorded)
+        try:
+            yield
+        finally:
+            self._recordings.remove(is_recorded)
+            is_recorded.set()
 
     async def claim(self, keys: Sequence[RequestKey]) -> list[int]:
         """Claim the ids of new requests; return the shard that has each one. Raises StoreError."""
@@ -56,11 +73,16 @@ class Claims:
         """Claim the ids of all requests of this shard, from now on also of new ones: other shards
         are about to begin. Raises StoreError."""
         self._is_begun = True
+        # Without claims: their records may be stored after the scan has passed them.
+        for is_recorded in list(self._recordings):
+            await is_recorded.wait()
         keys = await self._store.stored_requests()
         await self._directory.claim(keys, self.shard, self._ttl_s, Claim.ALL)
 
     async def run(self) -> None:
         """Renew the claims of requests that live for long, until cancelled."""
+        await self._membership.read_again()
+        self._is_map_current = True
         while True:
             await asyncio.sleep(_RENEWAL_S)
             keys = list(self._live)

@@ -140,7 +140,7 @@ class Submissions:
         return first
 
     async def _record(self, new: list["_NewRequest"], connection: GatewayConnection) -> None:
-        with self._engine.arrivals.pending(len(new)):
+        with self._engine.arrivals.pending(len(new)), self._claims.recording():
             try:
                 new = await self._claim(new, connection)
                 outcomes = await self._store_records(new) if new else []

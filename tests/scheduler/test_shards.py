@@ -22,6 +22,7 @@ from waiting import until
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc.cluster import coordinator
+from scheduler_svc.engine.claims import Claims
 from scheduler_svc.store.keys import ClusterKeys
 
 NUM_SHARDS = 4
@@ -246,6 +247,43 @@ async def test_an_id_belongs_to_one_shard(stack: Stack) -> None:
     free = await one.submit(prompt(8, 2), 4, request_id="new")
     await one.wait_ended(free)
     assert one.received[free].is_whole
+
+
+async def test_an_id_that_is_recorded_while_shards_are_added_belongs_to_one_shard(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis is slow: the scan of the records could miss it."""
+    gateway = await stack.gateway()
+    store = stack.scheduler.shards[0]._store
+    record, is_recorded = store.record, asyncio.Event()
+
+    async def record_late(*args: object) -> object:
+        await is_recorded.wait()
+        return await record(*args)
+
+    await until(lambda: not is_claiming(stack), "the map")
+    monkeypatch.setattr(store, "record", record_late)
+    slow = await gateway.submit(prompt(8), 4, request_id="slow", has_client_id=True)
+    await until(lambda: gateway_claims(stack)._recordings, "the submission")
+    raising = asyncio.create_task(set_num_shards(stack.member))
+    await until(lambda: is_claiming(stack), "the beginning")
+    is_recorded.set()
+    await raising
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=1)
+    await gateway.wait_ended(slow)
+    one = (await connect_all(stack, found))[1]
+    again = await one.submit(prompt(8), 4, request_id="slow", has_client_id=True)
+    await until(lambda: one.received[again].failure is not None, "the refusal")
+    assert info_of(one.received[again].failure).metadata["shard"] == "0"
+
+
+def gateway_claims(stack: Stack) -> Claims:
+    return stack.member.term.handler._submissions._claims
+
+
+def is_claiming(stack: Stack) -> bool:
+    return gateway_claims(stack).is_needed
 
 
 async def test_requests_are_looked_up_by_their_ids(stack: Stack) -> None:
