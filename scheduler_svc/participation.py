@@ -56,6 +56,7 @@ class Participation:
             shard, store.leadership.epoch, engine, process.membership, process.cluster
         )
         handler.set_take_moved(self._moves.take)
+        handler.set_ask_for_room(self._tenants.ask)
         # Decides the map of the cluster; None in the terms of other shards.
         self._coordinator = (
             Coordinator(process.membership, store, process.addresses) if shard == 0 else None
@@ -83,8 +84,14 @@ class Participation:
     async def add_shards(self, num_shards: int) -> None:
         """Raise the number of shards to this one; only in a term of shard 0. Raises StoreError."""
         assert self._coordinator is not None
+
+        async def prepare() -> None:
+            await self._claims.claim_all()
+            # What tenants use here is known to the new shards before they allow anything.
+            await self._tenants.exchange(num_shards)
+
         await self._is_map_current.wait()
-        await self._coordinator.set_num_shards(num_shards, self._claims.claim_all)
+        await self._coordinator.set_num_shards(num_shards, prepare)
 
     def load(self) -> ShardLoad | None:
         """The shard's load now; None while the lease may have expired."""
@@ -104,6 +111,7 @@ class Participation:
             ),
             num_live=num_on_lanes + len(engine.waiting),
             num_waiting=len(engine.waiting),
+            num_asks=self._tenants.num_asks,
         )
 
     async def _announce(self) -> None:

@@ -20,10 +20,11 @@ from quire.service.errors import RequestError, failed, unavailable
 
 log = structlog.get_logger()
 
-# A shard is full, or has no room for a tenant: another one may have.
-_REFUSALS = frozenset(
+# A shard is full: another one may not be.
+_FULL = "QUEUE_FULL"
+# A tenant's limit over all shards is reached, unless the shard names another one that has room.
+_LIMITS = frozenset(
     {
-        "QUEUE_FULL",
         "REQUESTS_PER_MINUTE",
         "TOKENS_PER_MINUTE",
         "LIVE_REQUESTS",
@@ -195,17 +196,18 @@ class RequestRouter:
         if isinstance(stream.request, scheduler_pb2.Attachment):
             if reason == "UNKNOWN_REQUEST" and self.num_shards > 1:
                 return self._look_up_again(stream, error)
-        elif reason in _REFUSALS and not stream.was_accepted:
+        elif reason in _LIMITS and not stream.was_accepted:
+            return self._try_named(stream, error)
+        elif reason == _FULL and not stream.was_accepted:
             return self._try_next(stream, error)
         return error
 
     def _follow(self, stream: RequestStream, error: RequestError) -> RequestError | None:
         """Move a stream to the shard that the failure names."""
-        named = events.error_info(error).metadata.get("shard", "")
-        shard = int(named) if named.isdecimal() else _MAX_SHARDS
+        shard = _named_shard(error)
         stream.route.num_moves += 1
-        if shard >= _MAX_SHARDS or stream.route.num_moves > _MAX_MOVES:
-            log.warning("a request has no shard", shard=named, **stream.log_fields)
+        if shard is None or stream.route.num_moves > _MAX_MOVES:
+            log.warning("a request has no shard", shard=shard, **stream.log_fields)
             metadata = {"resumable": "true"} if stream.was_accepted else None
             message = "the schedulers do not agree on the request's shard"
             return unavailable("NO_SHARD", message, metadata=metadata)
@@ -214,6 +216,18 @@ class RequestRouter:
         stream.route.alternatives = ()
         self._counters.moved()
         self._num_moves += 1
+        self._move(stream, shard)
+        return None
+
+    def _try_named(self, stream: RequestStream, error: RequestError) -> RequestError | None:
+        """Give a request beyond a limit to the shard that has room by the refusal, once."""
+        shard = _named_shard(error)
+        is_possible = shard in stream.route.alternatives and not stream.route.refusals
+        stream.route.refusals.append(error)
+        if shard is None or not is_possible or not self._loads[shard].is_usable:
+            return min(stream.route.refusals, key=events.retry_after_s)
+        stream.route.alternatives = (shard,)
+        self._counters.refused()
         self._move(stream, shard)
         return None
 
@@ -280,6 +294,12 @@ class RequestRouter:
         task = self._lookups.pop(stream, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
+
+
+def _named_shard(error: RequestError) -> int | None:
+    """The shard that an error names; None if it names none."""
+    named = events.error_info(error).metadata.get("shard", "")
+    return int(named) if named.isdecimal() and int(named) < _MAX_SHARDS else None
 
 
 def _unknown() -> RequestError:

@@ -12,7 +12,7 @@ class Route:
     shard: int | None = 0
     # Shards that the request may be given to if this one refuses it, in their order.
     alternatives: Sequence[int] = ()
-    # By shards that had no room for the request.
+    # By shards that had no room for the request, or for its tenant.
     refusals: list[RequestError] = field(default_factory=list)
     # Times that a shard named another one.
     num_moves: int = 0

@@ -1,7 +1,7 @@
 """How much work a shard has, as its leader writes it for the others."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Self
 
 
@@ -17,13 +17,21 @@ class ShardLoad:
     # Sequences of live requests, and those of them that wait for a worker.
     num_live: int = 0
     num_waiting: int = 0
+    # Times that it has asked for shares of tenants' limits that other shards may not need any more.
+    num_asks: int = 0
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:
         """Read a packed load. ValueError for anything else."""
-        return cls(*json.loads(packed))
+        try:
+            leader, *numbers = json.loads(packed)
+            found = cls(leader, *numbers)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(repr(error)) from error
+        if not isinstance(leader, str) or not all(type(x) is int and x >= 0 for x in numbers):
+            raise ValueError("not an address and numbers")
+        return found
 
     def pack(self) -> bytes:
         """For Redis."""
-        fields = (self.leader, self.num_workers, self.num_free_rows, self.num_live)
-        return json.dumps([*fields, self.num_waiting]).encode()
+        return json.dumps(astuple(self)).encode()

@@ -117,6 +117,10 @@ class Membership:
         self._read_loads[shard] = load
         self._wake.set()
 
+    def beat_soon(self) -> None:
+        """Send the next heartbeat at once: a load is news to others."""
+        self._wake.set()
+
     def stop_leading(self, shard: int) -> None:
         self._read_loads.pop(shard, None)
 

@@ -3,69 +3,28 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from grpc import StatusCode
-
-from quire.service.errors import RequestError, failed
-from scheduler_svc.core.limits import LimitShares, PrincipalLimits, Usage, Usages
+from quire.service.errors import RequestError
+from scheduler_svc.core.limits import (
+    COUNTS,
+    MINUTE_S,
+    RATES,
+    Excess,
+    LimitShares,
+    PrincipalLimits,
+    RateState,
+    TokenBucket,
+    Usage,
+    Usages,
+    UsedRates,
+)
 from scheduler_svc.core.sequence import Group
 
-_MINUTE_S = 60.0
-_ROUNDING = 1e-6
 # When a request will have ended is not known: this is how often a client may ask.
 _RETRY_AFTER_S = 1.0
 # Over how long the use of a rate is averaged, by which shards divide it.
 _RATE_MEMORY_S = 5.0
-
-
-@dataclass(slots=True)
-class TokenBucket:
-    """A rate limit that allows a minute's amount at once. Its level is negative after an overdraft:
-    of outputs, whose lengths are not known before."""
-
-    per_minute: int
-    level: float
-    updated_s: float
-
-    def take(self, amount: float, now_s: float) -> None:
-        """Take an amount that was used since the last call; a negative one is given back."""
-        refilled = self.level + (now_s - self.updated_s) * self.per_minute / _MINUTE_S
-        self.level = min(self.per_minute, refilled - amount)
-        self.updated_s = now_s
-
-    def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until an amount is available. A full bucket suffices for any amount."""
-        self.take(0, now_s)
-        missing = min(amount, self.per_minute) - self.level
-        # A client that waits for as long as it was asked to is not refused for a rounding error.
-        return missing * _MINUTE_S / self.per_minute if missing > _ROUNDING else 0.0
-
-    @property
-    def state(self) -> "RateState":
-        """The bucket, independent of when it was last refilled."""
-        missing = self.per_minute - self.level
-        return RateState(self.per_minute, self.updated_s + missing * _MINUTE_S / self.per_minute)
-
-
-@dataclass(frozen=True, slots=True)
-class RateState:
-    """A bucket by the time at which it is full if nothing is used until then."""
-
-    per_minute: int
-    full_at_s: float
-
-    def bucket(self, now_s: float) -> TokenBucket:
-        missing = (self.full_at_s - now_s) * self.per_minute / _MINUTE_S
-        return TokenBucket(self.per_minute, self.per_minute - max(0.0, missing), now_s)
-
-
-@dataclass(frozen=True, slots=True)
-class UsedRates:
-    """What a principal has used of its rates; None if nothing, or without a limit."""
-
-    requests: RateState | None = None
-    tokens: RateState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +34,15 @@ class Reservation:
     principal: str
     num_prompt_tokens: int
     is_resumable: bool
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What it adds to each count."""
+        return {
+            "live_requests": 1,
+            "waiting_tokens": self.num_prompt_tokens,
+            "resumable_requests": int(self.is_resumable),
+        }
 
 
 _NO_LIMITS = PrincipalLimits()
@@ -98,11 +66,13 @@ class _Usage:
     num_new_tokens: int = 0
     requests_rate: float = 0.0
     tokens_rate: float = 0.0
+    # Of counts, by requests that the shares had no room for since the last report.
+    wanted: dict[str, int] = field(default_factory=dict)
 
     def decay_rates(self, since_s: float) -> None:
         """Mix what was used in the last seconds into the rates."""
         weight = 1 - math.exp(-since_s / _RATE_MEMORY_S)
-        per_minute = _MINUTE_S / since_s
+        per_minute = MINUTE_S / since_s
         self.requests_rate += weight * (self.num_new_requests * per_minute - self.requests_rate)
         self.tokens_rate += weight * (self.num_new_tokens * per_minute - self.tokens_rate)
         self.num_new_requests = self.num_new_tokens = 0
@@ -124,6 +94,11 @@ class Quotas:
         self._usage: dict[str, _Usage] = {}
         self._shares = LimitShares()
 
+    @property
+    def has_others(self) -> bool:
+        """Whether limits are divided among several shards."""
+        return self._shares.has_others
+
     def set_limits(self, principal: str, limits: PrincipalLimits) -> None:
         usage = self._of(principal)
         if usage.limits != limits:
@@ -131,57 +106,124 @@ class Quotas:
             self._set_shares(principal, usage)
 
     def _set_shares(self, principal: str, usage: _Usage) -> None:
-        shares = self._shares.of(principal, usage.limits)
-        if usage.shares != shares:
-            usage.shares = shares
-            usage.requests = self._bucket(usage.requests, shares.requests_per_minute)
-            usage.tokens = self._bucket(usage.tokens, shares.tokens_per_minute)
+        limits, shares = usage.limits, usage.shares
+        rates = {name: self._shares.rate(principal, name, getattr(limits, name)) for name in RATES}
+        counts = {
+            name: None
+            if (limit := getattr(limits, name)) is None
+            else self._shares.granted(principal, name, limit, getattr(shares, name))
+            for name in COUNTS
+        }
+        usage.shares = PrincipalLimits(**rates, **counts)
+        if usage.shares.requests_per_minute != shares.requests_per_minute:
+            usage.requests = self._bucket(usage.requests, usage.shares.requests_per_minute)
+        if usage.shares.tokens_per_minute != shares.tokens_per_minute:
+            usage.tokens = self._bucket(usage.tokens, usage.shares.tokens_per_minute)
 
     def report(self, since_s: float, num_waiting_tokens: Callable[[str], int]) -> dict[str, Usage]:
-        """What principals with limits use, `since_s` seconds after the last report.
-        `num_waiting_tokens` returns those that a principal has in the queue."""
-        report = {}
+        """What principals with limits use, and claim of them, `since_s` seconds after the last
+        report. `num_waiting_tokens` returns those that a principal has in the queue. From now on
+        this shard uses no more than it claims."""
+        report, now_s = {}, self.clock()
         for principal, usage in self._usage.items():
             usage.decay_rates(since_s)
             if usage.limits != _NO_LIMITS:
-                waiting = num_waiting_tokens(principal) + usage.num_reserved_tokens
                 used = Usage(
                     requests_per_minute=max(0, round(usage.requests_rate)),
                     tokens_per_minute=max(0, round(usage.tokens_rate)),
                     live_requests=usage.num_live,
-                    waiting_tokens=waiting,
+                    waiting_tokens=num_waiting_tokens(principal) + usage.num_reserved_tokens,
                     resumable_requests=usage.num_resumable,
                 )
-                if used != _UNUSED:
-                    report[principal] = used
+                is_active = used != _UNUSED or bool(usage.wanted)
+                claims = self._claim(principal, usage, used) if is_active else {}
+                held = {name: getattr(usage.shares, name) for name in COUNTS}
+                usage.shares = replace(
+                    usage.shares,
+                    **{
+                        name: min(count, claims.get(name, 0))
+                        for name, count in held.items()
+                        if count is not None
+                    },
+                )
+                usage.wanted = {}
+                if is_active:
+                    report[principal] = replace(
+                        used,
+                        **{f"claimed_{name}": count for name, count in claims.items()},
+                        left_requests_per_minute=usage.requests.left(now_s)
+                        if usage.requests
+                        else 0,
+                        left_tokens_per_minute=usage.tokens.left(now_s) if usage.tokens else 0,
+                    )
         return report
 
+    def _claim(self, principal: str, usage: _Usage, used: Usage) -> dict[str, int]:
+        return {
+            name: self._shares.claim(
+                principal, name, limit, getattr(used, name), usage.wanted.get(name, 0)
+            )
+            for name in COUNTS
+            if (limit := getattr(usage.limits, name)) is not None
+        }
+
     def divide(self, shard: int, reports: Sequence[Usages]) -> None:
-        """Take this shard's share of every limit, given the reports of all shards."""
+        """Take this shard's share of every limit, given the reports of all shards. At first it has
+        claimed nothing."""
+        had_others = self._shares.has_others
         self._shares.update(shard, reports)
         for principal, usage in self._usage.items():
+            if not had_others:
+                usage.shares = replace(usage.shares, **dict.fromkeys(COUNTS))
             self._set_shares(principal, usage)
 
-    def error(self, new: Reservation, num_waiting_tokens: int) -> RequestError | None:
-        """The error of a request beyond a limit of its principal, which has `num_waiting_tokens` in
-        the queue; None if it is within all of them."""
+    def want(self, new: Reservation) -> None:
+        """Claim room for a request in the next report."""
+        wanted = self._of(new.principal).wanted
+        for name, amount in new.counts.items():
+            wanted[name] = wanted.get(name, 0) + amount
+
+    def other_with_room(self, principal: str, excess: Excess) -> int | None:
+        """Another shard that has room for a request that this one has no room for, if any does."""
+        if not excess.is_divided:
+            return None
+        return self._shares.other_with(principal, excess.name, excess.limit, excess.amount)
+
+    def excess(self, new: Reservation, num_waiting_tokens: int) -> Excess | None:
+        """What a request exceeds, whose principal has `num_waiting_tokens` in the queue; None if it
+        is within all of its shares."""
         usage = self._of(new.principal)
         limits, shares, now_s = usage.limits, usage.shares, self.clock()
         if usage.requests and (wait_s := usage.requests.wait_s(1, now_s)):
-            return _exceeded("requests_per_minute", limits.requests_per_minute, wait_s)
-        if usage.tokens and (wait_s := usage.tokens.wait_s(new.num_prompt_tokens, now_s)):
-            return _exceeded("tokens_per_minute", limits.tokens_per_minute, wait_s)
-        if _is_beyond(usage.num_live + 1, shares.live_requests):
-            return _exceeded("live_requests", limits.live_requests)
+            return self._excess("requests_per_minute", limits.requests_per_minute, 1, wait_s)
+        amount = new.num_prompt_tokens
+        if usage.tokens and (wait_s := usage.tokens.wait_s(amount, now_s)):
+            return self._excess("tokens_per_minute", limits.tokens_per_minute, amount, wait_s)
         num_waiting_tokens += usage.num_reserved_tokens
-        # A request longer than the limit is accepted if no other one waits, as by the whole queue.
-        if num_waiting_tokens and _is_beyond(
-            num_waiting_tokens + new.num_prompt_tokens, shares.waiting_tokens
-        ):
-            return _exceeded("waiting_tokens", limits.waiting_tokens)
-        if new.is_resumable and _is_beyond(usage.num_resumable + 1, shares.resumable_requests):
-            return _exceeded("resumable_requests", limits.resumable_requests)
+        used = {
+            "live_requests": usage.num_live,
+            "waiting_tokens": num_waiting_tokens,
+            "resumable_requests": usage.num_resumable,
+        }
+        for name, amount in new.counts.items():
+            limit, share = getattr(limits, name), getattr(shares, name)
+            if name == "waiting_tokens" and limit is not None and not num_waiting_tokens:
+                # One longer than the limit is accepted if no other waits, as by the whole queue.
+                amount = min(amount, limit)
+            if amount and share is not None and used[name] + amount > share:
+                excess = self._excess(name, limit, amount)
+                return excess if used[name] + amount <= limit else replace(excess, is_divided=False)
         return None
+
+    def _excess(
+        self, name: str, limit: int | None, amount: int, wait_s: float = _RETRY_AFTER_S
+    ) -> Excess:
+        return Excess(name, limit or 0, amount, wait_s, self._shares.has_others)
+
+    def error(self, new: Reservation, num_waiting_tokens: int) -> RequestError | None:
+        """The error of a request beyond a share; None if it is within all of them."""
+        excess = self.excess(new, num_waiting_tokens)
+        return None if excess is None else excess.error()
 
     def reserve(self, new: Reservation) -> None:
         """Count a new request, before it is recorded."""
@@ -209,6 +251,19 @@ class Quotas:
 
     def ended(self, group: Group) -> None:
         self._count_live(group, -1)
+
+    def given(self, group: Group) -> None:
+        """Count a live request less, with its part of the shares: another shard gets both."""
+        self._count_live(group, -1)
+        if self._shares.has_others:
+            usage = self._of(group.key.principal)
+            usage.shares = replace(
+                usage.shares,
+                live_requests=_less(usage.shares.live_requests, 1),
+                resumable_requests=_less(
+                    usage.shares.resumable_requests, int(bool(group.record.resume_window_s))
+                ),
+            )
 
     def count_output(self, num_tokens: Mapping[str, int]) -> None:
         """Take tokens of output from the rates of their principals."""
@@ -276,16 +331,5 @@ class Quotas:
         return usage
 
 
-def _is_beyond(count: int, limit: int | None) -> bool:
-    return limit is not None and count > limit
-
-
-def _exceeded(name: str, limit: int | None, wait_s: float = _RETRY_AFTER_S) -> RequestError:
-    """`wait_s` is left out of the error of a limit of 0, under which no retry succeeds."""
-    what = name.replace("_", " ")
-    return failed(
-        StatusCode.RESOURCE_EXHAUSTED,
-        name.upper(),
-        f"the limit of {limit} {what} of this API key's tenant is reached",
-        wait_s if limit else None,
-    )
+def _less(share: int | None, amount: int) -> int | None:
+    return None if share is None else max(0, share - amount)

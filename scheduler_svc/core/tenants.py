@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.fairness import FairShares, ShareState
-from scheduler_svc.core.quotas import Quotas, UsedRates
+from scheduler_svc.core.limits import UsedRates
+from scheduler_svc.core.quotas import Quotas
 from scheduler_svc.core.sequence import Sequence
 
 

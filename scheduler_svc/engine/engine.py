@@ -11,7 +11,7 @@ from quire.service.errors import RequestError, failed, unavailable
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.fairness import FairShares
-from scheduler_svc.core.limits import PrincipalLimits
+from scheduler_svc.core.limits import Excess, PrincipalLimits
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.queue import Arrivals, WaitingQueue
 from scheduler_svc.core.quotas import Quotas, Reservation
@@ -93,9 +93,9 @@ class Engine:
         self.shares.of(principal).weight = weight
         self.quotas.set_limits(principal, limits)
 
-    def quota_error(self, new: Reservation) -> RequestError | None:
-        """The error of a request beyond a limit of its principal; None if it is within all."""
-        return self.quotas.error(new, self.waiting.num_tokens_of(new.principal))
+    def quota_excess(self, new: Reservation) -> Excess | None:
+        """What a request exceeds of the limits of its principal; None if it is within all."""
+        return self.quotas.excess(new, self.waiting.num_tokens_of(new.principal))
 
     def count_output(self) -> None:
         """Count what running sequences have sampled for the rates of their principals."""
@@ -164,7 +164,7 @@ class Engine:
         for sequence in group.sequences:
             self.waiting.remove(sequence)
         del self.live[group.key]
-        self.quotas.ended(group)
+        self.quotas.given(group)
 
     def return_withdrawn(self, group: Group) -> None:
         """Queue a withdrawn request again, in its place: no other shard got it."""

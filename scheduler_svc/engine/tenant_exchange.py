@@ -1,20 +1,34 @@
-"""Shares of tenants' limits, and their fairness, over all shards: once a second."""
+"""Shares of tenants' limits, and their fairness, over all shards: once a second, and when a request
+finds no room."""
 
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Self
 
+import structlog
+
+from scheduler_svc.cluster.cluster_map import MAX_SHARDS
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.core.limits import Usage
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.store.cluster import ClusterStore
 from scheduler_svc.store.errors import StoreUnavailable
 
+log = structlog.get_logger()
+
 EXCHANGE_S = 1.0
+# While a shard asks for what others do not use any more, and for how long after it has asked.
+SCARCE_S = 0.1
+SCARCE_FOR_S = 2.0
+# Minimum time between two exchanges.
+GAP_S = 0.02
+# A request that finds no room waits no longer for an exchange.
+ASK_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +41,12 @@ class Report:
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:
-        """Read a packed report; an empty one for anything else."""
+        """Read a packed report. ValueError for anything else."""
         try:
             epoch, usages = json.loads(packed)
-            return cls(epoch, {str(name): Usage(*used) for name, used in usages.items()})
-        except (ValueError, TypeError, AttributeError):
-            return cls()
+            return cls(int(epoch), {name: Usage.parse(used) for name, used in usages.items()})
+        except (TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(repr(error)) from error
 
     def pack(self) -> bytes:
         """For Redis."""
@@ -63,28 +77,113 @@ class TenantExchange:
         self._reported_at = clock()
         # The last report of each other shard.
         self._known: dict[int, Report] = {}
+        # By shard, a report that could not be read.
+        self._unreadable: dict[int, bytes] = {}
+        # Times that this shard has asked for what others do not use any more; those of the others.
+        self.num_asks = 0
+        self._num_other_asks = 0
+        # Until then, by `clock`, another one asks.
+        self._is_scarce_until = -math.inf
+        self._lock = asyncio.Lock()
+        self._num_begun = 0
+        self._has_succeeded = False
+        # A request waits for the next exchange.
+        self._is_due = asyncio.Event()
+        # Replaced whenever it is set: an exchange has ended.
+        self._has_ended = asyncio.Event()
+        if membership.map.num_shards > 1:
+            # Before the first exchange no request has a share.
+            self._divide(Report(), membership.map.num_shards)
 
     async def run(self) -> None:
-        """Exchange until cancelled, at once for the first time: until then this shard allows whole
-        limits. A failed exchange is made up for by the next one."""
-        while True:
-            if self._membership.map.num_shards > 1:
-                with contextlib.suppress(StoreUnavailable):
-                    await self.exchange()
-            await asyncio.sleep(EXCHANGE_S)
+        """Exchange until cancelled. A failed exchange is made up for by the next one."""
+        self._membership.listen(self._on_heard)
+        try:
+            while True:
+                if self._membership.map.num_shards > 1:
+                    with contextlib.suppress(StoreUnavailable):
+                        await self.exchange()
+                await asyncio.sleep(GAP_S)
+                is_scarce = self._clock() < self._is_scarce_until
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SCARCE_S if is_scarce else EXCHANGE_S):
+                        await self._is_due.wait()
+        finally:
+            self._membership.stop_listening(self._on_heard)
 
-    async def exchange(self) -> None:
-        """Report, and read the reports of the others. Raises StoreError."""
+    def _on_heard(self) -> None:
+        """Give up what is not used as soon as another shard asks for it."""
+        loads = enumerate(self._membership.loads)
+        num_asks = sum(load.num_asks for shard, load in loads if shard != self._shard)
+        if num_asks != self._num_other_asks:
+            self._num_other_asks = num_asks
+            self._is_scarce_until = self._clock() + SCARCE_FOR_S
+            self._is_due.set()
+
+    async def ask(self, wait_s: float = 0.0) -> bool:
+        """Wait for an exchange that begins after this call, soon; return whether it succeeded.
+        `wait_s`: let others give up before what they do not use any more, for so long."""
+        if wait_s:
+            self.num_asks += 1
+            self._membership.beat_soon()
+            await asyncio.sleep(wait_s)
+        num_begun = self._num_begun
+        self._is_due.set()
+        try:
+            async with asyncio.timeout(ASK_WITHIN_S):
+                while self._num_begun <= num_begun or self._lock.locked():
+                    await self._has_ended.wait()
+        except TimeoutError:
+            return False
+        return self._has_succeeded
+
+    async def exchange(self, num_shards: int | None = None) -> None:
+        """Report, and read the reports of the others. Raises StoreError. `num_shards`: so many are
+        about to be there."""
+        async with self._lock:
+            self._is_due.clear()
+            self._num_begun += 1
+            self._has_succeeded = False
+            try:
+                await self._exchange(num_shards or self._membership.map.num_shards)
+                self._has_succeeded = True
+            finally:
+                self._has_ended.set()
+                self._has_ended = asyncio.Event()
+
+    async def _exchange(self, num_shards: int) -> None:
+        if not self._engine.quotas.has_others:
+            # What is claimed then is a share, and not the limit.
+            self._divide(Report(), num_shards)
         own = self._report()
-        num_shards = self._membership.map.num_shards
         packed = await self._store.exchange(self._shard, own.pack())
-        reports = [Report.parse(packed.get(shard, b"")) for shard in range(num_shards)]
-        reports[self._shard] = own
-        self._engine.quotas.divide(self._shard, [report.usages for report in reports])
-        for shard, report in enumerate(reports):
+        # Those that have just been added may be in no map that was read here.
+        num_shards = max(num_shards, *(shard + 1 for shard in packed if shard < MAX_SHARDS))
+        for shard in range(num_shards):
             if shard != self._shard:
-                self._count_served(self._known.get(shard, Report()), report)
+                # One that Redis has lost, or that cannot be read, is as it was.
+                known = self._known.get(shard, Report())
+                report = self._parse(shard, packed.get(shard)) or known
+                self._count_served(known, report)
                 self._known[shard] = report
+        self._divide(own, num_shards)
+
+    def _parse(self, shard: int, packed: bytes | None) -> Report | None:
+        if packed is None:
+            return None
+        try:
+            return Report.parse(packed)
+        except ValueError as error:
+            if self._unreadable.get(shard) != packed:
+                # Logged once, not at every exchange.
+                self._unreadable[shard] = packed
+                log.error("the tenants of a shard are not readable", shard=shard, why=str(error))
+            return None
+
+    def _divide(self, own: Report, num_shards: int) -> None:
+        known = {**self._known, self._shard: own}
+        reports = [known.get(shard, Report()).usages for shard in range(num_shards)]
+        self._engine.quotas.divide(self._shard, reports)
 
     def _report(self) -> Report:
         engine = self._engine

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from scheduler_svc.core.fairness import ShareState
-from scheduler_svc.core.quotas import RateState, UsedRates
+from scheduler_svc.core.limits import RateState, UsedRates
 from scheduler_svc.core.tenants import TenantsState
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.store.errors import StoreUnavailable

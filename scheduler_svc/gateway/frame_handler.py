@@ -104,6 +104,10 @@ class FrameHandler:
         """Call this before a request counts as unknown: another shard may have just given it."""
         self._take_moved = self._attachments.take_moved = take_moved
 
+    def set_ask_for_room(self, ask_for_room: Callable[[float], Awaitable[bool]]) -> None:
+        """Call this for requests beyond this shard's share of a tenant's limit."""
+        self._submissions.ask_for_room = ask_for_room
+
     def take(self, group: Group) -> None:
         """Wait for the gateway of a request that another shard has given."""
         self._orphans.add(group, client_gone=False)
@@ -161,13 +165,15 @@ class FrameHandler:
         for detachment in frame.detachments:
             if group := connection.attached.get(detachment.attachment):
                 self._attachments.detach(group, connection, detachment.client_gone)
+            else:
+                connection.note_for_wait(detachment)
         for lookup in frame.lookups:
             self._start(self._look_up(lookup, connection))
         for cancellation in frame.cancellations:
             if cancellation.HasField("tag"):
                 self._start(self._cancel_by_id(cancellation, connection))
-            else:
-                self._cancel(self._target(cancellation, connection))
+            elif not self._cancel(self._target(cancellation, connection)):
+                connection.note_for_wait(cancellation)
 
     async def _look_up(self, lookup: scheduler_pb2.Lookup, connection: GatewayConnection) -> None:
         key = RequestKey(lookup.request.principal, lookup.request.request_id)

@@ -3,21 +3,17 @@
 import asyncio
 import contextlib
 import itertools
-import math
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
 from google.rpc import error_details_pb2
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
-from quire.service.beams import MAX_BEAM_WIDTH, MAX_CANDIDATES
-from quire.service.errors import RequestError, failed, invalid
+from quire.service.errors import RequestError, failed
 from quire.service.tracing.context import TraceContext
-from scheduler_svc.beams.search import EarlyStopping
-from scheduler_svc.core.limits import PrincipalLimits
-from scheduler_svc.core.logprobs import MAX_NUM_LOGPROBS
+from scheduler_svc.core.limits import COUNTS, Excess, PrincipalLimits
 from scheduler_svc.core.quotas import Reservation
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
@@ -25,14 +21,17 @@ from scheduler_svc.engine.record_conversion import group_of
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.gateway.attachments import NO_REDIS, Attachments, id_taken, key_of
 from scheduler_svc.gateway.connection import GatewayConnection
+from scheduler_svc.gateway.validation import num_choices, validation_error
 from scheduler_svc.store.errors import StoreError, StoreUnavailable
 from scheduler_svc.store.requests import RecordOutcome, RequestRecord
 from scheduler_svc.store.store import Store
 
-MAX_CHOICES = 16
 # How long new requests wait while Redis is unavailable.
 RECORD_TIMEOUT_S = 10.0
 RECORD_RETRY_S = 0.1
+# Times before a request beyond a share is tried again. Other shards learn within a heartbeat that
+# it waits for what they do not use any more, and report that ten times a second from then on.
+_WAITS_FOR_ROOM_S = (0.0, 0.15, 0.25)
 
 # Fields of a tenant's policy beside its limits.
 _NO_LIMITS = frozenset({"weight", "tenant_class"})
@@ -56,6 +55,8 @@ class Submissions:
         self._store = store
         self._record_writer = record_writer
         self._attachments = attachments
+        # Asks for more of the limits of tenants; False if that was not possible.
+        self.ask_for_room: Callable[[float], Awaitable[bool]] = _nothing_more
         self._tasks: set[asyncio.Task[None]] = set()
         # Unique across terms: an epoch is at least the clock in ms, so 4 million ids fit per ms.
         self._sequence_ids = itertools.count(store.leadership.epoch << 22)
@@ -71,8 +72,18 @@ class Submissions:
             # With their output, which would be computed again otherwise.
             with contextlib.suppress(StoreUnavailable):
                 await self._attachments.take_moved()
+        if waiting := await self._submit(submissions, connection, attempt=0):
+            for submission in waiting:
+                connection.begin_wait(submission.attachment)
+            self._start(self._submit_with_room(waiting, connection))
+
+    async def _submit(
+        self, submissions: list[_Submission], connection: GatewayConnection, attempt: int
+    ) -> list[_Submission]:
+        """Submit, and return the requests that other shards may soon leave room for."""
         new: list[_NewRequest] = []
         surplus: list[tuple[_Submission, RequestError]] = []
+        waiting: list[_Submission] = []
         num_tokens = 0
         for submission in submissions:
             if submission.HasField("tenant"):
@@ -87,14 +98,16 @@ class Submissions:
                 continue
             # `again`: it was accepted before, so it is queued whatever the limits.
             reservation = None if submission.again else _reservation_of(submission)
-            full = None
             if reservation is not None:
                 full = self._engine.overload_error(len(new) + 1, num_tokens + num_prompt_tokens)
-                full = full or self._engine.quota_error(reservation)
-            if full is not None:
-                surplus.append((submission, full))
-                continue
-            if reservation is not None:
+                if full is None and (excess := self._engine.quota_excess(reservation)):
+                    full = self._refusal(reservation, excess, attempt)
+                    if full is None:
+                        waiting.append(submission)
+                        continue
+                if full is not None:
+                    surplus.append((submission, full))
+                    continue
                 self._engine.quotas.reserve(reservation)
             new.append(_NewRequest(submission, self._record_of(submission), reservation))
             num_tokens += num_prompt_tokens
@@ -103,6 +116,52 @@ class Submissions:
         if new:
             # Not cancelled with the stream: what is recorded must also be queued.
             await asyncio.shield(self._start(self._record(new, connection)))
+        return waiting
+
+    def _refusal(self, new: Reservation, excess: Excess, attempt: int) -> RequestError | None:
+        """The error of a request beyond a share, with the shard that has room for it. None if this
+        shard may get more: at once, of what no shard uses, or a little later, of what has just been
+        used."""
+        other = None
+        if excess.is_divided:
+            if attempt > 0:
+                other = self._engine.quotas.other_with_room(new.principal, excess)
+            may_get_more = attempt < len(_WAITS_FOR_ROOM_S) and excess.name in COUNTS
+            if attempt == 0 or (other is None and may_get_more):
+                self._engine.quotas.want(new)
+                return None
+        return excess.error(other)
+
+    async def _submit_with_room(
+        self, waiting: list[_Submission], connection: GatewayConnection
+    ) -> None:
+        """Submit requests again after the shares of their limits were exchanged."""
+        for attempt, wait_s in enumerate(_WAITS_FOR_ROOM_S, 1):
+            has_asked = await self.ask_for_room(wait_s)
+            # Those whose clients have left meanwhile are dropped.
+            wanted = [one for one in waiting if connection.is_wanted(one.attachment)]
+            ended = {one.attachment for one in waiting}
+            waiting = []
+            if has_asked:
+                waiting = await self._submit(wanted, connection, attempt)
+            else:
+                for submission in wanted:
+                    connection.reject(submission.attachment, NO_REDIS)
+            for attachment in ended - {one.attachment for one in waiting}:
+                self._end_wait(attachment, connection)
+            if not waiting:
+                return
+
+    def _end_wait(self, attachment: int, connection: GatewayConnection) -> None:
+        """Apply what the gateway has sent about a request while it was not accepted."""
+        sent = connection.end_wait(attachment)
+        group = connection.attached.get(attachment)
+        if sent is None or group is None:
+            return
+        if isinstance(sent, scheduler_pb2.Detachment):
+            self._attachments.detach(group, connection, sent.client_gone)
+        else:
+            self._engine.cancel(group)
 
     def _set_tenant(self, principal: str, policy: scheduler_pb2.TenantPolicy) -> None:
         weight = policy.weight if policy.weight > 0 else 1.0
@@ -263,49 +322,6 @@ def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:
     )
 
 
-def num_choices(submission: _Submission) -> int:
-    return submission.n if submission.HasField("n") else 1
-
-
-def validation_error(submission: _Submission) -> RequestError | None:
-    """The error of an invalid submission, which gateways refuse earlier; None if it is valid."""
-    if not submission.prompt_token_ids:
-        return invalid("prompt", "EMPTY_PROMPT", "has no tokens")
-    if submission.params.max_tokens < 1:
-        return _out_of_range("max_tokens", "must be at least 1")
-    if not submission.params.temperature >= 0:
-        return _out_of_range("temperature", "must be at least 0")
-    if not 0 < submission.params.top_p <= 1:
-        return _out_of_range("top_p", "must be above 0, at most 1")
-    if not 0 <= submission.params.min_p <= 1:
-        return _out_of_range("min_p", "must be 0 to 1")
-    if not 1 <= num_choices(submission) <= MAX_CHOICES:
-        return _out_of_range("n", f"is {submission.n}; must be 1 to {MAX_CHOICES}")
-    if submission.params.beam_width:
-        return _beam_error(submission)
-    if submission.params.num_logprobs > MAX_NUM_LOGPROBS:
-        return _out_of_range("logprobs", f"must be at most {MAX_NUM_LOGPROBS - 1}")
-    if submission.params.num_prompt_logprobs > MAX_NUM_LOGPROBS:
-        return _out_of_range("prompt_logprobs", f"must be at most {MAX_NUM_LOGPROBS - 1}")
-    return None
-
-
-def _beam_error(submission: _Submission) -> RequestError | None:
-    params = submission.params
-    if params.beam_width > MAX_BEAM_WIDTH:
-        return _out_of_range("beam_width", f"must be 1 to {MAX_BEAM_WIDTH}")
-    num_candidates = params.beam_width + len(params.stop_token_ids)
-    if num_candidates > MAX_CANDIDATES:
-        return _out_of_range("stop_token_ids", f"must be at most {MAX_CANDIDATES} with the beams")
-    expected = (num_candidates + 1, 0, 1)
-    if (params.num_logprobs, params.num_prompt_logprobs, num_choices(submission)) != expected:
-        return _out_of_range("logprobs", "must be those of the candidates, of one choice")
-    if not math.isfinite(params.length_penalty):
-        return _out_of_range("length_penalty", "must be finite")
-    if params.early_stopping not in [int(value) for value in EarlyStopping]:
-        return _out_of_range("early_stopping", "must be one of its values")
-    return None
-
-
-def _out_of_range(param: str, message: str) -> RequestError:
-    return invalid(f"sampling_params.{param}", f"{param.upper()}_OUT_OF_RANGE", message)
+async def _nothing_more(wait_s: float) -> bool:
+    """A single shard has all."""
+    return True

@@ -523,11 +523,43 @@ async def test_a_request_that_one_shard_has_no_room_for(
     reading = Reading(stack.inference.StreamGenerate(pb.StreamGenerateRequest(text="The quick")))
     scheduler, submission = await cluster.next_submission()
     assert not submission.has_client_id
-    fail(scheduler, submission, FULL, reason, retry_s=2)
     other = cluster.other_than(scheduler)
+    # A tenant's limit holds over all shards: the one that has some of it left is named.
+    named = {} if reason == "QUEUE_FULL" else {"shard": str(other.shard)}
+    fail(scheduler, submission, FULL, reason, retry_s=2, **named)
     finish(other, stack, await next_of(other.submissions))
     await reading.task
     assert reading.text == TEXT
+
+
+@pytest.mark.parametrize("reason", ["LIVE_REQUESTS", "REQUESTS_PER_MINUTE"])
+async def test_a_request_beyond_a_limit_is_given_to_one_other_shard_at_most(
+    stack: Stack, cluster: Cluster, reason: str
+) -> None:
+    cluster.grow(4)
+    await cluster.known_to(stack)
+
+    async def refused() -> "tuple[asyncio.Future[object], FakeScheduler]":
+        call = asyncio.ensure_future(stack.inference.Generate(pb.GenerateRequest(text="x")))
+        scheduler, submission = await cluster.next_submission()
+        other = cluster.other_than(scheduler)
+        fail(scheduler, submission, FULL, reason, retry_s=2, **named(other))
+        return call, other
+
+    named = lambda other: {"shard": str(other.shard)}  # noqa: E731
+    call, other = await refused()
+    third = next(s for s in cluster.schedulers if s is not other)
+    fail(other, await next_of(other.submissions), FULL, reason, retry_s=1, **named(third))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert info_of(caught.value).reason == reason
+    # Without a name it is final.
+    for text in ("", "9999", "no number"):
+        named = lambda other, text=text: {"shard": text} if text else {}  # noqa: E731
+        call, _ = await refused()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert info_of(caught.value).reason == reason
 
 
 async def test_a_request_whose_own_shard_has_no_room(stack: Stack, cluster: Cluster) -> None:
@@ -536,7 +568,7 @@ async def test_a_request_whose_own_shard_has_no_room(stack: Stack, cluster: Clus
     reading = asyncio.ensure_future(call.read())
     scheduler, submission = await cluster.next_submission()
     other = cluster.other_than(scheduler)
-    fail(scheduler, submission, FULL, "LIVE_REQUESTS", retry_s=2)
+    fail(scheduler, submission, FULL, "LIVE_REQUESTS", retry_s=2, shard=str(other.shard))
     again = await next_of(other.submissions)
     send_to(other, again, scheduler.shard)
     fail(scheduler, await next_of(scheduler.submissions), FULL, "LIVE_REQUESTS", retry_s=1)

@@ -1,7 +1,7 @@
 """Several shards, led by schedulers in one process, with a worker each."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -12,6 +12,7 @@ from scheduler_stack import (
     ABORTED,
     Gateway,
     Member,
+    Received,
     Stack,
     check_outputs,
     info_of,
@@ -284,6 +285,76 @@ def gateway_claims(stack: Stack) -> Claims:
 
 def is_claiming(stack: Stack) -> bool:
     return gateway_claims(stack).is_needed
+
+
+LIMITED = scheduler_pb2.TenantPolicy(live_requests=5)
+
+
+async def submit_limited(gateway: Gateway, number: int, max_tokens: int = 150) -> Received:
+    attachment = await gateway.submit(
+        prompt(8, number),
+        max_tokens,
+        seed=number,
+        request_id=f"{gateway._shard}-{number}",
+        principal="t",
+        tenant=LIMITED,
+    )
+    return gateway.received[attachment]
+
+
+def is_decided(received: Received) -> bool:
+    return received.accepted or received.failure is not None
+
+
+async def accepted_of(
+    gateways: list[Gateway], shards: list[int], numbers: Sequence[int]
+) -> list[Received]:
+    """Submit a tenant's requests at once, refused ones again to the shards that are named; return
+    those that were accepted."""
+    sent = [
+        await submit_limited(gateways[shard], number)
+        for shard, number in zip(shards, numbers, strict=True)
+    ]
+    await until(lambda: all(map(is_decided, sent)), "decisions")
+    for received in [one for one in sent if one.failure is not None]:
+        info = info_of(received.failure)
+        assert info.reason == "LIVE_REQUESTS"
+        if "shard" in info.metadata:
+            other = gateways[int(info.metadata["shard"])]
+            sent.append(await submit_limited(other, 100 + received.seed))
+    await until(lambda: all(map(is_decided, sent)), "decisions")
+    return [one for one in sent if one.accepted]
+
+
+async def test_a_tenant_has_its_limit_over_all_shards_together(stack: Stack) -> None:
+    """Requests to all shards at once: each is refused once before it is refused for good."""
+    await set_num_shards(stack.member)
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=1)
+    gateways = await connect_all(stack, found)
+    accepted = await accepted_of(gateways, [n % NUM_SHARDS for n in range(12)], range(12))
+    assert len(accepted) == 5
+    terms = [shard.term for shard in stack.scheduler.shards.values()]
+    assert sum(term.engine.quotas.num_live("t") for term in terms) <= 5
+    # As soon as they have ended, the limit can be used again, whichever shard is asked first.
+    await until(lambda: all(one.is_ended for one in accepted), "their ends")
+    assert len(await accepted_of(gateways, [3] * 5, range(20, 25))) == 5
+
+
+async def test_a_request_that_waits_for_room_can_be_cancelled(stack: Stack) -> None:
+    await set_num_shards(stack.member)
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=1)
+    zero, one, *_ = await connect_all(stack, found)
+    held = [await submit_limited(zero, number, 200) for number in range(5)]
+    await until(lambda: all(received.accepted for received in held), "the limit")
+    late = await submit_limited(one, 5)
+    await one.cancel(late.submission.attachment)
+    last = await submit_limited(one, 6)
+    await until(lambda: last.failure is not None, "the refusal")
+    assert not is_decided(late)
+    term = stack.scheduler.shards[1].term
+    assert not term.engine.live
 
 
 async def test_requests_are_looked_up_by_their_ids(stack: Stack) -> None:
