@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from kernels.dispatch import Implementation, choose
+from kernels.dispatch import HAS_TRITON, Implementation, choose
+
+if HAS_TRITON:
+    from kernels.gpu.fused.activation import gated_activation_triton
+    from kernels.gpu.fused.norm import add_rms_norm_triton, rms_norm_triton
+    from kernels.gpu.fused.rotation import qk_norm_rope_triton, rope_triton
+    from kernels.gpu.fused.tiles import MOST_NORM_NUMBERS
 
 
 class Activation(IntEnum):
@@ -28,10 +34,33 @@ def rms_norm(
     `weight` is float32. The result is dense, in the dtype of the states.
     """
     implementation = implementation or choose(states.device.type, (states.dtype,))
-    if not implementation.is_cpp:
-        return rms_norm_reference(states, weight, epsilon)
-    out: Tensor = torch.ops.quire.rms_norm(states, weight, epsilon, implementation.isa)
-    return out
+    if implementation.is_cpp:
+        out: Tensor = torch.ops.quire.rms_norm(states, weight, epsilon, implementation.isa)
+        return out
+    if _is_in_triton(implementation, states):
+        return rms_norm_triton(states, weight, epsilon)
+    return rms_norm_reference(states, weight, epsilon)
+
+
+def add_rms_norm(
+    states: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The sum of both, and its `rms_norm`, which is that of the rounded sum."""
+    implementation = implementation or choose(states.device.type, (states.dtype,))
+    if _is_in_triton(implementation, states):
+        return add_rms_norm_triton(states, added, weight, epsilon)
+    total = states + added
+    return total, rms_norm(total, weight, epsilon, implementation=implementation)
+
+
+def _is_in_triton(implementation: Implementation, states: Tensor) -> bool:
+    """Whether there is a kernel for rows of this length."""
+    return implementation == Implementation.TRITON and states.shape[-1] <= MOST_NORM_NUMBERS
 
 
 def gated_activation(
@@ -43,10 +72,12 @@ def gated_activation(
 ) -> Tensor:
     """`activation(gate) * up`, dense."""
     implementation = implementation or choose(gate.device.type, (gate.dtype,))
-    if not implementation.is_cpp:
-        return gated_activation_reference(gate, up, activation)
-    out: Tensor = torch.ops.quire.gated_activation(gate, up, activation, implementation.isa)
-    return out
+    if implementation.is_cpp:
+        out: Tensor = torch.ops.quire.gated_activation(gate, up, activation, implementation.isa)
+        return out
+    if implementation == Implementation.TRITON:
+        return gated_activation_triton(gate, up, activation)
+    return gated_activation_reference(gate, up, activation)
 
 
 def rope(
@@ -63,12 +94,14 @@ def rope(
     `cosines` and `sines` are `[1, num_tokens, dim]`, of the same dtype.
     """
     implementation = implementation or choose(query.device.type, (query.dtype,))
-    if not implementation.is_cpp:
-        return rope_reference(query, key, cosines, sines)
-    rotated: tuple[Tensor, Tensor] = torch.ops.quire.rope(
-        query, key, cosines, sines, implementation.isa
-    )
-    return rotated
+    if implementation.is_cpp:
+        rotated: tuple[Tensor, Tensor] = torch.ops.quire.rope(
+            query, key, cosines, sines, implementation.isa
+        )
+        return rotated
+    if implementation == Implementation.TRITON:
+        return rope_triton(query, key, cosines, sines)
+    return rope_reference(query, key, cosines, sines)
 
 
 def qk_norm_rope(
@@ -88,6 +121,8 @@ def qk_norm_rope(
     implementation = implementation or choose(heads.device.type, (heads.dtype,))
     if implementation.is_cpp:
         torch.ops.quire.qk_norm_rope(heads, cosines, sines, norms, epsilon, implementation.isa)
+    elif implementation == Implementation.TRITON:
+        qk_norm_rope_triton(heads, cosines, sines, norms, epsilon)
     else:
         heads.copy_(qk_norm_rope_reference(heads, cosines, sines, norms, epsilon))
 
@@ -97,6 +132,14 @@ def rms_norm_reference(states: Tensor, weight: Tensor, epsilon: float) -> Tensor
     wide = states.float()
     factor = (wide.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
     return (wide * factor * weight).to(states.dtype)
+
+
+def add_rms_norm_reference(
+    states: Tensor, added: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The reference of `add_rms_norm`."""
+    total = states + added
+    return total, rms_norm_reference(total, weight, epsilon)
 
 
 def gated_activation_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -72,7 +72,7 @@ def decode_tile_rows(group_size: int, compute_dtype: torch.dtype, widest: int) -
     most = _MOST_ROWS
     if compute_dtype == torch.float32:
         most = _FEWEST_ROWS if widest > 128 else _MOST_SINGLE_ROWS
-    return min(max(_next_power_of_2(group_size), _FEWEST_ROWS), most)
+    return min(max(next_power_of_2(group_size), _FEWEST_ROWS), most)
 
 
 def attention_launch(
@@ -158,13 +158,13 @@ def stride_unit(strides: Sequence[int]) -> int:
 
 def kv_write_rows(padded_dim: int, itemsize: int) -> int:
     """Rows, each a head of a token, per program of `kv_write`."""
-    return max(_next_power_of_2(_WRITE_BYTES // (padded_dim * itemsize)), 1)
+    return max(next_power_of_2(_WRITE_BYTES // (padded_dim * itemsize)), 1)
 
 
 def padded_dim(dim: int) -> int:
     """The dimension in a tile: a power of two that tensor cores support."""
-    return max(_next_power_of_2(dim), 16)
+    return max(next_power_of_2(dim), 16)
 
 
-def _next_power_of_2(number: int) -> int:
+def next_power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()

@@ -8,6 +8,8 @@ from torch import Tensor
 from kernels.dispatch import Implementation
 from kernels.fused import (
     Activation,
+    add_rms_norm,
+    add_rms_norm_reference,
     gated_activation,
     gated_activation_reference,
     qk_norm_rope,
@@ -40,6 +42,17 @@ def test_rms_norm(
     states, weight = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1])
     expected = rms_norm_reference(states, weight, 1e-6)
     assert_near(rms_norm(states, weight, 1e-6, implementation=implementation), expected)
+
+
+@_DTYPES
+def test_rms_norm_of_sums(implementation: Implementation, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    states, added = (torch.randn(2, 3, 5, 64) * 3).to(dtype)
+    weight = torch.randn(64)
+    found = add_rms_norm(states, added, weight, 1e-6, implementation=implementation)
+    expected = add_rms_norm_reference(states, added, weight, 1e-6)
+    assert found[0].equal(expected[0])
+    assert_near(found[1], expected[1])
 
 
 def test_rms_norm_of_strided_rows_and_of_zeros(implementation: Implementation) -> None:

@@ -1,7 +1,7 @@
 """Compiles the launches of Triton kernels for a GPU that is not present, and describes the code.
 
 For a process of its own without TRITON_INTERPRET: `python -m compiled_attention`,
-`python -m compiled_linear` and `python -m compiled_sampling`.
+`python -m compiled_fused`, `python -m compiled_linear` and `python -m compiled_sampling`.
 """
 
 import re
@@ -57,7 +57,14 @@ class Recorder:
     def __getitem__(self, grid: object) -> Any:
         return self._compile
 
-    def _compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+    def _compile(
+        self,
+        *args: Any,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        enable_fp_fusion: bool = True,
+        **named: Any,
+    ) -> None:
         values = dict(zip(self._kernel.arg_names, args, strict=False)) | named
         signature: dict[str, str] = {}
         constants: dict[tuple[int, ...], Any] = {}
@@ -73,7 +80,11 @@ class Recorder:
             if _is_multiple_of_16(value) and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self._kernel, signature, constants, attributes)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "enable_fp_fusion": enable_fp_fusion,
+        }
         made = triton.compile(source, target=_H200, options=options)
         ptx = made.asm["ptx"]
         used = _assemble(ptx)

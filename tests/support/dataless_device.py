@@ -43,6 +43,9 @@ _KERNELS = {
     "typical_p": ("_typical_p_kernel",),
     "round_rows": ("_round_rows_kernel",),
     "tiled_linear": ("tiled_linear_kernel", "int8_linear_kernel", "add_splits_kernel"),
+    "fused.activation": ("gated_activation_kernel",),
+    "fused.norm": ("rms_norm_kernel",),
+    "fused.rotation": ("qk_norm_rope_kernel", "rope_kernel"),
 }
 # Of quantised weights.
 CHANGES = {*_KERNELS["logits"], *_KERNELS["typical_p"]}  # of logits
