@@ -4,8 +4,9 @@ mixing its tensors with a CPU's.
 The host launches steps as on a GPU; only Triton's kernels do nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 from host_device import HostStreams
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.dispatch import Implementation
-from kernels.tiled_linear import TiledEmbedding, TiledLinear
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.gpu.graphs import Capturer
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
@@ -47,9 +48,10 @@ _KERNELS = {
     "fused.norm": ("rms_norm_kernel",),
     "fused.rotation": ("qk_norm_rope_kernel", "rope_kernel"),
 }
-# Of quantised weights.
 CHANGES = {*_KERNELS["logits"], *_KERNELS["typical_p"]}  # of logits
+# Of quantised weights.
 PRODUCTS = {*_KERNELS["round_rows"], *_KERNELS["tiled_linear"]}
+FUSED = {name for module, names in _KERNELS.items() if "fused" in module for name in names}
 
 
 class Crossings(TorchFunctionMode):
@@ -83,6 +85,28 @@ def _is_of_the_host(value: object) -> bool:
     return isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.is_cpu)
 
 
+class TorchLaunches(TorchDispatchMode):
+    """Counts the operations of torch that launch a kernel: all but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        given = {_memory(each) for each in _leaves(args) if isinstance(each, Tensor)}
+        results = [each for each in _leaves([result]) if isinstance(each, Tensor)]
+        is_new = any(each.device == _DEVICE and _memory(each) not in given for each in results)
+        if function._schema.is_mutable or (is_new and "empty" not in name):
+            self.names[name] += 1
+        return result
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 class IdleKernel:
     """Accepts any launch, counts it, and does nothing."""
 
@@ -112,6 +136,18 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, IdleKernel]:
     return kernels
 
 
+def _moved(part: Any) -> Any:
+    """What replaces a part of a model, with its tensors on the device. Modules move by
+    themselves."""
+    if isinstance(part, Tensor):
+        return part.to(_DEVICE)
+    if isinstance(part, (list, tuple)):
+        return [_moved(each) for each in part]
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    return replace(part, **{each.name: _moved(getattr(part, each.name)) for each in fields(part)})
+
+
 def dataless(loaded: LoadedRunner, capturer: Capturer | None = None) -> PipelinedRunner:
     """The model without its data, as a GPU serves it. Warmed up."""
     assert isinstance(loaded.runner, MultiStepRunner)
@@ -119,8 +155,8 @@ def dataless(loaded: LoadedRunner, capturer: Capturer | None = None) -> Pipeline
     assert isinstance(runner, Runner)
     network: Any = runner._model.network
     for module in network.modules():
-        if isinstance(module.forward, TiledLinear | TiledEmbedding):
-            module.forward = replace(module.forward, weight=module.forward.weight.to(_DEVICE))
+        if is_dataclass(module.forward):
+            module.forward = _moved(module.forward)
     model = replace(runner._model, network=network.to(_DEVICE), device=_DEVICE)
     pool = KvPool(model.layers, runner._pool.size, runner._pool.block_size, _DEVICE)
     attention = PagedAttention(pool.layers, Implementation.TRITON)

@@ -14,10 +14,13 @@ from worker_driver import BLOCK_SIZE, worker_settings, written_by
 
 from benchmarks.engines.workload import Work
 from kernels.attention import PagedBatch
+from kernels.dispatch import interprets_triton
 from worker_svc.model import torch_compile
+from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.loading import LoadedModel
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.torch_compile import attention_operation, compile_model
+from worker_svc.runner.model_preparation import prepare_model
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner, StepRunner
 from worker_svc.settings import WrongSettingError
@@ -82,6 +85,18 @@ def test_tokens_of_compiled_code(tmp_path: Path) -> None:
     loaded = load(model, enable_torch_compile=True)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert written(pipelined(loaded, HostCapturer())) == expected
+
+
+@pytest.mark.skipif(not interprets_triton(), reason="Triton's kernels are not interpreted")
+def test_kernels_of_a_gpu_replace_nothing_that_is_compiled(tmp_path: Path) -> None:
+    model = save_model(llama(), tmp_path)
+    for is_compiled in (True, False):
+        settings = worker_settings(
+            model, device="cpu", kernels="triton", enable_torch_compile=is_compiled
+        )
+        network: Any = prepare_model(settings, torch.device("cpu"), LoadProgress()).model.network
+        replaced = [module for module in network.modules() if "forward" in vars(module)]
+        assert bool(replaced) != is_compiled
 
 
 def test_the_operation_passes_all_arguments() -> None:

@@ -27,9 +27,9 @@ from worker_svc.model.decoder_layers import (
     DecoderLayer,
     LayerStack,
     fuse_layers,
-    record_layer_calls,
 )
 from worker_svc.model.elementwise_fusion import fuse
+from worker_svc.model.layer_calls import record_layer_calls
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.weight_packing import pack
 

@@ -9,6 +9,7 @@ from implementations import WITHOUT_PRODUCTS
 from tiny_models import FAMILIES, VOCAB_SIZE, random_logits, random_network
 from torch import Tensor
 from transformers import CohereConfig, PretrainedConfig
+from triton_devices import DEVICES
 
 from kernels.dispatch import Implementation, cpp_implementations
 from kernels.fused import gated_activation
@@ -39,7 +40,10 @@ _FUSED: tuple[tuple[Callable[[], PretrainedConfig], dict[str, int]], ...] = (
 )
 
 
-@pytest.mark.parametrize("implementation", WITHOUT_PRODUCTS)
+@pytest.mark.parametrize(
+    "implementation",
+    [*WITHOUT_PRODUCTS, pytest.param(Implementation.TRITON, marks=DEVICES[0].marks)],
+)
 @pytest.mark.parametrize(
     ("config", "expected"), _FUSED, ids=[config.__name__ for config, _ in _FUSED]
 )

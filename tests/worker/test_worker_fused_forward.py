@@ -15,9 +15,10 @@ from worker_driver import Sequence, admit, schedule, worker_settings
 
 from kernels.dispatch import cpp_implementations
 from quire.internal.v1 import worker_pb2
-from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
+from worker_svc.model.decoder_layers import fuse_layers
 from worker_svc.model.elementwise_fusion import fuse
 from worker_svc.model.fused_forward import FusedForward, fuse_forward
+from worker_svc.model.layer_calls import record_layer_calls
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.quantized.packing import pack_quantized
 from worker_svc.model.quantized.sources import rounded_weights

@@ -6,16 +6,13 @@ replaced, and if the fused layer reproduces the output of the original on the mo
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from inspect import unwrap
-from itertools import pairwise
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import structlog
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.decoder import DecoderWeights, LayerWeights
@@ -23,40 +20,23 @@ from kernels.dispatch import Implementation
 from kernels.exchange import Exchange
 from kernels.fused import Activation, qk_norm_rope, rms_norm
 from kernels.linear import PackedLinear
-from worker_svc.model.attention import set_attention
-from worker_svc.model.elementwise_fusion import ROUNDED_TOLERANCE, RmsNorm
+from worker_svc.model.elementwise_fusion import RmsNorm
+from worker_svc.model.layer_calls import (
+    HEAD_NORMS,
+    QKV,
+    LayerCall,
+    are_alike,
+    are_consecutive,
+    names_of,
+    per_head,
+    reproduces,
+    return_input,
+)
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.weight_packing import PackedGatedMlp, products_of
 from worker_svc.ranks.group import RankGroup
 
 log = structlog.get_logger()
-
-_LAYER_NAMES: Final = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_QKV: Final = ("q_proj", "k_proj", "v_proj")
-_PROJECTIONS: Final = {*_QKV, "o_proj"}
-_HEAD_NORMS: Final = {"q_norm", "k_norm"}
-# What the attention of such a layer mentions besides its projections and norms.
-_ATTENTION_NAMES: Final = {
-    *("shape", "head_dim", "view", "reshape", "transpose", "contiguous", "layer_idx", "update"),
-    *("apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS", "get_interface", "getattr", "config"),
-    *("_attn_implementation", "eager_attention_forward", "attention_dropout", "training"),
-    *("scaling", "sliding_window"),
-}
-# Largest difference, relative to the largest number that is added to a token: rounding errors of
-# several operations.
-_TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-
-
-@dataclass
-class LayerCall:
-    """A call of a layer: its arguments and its output."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any
-    # Of its attention: query heads, key heads, the dimensions of both.
-    shape: tuple[int, ...] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,51 +150,20 @@ class LayerStack:
 
 
 @torch.inference_mode()
-def record_layer_calls(network: Any, implementation: Implementation) -> Mapping[Any, LayerCall]:
-    """Run a few tokens through an unmodified model and record the calls of the layers that may be
-    replaced. Leaves another attention function in the model."""
-    layers = {layer: LayerCall((), {}, None) for layer in _candidates(network)}
-    if not implementation.is_cpp or not layers:
-        return {}
-    by_attention = {layer.self_attn: call for layer, call in layers.items()}
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        call = by_attention.get(module)
-        if call is not None:
-            call.shape = (query.shape[1], key.shape[1], *(x.shape[3] for x in (query, value)))
-            call.arguments = kwargs
-        return _plain_attention(query, key, value, kwargs.get("scaling")), None
-
-    def record(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = layers[layer]
-        call.args, call.kwargs, call.output = args, kwargs, output
-
-    set_attention(network, attend)
-    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
-    tokens, positions = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 3, 6]])
-    network(input_ids=tokens, position_ids=positions, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    # The network keeps the function until it is replaced.
-    by_attention.clear()
-    return layers
-
-
-@torch.inference_mode()
 def fuse_layers(calls: Mapping[Any, LayerCall]) -> Counter[str]:
     """Replace the layers of a model after `fuse` and `pack`, where possible; return counts."""
     fused: dict[Any, DecoderLayer] = {}
     for module, call in calls.items():
         layer = _fused_layer(module, call)
-        if layer is not None and _agrees(layer, call):
+        if layer is None:
+            continue
+        if reproduces(layer, call, layer.weights.qkv_proj.weight.is_quantized):
             fused[module] = module.forward = layer
-            for name in _QKV:
+            for name in QKV:
                 # Their weights are now part of the fused product.
                 del module.self_attn.get_submodule(name).forward
     counts = Counter(layers=len(fused))
-    if len(fused) == len(calls) and _are_consecutive(list(calls.values())):
+    if len(fused) == len(calls) and are_consecutive(list(calls.values())):
         counts["layers in one call"] = _stack(fused)
     return counts
 
@@ -230,43 +179,8 @@ def _stack(fused: Mapping[Any, DecoderLayer]) -> int:
     first, *rest = fused
     first.forward = LayerStack(layers, weights)
     for module in rest:
-        module.forward = _identity
+        module.forward = return_input
     return len(layers)
-
-
-def _identity(states: Tensor, **unused: object) -> Tensor:
-    return states
-
-
-def _are_consecutive(calls: Sequence[LayerCall]) -> bool:
-    """Whether each layer's input is the previous output, with the same position embeddings."""
-    return bool(calls) and all(
-        after.args[0] is before.output
-        and after.kwargs["position_embeddings"] is before.kwargs["position_embeddings"]
-        for before, after in pairwise(calls)
-    )
-
-
-def _candidates(network: nn.Module) -> Iterator[Any]:
-    """Layers whose code mentions only parts that are replaced here."""
-    known = _ATTENTION_NAMES | _PROJECTIONS | _HEAD_NORMS
-    for module in network.modules():
-        layer: Any = module
-        if _names(layer) == _LAYER_NAMES and known >= _names(layer.self_attn) >= _PROJECTIONS:
-            yield layer
-
-
-def _names(module: nn.Module) -> set[str]:
-    """The names that the code of its forward pass mentions."""
-    code = getattr(unwrap(type(module).forward), "__code__", None)
-    return {"unknown"} if code is None else set(code.co_names)
-
-
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    attended = scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return attended.transpose(1, 2)
 
 
 def _fused_layer(module: Any, call: LayerCall) -> DecoderLayer | None:
@@ -275,25 +189,25 @@ def _fused_layer(module: Any, call: LayerCall) -> DecoderLayer | None:
     # A replaced `forward` means that `qk_norm_rope` gives what the layer's own code gives.
     if not call.shape or not call.args or "forward" not in vars(attention):
         return None
-    products = products_of(*(getattr(attention, name) for name in _QKV), attention.o_proj)
+    products = products_of(*(getattr(attention, name) for name in QKV), attention.o_proj)
     norms = [module.input_layernorm.forward, module.post_attention_layernorm.forward]
     mlp = module.mlp.forward
     num_heads, num_kv_heads, dim, value_dim = call.shape
     if products is None or not isinstance(mlp, PackedGatedMlp) or value_dim != dim:
         return None
-    if _names(attention) >= _HEAD_NORMS:
+    if names_of(attention) >= HEAD_NORMS:
         norms += [attention.q_norm.forward, attention.k_norm.forward]
     if not all(isinstance(norm, RmsNorm) for norm in norms):
         return None
     attention_norm, mlp_norm, *head_norms = norms
     qkv_proj = _joined(products[:3])
-    if qkv_proj is None or not _are_alike(head_norms, dim):
+    if qkv_proj is None or not are_alike(head_norms, dim):
         return None
     weights = LayerWeights(
         attention_norm=attention_norm.weight,
         attention_epsilon=attention_norm.epsilon,
         qkv_proj=qkv_proj,
-        head_norms=_per_head(head_norms, (num_heads, num_kv_heads)),
+        head_norms=per_head(head_norms, (num_heads, num_kv_heads)),
         head_epsilon=head_norms[0].epsilon if head_norms else 0.0,
         scale=call.arguments.get("scaling") or dim**-0.5,
         sliding_window=call.arguments.get("sliding_window"),
@@ -314,37 +228,3 @@ def _joined(products: Sequence[PackedLinear]) -> PackedLinear | None:
     except ValueError as error:
         log.warning("a decoder layer keeps its own code", error=str(error))
         return None
-
-
-def _are_alike(norms: Sequence[RmsNorm], dim: int) -> bool:
-    """Whether all have this dimension and one epsilon."""
-    kinds = {(norm.epsilon, len(norm.weight)) for norm in norms}
-    return len(kinds) <= 1 and all(len(norm.weight) == dim for norm in norms)
-
-
-def _per_head(norms: Sequence[RmsNorm], counts: tuple[int, int]) -> Tensor | None:
-    if not norms:
-        return None
-    rows = torch.stack([norm.weight for norm in norms])
-    return rows.repeat_interleave(torch.tensor(counts), 0)
-
-
-def _agrees(layer: DecoderLayer, call: LayerCall) -> bool:
-    """Whether the layer adds the same as in the recorded call; False if it raises."""
-    states, output = call.args[0], call.output
-    try:
-        result = layer(*call.args, **call.kwargs)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("a decoder layer keeps its own code", error=str(error))
-        return False
-    if not isinstance(output, Tensor) or result.shape != output.shape:
-        return False
-    if result.dtype != output.dtype:
-        return False
-    added = (output.float() - states.float()).abs().amax(-1, keepdim=True)
-    rounding = 2 * torch.finfo(output.dtype).eps * output.float().abs()
-    tolerance = _TOLERANCE[output.dtype]
-    if layer.weights.qkv_proj.weight.is_quantized:
-        tolerance = max(tolerance, ROUNDED_TOLERANCE)
-    bound = tolerance * added + rounding
-    return bool(((result.float() - output.float()).abs() <= bound).all())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kernels.dispatch import Implementation
 from kernels.fused import Activation, gated_activation, rms_norm, rope
 from kernels.linear import PackedLinear
+from kernels.tiled_linear import TiledLinear
 
 # Largest difference, relative to the largest number: a few rounding errors.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -28,9 +29,14 @@ ROUNDED_TOLERANCE = 0.02
 _ROTATION = "apply_rotary_pos_emb"  # its name in all models of transformers
 
 
+def has_kernels(implementation: Implementation) -> bool:
+    """Whether the implementation has kernels for such parts."""
+    return implementation.is_cpp or implementation == Implementation.TRITON
+
+
 def fuse(network: nn.Module, implementation: Implementation) -> Counter[str]:
     """Replace parts where possible; return their number by kind."""
-    if not implementation.is_cpp:
+    if not has_kernels(implementation):
         return Counter()
     fused: Counter[str] = Counter()
     rotations: dict[FunctionType, FunctionType | None] = {}
@@ -96,7 +102,7 @@ def _fuse_gate(module: nn.Module, implementation: Implementation) -> bool:
     if not isinstance(down, nn.Linear) or not _has_one_argument(module):
         return False
     states = _random(3, gate.in_features, like=gate.weight)
-    tolerance = ROUNDED_TOLERANCE if _is_quantized(gate, up, down) else 0.0
+    tolerance = ROUNDED_TOLERANCE if is_quantized(gate, up, down) else 0.0
     for activation in Activation:
         mlp = GatedMlp(gate, up, down, activation, implementation)
         if _agree(module, mlp, states, at_least=tolerance):
@@ -105,10 +111,13 @@ def _fuse_gate(module: nn.Module, implementation: Implementation) -> bool:
     return False
 
 
-def _is_quantized(*layers: nn.Module) -> bool:
+def is_quantized(*layers: nn.Module) -> bool:
     """Whether a layer has a quantised weight."""
     products = [layer.forward for layer in layers]
-    return any(isinstance(one, PackedLinear) and one.weight.is_quantized for one in products)
+    return any(
+        isinstance(one, TiledLinear) or (isinstance(one, PackedLinear) and one.weight.is_quantized)
+        for one in products
+    )
 
 
 def _fuse_rotation(

@@ -5,6 +5,7 @@ import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 import torch
@@ -14,10 +15,12 @@ from transformers.utils.logging import disable_progress_bar
 from kernels.dispatch import Implementation, NoSuchKernel, choose
 from kernels.flash import FlashAttention
 from worker_svc.cache.kv_pool import with_cache_dtype
-from worker_svc.model.decoder_layers import fuse_layers, record_layer_calls
-from worker_svc.model.elementwise_fusion import fuse
+from worker_svc.model.decoder_layers import fuse_layers
+from worker_svc.model.device.device_layers import fuse_device_layers
+from worker_svc.model.elementwise_fusion import fuse, has_kernels
 from worker_svc.model.fused_forward import fuse_forward
 from worker_svc.model.kernel_build import announce_compilation
+from worker_svc.model.layer_calls import record_layer_calls
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.loading import LoadedModel, load_model
 from worker_svc.model.paged_attention import choose_attention
@@ -34,7 +37,7 @@ from worker_svc.model.stages.joining import join_stage
 from worker_svc.model.stages.stage import Stage
 from worker_svc.model.stages.staged_model import StagedModel
 from worker_svc.model.weight_packing import pack
-from worker_svc.model.weight_readers import has_finite_logits, probe_weights
+from worker_svc.model.weight_readers import ProbedWeights, has_finite_logits, probe_weights
 from worker_svc.packed.capture import packed_network
 from worker_svc.packed.packed_model import PackedNetwork
 from worker_svc.ranks.group import RankGroup
@@ -77,7 +80,9 @@ def prepare_model(
         settings.attention,
         settings.kernels,
     )
-    replaced = _replace_parts(model, settings.quantization, implementation, progress)
+    # torch's compiler fuses the same operations, and is to see them all.
+    replacing = Implementation.TORCH if settings.enable_torch_compile else implementation
+    replaced = _replace_parts(model, settings.quantization, replacing, progress)
     if replaced is None:
         log.warning("packed weights give logits that are not finite: the model keeps its own")
         del model
@@ -166,14 +171,11 @@ def _replace_parts(
     any more: some code reads a weight in a way that the probe did not show."""
     network = model.network
     quantized = _quantize(model, quantization, implementation, progress)
-    if not implementation.is_cpp and not (quantized and multiplies_integers(implementation)):
-        return quantized + fuse(network, implementation)
-    probed = probe_weights(network)
-    if restored := restore_weights(probed.read_elsewhere):
-        quantized["restored weights"] = restored
-        probed = probe_weights(network)
+    if not has_kernels(implementation):
+        return quantized
     if not implementation.is_cpp:
-        return quantized if probed.is_finite else None
+        return _replace_on_device(network, quantized, implementation)
+    probed = _probe_and_restore(network, quantized)
     calls = record_layer_calls(network, implementation)
     replaced = fuse(network, implementation)
     replaced += pack(network, implementation, probed.read_elsewhere, progress, model.weights)
@@ -181,6 +183,27 @@ def _replace_parts(
     if probed.is_finite and not has_finite_logits(network):
         return None
     return quantized + replaced
+
+
+def _replace_on_device(
+    network: Any, quantized: Counter[str], implementation: Implementation
+) -> Counter[str] | None:
+    """As `_replace_parts`, by Triton's kernels: weights of 16 and 32 bits stay as they are."""
+    if quantized and not _probe_and_restore(network, quantized).is_finite:
+        return None
+    calls = record_layer_calls(network, implementation)
+    replaced = fuse(network, implementation)
+    return quantized + replaced + fuse_device_layers(network, calls, implementation)
+
+
+def _probe_and_restore(network: Any, quantized: Counter[str]) -> ProbedWeights:
+    """What reads the weights, after quantised ones that other code reads were restored, which are
+    then among the counts."""
+    probed = probe_weights(network)
+    if restored := restore_weights(probed.read_elsewhere):
+        quantized["restored weights"] = restored
+        probed = probe_weights(network)
+    return probed
 
 
 def _implementation(
