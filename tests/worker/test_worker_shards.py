@@ -1,6 +1,7 @@
 """Shards of a model: together they give what the whole model gives, each with its part of the
 weights."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from torch import Tensor
 from transformers import AutoConfig, CohereConfig, LlamaConfig
 from worker_driver import worker_settings
 
+from kernels.dispatch import Implementation, cpp_implementations
 from worker_svc.cache.cache_setup import CacheSetup
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.device.device_layers import fuse_device_layers
+from worker_svc.model.elementwise_fusion import fuse
+from worker_svc.model.layer_calls import record_layer_calls
+from worker_svc.model.loading import LoadedModel
 from worker_svc.model.quantized.formats import open_checkpoint
 from worker_svc.model.shards.narrowing import narrow_config, rules_of
 from worker_svc.model.shards.shard import Shard
@@ -83,6 +89,23 @@ def test_shards_are_rounded_as_models_are(tmp_path: Path, changes: dict[str, str
 def test_without_kernels_the_models_own_code_is_summed(model: Path) -> None:
     expected = logits_of(prepared(model))
     found = logits_of_ranks(model, 2, kernels="torch")
+    assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+def test_layers_for_a_gpu_are_summed(
+    model: Path, implementation: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels in C++ in place of Triton's, which cannot be interpreted in several threads."""
+    expected = logits_of(prepared(model))
+
+    def replaced(one: LoadedModel, *_: Any) -> Counter[str]:
+        calls = record_layer_calls(one.network, implementation)
+        counts = fuse(one.network, implementation)
+        return counts + fuse_device_layers(one.network, calls, implementation)
+
+    monkeypatch.setattr("worker_svc.runner.model_preparation._replace_parts", replaced)
+    found = logits_of_ranks(model, 2)
     assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
 
 
