@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.gpu.device import CudaDevice, device_description
+from benchmarks.gpu.fused import fused
 from benchmarks.gpu.kernels import decode, prefill, writes
 from benchmarks.gpu.products import products
 from benchmarks.gpu.serving import idle, throughput
@@ -44,6 +45,7 @@ PARTS: Mapping[str, Benchmark] = {
     "decode": _of_kernel(decode, "attention"),
     "prefill": _of_kernel(prefill, "attention"),
     "products": _of_kernel(products, "products"),
+    "fused": _of_kernel(fused, "fused"),
     "idle": Benchmark(idle),
     "throughput": Benchmark(throughput),
 }

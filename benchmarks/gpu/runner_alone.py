@@ -55,8 +55,9 @@ class StandaloneRunner:
     def decode(
         self, num_rows: int, seq_len: int, num_steps: int = _MEASURED_STEPS
     ) -> dict[str, float | None]:
-        """Measure decode-only steps: milliseconds per step, those between the forward passes, and
-        those in which the device is busy by the profiler's records, None without records."""
+        """Measure decode-only steps: milliseconds per step, those between the forward passes, those
+        in which the device is busy by the profiler's records, and the number of these records; None
+        without records."""
         prompts = [[row % 1000 + 1] * seq_len for row in range(num_rows)]
         # The first rows decode while prompts of the last ones are prefilled.
         found = self._outputs(self._steps(Work(prompts, [4 * num_steps] * num_rows)))
@@ -75,11 +76,13 @@ class StandaloneRunner:
         between_ns = sum(one.waiting_ns + one.preparing_ns for one in times)
         # The phases follow one another without gaps.
         all_ns = between_ns + sum(one.forward_ns + one.sampling_ns for one in times)
-        busy_us = covered(_on_device(records))
+        recorded = [*_on_device(records)]
+        busy_us = covered(recorded)
         return {
             "step_ms": all_ns / 1e6 / num_steps,
             "between_ms": between_ns / 1e6 / num_steps,
             "busy_ms": busy_us / 1000 / num_steps if busy_us else None,
+            "num_records": len(recorded) / num_steps if recorded else None,
         }
 
     def _steps(self, work: Work) -> Iterator[Step]:

@@ -163,7 +163,8 @@ def idle_part(found: Sequence[Mapping[str, float | None]]) -> Part:
             "on the device to the forward pass of the next, including the copy of its inputs. "
             "*Busy*: the time of all kernels and copies of a step by the device's own records, "
             "taken in separate steps because recording costs time. *Idle*: the share of a step "
-            "that is not busy; without records, the share between steps."
+            "that is not busy; without records, the share between steps. *Launched*: kernels and "
+            "copies of a step."
         ],
         columns=[
             Column("num_rows", "rows", ",.0f"),
@@ -171,6 +172,7 @@ def idle_part(found: Sequence[Mapping[str, float | None]]) -> Part:
             Column("between_ms", "between", ".3f"),
             Column("busy_ms", "busy", ".3f"),
             Column("idle_share", "idle", ".2%"),
+            Column("num_records", "launched", ",.0f"),
         ],
         rows=rows,
         targets=[

@@ -13,6 +13,7 @@ from benchmarks.engines.workload import Work
 from benchmarks.gpu import __main__ as main
 from benchmarks.gpu import serving
 from benchmarks.gpu.device import Calls
+from benchmarks.gpu.fused import fused
 from benchmarks.gpu.kernels import decode, prefill, writes
 from benchmarks.gpu.paged import PagedTensors, Shape
 from benchmarks.gpu.products import products
@@ -72,6 +73,16 @@ def test_products_are_measured() -> None:
     assert part.title in markdown(part)
 
 
+def test_operations_between_products_are_measured() -> None:
+    part = fused(HostDevice(), 128)
+    # Two models, three operations, batches of 1, 2 and 64 rows.
+    assert len(part.rows) == 18
+    assert all(row["times_torch"] > 0 for row in part.rows)
+    # The largest batch is limited by the bandwidth.
+    assert len(part.targets) == 6
+    assert part.title in markdown(part)
+
+
 def test_a_wrong_kernel_is_not_measured() -> None:
     batch = PagedTensors(Shape(2, 20, 1, 16, 4, 2, 16), torch.device("cpu"))
     batch.check()
@@ -99,7 +110,7 @@ def test_the_runner_alone_runs_the_work(tmp_path: Path) -> None:
         assert 0 < found["times"]["decode"]["steps"] < found["times"]["all"]["steps"]
     decoded = alone.decode(2, 20, num_steps=4)
     assert decoded["step_ms"] > decoded["between_ms"] >= 0
-    assert decoded["busy_ms"] is None
+    assert decoded["busy_ms"] is decoded["num_records"] is None
     result = {**found, "attention": attention}
     row = runner_row("alone", work, [result])
     assert row["decode_ms"] > 0
@@ -214,7 +225,7 @@ def test_a_failing_part_does_not_affect_the_others(
 
 
 def test_idle_time_is_not_covered_by_a_record() -> None:
-    found = {"num_rows": 256, "step_ms": 4.0, "between_ms": 0.4}
+    found = {"num_rows": 256, "step_ms": 4.0, "between_ms": 0.4, "num_records": 300.0}
     recorded, unrecorded = (
         idle_part([{**found, "busy_ms": 3.9}]),
         idle_part([{**found, "busy_ms": None}]),

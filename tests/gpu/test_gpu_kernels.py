@@ -8,6 +8,18 @@ from paged_cases import FP8, PagedCase, paged_case, relative_rms
 
 from kernels.attention import paged_attention, paged_attention_reference
 from kernels.blocks import copy_blocks, swap_blocks, swap_blocks_reference
+from kernels.fused import (
+    Activation,
+    add_rms_norm,
+    add_rms_norm_reference,
+    gated_activation,
+    gated_activation_reference,
+    qk_norm_rope,
+    qk_norm_rope_reference,
+    rms_norm,
+    rms_norm_reference,
+    rope,
+)
 from kernels.inputs.tiled_weight import TiledWeight
 from kernels.kv_write import kv_write, kv_write_reference
 from kernels.quantized import Bits, quantize
@@ -25,6 +37,7 @@ from kernels.tiled_linear import tiled_linear, tiled_linear_reference
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+_FUSED_TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 _CACHES = [*((dtype, dtype) for dtype in _FLOATS), *((torch.bfloat16, fp8) for fp8 in FP8)]
 _HEADS = [(4, 4), (8, 2), (5, 1), (32, 8)]
 _HEAD_DIMS = [64, 80, 96, 128, 256]
@@ -169,6 +182,81 @@ def test_products(
     for row in {0, num_rows // 2, num_rows - 1}:
         alone = tiled_linear(states[row : row + 1].to(device), there, bias.to(device))
         assert alone.equal(actual[row : row + 1])
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within a rounding of the largest number."""
+    bound = _FUSED_TOLERANCES[expected.dtype] * float(expected.float().abs().max())
+    torch.testing.assert_close(actual.cpu().float(), expected.float(), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", _FLOATS)
+@pytest.mark.parametrize("num_rows", [1, 16, 100, 2048])
+@pytest.mark.parametrize("dim", [1000, 1024, 2560, 4096, 5120, 8192, 16_384])
+def test_fused_norms(device: torch.device, dtype: torch.dtype, num_rows: int, dim: int) -> None:
+    """Against the reference; and those of each row alone."""
+    states, added = (torch.randn(2, num_rows, dim) * 3).to(dtype)
+    weight = torch.randn(dim)
+    there = (states.to(device), added.to(device), weight.to(device))
+    total, normed = add_rms_norm(*there, 1e-6)
+    expected = add_rms_norm_reference(states, added, weight, 1e-6)
+    assert total.cpu().equal(expected[0])
+    assert_close(normed, expected[1])
+    assert_close(rms_norm(there[0], there[2], 1e-6), rms_norm_reference(states, weight, 1e-6))
+    for row in {0, num_rows // 2, num_rows - 1}:
+        rows = slice(row, row + 1)
+        alone = add_rms_norm(there[0][rows], there[1][rows], there[2], 1e-6)
+        assert alone[0].equal(total[rows])
+        assert alone[1].equal(normed[rows])
+
+
+@pytest.mark.parametrize("dtype", _FLOATS)
+@pytest.mark.parametrize("num_rows", [1, 16, 100, 2048])
+@pytest.mark.parametrize("dim", [1000, 3072, 14_336])
+@pytest.mark.parametrize("activation", list(Activation))
+def test_fused_gates(
+    device: torch.device, dtype: torch.dtype, num_rows: int, dim: int, activation: Activation
+) -> None:
+    gate, up = (torch.randn(num_rows, 2 * dim) * 4).to(dtype).chunk(2, -1)
+    there = gate.to(device), up.to(device)
+    found = gated_activation(*there, activation)
+    assert_close(found, gated_activation_reference(gate, up, activation))
+    joined = torch.cat(there, -1)
+    assert gated_activation(*joined.chunk(2, -1), activation).equal(found)
+    for row in {0, num_rows // 2, num_rows - 1}:
+        rows = slice(row, row + 1)
+        alone = gated_activation(there[0][rows], there[1][rows], activation)
+        assert alone.equal(found[rows])
+
+
+@pytest.mark.parametrize("dtype", _FLOATS)
+@pytest.mark.parametrize("num_tokens", [1, 16, 100, 2048])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_fused_heads(
+    device: torch.device, dtype: torch.dtype, num_tokens: int, dim: int, has_norms: bool
+) -> None:
+    """Rotated heads have the reference's bits: nothing is added up."""
+    heads = (torch.randn(num_tokens, 32, dim) * 3).to(dtype)
+    angles = torch.randn(1, num_tokens, dim)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = torch.rand(24, dim) if has_norms else None
+    expected = qk_norm_rope_reference(heads[:, :24], cosines, sines, norms, 1e-6)
+    there = heads.to(device)
+    moved = (cosines.to(device), sines.to(device), None if norms is None else norms.to(device))
+    alone = there[-1:].clone()
+    by_head = there.transpose(0, 1).unsqueeze(0)
+    rotated = rope(by_head[:, :16], by_head[:, 16:24], *moved[:2])
+    qk_norm_rope(there[:, :24], *moved, 1e-6)
+    assert there[:, 24:].cpu().equal(heads[:, 24:])
+    if has_norms:
+        assert_close(there[:, :24], expected)
+    else:
+        assert there[:, :24].cpu().equal(expected)
+        assert torch.cat(rotated, 1)[0].transpose(0, 1).cpu().equal(expected)
+    last = (moved[0][:, -1:], moved[1][:, -1:], moved[2])
+    qk_norm_rope(alone[:, :24], *last, 1e-6)
+    assert alone.equal(there[-1:])
 
 
 def test_copies_and_swaps(device: torch.device) -> None:

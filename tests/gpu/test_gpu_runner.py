@@ -1,6 +1,6 @@
 """The runner on a GPU: graphs against steps launched anew, and both against transformers there."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,6 +20,7 @@ from worker_svc.gpu.device_inputs import ForwardInputs
 from worker_svc.gpu.graphs import DecodeGraphs
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.plan.plans import plan_from_proto
+from worker_svc.runner import model_preparation
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
@@ -247,6 +248,40 @@ def check_graphs(loaded: LoadedRunner, num_rows: int, tolerance: float) -> None:
     with_graphs = logits.steps(num_rows)
     logits.runner._forward._graphs = DecodeGraphs({})
     assert_near(with_graphs, logits.steps(num_rows), tolerance)
+
+
+# What kernels replace in three layers, by family.
+_REPLACED = {
+    "llama": {"layers in one call": 3, "norms": 7, "gated products": 3},
+    "qwen3": {"layers in one call": 3, "norms": 13, "gated products": 3},
+    "gemma2": {"rotations": 3, "norms": 13, "gated products": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", list(_TOLERANCES))
+@pytest.mark.parametrize("family", sorted(_REPLACED))
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_replaced_parts_round_no_more_than_the_model_s_own_code(
+    family: str, dtype: str, num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the distance from the logits in float32, which also of models alike differs with the
+    order of sums."""
+    model = save_model(FAMILIES[family](), tmp_path / "model")
+    with capture_logs() as logs:
+        replaced = load(model, dtype=dtype)
+    assert not [entry for entry in logs if entry["log_level"] == "warning"]
+    [counts] = [entry for entry in logs if entry["event"] == "kernels"]
+    assert _REPLACED[family].items() <= counts.items()
+    monkeypatch.setattr(model_preparation, "_replace_on_device", lambda *_: Counter())
+    # Tokens behind the prompts follow what was sampled.
+    found, own, exact = (
+        Logits.of(loaded).steps(num_rows)[0]
+        for loaded in (replaced, load(model, dtype=dtype), load(model))
+    )
+    if dtype == "float32":
+        assert_near([found], [exact], _TOLERANCES[dtype])
+    else:
+        assert (found - exact).norm() <= 1.5 * (own - exact).norm()
 
 
 def test_logits_of_a_compiled_model_are_the_model_s(model: Path) -> None:
