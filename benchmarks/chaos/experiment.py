@@ -104,10 +104,13 @@ class Recovered:
 class Outcome:
     """Results of a run."""
 
-    # The longest pause in seconds of each request alive before the first fault.
+    # The longest pause in seconds of each request alive before the first fault, and the seconds to
+    # the first message of each.
     baseline: list[float] = field(default_factory=list)
+    baseline_first: list[float] = field(default_factory=list)
     # The same by fault, and the seconds from each fault to the steady state.
     pauses: dict[str, list[float]] = field(default_factory=dict)
+    first_waits: dict[str, list[float]] = field(default_factory=dict)
     recoveries: dict[str, list[float]] = field(default_factory=dict)
     # The pauses by whether the fault has hit their shard; of faults that hit some shards only.
     by_shard: dict[str, ByShard] = field(default_factory=dict)
@@ -219,8 +222,9 @@ class _Experiment:
         streams.clear_finished()
         begin_s = time.monotonic()
         await asyncio.sleep(_BASELINE_S)
-        pauses = streams.pauses(Window(begin_s, time.monotonic()))
-        self._outcome.baseline = [pause.seconds for _, pause in pauses]
+        window = Window(begin_s, time.monotonic())
+        self._outcome.baseline = [pause.seconds for _, pause in streams.pauses(window)]
+        self._outcome.baseline_first = streams.first_waits(window)
 
     def _order(self) -> list[Fault]:
         faults = [fault for fault in self._plan.faults for _ in range(self._plan.times)]
@@ -290,6 +294,7 @@ class _Experiment:
         pauses = streams.pauses(window)
         seconds = [pause.seconds for _, pause in pauses]
         self._outcome.pauses.setdefault(name, []).extend(seconds)
+        self._outcome.first_waits.setdefault(name, []).extend(streams.first_waits(window))
         shards_after = await self._shards_of([stream.request_id for stream, _ in pauses])
         shards = {
             request_id: shards_before.get(request_id, frozenset()) | found

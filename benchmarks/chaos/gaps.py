@@ -13,10 +13,13 @@ class Window:
     begin_s: float
     end_s: float
 
+    def overlaps(self, pause: "Pause") -> bool:
+        return pause.begin_s < self.end_s and pause.end_s > self.begin_s
+
 
 @dataclass(frozen=True)
 class Pause:
-    """The time between two messages of a stream."""
+    """The time between two messages of a stream, or from the request to the first of them."""
 
     begin_s: float
     end_s: float
@@ -29,14 +32,11 @@ class Pause:
 def longest_pause(times_s: Sequence[float], window: Window) -> Pause | None:
     """Return the longest pause that overlaps the window, in full length; None if there is none.
 
-    `times_s` is ascending: the request, its messages, and its end or, if it runs, the present.
+    `times_s` is ascending: a stream's messages, and its end or, if it runs, the present.
     """
-    pauses = [
-        Pause(earlier, later)
-        for earlier, later in pairwise(times_s)
-        if earlier < window.end_s and later > window.begin_s
-    ]
-    return max(pauses, key=lambda pause: pause.seconds, default=None)
+    pauses = [Pause(earlier, later) for earlier, later in pairwise(times_s)]
+    overlapping = [pause for pause in pauses if window.overlaps(pause)]
+    return max(overlapping, key=lambda pause: pause.seconds, default=None)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

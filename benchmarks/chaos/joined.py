@@ -38,7 +38,9 @@ def _outcome(saved: Mapping[str, Any]) -> Outcome:
 def _sum(one: Outcome, other: Outcome) -> Outcome:
     return Outcome(
         baseline=one.baseline + other.baseline,
+        baseline_first=one.baseline_first + other.baseline_first,
         pauses=_merged(one.pauses, other.pauses, []),
+        first_waits=_merged(one.first_waits, other.first_waits, []),
         recoveries=_merged(one.recoveries, other.recoveries, []),
         by_shard=_merged(one.by_shard, other.by_shard, ByShard()),
         recovered=_merged(one.recovered, other.recovered, Recovered()),

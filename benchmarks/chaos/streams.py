@@ -58,9 +58,17 @@ class Stream:
         cancel_after = self.request.cancel_after
         return cancel_after is not None and self.comparison.num_tokens >= cancel_after
 
+    @property
+    def _times_until_now_s(self) -> list[float]:
+        return self.times_s if self.is_finished else [*self.times_s, time.monotonic()]
+
+    def first_wait(self) -> Pause:
+        """The time until the first message, or so far."""
+        return Pause(self._times_until_now_s[0], self._times_until_now_s[1])
+
     def longest_pause(self, window: Window) -> Pause | None:
-        present = [] if self.is_finished else [time.monotonic()]
-        return longest_pause([*self.times_s, *present], window)
+        """The longest between two messages."""
+        return longest_pause(self._times_until_now_s[1:], window)
 
     def __str__(self) -> str:
         return f"{self.request_id} ({self.request.kind})"
@@ -127,12 +135,20 @@ class Streams:
 
     def pauses(self, window: Window) -> list[tuple[Stream, Pause]]:
         """The longest of each request that lived in the window, from the shortest of them on."""
-        streams = [*self._finished, *self._current.values()]
-        found = [(stream, pause) for stream in streams if (pause := stream.longest_pause(window))]
+        found = [(stream, pause) for stream in self._all if (pause := stream.longest_pause(window))]
         return sorted(found, key=lambda one: one[1].seconds)
 
+    def first_waits(self, window: Window) -> list[float]:
+        """The seconds to the first message of each request that waited for it in the window."""
+        waits = [stream.first_wait() for stream in self._all]
+        return [wait.seconds for wait in waits if window.overlaps(wait)]
+
+    @property
+    def _all(self) -> list[Stream]:
+        return [*self._finished, *self._current.values()]
+
     def clear_finished(self) -> None:
-        """Exclude the streams that have ended from `pauses`."""
+        """Exclude the streams that have ended from `pauses` and `first_waits`."""
         self._finished.clear()
 
     def count_of(self, verdict: Verdict) -> int:

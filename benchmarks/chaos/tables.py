@@ -16,6 +16,7 @@ _COLUMNS = [
     Column("alive", "streams alive", "d"),
     Column("all_p50_s", "p50", ".2f"),
     Column("all_p99_s", "p99", ".2f"),
+    Column("first_p99_s", "first message, p99", ".2f"),
     Column("recovered", "tokens recovered", "d"),
     Column("computed", "recomputed", "d"),
 ]
@@ -30,6 +31,7 @@ _OF_SHARDS = [
     Column("others", "other streams", "d"),
     Column("others_p99_s", "p99", ".2f"),
     Column("others_max_s", "max", ".2f"),
+    Column("first_p99_s", "first message, p99", ".2f"),
     Column("recovered", "tokens recovered", "d"),
     Column("computed", "recomputed", "d"),
 ]
@@ -54,7 +56,7 @@ def part_of_run(plan: Plan, outcome: Outcome) -> Part:
         title=f"Gaps by fault, with {_title(plan)}",
         notes=[
             _summary(plan, outcome),
-            _reading_of_shards(outcome) if has_shards else _reading(least_s),
+            _reading_of_shards(outcome) if has_shards else _reading(outcome, least_s),
         ],
         columns=_OF_SHARDS if has_shards else _COLUMNS,
         rows=[*raised, *(_row(fault, outcome, least_s) for fault in injected)],
@@ -115,6 +117,15 @@ def _reading_of_shards(outcome: Outcome) -> str:
         "those of a scheduler that led them, or all of them for Redis; right: all others. A worker "
         "pauses the streams that it ran, so not all of its shard. Without faults the longest "
         f"pauses had a p99 of {usual.p99_s or 0:.2f} s and a maximum of {usual.max_s or 0:.2f} s."
+        f"{_reading_of_first(outcome)}"
+    )
+
+
+def _reading_of_first(outcome: Outcome) -> str:
+    usual = Spread.of(outcome.baseline_first)
+    return (
+        " First message: the time until then of all requests that waited for it in that time; "
+        f"without faults its p99 was {usual.p99_s or 0:.2f} s."
     )
 
 
@@ -135,13 +146,14 @@ def _speculation(plan: Plan, outcome: Outcome) -> str:
     )
 
 
-def _reading(least_s: float) -> str:
+def _reading(outcome: Outcome, least_s: float) -> str:
     return (
         "A gap is a stream's longest pause between two messages that overlaps the time from the "
         "fault to the steady state. Left: streams whose gap was clearly longer than without faults "
         f"({least_s:.2f} s or more); right: all streams alive at that time. Recovered tokens are "
         "those, prompt and output, of sequences that had started and were admitted again, on the "
         "same or another worker; those of them that were not cached were recomputed."
+        f"{_reading_of_first(outcome)}"
     )
 
 
@@ -176,6 +188,7 @@ def _figures(name: str, outcome: Outcome, least_s: float) -> dict[str, Cell]:
         "alive": every.count,
         "all_p50_s": every.p50_s,
         "all_p99_s": every.p99_s,
+        "first_p99_s": Spread.of(outcome.first_waits.get(name, [])).p99_s,
         "hit": hit.count,
         "hit_p50_s": hit.p50_s,
         "hit_p99_s": hit.p99_s,

@@ -2,7 +2,11 @@
 
 import pytest
 
+from benchmarks.chaos import streams as streams_module
 from benchmarks.chaos.gaps import Pause, Spread, Window, longest_pause, percentile, threshold_s
+from benchmarks.chaos.mix import catalogue
+from benchmarks.chaos.streams import Reference, Stream, Streams
+from quire.client.outputs import RequestOutput, Usage
 
 WINDOW = Window(10.0, 20.0)
 
@@ -53,3 +57,37 @@ def test_the_threshold_follows_ordinary_pauses_within_limits():
     # A single outlier has no effect.
     assert threshold_s([0.1] * 199 + [9.0]) == pytest.approx(0.3)
     assert threshold_s([2.0] * 200) == 0.5
+
+
+class Clock:
+    """Stands in for `time`."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_the_time_to_the_first_message_is_apart_from_the_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(streams_module, "time", clock)
+    [request] = catalogue(0, 1)
+    streams = Streams([], [], 1, 0)
+    output = RequestOutput("id", "model", "p", None, [], Usage(1, 0, 0))
+    stream = Stream("id", Reference(request, output, 0.0))
+    streams._current[0] = stream
+    clock.now_s = 9.0
+    # It waits.
+    assert streams.first_waits(Window(1.0, 2.0)) == [9.0]
+    assert streams.pauses(Window(1.0, 2.0)) == []
+    stream.note()
+    clock.now_s = 12.0
+    assert streams.first_waits(Window(1.0, 2.0)) == [9.0]
+    assert streams.first_waits(Window(10.0, 11.0)) == []
+    assert streams.pauses(Window(1.0, 11.0)) == [(stream, Pause(9.0, 12.0))]
+    # The present is no message of a finished stream.
+    stream.note()
+    stream.is_finished, clock.now_s = True, 50.0
+    assert streams.pauses(Window(1.0, 40.0)) == [(stream, Pause(9.0, 12.0))]
