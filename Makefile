@@ -46,6 +46,8 @@ GPU_PACKAGES := .cache/gpu-packages
 GPU_SITE := .cache/gpu-site
 # Run on the GPU, too.
 TESTS_ON_GPU := $(addprefix tests/worker/test_worker_,execute_stream.py models.py logprobs.py) tests/e2e/test_e2e_equality.py
+# All tests marked `gpu` are here: every process collects them, which takes minutes for all tests.
+FOLDERS_WITH_GPU_TESTS := tests/gpu tests/kernels tests/worker
 # Uses all of the GPU's memory, so it runs alone.
 TEST_FILLING_GPU := tests/worker/test_worker_pool_gpu.py
 # Test processes of `make test-gpu`; most of their time is Triton's compiler.
@@ -143,7 +145,7 @@ test-gpu: $(GPU_READY) ## Run the tests that need a GPU, and the worker's tests 
 	  echo 'No GPU found: the GPU tests are skipped.'; exit 0; }; \
 	failed=0; set -x; \
 	QUIRE_TEST_DEVICE=cuda $(TEST_ON_GPU) --dist loadfile -m "slow or not slow" $(TESTS_ON_GPU) || failed=1; \
-	$(TEST_ON_GPU) -m gpu --ignore $(TEST_FILLING_GPU) || failed=1; \
+	$(TEST_ON_GPU) -m gpu --ignore $(TEST_FILLING_GPU) $(FOLDERS_WITH_GPU_TESTS) || failed=1; \
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) -m gpu $(TEST_FILLING_GPU) || failed=1; \
 	exit $$failed
 
