@@ -59,6 +59,8 @@ class Membership:
         self._owners: Mapping[int, str] = {0: self.id}
         self._loads: Mapping[int, ShardLoad] = {}
         self._read_loads: dict[int, Callable[[], ShardLoad | None]] = {}
+        # By shard, a load that could not be read.
+        self._unreadable: dict[int, bytes] = {}
         # The last one, and when it was taken, by `clock`.
         self._reading: ClusterReading | None = None
         self._read_at = 0.0
@@ -236,7 +238,7 @@ class Membership:
         self._find_members(reading)
         oldest_ms = reading.now_ms - self._expiry_s * 1000
         self._loads = {
-            shard: _parse_load(timed.value)
+            shard: self._parse_load(shard, timed.value)
             for shard, timed in reading.loads.items()
             if timed.written_ms >= oldest_ms
         } | self._own_loads()
@@ -244,6 +246,17 @@ class Membership:
         if self._maps.problem is None:
             self.is_known.set()
         self._notify()
+
+    def _parse_load(self, shard: int, packed: bytes) -> ShardLoad:
+        """A shard's load; an empty one if it cannot be read."""
+        try:
+            return ShardLoad.parse(packed)
+        except ValueError as error:
+            if self._unreadable.get(shard) != packed:
+                # Logged once, not at every heartbeat.
+                self._unreadable[shard] = packed
+                log.error("the load of a shard is not readable", shard=shard, why=str(error))
+            return ShardLoad()
 
     def _is_disturbed(self, reading: ClusterReading) -> bool:
         """Whether since the last reading Redis was away, has lost writes, or has got another time:
@@ -285,10 +298,3 @@ class Membership:
         self._owners = assign_owners(self.map.num_shards, self._members, self.map.owners)
         for listener in list(self._listeners):
             listener()
-
-
-def _parse_load(packed: bytes) -> ShardLoad:
-    try:
-        return ShardLoad.parse(packed)
-    except (ValueError, TypeError):
-        return ShardLoad()

@@ -21,8 +21,9 @@ class Timed:
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:
+        """Read what heartbeat.lua has written; anything else counts as written long ago."""
         written_ms, _, value = packed.partition(b" ")
-        return cls(int(written_ms), value)
+        return cls(int(written_ms) if written_ms.isdigit() else 0, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class ClusterStore:
         return ClusterReading(
             now_ms=int(now_ms),
             schedulers={name.decode(): Timed.parse(x) for name, x in _pairs(schedulers)},
-            loads={int(shard): Timed.parse(x) for shard, x in _pairs(stored)},
+            loads={int(n): Timed.parse(load) for n, load in _pairs(stored) if n.isdigit()},
             packed_map=packed_map,
         )
 
@@ -76,7 +77,7 @@ class ClusterStore:
         """Write what tenants use in a shard; return the last reports of all shards."""
         key = self._keys.tenants
         _, stored = await self._connection.snapshot(("HSET", key, shard, report), ("HGETALL", key))
-        return {int(other): packed for other, packed in _pairs(stored)}
+        return {int(other): packed for other, packed in _pairs(stored) if other.isdigit()}
 
 
 def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:

@@ -171,10 +171,22 @@ async def test_an_unreadable_load_is_none(cluster, three) -> None:
     first, second, _ = three
     first.lead(0, lambda: ShardLoad("a"))
     await beat(first)
-    for packed in (b"", b"{}", b"[1, 2, 3, 4, 5, 6, 7]", b"3"):
-        cluster.loads[0] = replace(cluster.loads[0], value=packed)
-        await beat(second)
-        assert second.loads == [ShardLoad()]
+    unreadable = (
+        b"",
+        b"{}",
+        b"3",
+        b"[]",
+        b"[1, 2, 3, 4, 5, 6]",
+        b'["a", 1, 2, 3, 4, 5, 6, 7]',
+        b'["a", "1"]',
+        b'["a", -1]',
+    )
+    with capture_logs() as logs:
+        for packed in unreadable:
+            cluster.loads[0] = replace(cluster.loads[0], value=packed)
+            await beat(second, second)
+            assert second.loads == [ShardLoad()]
+    assert [line["shard"] for line in logs] == [0] * len(unreadable), "once each"
 
 
 async def test_an_unreadable_or_older_map_changes_nothing(cluster, three) -> None:

@@ -67,6 +67,21 @@ async def test_one_without_heartbeats_is_forgotten(
     assert list(reading.loads) == [0]
 
 
+async def test_what_no_scheduler_has_written_is_ignored(
+    heartbeats: ClusterStore, redis_client: redis.Redis
+) -> None:
+    redis_client.hset(KEYS.schedulers, "broken", "no time")
+    redis_client.hset(KEYS.loads, mapping={"broken": "1 load", "1": "no time"})
+    redis_client.hset(KEYS.tenants, mapping={"broken": "report", "1": "other"})
+    reading = await heartbeats.beat("a", "host:1", EXPIRY_MS, {0: b"load"})
+    assert list(reading.schedulers) == ["a"]
+    assert {shard: timed.written_ms > 0 for shard, timed in reading.loads.items()} == {
+        0: True,
+        1: False,
+    }
+    assert await heartbeats.exchange(0, b"report") == {0: b"report", 1: b"other"}
+
+
 async def test_only_the_leader_of_shard_0_writes_the_map(
     redis_url: str, heartbeats: ClusterStore, redis_client: redis.Redis
 ) -> None:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from structlog.testing import capture_logs
 from tiny_models import llama, save_model
 from waiting import until
 from worker_driver import LaneClient, ServedWorker, served_model
@@ -67,6 +68,26 @@ async def test_a_stream_of_another_shard_is_refused_while_one_is_open(worker) ->
     # The refused epochs were those of another shard: they fence nothing.
     assert await runs(await opened(worker, epoch=8, shard=1))
     assert await lane.ended() == grpc.StatusCode.ABORTED
+
+
+async def test_a_refusal_is_logged_once_until_something_changes(worker) -> None:
+    def refused() -> list[int]:
+        return [line["shard"] for line in logs if line["event"] == "stream ended"]
+
+    with capture_logs() as logs:
+        lane = await opened(worker, epoch=7, shard=1)
+        for shard in (2, 2, 3, 2, 3):
+            await refusal(worker, epoch=6, shard=shard)
+        assert refused() == [2, 3]
+        # Another reason, and another lane.
+        await refusal(worker, epoch=6, shard=1)
+        await refusal(worker, epoch=6, shard=1)
+        assert refused() == [2, 3, 1]
+        await close(worker, lane)
+        await opened(worker, epoch=8, shard=2)
+        await refusal(worker, epoch=8, shard=3)
+        assert refused()[-1] == 3
+        assert len(refused()) == 4
 
 
 async def test_another_shard_gets_a_worker_without_a_stream_whatever_its_epoch(worker) -> None:

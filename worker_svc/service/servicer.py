@@ -50,6 +50,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._shard: int | None = None
         # By shard, the highest epoch so far, and its holder.
         self._fences: dict[int, tuple[int, bytes]] = {}
+        # By shard, why its last stream was refused, since a lane was opened.
+        self._refusals: dict[int, str] = {}
         self._open_lock = asyncio.Lock()
         # The newest one, even after its stream: its last step may still run.
         self._stream: ExecuteStream | None = None
@@ -108,7 +110,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         except RequestError as error:
             # A stream without a message is a probe.
             if first is not None:
-                log.warning("stream ended", reason=error.message)
+                self._log_end(first.open.shard, stream is not None, error.message)
             # Before the stream is closed, so the scheduler does not wait for the running step.
             await abort(context, error)
         finally:
@@ -163,6 +165,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._advance_epoch(opening)
             self._enter_shard(opening.shard)
             self._stream = ExecuteStream(opening.epoch, self._thread, loaded)
+            self._refusals.clear()
             self._idle.clear()
             log.info(
                 "lane opened",
@@ -205,6 +208,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             message = f"epoch {epoch} belongs to {highest_holder.hex()}, not to {holder.hex()}"
             raise failed(grpc.StatusCode.FAILED_PRECONDITION, "FOREIGN_EPOCH", message)
         self._fences[opening.shard] = epoch, holder
+
+    def _log_end(self, shard: int, was_open: bool, reason: str) -> None:
+        """A scheduler repeats a refused stream twice a second: it is logged when the reason
+        changes."""
+        if was_open or self._refusals.get(shard) != reason:
+            log.warning("stream ended", shard=shard, reason=reason)
+        if not was_open:
+            self._refusals[shard] = reason
 
     def _enter_shard(self, shard: int) -> None:
         if self._shard not in (None, shard):

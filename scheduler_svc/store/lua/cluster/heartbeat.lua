@@ -24,7 +24,8 @@ end
 local schedulers = redis.call('HGETALL', KEYS[1])
 for i = 2, #schedulers, 2 do
   -- Absolute: Redis' clock may have been set back.
-  if math.abs(now_ms - tonumber(string.match(schedulers[i], '^%d+'))) > tonumber(ARGV[3]) then
+  local written_ms = tonumber(string.match(schedulers[i], '^%d+') or 0)
+  if math.abs(now_ms - written_ms) > tonumber(ARGV[3]) then
     redis.call('HDEL', KEYS[1], schedulers[i - 1])
   end
 end
