@@ -46,7 +46,7 @@ class Coordinator:
         self._store = store
         self._addresses = addresses
         self._clock = clock
-        started_at = clock()
+        self._started_at = started_at = clock()
         # When the map has last changed.
         self._changed_at = started_at
         # Schedulers that may get shards; those of the map were there before.
@@ -119,14 +119,20 @@ class Coordinator:
         )
 
     def _present_leaders(self, present: ClusterMap) -> dict[int, str]:
-        """The schedulers that lead the shards; of a shard without a leader, its owner."""
+        """The schedulers that lead the shards; of a shard without a leader, its owner, and also
+        while a map is new: its hand-overs are under way, and another plan would add some."""
         membership = self._membership
         by_address = {address: name for name, address in membership.members.items()}
         leaders = {
             shard: by_address.get(load.leader, present.owners.get(shard, ""))
             for shard, load in enumerate(membership.loads)
         }
-        return {**leaders, 0: membership.id}
+        if membership.map_age_s < OFFER_AGAIN_S:
+            leaders |= {n: name for n, name in present.owners.items() if name in membership.members}
+        if membership.map_age_s >= self._clock() - self._started_at:
+            # This shard is not given to anyone yet since it was taken.
+            leaders[0] = membership.id
+        return leaders
 
     def _joined_members(self) -> list[str]:
         """The schedulers that were reached and have run for long enough, or have shards already.

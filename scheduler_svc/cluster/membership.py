@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -65,6 +66,8 @@ class Membership:
         self._reading: ClusterReading | None = None
         self._read_at = 0.0
         self._maps = MapReader()
+        # When it became the one in use, by `clock`.
+        self._map_since = -math.inf
         # Why the last heartbeat failed; None if it did not.
         self._why_silent: str | None = None
         # Heartbeats that have begun, and the one of the last reading.
@@ -88,6 +91,11 @@ class Membership:
     @property
     def map(self) -> ClusterMap:
         return self._maps.map
+
+    @property
+    def map_age_s(self) -> float:
+        """Time since the map has changed; infinite for the first one that was read."""
+        return self._clock() - self._map_since
 
     @property
     def is_map_lost(self) -> bool:
@@ -185,6 +193,7 @@ class Membership:
     def set_map(self, following: ClusterMap) -> None:
         """Use another map, unless it is older."""
         if self._maps.use(following):
+            self._map_since = self._clock()
             self._notify()
 
     async def read_again(self) -> None:
@@ -242,7 +251,10 @@ class Membership:
             for shard, timed in reading.loads.items()
             if timed.written_ms >= oldest_ms
         } | self._own_loads()
+        version = self.map.version
         self._maps.read(reading.packed_map, reading.loads)
+        if self.map.version != version and self.is_known.is_set():
+            self._map_since = self._clock()
         if self._maps.problem is None:
             self.is_known.set()
         self._notify()

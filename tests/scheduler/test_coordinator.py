@@ -8,6 +8,7 @@ from scripted_cluster import ScriptedCluster, beat
 from waiting import until
 
 from scheduler_svc.cluster import coordinator as coordinator_module
+from scheduler_svc.cluster import membership as membership_module
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.coordinator import JOIN_S, KEEP_WORKER_S, OFFER_AGAIN_S, Coordinator
 from scheduler_svc.cluster.load import ShardLoad
@@ -115,6 +116,8 @@ async def test_schedulers_of_the_map_do_not_wait_under_the_next_leader(
     cluster.set_map(ClusterMap(3, 2, {0: second.id, 1: leader.id}))
     second.lead(1, lambda: ShardLoad("b"))
     await beat(second, leader)
+    cluster.now_s += OFFER_AGAIN_S
+    await beat(second, leader)
     await coordinator(leader, written)._update(None)
     # Shard 0 is led by the one that decides, whatever the map says.
     assert written.map == ClusterMap(4, 2, {0: leader.id, 1: second.id})
@@ -128,8 +131,45 @@ async def test_a_shard_stays_with_the_scheduler_that_leads_it(cluster, written, 
     second.lead(2, lambda: ShardLoad("b"))
     third.lead(1, lambda: ShardLoad("c"))
     await beat(second, third, leader)
+    cluster.now_s += OFFER_AGAIN_S
+    await beat(second, third, leader)
     await coordinator(leader, written)._update(None)
     assert written.map.owners == {0: leader.id, 1: third.id, 2: second.id}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("names", ["abc", "bac"])
+async def test_shards_are_given_back_by_one_decision(
+    cluster, written, monkeypatch, first: int, names: str
+) -> None:
+    """Hand-overs take a while, each its own. The plan stays the same in between."""
+    ids = iter(names)
+    monkeypatch.setattr(membership_module.secrets, "token_hex", lambda size: next(ids))
+    members = [cluster.member(f"host-{number}") for number in range(3)]
+    leaders = dict.fromkeys(range(4), members[0]) | dict.fromkeys(range(4, 7), members[1])
+    for shard, member in leaders.items():
+        member.lead(shard, lambda member=member: ShardLoad(member._address))
+    cluster.set_map(ClusterMap(3, 7, {shard: member.id for shard, member in leaders.items()}))
+    await beat(*members, *members)
+    decides = coordinator(members[0], written)
+    for _ in range(round(JOIN_S / HEARTBEAT_S)):
+        await decides._update(None)
+        cluster.now_s += HEARTBEAT_S
+        await beat(*members)
+    await decides._update(None)
+    [planned] = {written.map.version} - {3}
+    given = [shard for shard, owner in written.map.owners.items() if owner == members[2].id]
+    assert len(given) == 2
+    for shard in sorted(given, reverse=bool(first)):
+        leaders[shard].stop_leading(shard)
+        members[2].lead(shard, lambda: ShardLoad(members[2]._address))
+        cluster.now_s += HEARTBEAT_S
+        await beat(*members, *members)
+        if shard == 0:
+            # The next leader knows what the last one has begun.
+            decides = coordinator(members[2], written)
+        await decides._update(None)
+        assert written.map.version == planned
 
 
 async def test_a_shard_that_its_owner_has_not_taken_is_offered_again(
@@ -138,6 +178,8 @@ async def test_a_shard_that_its_owner_has_not_taken_is_offered_again(
     second = cluster.member("b")
     cluster.set_map(ClusterMap(3, 2, {0: leader.id, 1: second.id}))
     leader.lead(1, lambda: ShardLoad("a"))
+    await beat(second, leader)
+    cluster.now_s += OFFER_AGAIN_S
     await beat(second, leader)
     decides = coordinator(leader, written)
     await decides._update(None)
