@@ -2,7 +2,6 @@
 
 import asyncio
 
-import grpc
 import structlog
 from prometheus_client import CollectorRegistry
 
@@ -14,7 +13,7 @@ from quire.internal.v1 import (
     scheduler_pb2,
     scheduler_pb2_grpc,
 )
-from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.health import Health
 from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, serving_metrics
@@ -24,6 +23,7 @@ from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.gateway.servicer import SchedulerServicer
+from scheduler_svc.http2.server import Server
 from scheduler_svc.leadership.servicer import LeadershipServicer
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.servicer import LedShard, OperationsServicer
@@ -64,7 +64,7 @@ class Scheduler:
         self._health = Health([_REDIS, _LEAD, _WORKER], _SERVICES)
         self._steps = StepHistograms()
         self._collector = EngineCollector(self._steps, self._engines)
-        self._server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+        self._server = Server(INTERNAL_MESSAGE_BYTES)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
             SchedulerServicer(self._handler_of, self._leader_address, self._num_shards),
             self._server,
@@ -97,8 +97,9 @@ class Scheduler:
             _SERVICES,
             self._health,
             settings.address_file,
-            settings.server_certificates(),
+            settings.server_certificates("h2"),
             settings.health_listen,
+            self._server.bind,
         )
         address = settings.advertise or bound
         cluster = ClusterStore.at(settings.redis_url, settings.redis_password)

@@ -69,17 +69,22 @@ async def start_server(
     address_file: Path | None = None,
     certificates: ServerCertificates | None = None,
     health_listen: str | None = None,
+    bind: Callable[[str, ServerCertificates | None], int] | None = None,
 ) -> str:
     """Add health and reflection, bind and start; return the bound address.
 
     `listen` is `host:port` or `unix:/path`; port 0 picks a free one. With certificates it has TLS.
-    `health_listen` serves health alone. OSError if one of them cannot be bound.
+    `health_listen` serves health alone. `bind` binds a server that is not gRPC's own, and returns
+    the port. OSError if an address cannot be bound.
     """
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     _add_reflection((*services, "grpc.health.v1.Health"), server)
     check_free(listen)
     with _naming(listen):
-        port = add_port(server, listen, certificates)
+        if bind is None:
+            port = add_port(server, listen, certificates)
+        else:
+            port = bind(listen, certificates)
     await health.start()
     if health_listen is not None:
         check_free(health_listen)

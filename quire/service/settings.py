@@ -68,10 +68,10 @@ class ServiceSettings(BaseSettings):
             ServerCertificates(tls)
         return self
 
-    def server_certificates(self) -> ServerCertificates | None:
-        """The certificates of the service's own servers; None without TLS. TLSError if they have
-        become unusable."""
-        return None if self.server_tls is None else ServerCertificates(self.server_tls)
+    def server_certificates(self, protocol: str = "http/1.1") -> ServerCertificates | None:
+        """The certificates of the service's own servers, and what those of the standard library
+        speak; None without TLS. TLSError if they have become unusable."""
+        return None if self.server_tls is None else ServerCertificates(self.server_tls, protocol)
 
     @property
     def server_tls(self) -> ServerTLS | None:

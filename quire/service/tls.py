@@ -75,9 +75,11 @@ class ServerCertificates:
     """The certificates of one process's servers. Each handshake has those of the files' last valid
     contents. Thread-safe."""
 
-    def __init__(self, tls: ServerTLS) -> None:
-        """TLSError if the files cannot be used."""
+    def __init__(self, tls: ServerTLS, protocol: str = "http/1.1") -> None:
+        """`protocol` is what servers of the standard library speak, as ALPN names it. TLSError if
+        the files cannot be used."""
         self._tls = tls
+        self._protocol = protocol
         self._lock = threading.Lock()
         self._version = self._current_version()
         self._context, self._pem = self._read()
@@ -122,7 +124,7 @@ class ServerCertificates:
         tls = self._tls
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols([self._protocol])
         _load_identity(context, tls.cert, tls.key)
         if tls.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED

@@ -38,7 +38,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Connect(  # type: ignore[override]  # noqa: N802
         self, request_iterator: _Frames, context: _Context
     ) -> None:
-        """Serve one stream. Writes frames to the context, which raises failed writes here."""
+        """Serve one stream."""
         first = await anext(request_iterator, None)
         if first is None:
             return
@@ -56,9 +56,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 await context.write(frame)
         except RequestError as error:
             await abort(context, error)
-        except grpc.aio.InternalError as error:
-            # The gateway died during a write.
-            log.info("gateway disconnected", reason=str(error))
+        except asyncio.CancelledError:
+            log.info("gateway disconnected", shard=shard)
+            raise
         finally:
             reader.cancel()
             handler.disconnect(connection)
@@ -87,9 +87,6 @@ async def _read(
         connection.close()
     except RequestError as error:
         connection.close(error)
-    except grpc.aio.AbortError:
-        # The stream was ended from this side.
-        pass
     except Exception:
         log.exception("gateway frame failed")
         connection.close(failed(StatusCode.INTERNAL, "INTERNAL", "the frame failed"))

@@ -1,5 +1,5 @@
-"""A gRPC call over an HTTP/2 connection of its own, read and written by the event loop's thread.
+"""gRPC over HTTP/2, read and written by the event loop's own thread.
 
-For the calls of a step only: a message through grpc.aio costs several times as much, because it
-passes gRPC's threads.
+`server` serves all services of the scheduler, and `call` is a streaming call over a connection of
+its own. A message through grpc.aio costs several times as much, because it passes gRPC's threads.
 """

@@ -1,16 +1,16 @@
 """One streaming gRPC call, the only one of its HTTP/2 connection."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, cast
 from urllib.parse import unquote
 
 from grpc import StatusCode
-from hpack import Decoder, Encoder
-from hpack.exceptions import HPACKError
+from hpack import Encoder
 
 from scheduler_svc.http2 import frames
 from scheduler_svc.http2.frames import Frame, FrameReader, ProtocolError
+from scheduler_svc.http2.headers import HeaderBlocks, Headers, pack_headers
 from scheduler_svc.http2.messages import PREFIX, MessageReader, pack_message
 
 # Of frames; under names that are found at once.
@@ -60,10 +60,7 @@ class StreamCall(asyncio.Protocol):
         self._on_end = on_end
         self._frames = FrameReader(_MAX_FRAME_BYTES)
         self._messages = MessageReader(max_message_bytes)
-        self._decoder = Decoder()
-        # Parts of the header block that is being received, and the flags of its first frame.
-        self._block: list[bytes] = []
-        self._block_flags = 0
+        self._headers = HeaderBlocks()
         self._transport: asyncio.WriteTransport
         # What may be sent: in the connection, in the stream, in a frame.
         self._connection_window = self._stream_window = frames.DEFAULT_WINDOW
@@ -129,14 +126,12 @@ class StreamCall(asyncio.Protocol):
             frames.PREFACE
             + frames.pack_settings(settings)
             + frames.pack_window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
-            + frames.pack_frame(
-                frames.HEADERS, frames.END_HEADERS, _STREAM, Encoder().encode(headers)
-            )
+            + pack_headers(_STREAM, Encoder().encode(headers), ends_stream=False)
         )
 
     def data_received(self, data: bytes) -> None:
         try:
-            if self._frames.is_empty and not self._block:
+            if self._frames.is_empty and self._headers.is_empty:
                 data = self._receive_whole(data)
             for frame in self._frames.feed(data) if data else ():
                 # Frames behind the end are of no interest.
@@ -179,13 +174,13 @@ class StreamCall(asyncio.Protocol):
         return data[start:] if start else data
 
     def _receive(self, frame: Frame) -> None:
-        if self._block and frame.kind != frames.CONTINUATION:
-            raise ProtocolError("a header block is incomplete")
+        self._headers.check_order(frame)
         match frame.kind:
             case frames.DATA:
                 self._receive_data(frame)
             case frames.HEADERS | frames.CONTINUATION:
-                self._receive_headers(frame)
+                if headers := self._headers.feed(frame):
+                    self._receive_headers(headers)
             case frames.WINDOW_UPDATE:
                 self._raise_window(frame.stream, frame.number)
             case frames.SETTINGS:
@@ -222,25 +217,11 @@ class StreamCall(asyncio.Protocol):
                 + frames.pack_window_update(_STREAM, increment)
             )
 
-    def _receive_headers(self, frame: Frame) -> None:
-        if frame.kind == frames.HEADERS:
-            self._block_flags = frame.flags
-            self._block.append(frame.content)
-        else:
-            self._block.append(frame.payload)
-        if not frame.flags & frames.END_HEADERS:
-            return
-        block, self._block = b"".join(self._block), []
-        try:
-            headers = {
-                bytes(name): bytes(value) for name, value in self._decoder.decode(block, raw=True)
-            }
-        except HPACKError as error:
-            raise ProtocolError(f"headers: {error}") from error
-        if (status := headers.get(b":status", b"200")) != b"200":
+    def _receive_headers(self, headers: Headers) -> None:
+        if (status := headers.fields.get(b":status", b"200")) != b"200":
             raise ProtocolError(f"the HTTP status is {status!r}")
-        if self._block_flags & frames.END_STREAM:
-            self._end(*_status(headers))
+        if headers.ends_stream:
+            self._end(*_status(headers.fields))
 
     def _raise_window(self, stream: int, increment: int) -> None:
         if stream == 0:
@@ -262,7 +243,7 @@ class StreamCall(asyncio.Protocol):
         self._send_rest()
 
 
-def _status(trailers: dict[bytes, bytes]) -> tuple[StatusCode, str]:
+def _status(trailers: Mapping[bytes, bytes]) -> tuple[StatusCode, str]:
     code = _CODES.get(trailers.get(b"grpc-status", b""), StatusCode.UNKNOWN)
     return code, unquote(trailers.get(b"grpc-message", b"").decode(errors="replace"))
 

@@ -23,10 +23,14 @@ PRIORITY: Final = 0x20
 # Identifiers of settings.
 HEADER_TABLE_SIZE: Final = 1
 ENABLE_PUSH: Final = 2
+MAX_CONCURRENT_STREAMS: Final = 3
 INITIAL_WINDOW_SIZE: Final = 4
 MAX_FRAME_SIZE: Final = 5
 
-# Code of RST_STREAM.
+# Codes of RST_STREAM and GOAWAY.
+NO_ERROR: Final = 0
+PROTOCOL_ERROR: Final = 1
+REFUSED_STREAM: Final = 7
 CANCEL: Final = 8
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -39,6 +43,7 @@ DEFAULT_FRAME_SIZE: Final = 2**14
 HEADER: Final = Struct(">IBI")
 _SETTING: Final = Struct(">HI")
 U32: Final = Struct(">I")
+_GOAWAY: Final = Struct(">II")
 # The first bit of a stream's number and of a window's increment is reserved.
 _31_BITS: Final = 2**31 - 1
 _PRIORITY_BYTES: Final = 5
@@ -95,6 +100,10 @@ def pack_window_update(stream: int, increment: int) -> bytes:
 
 def pack_reset(stream: int, code: int) -> bytes:
     return pack_frame(RST_STREAM, 0, stream, U32.pack(code))
+
+
+def pack_goaway(last_stream: int, code: int) -> bytes:
+    return pack_frame(GOAWAY, 0, 0, _GOAWAY.pack(last_stream, code))
 
 
 def unpack_settings(frame: Frame) -> dict[int, int]:

@@ -3,10 +3,20 @@
 from struct import Struct
 from typing import Final
 
+from grpc import StatusCode
+
 from scheduler_svc.http2.frames import ProtocolError
 
 # Whether it is compressed, and its length.
 PREFIX: Final = Struct(">?I")
+
+
+class MessageRefused(ProtocolError):
+    """A message cannot be read: a code, and the reason."""
+
+    def __init__(self, code: StatusCode, why: str) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 def pack_message(message: bytes) -> bytes:
@@ -29,8 +39,13 @@ class MessageReader:
             is_compressed
         )
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no message has begun."""
+        return not self._rest
+
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that these bytes complete. ProtocolError for one that is too large or
+        """The messages that these bytes complete. MessageRefused for one that is too large or
         compressed."""
         rest = self._rest
         rest += data
@@ -38,8 +53,13 @@ class MessageReader:
         start = 0
         while len(rest) - start >= PREFIX.size:
             is_compressed, length = PREFIX.unpack_from(rest, start)
-            if is_compressed or length > self._max_message_bytes:
-                raise ProtocolError(f"a message has {length} bytes, compressed: {is_compressed}")
+            if is_compressed:
+                raise MessageRefused(StatusCode.UNIMPLEMENTED, "a message is compressed")
+            if length > self._max_message_bytes:
+                raise MessageRefused(
+                    StatusCode.RESOURCE_EXHAUSTED,
+                    f"a message has {length} bytes, more than {self._max_message_bytes}",
+                )
             end = start + PREFIX.size + length
             if end > len(rest):
                 break

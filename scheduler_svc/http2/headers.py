@@ -1,0 +1,95 @@
+"""Header blocks of HTTP/2, and what gRPC writes into them."""
+
+import base64
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+from urllib.parse import quote
+
+from grpc import StatusCode
+from hpack import Decoder
+from hpack.exceptions import HPACKError
+
+from scheduler_svc.http2 import frames
+from scheduler_svc.http2.frames import Frame, ProtocolError
+
+# Of a block as it is received. Metadata of gRPC has 8 KiB at most by default.
+_MAX_BLOCK_BYTES: Final = 2**16
+# Characters of a status message that are not percent-encoded: printable ones without %.
+_PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+
+class Headers(NamedTuple):
+    stream: int
+    # Of a repeated name, the last one.
+    fields: Mapping[bytes, bytes]
+    # Nothing follows in the stream.
+    ends_stream: bool
+
+
+class HeaderBlocks:
+    """Joins and decodes the header blocks of a connection, in their order."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder(max_header_list_size=_MAX_BLOCK_BYTES)
+        # The first frame of a block, and what has been received of it.
+        self._first: Frame | None = None
+        self._block = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block has begun."""
+        return self._first is None
+
+    def check_order(self, frame: Frame) -> None:
+        """ProtocolError if another frame has to follow."""
+        is_next = frame.kind == frames.CONTINUATION
+        if self._first is None:
+            if is_next:
+                raise ProtocolError("a header block has no begin")
+        elif not is_next or frame.stream != self._first.stream:
+            raise ProtocolError("a header block is incomplete")
+
+    def feed(self, frame: Frame) -> Headers | None:
+        """The headers that a frame completes. ProtocolError if they cannot be decoded."""
+        if self._first is None:
+            self._first = frame
+            self._block = bytearray(frame.content)
+        else:
+            self._block += frame.payload
+        if len(self._block) > _MAX_BLOCK_BYTES:
+            raise ProtocolError("headers: too large")
+        if not frame.flags & frames.END_HEADERS:
+            return None
+        first, self._first = self._first, None
+        try:
+            decoded = self._decoder.decode(bytes(self._block), raw=True)
+        except HPACKError as error:
+            raise ProtocolError(f"headers: {error}") from error
+        fields = {bytes(name): bytes(value) for name, value in decoded}
+        return Headers(first.stream, fields, bool(first.flags & frames.END_STREAM))
+
+
+def pack_headers(stream: int, block: bytes, ends_stream: bool) -> bytes:
+    """The frames of an encoded block."""
+    size, flags = frames.DEFAULT_FRAME_SIZE, frames.END_STREAM if ends_stream else 0
+    parts = [block[start : start + size] for start in range(0, len(block), size)]
+    packed, kind = [], frames.HEADERS
+    for number, part in enumerate(parts, 1):
+        end = frames.END_HEADERS if number == len(parts) else 0
+        packed.append(frames.pack_frame(kind, flags | end, stream, part))
+        kind, flags = frames.CONTINUATION, 0
+    return b"".join(packed)
+
+
+def status_fields(
+    code: StatusCode, message: str, metadata: Iterable[tuple[str, str | bytes]] = ()
+) -> list[tuple[str, str]]:
+    """The fields of a call's status, with trailing metadata."""
+    fields = [("grpc-status", str(code.value[0]))]
+    if message:
+        fields.append(("grpc-message", quote(message, safe=_PLAIN, errors="replace")))
+    for name, value in metadata:
+        if isinstance(value, bytes):
+            value = base64.b64encode(value).rstrip(b"=").decode()
+        fields.append((name, value))
+    return fields

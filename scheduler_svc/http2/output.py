@@ -1,0 +1,171 @@
+"""What a server sends over one connection: frames, as far as the peer and the socket take them."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from hpack import Encoder
+
+from scheduler_svc.http2 import frames
+from scheduler_svc.http2.frames import ProtocolError
+from scheduler_svc.http2.headers import pack_headers
+from scheduler_svc.http2.messages import pack_message
+
+# Of the frames that are sent, so that no stream waits for the whole of a large one.
+_MAX_FRAME_BYTES: Final = 2**16
+# The least that a peer may set as the largest frame.
+_MIN_FRAME_BYTES: Final = frames.DEFAULT_FRAME_SIZE
+_MAX_TABLE_BYTES: Final = 4096
+# Frames that are no messages, such as acknowledgements, wait for no window. A peer that causes
+# more of them and reads none is disconnected.
+_MAX_UNREAD_BYTES: Final = 2**21
+
+
+class Output:
+    """The sending side of a connection."""
+
+    def __init__(self, transport: asyncio.WriteTransport) -> None:
+        # What messages may have together until the peer raises it.
+        self.window = frames.DEFAULT_WINDOW
+        self.frame_size = frames.DEFAULT_FRAME_SIZE
+        # Whether the socket takes no more now.
+        self.is_paused = False
+        self._transport = transport
+        self._encoder = Encoder()
+        self._initial_window = frames.DEFAULT_WINDOW
+        self._streams: dict[int, OutputStream] = {}
+
+    def open_stream(self, number: int) -> "OutputStream":
+        stream = OutputStream(self, number, self._initial_window)
+        self._streams[number] = stream
+        return stream
+
+    def forget(self, number: int) -> None:
+        """The stream has ended."""
+        self._streams.pop(number, None)
+
+    def write(self, data: bytes) -> None:
+        """Send frames at once; no effect if the connection is closed."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def respond(self, data: bytes) -> None:
+        """Send frames that the peer has asked for. ProtocolError if it reads none."""
+        if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            raise ProtocolError("it reads nothing")
+        self.write(data)
+
+    def pack_fields(
+        self, stream: int, fields: Iterable[tuple[str, str]], ends_stream: bool
+    ) -> bytes:
+        """The frames of headers. They must be sent in the order of these calls."""
+        return pack_headers(stream, self._encoder.encode(fields), ends_stream)
+
+    def apply(self, settings: Mapping[int, int]) -> None:
+        """Apply and acknowledge the peer's settings. ProtocolError if they are invalid."""
+        initial_window = settings.get(frames.INITIAL_WINDOW_SIZE, self._initial_window)
+        frame_size = settings.get(frames.MAX_FRAME_SIZE, self.frame_size)
+        if initial_window > frames.MAX_WINDOW or frame_size < _MIN_FRAME_BYTES:
+            raise ProtocolError("a setting is out of range")
+        for stream in self._streams.values():
+            stream.raise_window(initial_window - self._initial_window)
+        self._initial_window = initial_window
+        self.frame_size = min(frame_size, _MAX_FRAME_BYTES)
+        if frames.HEADER_TABLE_SIZE in settings:
+            size = min(settings[frames.HEADER_TABLE_SIZE], _MAX_TABLE_BYTES)
+            self._encoder.header_table_size = size
+        # First: the peer counts by the new windows from the acknowledgement on.
+        self.respond(frames.pack_frame(frames.SETTINGS, frames.ACK, 0))
+        self.send_rest()
+
+    def raise_window(self, stream: int, increment: int) -> None:
+        """Apply an update of a window. ProtocolError if it is invalid."""
+        if not increment:
+            raise ProtocolError("a window is raised by nothing")
+        if stream == 0:
+            self.window = _raised(self.window, increment)
+        elif found := self._streams.get(stream):
+            found.raise_window(increment)
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """Send what has waited, a frame of each stream after another."""
+        waiting = [stream for stream in self._streams.values() if stream.is_waiting]
+        while waiting:
+            waiting = [stream for stream in waiting if stream.send_part()]
+
+
+class OutputStream:
+    """The messages of one stream."""
+
+    def __init__(self, output: Output, number: int, window: int) -> None:
+        self._output = output
+        self._number = number
+        self._window = window
+        self._unsent = bytearray()
+        # Set when nothing is unsent any more; None without a handler that waits.
+        self._sent: asyncio.Event | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, message: bytes, before: bytes = b"") -> bool:
+        """Send a message, after other frames; return whether all of it has been sent."""
+        output, data = self._output, pack_message(message)
+        size = len(data)
+        if not self._unsent and not output.is_paused and size <= self._sendable:
+            self._window -= size
+            output.window -= size
+            output.write(before + frames.pack_frame(frames.DATA, 0, self._number, data))
+            return True
+        if before:
+            output.write(before)
+        self._unsent += data
+        while self.send_part():
+            pass
+        return not self._unsent
+
+    async def wait_sent(self) -> None:
+        """Wait until all messages have been sent."""
+        while self._unsent:
+            self._sent = self._sent or asyncio.Event()
+            await self._sent.wait()
+
+    def drop(self) -> None:
+        """Send nothing more."""
+        self._unsent.clear()
+        self._wake()
+
+    def raise_window(self, increment: int) -> None:
+        self._window = _raised(self._window, increment)
+
+    def send_part(self) -> bool:
+        """Send a frame; return whether more may be sent now."""
+        size = min(self._sendable, len(self._unsent))
+        if size <= 0 or self._output.is_paused:
+            return False
+        part = bytes(self._unsent[:size])
+        del self._unsent[:size]
+        self._window -= size
+        self._output.window -= size
+        self._output.write(frames.pack_frame(frames.DATA, 0, self._number, part))
+        if not self._unsent:
+            self._wake()
+        return bool(self._unsent)
+
+    @property
+    def _sendable(self) -> int:
+        """The number of bytes that a frame may have now."""
+        return min(self._window, self._output.window, self._output.frame_size)
+
+    def _wake(self) -> None:
+        if self._sent is not None:
+            self._sent.set()
+            self._sent = None
+
+
+def _raised(window: int, increment: int) -> int:
+    if window + increment > frames.MAX_WINDOW:
+        raise ProtocolError("a window is too large")
+    return window + increment

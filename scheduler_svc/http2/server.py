@@ -1,0 +1,137 @@
+"""A gRPC server on the event loop's own thread."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from socket import AF_UNIX, socket
+from typing import Any, Final
+
+import grpc
+
+from quire.service.tls import ServerCertificates
+from scheduler_svc.http2.listening import bind
+from scheduler_svc.http2.server_call import Handler
+from scheduler_svc.http2.server_connection import ServerConnection
+
+_BACKLOG: Final = 1024
+_HANDSHAKE_TIMEOUT_S: Final = 10.0
+
+
+@dataclass
+class _Called:
+    """What handlers are looked up by."""
+
+    method: str
+    invocation_metadata: tuple[Any, ...] = ()
+
+
+class Server(grpc.aio.Server):
+    """Serves the handlers that are added to it as the server of grpc.aio does, but without
+    compression, interceptors, and most methods of a handler's context."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._handlers: list[grpc.GenericRpcHandler] = []
+        # Not listening yet, and how the handshakes are made.
+        self._bound: list[tuple[socket, ssl.SSLContext | None]] = []
+        self._listening: list[asyncio.Server] = []
+        self._connections: set[ServerConnection] = set()
+        self._unix_paths: list[Path] = []
+        # Set while there is no connection.
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_stopping = False
+        self._is_stopped = asyncio.Event()
+
+    def add_generic_rpc_handlers(
+        self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]
+    ) -> None:
+        self._handlers += generic_rpc_handlers
+
+    def bind(self, listen: str, certificates: ServerCertificates | None) -> int:
+        """Bind an address, with TLS if there are certificates; a unix socket has none. Return the
+        port, of a unix socket 1. OSError if it cannot be bound."""
+        is_unix = listen.startswith("unix:")
+        context = None if certificates is None or is_unix else certificates.ssl_context()
+        bound = bind(listen)
+        self._bound += [(one, context) for one in bound]
+        if is_unix:
+            self._unix_paths.append(Path(bound[0].getsockname()))
+            return 1
+        return int(bound[0].getsockname()[1])
+
+    def add_insecure_port(self, address: str) -> int:
+        return self.bind(address, None)
+
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
+        raise NotImplementedError("gRPC's credentials have no files; `bind` takes certificates")
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        for bound, context in self._bound:
+            if bound.family == AF_UNIX:
+                listening = await loop.create_unix_server(
+                    self._connection, sock=bound, backlog=_BACKLOG
+                )
+            else:
+                listening = await loop.create_server(
+                    self._connection,
+                    sock=bound,
+                    backlog=_BACKLOG,
+                    ssl=context,
+                    ssl_handshake_timeout=None if context is None else _HANDSHAKE_TIMEOUT_S,
+                )
+            self._listening.append(listening)
+
+    async def stop(self, grace: float | None) -> None:
+        """Accept nothing more, and let the calls in progress end for at most `grace` seconds."""
+        self._is_stopping = True
+        for listening in self._listening:
+            listening.close()
+        for path in self._unix_paths:
+            path.unlink(missing_ok=True)
+        for connection in list(self._connections):
+            connection.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace or 0):
+                await self._is_idle.wait()
+        for connection in list(self._connections):
+            connection.abort()
+        await self._is_idle.wait()
+        self._is_stopped.set()
+
+    async def wait_for_termination(
+        self,
+        timeout: float | None = None,  # noqa: ASYNC109 (as in gRPC's interface)
+    ) -> bool:
+        """Wait until it has stopped; return whether the time was over before."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._is_stopped.wait()
+        except TimeoutError:
+            return True
+        return False
+
+    def _connection(self) -> ServerConnection:
+        return ServerConnection(
+            self._handler_of, self._max_message_bytes, self._opened, self._closed
+        )
+
+    def _handler_of(self, path: str) -> "Handler | None":
+        called = _Called(path)
+        found = (handlers.service(called) for handlers in self._handlers)
+        return next((handler for handler in found if handler is not None), None)
+
+    def _opened(self, connection: ServerConnection) -> None:
+        self._connections.add(connection)
+        self._is_idle.clear()
+        if self._is_stopping:
+            connection.drain()
+
+    def _closed(self, connection: ServerConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._is_idle.set()

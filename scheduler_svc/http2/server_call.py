@@ -1,0 +1,240 @@
+"""One call of a client, as its handler sees it."""
+
+import asyncio
+import contextlib
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Final, NoReturn, TypeAlias
+
+import grpc
+import structlog
+from grpc import StatusCode
+
+from scheduler_svc.http2 import frames
+from scheduler_svc.http2.frames import ProtocolError
+from scheduler_svc.http2.headers import status_fields
+from scheduler_svc.http2.messages import MessageReader, MessageRefused
+from scheduler_svc.http2.output import Output
+
+log = structlog.get_logger()
+
+# What a client may send before the handler reads it, besides the rest of one message.
+INITIAL_WINDOW: Final = 2**22
+# The window is raised after so many bytes.
+_WINDOW_STEP: Final = 2**20
+# A handler that never waits for its client lets others run after so many responses.
+_MAX_RUN: Final = 32
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNITS_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_RESPONSE: Final = [
+    (":status", "200"),
+    ("content-type", "application/grpc"),
+    ("grpc-accept-encoding", "identity"),
+]
+
+# Generic in the stubs only.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class ServerCall:
+    """Receives the frames of a call's stream, and is the context that its handler gets: of
+    `grpc.aio.ServicerContext` it has what the scheduler's services use."""
+
+    def __init__(
+        self, number: int, output: Output, max_message_bytes: int, on_end: Callable[[int], None]
+    ) -> None:
+        """`number` is that of the stream. `on_end` is called when the call ends."""
+        self._number = number
+        self._output = output
+        self._stream = output.open_stream(number)
+        self._on_end = on_end
+        self._has_ended = False
+        self._has_responded = False
+        # Received messages that the handler has not read.
+        self._requests: deque[bytes] = deque()
+        self._has_all_requests = False
+        self._changed = asyncio.Event()
+        self._messages = MessageReader(max_message_bytes)
+        # Bytes that were received, those in unread requests, and those that the client was allowed
+        # to send beyond its first window.
+        self._num_received = self._num_unread = self._num_allowed = 0
+        self._deserialize: Callable[[bytes], Any] = bytes
+        self._serialize: Callable[[Any], bytes] = bytes
+        self._num_written = 0
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # The connection's side
+
+    def start(self, handler: Handler, fields: Mapping[bytes, bytes]) -> asyncio.Task[None]:
+        """Run the handler, for at most the time that the client's headers allow."""
+        self._deserialize = handler.request_deserializer or bytes
+        self._serialize = handler.response_serializer or bytes
+        self._task = asyncio.create_task(self._run(handler))
+        if (timeout_s := _timeout_s(fields)) is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s, self._expire)
+        return self._task
+
+    def receive(self, content: bytes, num_bytes: int) -> None:
+        """Receive data that has `num_bytes` with its padding. ProtocolError if the client was not
+        allowed to send it."""
+        self._num_received += num_bytes
+        if self._num_received > INITIAL_WINDOW + self._num_allowed or self._has_all_requests:
+            raise ProtocolError("data was sent beyond the window or the end")
+        try:
+            requests = self._messages.feed(content)
+        except MessageRefused as error:
+            self.fail(error.code, str(error))
+            return
+        if requests:
+            self._requests += requests
+            self._num_unread += sum(map(len, requests))
+            self._changed.set()
+        self._allow_more()
+
+    def receive_end(self) -> None:
+        """The client sends nothing more."""
+        self._has_all_requests = True
+        self._changed.set()
+        if not self._messages.is_empty:
+            self.fail(StatusCode.INTERNAL, "the last message is incomplete")
+
+    def fail(self, code: StatusCode, message: str) -> None:
+        """End the call from outside of its handler."""
+        self._end(code, message)
+        self._cancel()
+
+    def reset(self) -> None:
+        """The client has cancelled the call, or the connection is closed."""
+        self._finish()
+        self._cancel()
+
+    # The handler's side
+
+    async def write(self, response: Any) -> None:
+        """Send a response; wait until the client may receive all of it. CancelledError if the call
+        has ended."""
+        if self._has_ended:
+            raise asyncio.CancelledError
+        before = b"" if self._has_responded else self._response_headers()
+        if not self._stream.send(self._serialize(response), before):
+            await self._stream.wait_sent()
+        self._num_written += 1
+        if self._num_written % _MAX_RUN == 0:
+            await asyncio.sleep(0)
+
+    async def abort(
+        self, code: StatusCode, details: str = "", trailing_metadata: Iterable[Any] = ()
+    ) -> NoReturn:
+        """End the call with this status; raises AbortError. CancelledError if it has ended."""
+        if self._has_ended:
+            raise asyncio.CancelledError
+        self._end(code, details, trailing_metadata)
+        raise grpc.aio.AbortError
+
+    async def _read(self) -> AsyncIterator[Any]:
+        """The requests, as the client sends them."""
+        while (request := await self._next()) is not None:
+            yield self._deserialize(request)
+
+    async def _next(self) -> bytes | None:
+        """The next request; None behind the last one."""
+        while not self._requests:
+            if self._has_all_requests or self._has_ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        request = self._requests.popleft()
+        self._num_unread -= len(request)
+        self._allow_more()
+        return request
+
+    async def _run(self, handler: Handler) -> None:
+        try:
+            await self._handle(handler)
+        except grpc.aio.AbortError:
+            pass
+        except asyncio.CancelledError:
+            self._end(StatusCode.CANCELLED, "the call was cancelled")
+            raise
+        except Exception as error:
+            log.exception("a call has failed")
+            self._end(StatusCode.UNKNOWN, f"{type(error).__name__}: {error}")
+        else:
+            self._end(StatusCode.OK, "")
+
+    async def _handle(self, handler: Handler) -> None:
+        method: Any = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        if handler.request_streaming:
+            responses = method(self._read(), self)
+        else:
+            request = await self._next()
+            if request is None:
+                await self.abort(StatusCode.INTERNAL, "the call has no request")
+            responses = method(self._deserialize(request), self)
+        if hasattr(responses, "__aiter__"):
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    await self.write(response)
+        else:
+            response = await responses
+            if not handler.response_streaming:
+                await self.write(response)
+
+    # Both
+
+    def _response_headers(self) -> bytes:
+        """The frames of the response's headers."""
+        self._has_responded = True
+        return self._output.pack_fields(self._number, _RESPONSE, ends_stream=False)
+
+    def _end(self, code: StatusCode, message: str, trailing_metadata: Iterable[Any] = ()) -> None:
+        """Send the status, unless the call has ended."""
+        if self._has_ended:
+            return
+        fields = status_fields(code, message, trailing_metadata)
+        if not self._has_responded:
+            fields = _RESPONSE + fields
+        packed = self._output.pack_fields(self._number, fields, ends_stream=True)
+        if not self._has_all_requests:
+            # The client need not send the rest.
+            packed += frames.pack_reset(self._number, frames.NO_ERROR)
+        self._output.write(packed)
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._stream.drop()
+            self._requests.clear()
+            self._changed.set()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._on_end(self._number)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _expire(self) -> None:
+        self.fail(StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+
+    def _allow_more(self) -> None:
+        """Raise the client's window by what was read, if it is enough."""
+        increment = self._num_received - self._num_unread - self._num_allowed
+        if increment >= _WINDOW_STEP and not self._has_ended and not self._has_all_requests:
+            self._num_allowed += increment
+            self._output.write(frames.pack_window_update(self._number, increment))
+
+
+def _timeout_s(fields: Mapping[bytes, bytes]) -> float | None:
+    """The time until the call's deadline; None without one, or if it cannot be read."""
+    match = _TIMEOUT.fullmatch(fields.get(b"grpc-timeout", b""))
+    return None if match is None else int(match[1]) * _UNITS_S[match[2]]

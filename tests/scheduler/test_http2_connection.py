@@ -1,0 +1,329 @@
+"""The server's end of a connection, frame by frame."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from hpack import Decoder, Encoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_svc.http2 import frames
+from scheduler_svc.http2.frames import Frame, FrameReader
+from scheduler_svc.http2.messages import pack_message
+from scheduler_svc.http2.server_call import INITIAL_WINDOW
+from scheduler_svc.http2.server_connection import ServerConnection
+
+_REQUEST = [
+    (":method", "POST"),
+    (":scheme", "http"),
+    (":path", "/a.B/Echo"),
+    (":authority", "host"),
+    ("content-type", "application/grpc"),
+]
+
+
+class Transport(asyncio.WriteTransport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.is_closed = False
+        self.num_unread = 0
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+
+class Peer:
+    """A client of one connection, with what it has received."""
+
+    def __init__(self) -> None:
+        async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async for request in requests:
+                yield request
+
+        async def hold(requests: AsyncIterator[bytes], context: Any) -> None:
+            await asyncio.Event().wait()
+
+        self.handlers: dict[str, Any] = {
+            "/a.B/Echo": grpc.stream_stream_rpc_method_handler(echo, bytes, bytes),
+            "/a.B/Hold": grpc.stream_stream_rpc_method_handler(hold, bytes, bytes),
+        }
+        self.transport = Transport()
+        self.is_gone = asyncio.Event()
+        self.connection = ServerConnection(
+            self.handlers.get, 1000, lambda made: None, lambda lost: self.is_gone.set()
+        )
+        self.connection.connection_made(self.transport)
+        self._encoder, self._decoder = Encoder(), Decoder()
+        self._frames = FrameReader(2**24)
+
+    def send(self, *parts: bytes) -> None:
+        self.connection.data_received(b"".join(parts))
+
+    def headers(self, stream: int = 1, path: str = "/a.B/Echo", flags: int = 0) -> bytes:
+        block = self._encoder.encode(
+            [(name, path if name == ":path" else value) for name, value in _REQUEST]
+        )
+        return frames.pack_frame(frames.HEADERS, flags | frames.END_HEADERS, stream, block)
+
+    async def received(self) -> list[Frame]:
+        """The frames since the last call, when the handlers have done what they can."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+        found = self._frames.feed(bytes(self.transport.written))
+        self.transport.written.clear()
+        return found
+
+    def fields(self, frame: Frame) -> dict[str, str]:
+        return dict(self._decoder.decode(frame.payload))
+
+    async def close(self) -> None:
+        self.connection.connection_lost(None)
+        await self.is_gone.wait()
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    """A client whose preface and settings were received."""
+    peer = Peer()
+    peer.send(frames.PREFACE, frames.pack_settings({}))
+    await peer.received()
+    yield peer
+    await peer.close()
+
+
+def data(message: bytes, stream: int = 1, flags: int = 0) -> bytes:
+    return frames.pack_frame(frames.DATA, flags, stream, pack_message(message))
+
+
+async def test_a_call_has_headers_messages_and_a_status(peer: Peer) -> None:
+    peer.send(peer.headers(), data(b"x"), data(b"y", flags=frames.END_STREAM))
+    first, x, y, last = await peer.received()
+    assert peer.fields(first)[":status"] == "200"
+    assert (x.payload, y.payload) == (pack_message(b"x"), pack_message(b"y"))
+    assert last.flags == frames.END_HEADERS | frames.END_STREAM
+    assert peer.fields(last) == {"grpc-status": "0"}
+
+
+@given(size=st.integers(1, 60))
+async def test_bytes_arrive_in_pieces_of_any_size(size: int) -> None:
+    peer = Peer()
+    sent = b"".join(
+        [frames.PREFACE, frames.pack_settings({}), peer.headers(), data(b"abc"), data(b"d")]
+    )
+    for start in range(0, len(sent), size):
+        peer.send(sent[start : start + size])
+    payloads = [one.payload for one in await peer.received() if one.kind == frames.DATA]
+    assert payloads == [pack_message(b"abc"), pack_message(b"d")]
+    await peer.close()
+
+
+async def test_header_blocks_continue_in_other_frames(peer: Peer) -> None:
+    whole = peer.headers()[frames.HEADER.size :]
+    peer.send(
+        frames.pack_frame(frames.HEADERS, 0, 1, whole[:3]),
+        frames.pack_frame(frames.CONTINUATION, 0, 1),
+        frames.pack_frame(frames.CONTINUATION, frames.END_HEADERS, 1, whole[3:]),
+        data(b"x"),
+    )
+    assert [one.kind for one in await peer.received()] == [frames.HEADERS, frames.DATA]
+
+
+_OPEN = frames.PREFACE + frames.pack_settings({})
+
+
+@pytest.mark.parametrize(
+    ("received", "reason"),
+    [
+        (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff"), "headers"),
+        (frames.pack_frame(frames.HEADERS, 0, 1, bytes(2**16 + 1)), "too large"),
+        (frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(6, 0, 0), "incomplete"),
+        (
+            frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(9, 4, 3),
+            "incomplete",
+        ),
+        (frames.pack_frame(frames.CONTINUATION, 0, 1), "no begin"),
+        (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 2), "even"),
+        (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 0), "even"),
+        (frames.pack_frame(frames.DATA, 0, 1), "not begun"),
+        (frames.pack_frame(frames.DATA, 0, 0), "not begun"),
+        (frames.pack_reset(1, 8), "not begun"),
+        (frames.pack_window_update(1, 1), "not begun"),
+        (frames.pack_window_update(0, 0), "nothing"),
+        (frames.pack_window_update(0, 2**31 - 1), "too large"),
+        (frames.pack_frame(frames.WINDOW_UPDATE, 0, 0, b"x"), "too short"),
+        (frames.pack_frame(frames.SETTINGS, 0, 0, b"x"), "settings"),
+        (frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 2**31}), "out of range"),
+        (frames.pack_settings({frames.MAX_FRAME_SIZE: 1}), "out of range"),
+        (frames.pack_frame(frames.PING, 0, 0, b"x"), "ping"),
+        (frames.pack_frame(frames.PUSH_PROMISE, 0, 1), "pushes"),
+        (b"\xff\xff\xff\0\0\0\0\0\1", "bytes"),
+    ],
+)
+async def test_what_breaks_the_protocol_closes_the_connection(
+    peer: Peer, received: bytes, reason: str, capsys
+) -> None:
+    peer.send(received)
+    assert peer.transport.is_closed
+    assert reason in capsys.readouterr().out
+    *_, last = await peer.received()
+    assert (last.kind, last.payload) == (frames.GOAWAY, b"\0\0\0\0\0\0\0\1")
+    # What follows is of no interest.
+    peer.send(received)
+    assert not await peer.received()
+
+
+async def test_more_data_than_the_window_closes_the_connection(peer: Peer) -> None:
+    peer.send(peer.headers(path="/a.B/Hold"))
+    part = frames.pack_frame(frames.DATA, 0, 1, pack_message(bytes(1000)) * 100)
+    for _ in range(INITIAL_WINDOW // len(part)):
+        peer.send(part)
+        assert not peer.transport.is_closed
+    peer.send(part)
+    assert peer.transport.is_closed
+
+
+async def test_data_behind_the_end_closes_the_connection(peer: Peer) -> None:
+    peer.send(peer.headers(path="/a.B/Hold", flags=frames.END_STREAM))
+    assert not peer.transport.is_closed
+    peer.send(data(b"x"))
+    assert peer.transport.is_closed
+
+
+async def test_an_incomplete_last_message_ends_its_call(peer: Peer) -> None:
+    peer.send(peer.headers(), frames.pack_frame(frames.DATA, frames.END_STREAM, 1, b"\0\0\0\0\2x"))
+    [status] = await peer.received()
+    assert peer.fields(status)["grpc-status"] == "13"
+    assert not peer.transport.is_closed
+
+
+async def test_frames_of_ended_calls_are_ignored(peer: Peer) -> None:
+    peer.send(peer.headers(), frames.pack_reset(1, frames.CANCEL))
+    peer.send(
+        data(b"x"),
+        frames.pack_window_update(1, 5),
+        frames.pack_reset(1, frames.CANCEL),
+        frames.pack_frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1),
+        frames.pack_frame(2, 0, 1, bytes(5)),
+        frames.pack_frame(200, 0, 0, b"unknown"),
+    )
+    assert not await peer.received()
+    assert not peer.transport.is_closed
+
+
+async def test_another_content_type_is_refused(peer: Peer) -> None:
+    block = Encoder().encode([(":method", "GET"), (":path", "/")])
+    peer.send(frames.pack_frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, block))
+    [refusal] = await peer.received()
+    assert peer.fields(refusal) == {":status": "415"}
+
+
+async def test_pings_are_acknowledged(peer: Peer) -> None:
+    peer.send(frames.pack_frame(frames.PING, 0, 0, b"12345678"))
+    peer.send(frames.pack_frame(frames.PING, frames.ACK, 0, b"12345678"))
+    assert await peer.received() == [Frame(frames.PING, frames.ACK, 0, b"12345678")]
+
+
+async def test_a_client_that_reads_no_acknowledgements_is_disconnected(peer: Peer) -> None:
+    peer.transport.num_unread = 2**22
+    peer.send(frames.pack_frame(frames.PING, 0, 0, b"12345678"))
+    assert peer.transport.is_closed
+
+
+async def test_calls_beyond_the_limit_are_refused(peer: Peer, monkeypatch) -> None:
+    monkeypatch.setattr("scheduler_svc.http2.server_connection._MAX_CALLS", 2)
+    peer.send(*(peer.headers(number, "/a.B/Hold") for number in (1, 3, 5)))
+    assert await peer.received() == [
+        Frame(frames.RST_STREAM, 0, 5, frames.U32.pack(frames.REFUSED_STREAM))
+    ]
+    # Those that were cancelled count until their handlers have ended.
+    peer.send(frames.pack_reset(1, 8), peer.headers(7, "/a.B/Hold"))
+    assert [one.kind for one in await peer.received()] == [frames.RST_STREAM]
+    peer.send(peer.headers(9), data(b"x", 9))
+    assert [one.kind for one in await peer.received()] == [frames.HEADERS, frames.DATA]
+
+
+async def test_messages_wait_for_the_windows_and_are_sent_alternately(peer: Peer) -> None:
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 0}))
+    peer.send(peer.headers(1), peer.headers(3), data(bytes(95), 1), data(bytes(95), 3))
+    sent = await peer.received()
+    assert not [one for one in sent if one.kind == frames.DATA]
+    peer.send(frames.pack_window_update(3, 10))
+    assert [(one.stream, len(one.payload)) for one in await peer.received()] == [(3, 10)]
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 50}))
+    acknowledgement, *sent = await peer.received()
+    assert acknowledgement == Frame(frames.SETTINGS, frames.ACK, 0, b"")
+    assert [(one.stream, len(one.payload)) for one in sent] == [(1, 50), (3, 50)]
+    peer.connection.pause_writing()
+    peer.send(frames.pack_window_update(1, 1000), frames.pack_window_update(3, 1000))
+    assert not await peer.received()
+    peer.connection.resume_writing()
+    assert [(one.stream, len(one.payload)) for one in await peer.received()] == [(1, 50), (3, 40)]
+
+
+async def test_the_window_of_the_connection_bounds_all_streams(peer: Peer) -> None:
+    peer.send(*(peer.headers(1 + 2 * number) for number in range(80)))
+    peer.send(*(data(bytes(995), 1 + 2 * number) for number in range(80)))
+    sent = [one for one in await peer.received() if one.kind == frames.DATA]
+    assert sum(len(one.payload) for one in sent) == frames.DEFAULT_WINDOW
+    peer.send(frames.pack_window_update(0, 2**20))
+    sent = [one for one in await peer.received() if one.kind == frames.DATA]
+    assert sum(len(one.payload) for one in sent) == 80_000 - frames.DEFAULT_WINDOW
+
+
+async def test_windows_are_raised_by_what_was_read(peer: Peer) -> None:
+    part = frames.pack_frame(frames.DATA, 0, 1, pack_message(bytes(1000)) * 100)
+    peer.send(
+        peer.headers(), frames.pack_window_update(0, 2**30), frames.pack_window_update(1, 2**30)
+    )
+    raised = 0
+    for _ in range(2 * INITIAL_WINDOW // len(part)):
+        peer.send(part)
+        raised += sum(
+            one.number for one in await peer.received() if one.kind == frames.WINDOW_UPDATE
+        )
+    assert not peer.transport.is_closed
+    assert raised > INITIAL_WINDOW // 2
+
+
+async def test_a_drain_ends_with_the_last_call(peer: Peer) -> None:
+    peer.send(peer.headers(), data(b"x"))
+    await peer.received()
+    peer.connection.drain()
+    peer.send(peer.headers(3))
+    goaway, refusal = await peer.received()
+    assert (goaway.kind, goaway.payload) == (frames.GOAWAY, b"\0\0\0\1\0\0\0\0")
+    assert (refusal.kind, refusal.stream) == (frames.RST_STREAM, 3)
+    peer.send(data(b"y"))
+    assert [one.kind for one in await peer.received()] == [frames.DATA]
+    assert not peer.transport.is_closed
+    peer.send(frames.pack_frame(frames.DATA, frames.END_STREAM, 1))
+    assert [one.kind for one in await peer.received()] == [frames.HEADERS]
+    assert peer.transport.is_closed
+
+
+@given(st.binary(max_size=200), st.booleans())
+async def test_no_bytes_raise_an_error(garbage: bytes, is_opened: bool) -> None:
+    peer = Peer()
+    if is_opened:
+        peer.send(_OPEN, peer.headers())
+    peer.send(garbage)
+    await peer.received()
+    await peer.close()

@@ -1,0 +1,469 @@
+"""The scheduler's own server, to clients of gRPC."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import uvloop
+from certificates import make_certificates
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+from waiting import until
+
+from quire.service.channels import INTERNAL_MESSAGE_BYTES
+from quire.service.errors import abort, unavailable
+from quire.service.health import Health
+from quire.service.lifecycle import start_server
+from quire.service.tls import TLS, ServerCertificates, ServerTLS, open_aio_channel
+from scheduler_svc.http2 import frames
+from scheduler_svc.http2.server import Server
+
+SERVICE = "example.Service"
+# More than all windows at first, and than a frame.
+LARGE = 7 * 2**20 + 17
+# Windows keep their size, so that slow readers are noticed soon; channels share no connection.
+_OPTIONS = [
+    ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+_Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Servicer:
+    """Methods of all kinds, with what has happened to their calls."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.num_written = 0
+        self.cancelled = asyncio.Event()
+        self.has_ended = asyncio.Event()
+
+    async def echo(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[bytes]:
+        async for request in requests:
+            self.num_read += 1
+            yield request
+        self.has_ended.set()
+
+    async def join(self, requests: AsyncIterator[bytes], context: _Context) -> bytes:
+        return b"".join([request async for request in requests])
+
+    async def repeat(self, request: bytes, context: _Context) -> AsyncIterator[bytes]:
+        """The request without end."""
+        try:
+            while True:
+                yield request
+                self.num_written += 1
+        finally:
+            self.cancelled.set()
+
+    async def refuse(self, request: bytes, context: _Context) -> bytes:
+        await abort(context, unavailable("STANDBY", "100 %: é", metadata={"leader": "host:1"}))
+
+    async def fail(self, request: bytes, context: _Context) -> bytes:
+        raise ValueError(request.decode())
+
+    async def wait(self, request: bytes, context: _Context) -> bytes:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+        return b""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        def same(message: bytes) -> bytes:
+            return message
+
+        methods: dict[str, Any] = {
+            "Echo": grpc.stream_stream_rpc_method_handler(self.echo, same, same),
+            "Join": grpc.stream_unary_rpc_method_handler(self.join, same, same),
+            "Repeat": grpc.unary_stream_rpc_method_handler(self.repeat, same, same),
+            "Refuse": grpc.unary_unary_rpc_method_handler(self.refuse, same, same),
+            "Fail": grpc.unary_unary_rpc_method_handler(self.fail, same, same),
+            "Wait": grpc.unary_unary_rpc_method_handler(self.wait, same, same),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+
+class Stack:
+    """A server, and a client's channel to it."""
+
+    def __init__(self, address: str, server: Server, servicer: Servicer) -> None:
+        self.address = address
+        self.server = server
+        self.servicer = servicer
+        self.channel: grpc.aio.Channel
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, _, port = self.address.rpartition(":")
+        return await asyncio.open_connection(host, int(port))
+
+    def unary(self, method: str) -> Callable[..., Any]:
+        return self.channel.unary_unary(f"/{SERVICE}/{method}")
+
+    def repeat(self, request: bytes, **options: Any) -> Any:
+        return self.channel.unary_stream(f"/{SERVICE}/Repeat")(request, **options)
+
+    def echo(self, **options: Any) -> Any:
+        return self.channel.stream_stream(f"/{SERVICE}/Echo")(**options)
+
+
+@asynccontextmanager
+async def serving(
+    listen: str = "127.0.0.1:0",
+    identity: ServerTLS | None = None,
+    max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+    tls: TLS | None = None,
+    host: str | None = None,
+) -> AsyncIterator[Stack]:
+    server, servicer = Server(max_message_bytes), Servicer()
+    servicer.add_to(server)
+    certificates = None if identity is None else ServerCertificates(identity, "h2")
+    address = await start_server(
+        server, listen, (SERVICE,), Health(()), None, certificates, None, server.bind
+    )
+    stack = Stack(address, server, servicer)
+    try:
+        async with open_aio_channel(address, _OPTIONS, tls, host) as stack.channel:
+            yield stack
+    finally:
+        await server.stop(None)
+
+
+async def _code_of(call: Any) -> StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**14, LARGE])
+async def test_messages_arrive_in_both_directions(size: int, sockets: Path) -> None:
+    async with serving(f"unix:{sockets}/a.sock") as stack:
+        sent = [bytes([number]) * size for number in range(8)]
+        call = stack.echo()
+        for message in sent:
+            await call.write(message)
+            assert await call.read() == message
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is StatusCode.OK
+
+
+async def test_a_client_that_ends_its_stream_gets_what_is_left() -> None:
+    async with serving() as stack:
+        join = stack.channel.stream_unary(f"/{SERVICE}/Join")
+
+        async def parts() -> AsyncIterator[bytes]:
+            for number in range(100):
+                yield bytes([number]) * 10_000
+
+        whole = b"".join([part async for part in parts()])
+        assert await join(parts()) == whole
+        assert await join(iter([])) == b""
+
+
+async def test_many_calls_share_a_connection() -> None:
+    async with serving() as stack:
+        calls = [stack.echo() for _ in range(50)]
+        for number, call in enumerate(calls):
+            await call.write(bytes([number]) * 100_000)
+        for number, call in enumerate(calls):
+            assert await call.read() == bytes([number]) * 100_000
+            await call.done_writing()
+        assert [await call.code() for call in calls] == [StatusCode.OK] * len(calls)
+
+
+async def test_many_clients_connect_at_once() -> None:
+    async with serving() as stack:
+
+        async def call() -> StatusCode:
+            async with open_aio_channel(stack.address, _OPTIONS, None) as other:
+                echo = other.stream_stream(f"/{SERVICE}/Echo")()
+                await echo.write(b"x")
+                assert await echo.read() == b"x"
+                await echo.done_writing()
+                return await echo.code()
+
+        assert set(await asyncio.gather(*(call() for _ in range(100)))) == {StatusCode.OK}
+
+
+async def test_the_status_has_its_details() -> None:
+    async with serving() as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stack.unary("Refuse")(b"x")
+        error = raised.value
+        assert (error.code(), error.details()) == (StatusCode.UNAVAILABLE, "100 %: é")
+        status = rpc_status.from_call(error)
+        assert status is not None
+        assert b"host:1" in status.details[0].value
+
+
+async def test_a_handler_that_fails_ends_its_call_alone() -> None:
+    async with serving() as stack:
+        call = stack.echo()
+        with pytest.raises(grpc.aio.AioRpcError, match="ValueError: why") as raised:
+            await stack.unary("Fail")(b"why")
+        assert raised.value.code() is StatusCode.UNKNOWN
+        await call.write(b"x")
+        assert await call.read() == b"x"
+
+
+async def test_an_unknown_method_is_refused() -> None:
+    async with serving() as stack:
+        assert await _code_of(stack.unary("Unknown")(b"")) is StatusCode.UNIMPLEMENTED
+
+
+async def test_metadata_of_clients_is_accepted() -> None:
+    async with serving() as stack:
+        metadata = (("traceparent", "00-1-2-01"), ("a-bin", bytes(range(256))), ("b", "x" * 6000))
+        call = stack.echo(metadata=metadata)
+        for _ in range(3):
+            await call.write(b"x")
+            assert await call.read() == b"x"
+
+
+async def test_a_deadline_ends_the_handler() -> None:
+    async with serving() as stack:
+        call = stack.unary("Wait")(b"", timeout=0.05)
+        assert await _code_of(call) is StatusCode.DEADLINE_EXCEEDED
+        await stack.servicer.cancelled.wait()
+
+
+async def test_a_cancellation_ends_the_handler() -> None:
+    async with serving() as stack:
+        call = stack.repeat(b"x")
+        await call.read()
+        call.cancel()
+        await stack.servicer.cancelled.wait()
+
+
+async def test_the_end_of_a_client_ends_the_handler() -> None:
+    async with serving() as stack:
+        async with open_aio_channel(stack.address, [], None) as other:
+            call = other.unary_stream(f"/{SERVICE}/Repeat")(b"x")
+            await call.read()
+        await stack.servicer.cancelled.wait()
+
+
+async def test_a_handler_waits_for_a_slow_client() -> None:
+    async with serving() as stack:
+        call = stack.repeat(bytes(100_000))
+        await call.read()
+        written = -1
+        while stack.servicer.num_written != written:
+            written = stack.servicer.num_written
+            # Other calls of the connection go on, which takes the time to fill all buffers.
+            echo = stack.echo()
+            await echo.write(bytes(LARGE))
+            assert await echo.read() == bytes(LARGE)
+        assert stack.servicer.num_written < 1000
+        for _ in range(written + 10):
+            await call.read()
+
+
+async def test_a_client_waits_for_a_slow_handler() -> None:
+    async with serving() as stack:
+        call = stack.echo()
+        sent = 0
+
+        async def send() -> None:
+            nonlocal sent
+            while sent < 500:
+                await call.write(bytes(100_000))
+                sent += 1
+
+        # It reads nothing, so that the handler reads nothing more.
+        sending = asyncio.create_task(send())
+        before = -1
+        while sent != before:
+            before = sent
+            echo = stack.echo()
+            await echo.write(bytes(LARGE))
+            assert await echo.read() == bytes(LARGE)
+        assert sent < 500
+        for _ in range(500):
+            assert await call.read() == bytes(100_000)
+        await sending
+
+
+async def test_a_message_that_is_too_large_ends_its_call_alone() -> None:
+    async with serving(max_message_bytes=1000) as stack:
+        call = stack.echo()
+        with pytest.raises(grpc.aio.AioRpcError, match="1001 bytes") as raised:
+            await stack.unary("Fail")(bytes(1001))
+        assert raised.value.code() is StatusCode.RESOURCE_EXHAUSTED
+        await call.write(bytes(1000))
+        assert await call.read() == bytes(1000)
+
+
+async def test_compressed_messages_are_refused() -> None:
+    async with serving() as stack:
+        call = stack.unary("Fail")(bytes(1000), compression=grpc.Compression.Gzip)
+        assert await _code_of(call) is StatusCode.UNIMPLEMENTED
+
+
+async def test_calls_in_progress_may_end_after_a_stop() -> None:
+    async with serving() as stack:
+        call = stack.echo()
+        await call.write(b"x")
+        await call.read()
+        stopping = asyncio.create_task(stack.server.stop(30))
+        # The server says that it stops; the client then uses another connection, and finds none.
+        await until(
+            lambda: stack.channel.get_state() is not grpc.ChannelConnectivity.READY, "the end"
+        )
+        await call.write(b"y")
+        assert await call.read() == b"y"
+        await call.done_writing()
+        assert await call.code() is StatusCode.OK
+        await stopping
+        assert await stack.server.wait_for_termination() is False
+
+
+async def test_calls_are_ended_after_the_grace_period() -> None:
+    async with serving() as stack:
+        call = stack.unary("Wait")(b"")
+        echo = stack.echo()
+        await echo.write(b"x")
+        await echo.read()
+        await stack.server.stop(0.01)
+        assert await _code_of(call) is StatusCode.UNAVAILABLE
+        assert stack.servicer.cancelled.is_set()
+        assert await _code_of(stack.unary("Fail")(b"")) is StatusCode.UNAVAILABLE
+
+
+_PING = frames.pack_frame(frames.PING, 0, 0, bytes(8))
+_PONG = frames.pack_frame(frames.PING, frames.ACK, 0, bytes(8))
+
+
+async def test_a_silent_client_is_sent_pings_and_disconnected_without_a_response(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr("scheduler_svc.http2.server_connection.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("scheduler_svc.http2.server_connection.PING_TIMEOUT_S", 0.2)
+    async with serving() as stack:
+        reader, writer = await stack.connect()
+        writer.write(frames.PREFACE)
+        for _ in range(5):
+            await reader.readuntil(_PING)
+            writer.write(_PONG)
+        assert (await reader.read()).endswith(_PING)
+        writer.close()
+
+
+async def test_a_client_that_sends_nothing_is_disconnected(monkeypatch) -> None:
+    monkeypatch.setattr("scheduler_svc.http2.server_connection.KEEPALIVE_S", 0.02)
+    async with serving() as stack:
+        reader, writer = await stack.connect()
+        assert _PING not in await reader.read()
+        writer.close()
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100])
+async def test_garbage_closes_its_connection_alone(garbage: bytes) -> None:
+    async with serving() as stack:
+        call = stack.echo()
+        await call.write(b"x")
+        await call.read()
+        reader, writer = await stack.connect()
+        writer.write(garbage)
+        await reader.read()
+        writer.close()
+        await call.write(b"y")
+        assert await call.read() == b"y"
+
+
+async def test_health_and_reflection_are_served() -> None:
+    async with serving() as stack:
+        health = health_pb2_grpc.HealthStub(stack.channel)
+        response = await health.Check(health_pb2.HealthCheckRequest(service="ready"))
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="none"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        unknown = health.Check(health_pb2.HealthCheckRequest(service="none"))
+        assert await _code_of(unknown) is StatusCode.NOT_FOUND
+        reflection = reflection_pb2_grpc.ServerReflectionStub(stack.channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = reflection.ServerReflectionInfo(iter([request]))
+        names = [one.name async for found in call for one in found.list_services_response.service]
+        assert SERVICE in names
+
+
+async def test_both_sides_prove_their_identity_with_tls(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "certificates", "scheduler", "gateway")
+    ca = made / "ca.pem"
+    identity = ServerTLS(made / "scheduler.pem", made / "scheduler-key.pem", ca)
+    tls = TLS(ca, made / "gateway.pem", made / "gateway-key.pem")
+    async with serving(identity=identity, tls=tls, host="scheduler") as stack:
+        for size in (1, LARGE):
+            call = stack.echo()
+            await call.write(bytes(size))
+            assert await call.read() == bytes(size)
+        for other_tls, host in ((TLS(ca), "scheduler"), (tls, "another"), (None, None)):
+            async with open_aio_channel(stack.address, _OPTIONS, other_tls, host) as other:
+                call = other.unary_unary(f"/{SERVICE}/Fail")(b"")
+                assert await _code_of(call) is StatusCode.UNAVAILABLE
+        # Connections are made with the files as they are now; open ones go on.
+        identity.cert.write_bytes((made / "worker.pem").read_bytes())
+        identity.key.write_bytes((made / "worker-key.pem").read_bytes())
+        async with open_aio_channel(stack.address, _OPTIONS, tls, "worker") as other:
+            assert await _code_of(other.unary_unary(f"/{SERVICE}/Fail")(b"")) is StatusCode.UNKNOWN
+        assert await _code_of(stack.unary("Fail")(b"")) is StatusCode.UNKNOWN
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "localhost:0"])
+async def test_all_addresses_of_a_name_are_served(listen: str) -> None:
+    async with serving(listen) as stack:
+        port = stack.address.rpartition(":")[2]
+        for target in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            async with open_aio_channel(target, _OPTIONS, None) as other:
+                assert await _code_of(other.unary_unary(f"/{SERVICE}/Fail")(b"")) is (
+                    StatusCode.UNKNOWN
+                )
+
+
+async def test_an_address_in_use_is_reported(sockets: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: "):
+            Server(1).bind(f"127.0.0.1:{port}", None)
+    (sockets / "file").touch()
+    with pytest.raises(OSError, match=r"cannot listen on unix:.*file"):
+        Server(1).bind(f"unix:{sockets}/file", None)
+
+
+async def test_the_socket_of_a_server_that_was_killed_is_replaced(sockets: Path) -> None:
+    path = sockets / "a.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    async with serving(f"unix:{path}") as stack:
+        assert await _code_of(stack.unary("Fail")(b"")) is StatusCode.UNKNOWN
+    assert not path.exists()
+
+
+def test_it_runs_on_the_loop_of_the_service(tmp_path: Path) -> None:
+    """Transports of uvloop have other types."""
+    made = make_certificates(tmp_path / "certificates", "scheduler")
+    identity = ServerTLS(made / "scheduler.pem", made / "scheduler-key.pem")
+    tls = TLS(made / "ca.pem")
+
+    async def run() -> None:
+        for options in ({}, {"identity": identity, "tls": tls, "host": "scheduler"}):
+            async with serving(**options) as stack:
+                call = stack.echo()
+                await call.write(bytes(LARGE))
+                assert await call.read() == bytes(LARGE)
+                slow = stack.repeat(bytes(100_000))
+                await slow.read()
+                slow.cancel()
+                await stack.servicer.cancelled.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
