@@ -1,31 +1,19 @@
 """Many simulated workers in several shards, led by several schedulers, without instrumentation."""
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpc
-import redis
 
 from benchmarks.cluster_view import ClusterView, read_cluster, read_status, set_num_shards
-from benchmarks.scheduler.control import Control
+from benchmarks.scheduler.loaded_stack import LoadedStack
 from benchmarks.scheduler.proc import cpu_s, num_sockets, peak_rss_mb
-from benchmarks.scheduler.stack import BenchmarkError
 from benchmarks.scheduler.workload import Workload
-from quire.launcher.directory import PrivateDirectory
-from quire.launcher.processes import ProcessGroup, ServiceSpec
-from quire.launcher.redis import EmbeddedRedis
 
-_TIMEOUT_S = 90.0
-_STOP_S = 10.0
-_POLL_S = 0.1
-_STABLE_S = 1.0
 # A worker is a server, its connections and a thread; so many share a process.
 _WORKERS_PER_HOST = 16
 
@@ -92,25 +80,12 @@ class Sizes:
     scheduler_rss_mb: float
 
 
-class Fleet:
-    """A fleet that is ready within its context and stopped after it."""
+class Fleet(LoadedStack):
+    """Schedulers of a cluster, and their workers."""
 
     def __init__(self, setting: FleetSetting) -> None:
+        super().__init__()
         self.setting = setting
-        self._undo = ExitStack()
-        self._processes = ProcessGroup()
-        self._pids: dict[str, list[int]] = {}
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._undo.close()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
 
     @property
     def view(self) -> ClusterView:
@@ -120,27 +95,7 @@ class Fleet:
     def run(
         self, workload: Workload, shares: list[int] | None = None, is_placed: bool = False
     ) -> None:
-        self._load.call("start", shares=shares, is_placed=is_placed, **asdict(workload))
-
-    def progress(self) -> dict[str, Any]:
-        progress: dict[str, Any] = self._load.call("progress")
-        if progress["failures"]:
-            raise BenchmarkError(f"requests failed: {progress['failures']}")
-        return progress
-
-    def wait_for(self, key: str, number: int, timeout_s: float) -> dict[str, Any]:
-        """Wait until a counter of the load generator reaches `number`; return its progress."""
-        reached: dict[str, Any] = self._wait(
-            self.progress, lambda progress: progress[key] >= number, timeout_s
-        )
-        return reached
-
-    def check(self) -> None:
-        """BenchmarkError if a plan broke a rule, LaunchError if a process has ended."""
-        self._processes.check()
-        violations = [found for host in self._hosts for found in host.call("violations")]
-        if violations:
-            raise BenchmarkError(f"plans broke rules of paged attention: {violations[:3]}")
+        self.load.call("start", shares=shares, is_placed=is_placed, **asdict(workload))
 
     def statuses(self) -> list[Any]:
         """The status of each shard, from its leader."""
@@ -156,8 +111,8 @@ class Fleet:
         """Read all counters. Steps are those of the present terms."""
         workers = [worker for status in self.statuses() for worker in status.workers]
         progress = self.progress()
-        server = self._redis.info()
-        traffic = [host.call("traffic") for host in self._hosts]
+        server = self.redis.info()
+        traffic = [host.call("traffic") for host in self.hosts]
         return Counters(
             at_s=time.monotonic(),
             scheduler_s=self._cpu_s("scheduler"),
@@ -175,30 +130,24 @@ class Fleet:
             state_bytes=progress["state_bytes"],
             worker_messages=sum(one["sent"] + one["received"] for one in traffic),
             worker_bytes=sum(one["sent_bytes"] + one["received_bytes"] for one in traffic),
-            redis_calls=self._redis.info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0),
+            redis_calls=self.redis.info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0),
             redis_commands=server["total_commands_processed"],
             redis_bytes=server["total_net_input_bytes"] + server["total_net_output_bytes"],
         )
 
     def sizes(self) -> Sizes:
-        server = self._redis.info()
-        schedulers = self._pids["scheduler"]
+        server = self.redis.info()
+        schedulers = self.pids["scheduler"]
         return Sizes(
-            redis_keys=self._redis.dbsize(),
+            redis_keys=self.redis.dbsize(),
             redis_bytes=server["used_memory"],
             redis_connections=server["connected_clients"],
             scheduler_sockets=sum(map(num_sockets, schedulers)),
             scheduler_rss_mb=sum(map(peak_rss_mb, schedulers)),
         )
 
-    def _start(self) -> None:
-        private = PrivateDirectory.make()
-        self._undo.callback(private.remove)
-        self._directory = directory = private.path
-        embedded = self._undo.enter_context(EmbeddedRedis(directory))
-        self._redis = redis.Redis(unix_socket_path=str(embedded.socket_path))
-        self._undo.callback(self._redis.close)
-        self._undo.callback(self._end)
+    def _start(self, redis_url: str) -> None:
+        directory = self._directory
         setting = self.setting
         sockets = [f"{directory}/worker-{number}.sock" for number in range(setting.num_workers)]
         for index, first in enumerate(range(0, len(sockets), setting.workers_per_host)):
@@ -210,22 +159,22 @@ class Fleet:
             f"unix:{directory}/scheduler-{number}.sock" for number in range(setting.num_schedulers)
         ]
         for index, address in enumerate(self._addresses):
-            self._launch_scheduler(index, address, embedded.url, sockets)
+            self._launch_scheduler(index, address, redis_url, sockets)
         self._launch_module("load", "load")
-        self._hosts = [self._control(f"workers-{i}") for i in range(len(self._pids["workers"]))]
-        self._load = self._control("load-0")
+        self.hosts = [self._control(f"workers-{i}") for i in range(len(self.pids["workers"]))]
+        self.load = self._control("load-0")
         self._wait_for_shards(1)
         if setting.num_shards > 1:
             set_num_shards(self.view.shards[0].leader, setting.num_shards)
             self._wait_for_shards(setting.num_shards)
         leaders = [shard.leader for shard in self.view.shards]
-        self._load.call("connect", leaders=leaders, num_gateways=setting.num_gateways)
-        self._wait(self.progress, lambda progress: progress["ready"], _TIMEOUT_S)
+        self.load.call("connect", leaders=leaders, num_gateways=setting.num_gateways)
+        self._wait(self.progress, lambda progress: progress["ready"])
 
     def _wait_for_shards(self, num_shards: int) -> None:
         """Wait until all workers have joined, and every scheduler leads that can."""
         sizes = (num_shards, self.setting.num_workers, self.setting.num_schedulers)
-        self._wait(lambda: self._find_problem(*sizes), lambda problem: problem is None, _TIMEOUT_S)
+        self._wait(lambda: self._find_problem(*sizes), lambda problem: problem is None)
 
     def _find_problem(self, *sizes: int) -> str | None:
         try:
@@ -246,44 +195,5 @@ class Fleet:
         command = [sys.executable, "-m", "scheduler_svc"]
         self._launch("scheduler", index, [*command, *(f"--{k}={v}" for k, v in flags.items())])
 
-    def _launch_module(self, name: str, module: str, *arguments: str, index: int = 0) -> None:
-        control = f"{self._directory}/{name}-{index}.control"
-        command = [sys.executable, "-m", f"benchmarks.scheduler.{module}", control, *arguments]
-        self._launch(name, index, command)
-
-    def _launch(self, name: str, index: int, command: list[str]) -> None:
-        path = self._directory / f"{name}-{index}"
-        spec = ServiceSpec(
-            name=path.name,
-            command=command,
-            address_file=Path(f"{path}.address"),
-            log_file=Path(f"{path}.log"),
-            # Keep the caller's Quire settings out of the measurement.
-            environment={k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")},
-        )
-        [process] = self._processes.start([spec])
-        self._pids.setdefault(name, []).append(process.pid)
-
-    def _control(self, name: str) -> Control:
-        control = Control(
-            Path(f"{self._directory}/{name}.control"), _TIMEOUT_S, self._processes.check
-        )
-        self._undo.callback(control.close)
-        return control
-
-    def _wait(self, read: Callable[[], Any], done: Callable[[Any], bool], timeout_s: float) -> Any:
-        deadline_s = time.monotonic() + timeout_s
-        while not done(value := read()):
-            self._processes.check()
-            if time.monotonic() > deadline_s:
-                raise BenchmarkError(f"timed out after {timeout_s:g} s; last value: {value}")
-            time.sleep(_POLL_S)
-        return value
-
     def _cpu_s(self, name: str) -> float:
-        return sum(map(cpu_s, self._pids[name]))
-
-    def _end(self) -> None:
-        """Stop without draining: there is no state to save."""
-        self._processes.kill()
-        self._processes.stop(_STOP_S)
+        return sum(map(cpu_s, self.pids[name]))
