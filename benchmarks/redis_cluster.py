@@ -4,9 +4,9 @@ import contextlib
 import itertools
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 from redis.cluster import ClusterNode
@@ -36,7 +36,7 @@ class RedisNode(ChildProcess):
 
     def __init__(self, name: str, directory: Path, spawn: Spawn = in_this_thread) -> None:
         super().__init__(name, spawn)
-        self.port = _free_port()
+        self.port = free_port()
         self._directory = directory / name
         self._client = redis.Redis(port=self.port, socket_timeout=_RPC_TIMEOUT_S)
 
@@ -52,14 +52,10 @@ class RedisNode(ChildProcess):
         """Whether it is a primary, by its own account."""
         return bool(self.info("replication")["role"] == "master")
 
-    @property
-    def cluster_id(self) -> str:
-        return _text(self.do("CLUSTER", "MYID"))
-
     def find_problem(self) -> str | None:
         """Return what is missing from its point of view."""
         try:
-            state = _text(self.do("CLUSTER", "INFO"))
+            state = text(self.do("CLUSTER", "INFO"))
             replication = self.info("replication")
         except redis.RedisError as error:
             return f"{self.name}: {error}"
@@ -120,22 +116,11 @@ class RedisCluster:
             node.launch()
         for node in self.nodes:
             wait_until(lambda node=node: _responds(node), f"{node.name} to respond")  # type: ignore[misc]
-        first, *others = self.nodes
-        for node in others:
-            first.do("CLUSTER", "MEET", "127.0.0.1", node.port)
         primaries, replicas = self.nodes[:_NUM_PRIMARIES], self.nodes[_NUM_PRIMARIES:]
-        bounds = [_NUM_SLOTS * part // _NUM_PRIMARIES for part in range(_NUM_PRIMARIES + 1)]
-        for node, (start, end) in zip(primaries, itertools.pairwise(bounds), strict=True):
-            node.do("CLUSTER", "ADDSLOTS", *range(start, end))
-        known = f"cluster_known_nodes:{len(self.nodes)}"
-        for node in self.nodes:
-            wait_until(
-                lambda node=node: known in _text(node.do("CLUSTER", "INFO")),  # type: ignore[misc]
-                f"{node.name} to know the others",
-            )
+        join(self.nodes, primaries)
         for primary, replica in zip(primaries, replicas, strict=True):
             wait_until(
-                lambda one=replica, of=primary: _replicates(one, of),  # type: ignore[misc]
+                lambda one=replica, of=primary: replicates(one, of),  # type: ignore[misc]
                 f"{replica.name} to replicate",
             )
         wait_until(lambda: self.find_problem() is None, "a cluster with replicas")
@@ -159,7 +144,7 @@ class RedisCluster:
         for node in self.nodes:
             with contextlib.suppress(redis.RedisError):
                 slot = int(node.do("CLUSTER", "KEYSLOT", key))
-                if "cluster_state:ok" in _text(node.do("CLUSTER", "INFO")):
+                if "cluster_state:ok" in text(node.do("CLUSTER", "INFO")):
                     return self._owner(node.do("CLUSTER", "SLOTS"), slot)
         return None
 
@@ -179,6 +164,42 @@ class RedisCluster:
         return None
 
 
+class Node(Protocol):
+    """A server of a cluster."""
+
+    port: int
+
+    def do(self, *command: str | int) -> Any:
+        """Run a command and return its reply; redis.RedisError if it fails."""
+
+
+def join(nodes: Sequence[Node], primaries: Sequence[Node]) -> list[range]:
+    """Make a cluster of servers that run, and wait until they know each other. The primaries get
+    equally many slots, which are returned in their order."""
+    first, *others = nodes
+    for node in others:
+        first.do("CLUSTER", "MEET", "127.0.0.1", node.port)
+    bounds = [_NUM_SLOTS * part // len(primaries) for part in range(len(primaries) + 1)]
+    slots = [range(start, end) for start, end in itertools.pairwise(bounds)]
+    for node, part in zip(primaries, slots, strict=True):
+        node.do("CLUSTER", "ADDSLOTS", *part)
+    known = f"cluster_known_nodes:{len(nodes)}"
+    for node in nodes:
+        wait_until(
+            lambda node=node: known in text(node.do("CLUSTER", "INFO")),  # type: ignore[misc]
+            f"port {node.port} to know the others",
+        )
+    return slots
+
+
+def replicates(replica: Node, primary: Node) -> bool:
+    """Make it a replica; a node learns of others by gossip, so the first attempts may fail."""
+    try:
+        return bool(replica.do("CLUSTER", "REPLICATE", text(primary.do("CLUSTER", "MYID"))))
+    except redis.ResponseError:
+        return False
+
+
 def wait_until(predicate: Callable[[], bool], what: str) -> None:
     """Wait until the predicate holds; TimeoutError if it does not within half a minute."""
     deadline = time.monotonic() + _WITHIN_S
@@ -196,15 +217,7 @@ def _responds(node: RedisNode) -> bool:
         return False
 
 
-def _replicates(replica: RedisNode, primary: RedisNode) -> bool:
-    """Make it a replica; a node learns of others by gossip, so the first attempts may fail."""
-    try:
-        return bool(replica.do("CLUSTER", "REPLICATE", primary.cluster_id))
-    except redis.ResponseError:
-        return False
-
-
-def _free_port() -> int:
+def free_port() -> int:
     """A free port whose cluster bus's port is free, too."""
     while True:
         with socket.socket() as one, socket.socket() as bus:
@@ -216,5 +229,5 @@ def _free_port() -> int:
                     return port
 
 
-def _text(reply: Any) -> str:
+def text(reply: Any) -> str:
     return reply.decode() if isinstance(reply, bytes) else str(reply)
