@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from kernels.gpu.fused.tiles import MOST_NORM_NUMBERS, activation_tile, norm_tile, rotation_tile
 from kernels.gpu.launch import (
     INTERPRETED,
     Gpu,
@@ -123,3 +124,19 @@ def test_the_warm_up_knows_all_sizes_of_tiles() -> None:
         for rows in range(1, 5000)
     }
     assert found == set(ROW_TILES)
+
+
+def test_tiles_of_rows_fit_into_registers() -> None:
+    for dim in (1, 2, 63, 64, 80, 128, 1000, 1024, 4096, 5120, 8192, MOST_NORM_NUMBERS, 28_672):
+        tiles = [activation_tile(dim)]
+        if dim <= MOST_NORM_NUMBERS:
+            tiles.append(norm_tile(dim))
+            assert tiles[-1].padded_dim >= dim
+        if dim <= 256:
+            tiles.append(rotation_tile(dim))
+            assert 2 * tiles[-1].padded_dim >= dim
+        for tile in tiles:
+            assert tile.padded_dim & (tile.padded_dim - 1) == 0
+            of_a_thread = tile.rows * tile.padded_dim // (32 * tile.num_warps)
+            # At least a vector of 16 bytes.
+            assert 8 <= of_a_thread <= 32
