@@ -1,6 +1,8 @@
 """Products of activations with quantised weights on a GPU, which are packed into tiles."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,6 +25,16 @@ class TiledLinear:
 
     def __call__(self, states: Tensor) -> Tensor:
         return tiled_linear(states, self.weight, self.bias, implementation=self.implementation)
+
+    @classmethod
+    def joined(cls, layers: Sequence[Self]) -> Self | None:
+        """One layer with the outputs of all, a copy; None if their formats differ, or only some
+        have a bias."""
+        biases = [one.bias for one in layers if one.bias is not None]
+        weight = TiledWeight.joined([one.weight for one in layers])
+        if weight is None or len(biases) not in (0, len(layers)):
+            return None
+        return cls(weight, torch.cat(biases) if biases else None, layers[0].implementation)
 
 
 @dataclass(frozen=True)

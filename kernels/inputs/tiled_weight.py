@@ -1,5 +1,6 @@
 """A quantised weight in the layout of a GPU's products."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
@@ -69,6 +70,33 @@ class TiledWeight:
             permutation=weight.permutation,
             rounds_rows=rounds_rows,
             dtype=dtype,
+        )
+
+    @classmethod
+    def joined(cls, weights: Sequence[Self]) -> Self | None:
+        """A copy with the outputs of all, one after another; None if their formats differ, or the
+        orders of their inputs, which are compared on the host."""
+        first = weights[0]
+        if any(one._format != first._format for one in weights):
+            return None
+        permutations = [one.permutation for one in weights if one.permutation is not None]
+        if any(not one.equal(permutations[0]) for one in permutations):
+            return None
+        offsets = [one.offsets for one in weights if one.offsets is not None]
+        return replace(
+            first,
+            tiles=torch.cat([one.tiles for one in weights], 1),
+            scales=torch.cat([one.scales for one in weights], 1),
+            offsets=torch.cat(offsets, 1) if offsets else None,
+        )
+
+    @property
+    def _format(self) -> tuple[object, ...]:
+        """What weights need to have in common to be one."""
+        return (
+            *(self.bits, self.group_size, self.num_inputs, self.step, self.rounds_rows),
+            *(self.dtype, self.scales.dtype, self.permutation is None),
+            None if self.offsets is None else self.offsets.dtype,
         )
 
     @property

@@ -15,6 +15,7 @@ from kernels.gpu.linear_launch import num_splits
 from kernels.inputs.tiled_weight import TiledWeight
 from kernels.quantized import Bits, QuantizedWeight, quantize
 from kernels.tiled_linear import (
+    TiledLinear,
     round_rows_to_int8,
     round_rows_to_int8_reference,
     tiled_linear,
@@ -257,3 +258,30 @@ def test_rows_are_rounded_as_the_reference_does(
     found = round_rows_to_int8(rows.to(device), implementation=TRITON)
     assert found[0].cpu().equal(expected[0])
     assert found[1].cpu().equal(expected[1])
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32)])
+def test_joined_weights(bits: Bits, group_size: int | None, device: str) -> None:
+    weights = [random_weight(size, 64, bits, group_size, integers=True) for size in (48, 16, 33)]
+    tiled = [TiledWeight.of(weight, torch.float32).to(torch.device(device)) for weight in weights]
+    layers = [TiledLinear(one, torch.randn(one.num_outputs).to(device), TRITON) for one in tiled]
+    joined = TiledLinear.joined(layers)
+    assert joined is not None
+    states = torch.randn(5, 64).to(device)
+    expected = torch.cat([layer(states) for layer in layers], -1)
+    torch.testing.assert_close(joined(states), expected, rtol=1e-5, atol=1e-4)
+    assert TiledLinear.joined([layers[0], replace(layers[1], bias=None)]) is None
+
+
+def test_weights_of_different_formats_are_not_joined(device: str) -> None:
+    order = torch.arange(64).flip(0)
+
+    def tiled(bits: Bits, group_size: int | None, permutation: Tensor | None) -> TiledWeight:
+        weight = replace(random_weight(16, 64, bits, group_size), permutation=permutation)
+        return TiledWeight.of(weight, torch.float32).to(torch.device(device))
+
+    one = tiled(4, 32, order)
+    assert TiledWeight.joined([one, tiled(4, 32, order.clone())]) is not None
+    for other in (tiled(4, 16, order), tiled(8, 32, order), tiled(4, 32, None),
+                  tiled(4, 32, order.roll(1))):  # fmt: skip
+        assert TiledWeight.joined([one, other]) is None

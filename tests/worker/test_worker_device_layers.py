@@ -139,7 +139,7 @@ def test_in_half_precision(dtype: torch.dtype, implementation: Implementation) -
 
 @_INTERPRETED
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_products_are_not_joined(
+def test_quantised_products_are_joined_and_released(
     quantization: str, implementation: Implementation
 ) -> None:
     model, own = (random_network(FAMILIES["qwen3"]()) for _ in range(2))
@@ -147,6 +147,29 @@ def test_quantised_products_are_not_joined(
         pack_quantized(one, rounded_weights(one, quantization), implementation)
     counts = exchange(model, implementation)
     assert counts["layers in one call"] == 3
+    assert counts["gated products"] == 3
+    before = random_logits(own)
+    assert (random_logits(model) - before).abs().max() < 0.02 * before.abs().max()
+    layer = model.model.layers[0]
+    states = torch.ones(1, 3, 32)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"):
+        assert layer.get_submodule(name)(states).isnan().all()
+
+
+@_INTERPRETED
+def test_quantised_products_of_different_formats_are_not_joined(
+    implementation: Implementation,
+) -> None:
+    model, own = (random_network(qwen2()) for _ in range(2))
+    for one in (model, own):
+        sources = rounded_weights(one, "int4")
+        others = rounded_weights(one, "int8")
+        for layer in one.model.layers:
+            for linear in (layer.self_attn.k_proj, layer.mlp.up_proj):
+                sources[linear] = others[linear]
+        pack_quantized(one, sources, implementation)
+    counts = exchange(model, implementation)
+    assert counts["layers in one call"] == 2
     assert counts["gated products"] == 0
     before = random_logits(own)
     assert (random_logits(model) - before).abs().max() < 0.02 * before.abs().max()

@@ -87,14 +87,24 @@ def test_a_layer_launches_ten_kernels(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_layer_with_quantised_weights_launches_fourteen(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("quantization", "products"),
+    [
+        ("int4", {"tiled_linear_kernel": 4}),
+        # Rows are rounded to 8 bits before each product.
+        ("int8", {"int8_linear_kernel": 4, "_round_rows_kernel": 4}),
+    ],
+)
+def test_a_layer_with_quantised_weights(
+    family: str,
+    quantization: str,
+    products: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their products are not joined."""
-    found = of_a_layer(family, tmp_path, monkeypatch, quantization="int4")
-    expected = {**_OF_A_LAYER, "qk_norm_rope_kernel": 2, "tiled_linear_kernel": 7}
-    del expected["linear"]
-    assert found == expected
+    found = of_a_layer(family, tmp_path, monkeypatch, quantization=quantization)
+    others = {name: count for name, count in _OF_A_LAYER.items() if name != "linear"}
+    assert found == others | products
 
 
 def test_a_layer_with_norms_behind_its_parts(

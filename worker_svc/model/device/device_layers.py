@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.dispatch import Implementation
 from kernels.fused import add_rms_norm, qk_norm_rope
-from worker_svc.model.device.joined_products import JoinedLinear, join, join_gate
+from worker_svc.model.device.joined_products import Joined, join, join_gate, release
 from worker_svc.model.elementwise_fusion import RmsNorm, is_quantized
 from worker_svc.model.layer_calls import (
     HEAD_NORMS,
@@ -39,7 +39,7 @@ class DeviceLayer:
     module: Any  # the layer of transformers
     attention_norm: RmsNorm
     mlp_norm: RmsNorm
-    qkv_proj: JoinedLinear | None  # None: three products
+    qkv_proj: Joined | None  # None: three products
     num_heads: int
     num_kv_heads: int
     head_norms: Tensor | None  # float32 [num_heads + num_kv_heads, dim]
@@ -131,6 +131,8 @@ def fuse_device_layers(
         if reproduces(DeviceLayers([layer]), call, has_integers):
             fused[module] = layer
             module.forward = DeviceLayers([layer])
+            if layer.qkv_proj is not None:
+                release([getattr(module.self_attn, name) for name in QKV])
     counts["layers"] = len(fused)
     if len(fused) == len(calls) and are_consecutive(list(calls.values())):
         # The first layer runs all of them; every later one returns its input.

@@ -1,6 +1,7 @@
 """Several products of the same states as one, so that a GPU launches one kernel.
 
 The weights of the layers become parts of one, so nothing is in memory twice, but for a moment.
+Those of quantised layers are copied, and then released.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.nn.functional import linear
 
 from kernels.dispatch import Implementation
 from kernels.fused import Activation, gated_activation
+from kernels.tiled_linear import TiledLinear
 from worker_svc.model.elementwise_fusion import GatedMlp
 
 
@@ -27,11 +29,14 @@ class JoinedLinear:
         return linear(states, self.weight, self.bias)
 
 
+Joined = JoinedLinear | TiledLinear
+
+
 @dataclass(frozen=True)
 class JoinedGatedMlp:
     """The forward pass of a gated MLP, with gate and up projection in one product."""
 
-    gate_and_up: JoinedLinear  # as many outputs of each
+    gate_and_up: Joined  # as many outputs of each
     down: nn.Module
     activation: Activation
     implementation: Implementation
@@ -45,9 +50,12 @@ class JoinedGatedMlp:
 
 
 @torch.inference_mode()
-def join(layers: Sequence[nn.Module]) -> JoinedLinear | None:
-    """One product for all; None if one of them is not plain, or has another type, other inputs, or
-    a bias where others have none."""
+def join(layers: Sequence[nn.Module]) -> Joined | None:
+    """One product for all; None if one of them is neither plain nor quantised, or has another type,
+    other inputs, or a bias where others have none. Quantised layers are to be released."""
+    tiled = [one.forward for one in layers if isinstance(one.forward, TiledLinear)]
+    if len(tiled) == len(layers):
+        return TiledLinear.joined(tiled)
     plain = [layer for layer in layers if _is_plain(layer)]
     if len(plain) != len(layers):
         return None
@@ -58,6 +66,13 @@ def join(layers: Sequence[nn.Module]) -> JoinedLinear | None:
     return JoinedLinear(_joined([one.weight for one in plain]), bias)
 
 
+def release(layers: Sequence[nn.Module]) -> None:
+    """Free the own weights of quantised layers that were joined, which then give NaN."""
+    for layer in layers:
+        if isinstance(layer.forward, TiledLinear):
+            del layer.forward
+
+
 def join_gate(module: nn.Module) -> bool:
     """Replace a gated MLP if its gate and up projection can be one product."""
     mlp = module.forward
@@ -66,6 +81,7 @@ def join_gate(module: nn.Module) -> bool:
     joined = join([mlp.gate, mlp.up])
     if joined is None:
         return False
+    release([mlp.gate, mlp.up])
     module.forward = JoinedGatedMlp(joined, mlp.down, mlp.activation, mlp.implementation)
     return True
 
