@@ -18,8 +18,9 @@ from scheduler_svc.store.leadership import Leadership, LeaseStore, StoredLeader
 log = structlog.get_logger()
 
 TRY_INTERVAL_S = 0.25
-# A lease that is free is left to the scheduler that should lead for so long.
-YIELD_S = 0.5
+# A lease that is free is left for so long to the scheduler that should lead, which may have started
+# just now and learn only by its next attempt that the lease is free.
+YIELD_S = TRY_INTERVAL_S
 
 
 class Standby:
