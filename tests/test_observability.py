@@ -20,7 +20,7 @@ from scripted_engine import FREE, ScriptedEngine
 from gateway_svc.metrics.objectives import parse_objectives
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from quire.service.errors import RequestError, unavailable
-from scheduler_svc.core.quotas import Reservation
+from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.step_histograms import StepHistograms

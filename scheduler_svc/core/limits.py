@@ -64,6 +64,24 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a new request uses until it is queued."""
+
+    principal: str
+    num_prompt_tokens: int
+    is_resumable: bool
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What it adds to each count."""
+        return {
+            "live_requests": 1,
+            "waiting_tokens": self.num_prompt_tokens,
+            "resumable_requests": int(self.is_resumable),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Excess:
     """The limit that a new request exceeds, or this shard's share of it."""
 
@@ -172,15 +190,26 @@ class LimitShares:
             return limit
         return self._rate_of(self._shard, principal, name, limit)
 
-    def claim(self, principal: str, name: str, limit: int, used: int, wanted: int) -> int:
-        """What this shard claims of a count: what it uses, and `wanted` or its part of the rest."""
+    def claim(
+        self, principal: str, name: str, limit: int, used: int, wanted: int, *, keeps_spare: bool
+    ) -> int:
+        """What this shard claims of a count: what it uses, what it wants or, if others want more
+        than is left, its part of that. `keeps_spare`: at least an equal part of what is left."""
         if not self.has_others:
             return limit
-        others = [x for n, x in enumerate(self._reports) if n != self._shard and principal in x]
-        num_used = used + sum(int(getattr(report[principal], name)) for report in others)
-        # One part is left for a shard that does not have requests of this principal yet.
-        part = max(0, limit - num_used) // (len(others) + 2)
-        return max(used, min(limit, used + max(wanted, part)))
+        used_by, claimed = self._used(principal, name), self._used(principal, f"claimed_{name}")
+        used_by[self._shard] = used
+        left = max(0, limit - sum(used_by))
+        wants = [max(0, claim - held) for claim, held in zip(claimed, used_by, strict=True)]
+        wants[self._shard] = wanted
+        share = parts_of(left, wants)[self._shard]
+        if keeps_spare:
+            num_others = sum(principal in x for x in self._reports) - (
+                principal in self._reports[self._shard]
+            )
+            # One part is left for a shard that does not have requests of this principal yet.
+            share = max(share, left // (num_others + 2))
+        return min(max(used, limit), used + share)
 
     def granted(self, principal: str, name: str, limit: int, held: int | None) -> int:
         """This shard's share of a count after its claim is reported; `held`: that before."""
@@ -234,6 +263,19 @@ def share_of(limit: int, used: Sequence[int], shard: int) -> int:
     shards get what is left over. If more is used than the limit, shards keep what they use."""
     spare, surplus = divmod(max(0, limit - sum(used)), len(used))
     return used[shard] + spare + (shard < surplus)
+
+
+def parts_of(amount: int, wanted: Sequence[int]) -> list[int]:
+    """Divide an amount in proportion to what is wanted of it. The first get what is left over by
+    rounding."""
+    total = sum(wanted)
+    if total <= amount:
+        return list(wanted)
+    parts = [amount * one // total for one in wanted]
+    for index, one in enumerate(wanted):
+        if sum(parts) < amount and parts[index] < one:
+            parts[index] += 1
+    return parts
 
 
 def rate_share_of(limit: int, used: Sequence[int], shard: int) -> int:

@@ -1,8 +1,9 @@
 """Limits of principals over all gateways: rates, live and resumable requests, queued tokens."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.service.errors import RequestError
@@ -14,6 +15,7 @@ from scheduler_svc.core.limits import (
     LimitShares,
     PrincipalLimits,
     RateState,
+    Reservation,
     TokenBucket,
     Usage,
     Usages,
@@ -25,24 +27,6 @@ from scheduler_svc.core.sequence import Group
 _RETRY_AFTER_S = 1.0
 # Over how long the use of a rate is averaged, by which shards divide it.
 _RATE_MEMORY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """What a new request uses until it is queued."""
-
-    principal: str
-    num_prompt_tokens: int
-    is_resumable: bool
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What it adds to each count."""
-        return {
-            "live_requests": 1,
-            "waiting_tokens": self.num_prompt_tokens,
-            "resumable_requests": int(self.is_resumable),
-        }
 
 
 _NO_LIMITS = PrincipalLimits()
@@ -66,7 +50,7 @@ class _Usage:
     num_new_tokens: int = 0
     requests_rate: float = 0.0
     tokens_rate: float = 0.0
-    # Of counts, by requests that the shares had no room for since the last report.
+    # Of counts, by requests that wait for room.
     wanted: dict[str, int] = field(default_factory=dict)
 
     def decay_rates(self, since_s: float) -> None:
@@ -120,10 +104,17 @@ class Quotas:
         if usage.shares.tokens_per_minute != shares.tokens_per_minute:
             usage.tokens = self._bucket(usage.tokens, usage.shares.tokens_per_minute)
 
-    def report(self, since_s: float, num_waiting_tokens: Callable[[str], int]) -> dict[str, Usage]:
+    def report(
+        self,
+        since_s: float,
+        num_waiting_tokens: Callable[[str], int],
+        *,
+        keeps_spare: bool = True,
+    ) -> dict[str, Usage]:
         """What principals with limits use, and claim of them, `since_s` seconds after the last
         report. `num_waiting_tokens` returns those that a principal has in the queue. From now on
-        this shard uses no more than it claims."""
+        this shard uses no more than it claims; that includes what it may use soon, if it
+        `keeps_spare`."""
         report, now_s = {}, self.clock()
         for principal, usage in self._usage.items():
             usage.decay_rates(since_s)
@@ -135,8 +126,8 @@ class Quotas:
                     waiting_tokens=num_waiting_tokens(principal) + usage.num_reserved_tokens,
                     resumable_requests=usage.num_resumable,
                 )
-                is_active = used != _UNUSED or bool(usage.wanted)
-                claims = self._claim(principal, usage, used) if is_active else {}
+                is_active = used != _UNUSED or any(usage.wanted.values())
+                claims = self._claim(principal, usage, used, keeps_spare) if is_active else {}
                 held = {name: getattr(usage.shares, name) for name in COUNTS}
                 usage.shares = replace(
                     usage.shares,
@@ -146,7 +137,6 @@ class Quotas:
                         if count is not None
                     },
                 )
-                usage.wanted = {}
                 if is_active:
                     report[principal] = replace(
                         used,
@@ -158,10 +148,17 @@ class Quotas:
                     )
         return report
 
-    def _claim(self, principal: str, usage: _Usage, used: Usage) -> dict[str, int]:
+    def _claim(
+        self, principal: str, usage: _Usage, used: Usage, keeps_spare: bool
+    ) -> dict[str, int]:
         return {
             name: self._shares.claim(
-                principal, name, limit, getattr(used, name), usage.wanted.get(name, 0)
+                principal,
+                name,
+                limit,
+                getattr(used, name),
+                usage.wanted.get(name, 0),
+                keeps_spare=keeps_spare,
             )
             for name in COUNTS
             if (limit := getattr(usage.limits, name)) is not None
@@ -177,11 +174,20 @@ class Quotas:
                 usage.shares = replace(usage.shares, **dict.fromkeys(COUNTS))
             self._set_shares(principal, usage)
 
-    def want(self, new: Reservation) -> None:
-        """Claim room for a request in the next report."""
-        wanted = self._of(new.principal).wanted
-        for name, amount in new.counts.items():
-            wanted[name] = wanted.get(name, 0) + amount
+    @contextlib.contextmanager
+    def wanting(self, waiting: Sequence[Reservation]) -> Iterator[None]:
+        """Claim room for requests that wait in all reports within the context."""
+        self._want(waiting, 1)
+        try:
+            yield
+        finally:
+            self._want(waiting, -1)
+
+    def _want(self, waiting: Sequence[Reservation], sign: int) -> None:
+        for new in waiting:
+            wanted = self._of(new.principal).wanted
+            for name, amount in new.counts.items():
+                wanted[name] = wanted.get(name, 0) + sign * amount
 
     def other_with_room(self, principal: str, excess: Excess) -> int | None:
         """Another shard that has room for a request that this one has no room for, if any does."""

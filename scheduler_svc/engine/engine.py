@@ -11,10 +11,10 @@ from quire.service.errors import RequestError, failed, unavailable
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.fairness import FairShares
-from scheduler_svc.core.limits import Excess, PrincipalLimits
+from scheduler_svc.core.limits import Excess, PrincipalLimits, Reservation
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.queue import Arrivals, WaitingQueue
-from scheduler_svc.core.quotas import Quotas, Reservation
+from scheduler_svc.core.quotas import Quotas
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Self
 
@@ -36,6 +36,8 @@ class Report:
     """What one shard has reported."""
 
     epoch: int = 0
+    # By shard, of how many of its requests for room the reporting shard knew.
+    heard_asks: Sequence[int] = ()
     # By principal.
     usages: Mapping[str, Usage] = field(default_factory=dict)
 
@@ -43,16 +45,24 @@ class Report:
     def parse(cls, packed: bytes) -> Self:
         """Read a packed report. ValueError for anything else."""
         try:
-            epoch, usages = json.loads(packed)
-            return cls(int(epoch), {name: Usage.parse(used) for name, used in usages.items()})
+            epoch, heard_asks, usages = json.loads(packed)
+            return cls(
+                int(epoch),
+                [int(number) for number in heard_asks],
+                {name: Usage.parse(used) for name, used in usages.items()},
+            )
         except (TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(repr(error)) from error
 
     def pack(self) -> bytes:
         """For Redis."""
         return json.dumps(
-            [self.epoch, {n: astuple(used) for n, used in self.usages.items()}]
+            [self.epoch, self.heard_asks, {n: astuple(used) for n, used in self.usages.items()}]
         ).encode()
+
+    def has_heard(self, shard: int, num_asks: int) -> bool:
+        """Whether the reporting shard knew that `shard` has asked so many times."""
+        return shard < len(self.heard_asks) and self.heard_asks[shard] >= num_asks
 
 
 class TenantExchange:
@@ -77,6 +87,8 @@ class TenantExchange:
         self._reported_at = clock()
         # The last report of each other shard.
         self._known: dict[int, Report] = {}
+        # The last reports of all shards, packed, as read by a request that waits.
+        self._heard: Mapping[int, bytes] = {}
         # By shard, a report that could not be read.
         self._unreadable: dict[int, bytes] = {}
         # Times that this shard has asked for what others do not use any more; those of the others.
@@ -85,6 +97,8 @@ class TenantExchange:
         # Until then, by `clock`, another one asks.
         self._is_scarce_until = -math.inf
         self._lock = asyncio.Lock()
+        # Held by the request that reads what the others have heard, for all that wait for it.
+        self._reading_lock = asyncio.Lock()
         self._num_begun = 0
         self._has_succeeded = False
         # A request waits for the next exchange.
@@ -104,12 +118,16 @@ class TenantExchange:
                     with contextlib.suppress(StoreUnavailable):
                         await self.exchange()
                 await asyncio.sleep(GAP_S)
-                is_scarce = self._clock() < self._is_scarce_until
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SCARCE_S if is_scarce else EXCHANGE_S):
+                    async with asyncio.timeout(SCARCE_S if self._is_scarce else EXCHANGE_S):
                         await self._is_due.wait()
         finally:
             self._membership.stop_listening(self._on_heard)
+
+    @property
+    def _is_scarce(self) -> bool:
+        """Whether another shard has just asked for what is not used any more."""
+        return self._clock() < self._is_scarce_until
 
     def _on_heard(self) -> None:
         """Give up what is not used as soon as another shard asks for it."""
@@ -120,13 +138,16 @@ class TenantExchange:
             self._is_scarce_until = self._clock() + SCARCE_FOR_S
             self._is_due.set()
 
-    async def ask(self, wait_s: float = 0.0) -> bool:
+    async def ask(self, within_s: float = 0.0) -> bool:
         """Wait for an exchange that begins after this call, soon; return whether it succeeded.
-        `wait_s`: let others give up before what they do not use any more, for so long."""
-        if wait_s:
+        `within_s`: let others give up before what they do not use any more. Those that have not
+        reported after so long are not waited for."""
+        if within_s:
             self.num_asks += 1
             self._membership.beat_soon()
-            await asyncio.sleep(wait_s)
+            with contextlib.suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._wait_until_heard(self.num_asks)
         num_begun = self._num_begun
         self._is_due.set()
         try:
@@ -136,6 +157,20 @@ class TenantExchange:
         except TimeoutError:
             return False
         return self._has_succeeded
+
+    async def _wait_until_heard(self, num_asks: int) -> None:
+        """Wait until all others have reported since they know that this shard has asked so many
+        times. Raises StoreUnavailable."""
+        others = [shard for shard in range(self._membership.map.num_shards) if shard != self._shard]
+        while not all(self._has_heard(shard, num_asks) for shard in others):
+            async with self._reading_lock:
+                await asyncio.sleep(GAP_S)
+                if not all(self._has_heard(shard, num_asks) for shard in others):
+                    self._heard = await self._store.read_reports()
+
+    def _has_heard(self, shard: int, num_asks: int) -> bool:
+        report = self._parse(shard, self._heard.get(shard))
+        return report is not None and report.has_heard(self._shard, num_asks)
 
     async def exchange(self, num_shards: int | None = None) -> None:
         """Report, and read the reports of the others. Raises StoreError. `num_shards`: so many are
@@ -190,9 +225,12 @@ class TenantExchange:
         engine.count_output()
         now = self._clock()
         since_s, self._reported_at = max(now - self._reported_at, 1e-3), now
-        usages = engine.quotas.report(since_s, engine.waiting.num_tokens_of)
+        usages = engine.quotas.report(
+            since_s, engine.waiting.num_tokens_of, keeps_spare=not self._is_scarce
+        )
         return Report(
             self._epoch,
+            [load.num_asks for load in self._membership.loads],
             {
                 name: replace(usage, served=engine.shares.served(name))
                 for name, usage in usages.items()

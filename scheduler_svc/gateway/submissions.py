@@ -13,8 +13,7 @@ from grpc import StatusCode
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed
 from quire.service.tracing.context import TraceContext
-from scheduler_svc.core.limits import COUNTS, Excess, PrincipalLimits
-from scheduler_svc.core.quotas import Reservation
+from scheduler_svc.core.limits import COUNTS, Excess, PrincipalLimits, Reservation
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import group_of
@@ -29,9 +28,10 @@ from scheduler_svc.store.store import Store
 # How long new requests wait while Redis is unavailable.
 RECORD_TIMEOUT_S = 10.0
 RECORD_RETRY_S = 0.1
-# Times before a request beyond a share is tried again. Other shards learn within a heartbeat that
-# it waits for what they do not use any more, and report that ten times a second from then on.
-_WAITS_FOR_ROOM_S = (0.0, 0.15, 0.25)
+# How long other shards are waited for at most before a request beyond a share is tried again. They
+# learn within a heartbeat that it needs what they do not use any more. The last attempt is for
+# shards that have asked for the same at once.
+_WAITS_FOR_ROOM_S = (0.0, 1.0, 1.0)
 
 # Fields of a tenant's policy beside its limits.
 _NO_LIMITS = frozenset({"weight", "tenant_class"})
@@ -128,7 +128,6 @@ class Submissions:
                 other = self._engine.quotas.other_with_room(new.principal, excess)
             may_get_more = attempt < len(_WAITS_FOR_ROOM_S) and excess.name in COUNTS
             if attempt == 0 or (other is None and may_get_more):
-                self._engine.quotas.want(new)
                 return None
         return excess.error(other)
 
@@ -136,8 +135,9 @@ class Submissions:
         self, waiting: list[_Submission], connection: GatewayConnection
     ) -> None:
         """Submit requests again after the shares of their limits were exchanged."""
-        for attempt, wait_s in enumerate(_WAITS_FOR_ROOM_S, 1):
-            has_asked = await self.ask_for_room(wait_s)
+        for attempt, within_s in enumerate(_WAITS_FOR_ROOM_S, 1):
+            with self._engine.quotas.wanting([_reservation_of(one) for one in waiting]):
+                has_asked = await self.ask_for_room(within_s)
             # Those whose clients have left meanwhile are dropped.
             wanted = [one for one in waiting if connection.is_wanted(one.attachment)]
             ended = {one.attachment for one in waiting}
@@ -322,6 +322,6 @@ def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:
     )
 
 
-async def _nothing_more(wait_s: float) -> bool:
+async def _nothing_more(within_s: float) -> bool:
     """A single shard has all."""
     return True

@@ -77,7 +77,16 @@ class ClusterStore:
         """Write what tenants use in a shard; return the last reports of all shards."""
         key = self._keys.tenants
         _, stored = await self._connection.snapshot(("HSET", key, shard, report), ("HGETALL", key))
-        return {int(other): packed for other, packed in _pairs(stored) if other.isdigit()}
+        return _by_shard(stored)
+
+    async def read_reports(self) -> dict[int, bytes]:
+        """Return the last reports of all shards on what tenants use."""
+        [stored] = await self._connection.snapshot(("HGETALL", self._keys.tenants))
+        return _by_shard(stored)
+
+
+def _by_shard(flat: Any) -> dict[int, bytes]:
+    return {int(shard): packed for shard, packed in _pairs(flat) if shard.isdigit()}
 
 
 def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:

@@ -1,4 +1,5 @@
 import asyncio
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import pytest
@@ -6,9 +7,19 @@ from bare_groups import bare_group
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from waiting import until
 
-from scheduler_svc.core.limits import LimitShares, PrincipalLimits, Usage, rate_share_of, share_of
-from scheduler_svc.core.quotas import Quotas, Reservation
+from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.core.limits import (
+    LimitShares,
+    PrincipalLimits,
+    Reservation,
+    Usage,
+    parts_of,
+    rate_share_of,
+    share_of,
+)
+from scheduler_svc.core.quotas import Quotas
 from scheduler_svc.core.request import Params
 from scheduler_svc.engine.tenant_exchange import Report, TenantExchange
 from scheduler_svc.store.errors import StoreUnavailable
@@ -23,13 +34,27 @@ def test_shares_add_up_to_the_limit(limit: int, used: list[int]) -> None:
     assert max(spare) - min(spare) <= 1
 
 
+@given(st.integers(0, 50), st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_what_several_want_is_divided_in_proportion(amount: int, wanted: list[int]) -> None:
+    parts = parts_of(amount, wanted)
+    assert sum(parts) == min(amount, sum(wanted))
+    assert all(0 <= part <= one for part, one in zip(parts, wanted, strict=True))
+
+
+def test_the_first_get_what_rounding_leaves() -> None:
+    assert parts_of(5, [5, 5]) == [3, 2]
+    assert parts_of(1, [0, 3, 3]) == [0, 1, 0]
+    assert parts_of(9, [2, 3]) == [2, 3]
+
+
 LIVE = "live_requests"
 
 
 def test_a_single_shard_has_the_whole_limit() -> None:
     shares = LimitShares()
     assert shares.rate("a", "tokens_per_minute", 7) == 7
-    assert shares.claim("a", LIVE, 3, 0, 1) == shares.granted("a", LIVE, 3, None) == 3
+    assert shares.claim("a", LIVE, 3, 0, 1, keeps_spare=False) == 3
+    assert shares.granted("a", LIVE, 3, None) == 3
 
 
 def test_a_share_of_a_rate_follows_what_is_used() -> None:
@@ -47,9 +72,12 @@ def test_a_share_of_a_count_is_what_is_claimed_and_no_other_claims() -> None:
     shares = LimitShares()
     shares.update(1, [{"a": Usage(live_requests=2, claimed_live_requests=4)}, {}, {}])
     # Two and one are used. A third of the rest: another part is the other's, one is left.
-    assert shares.claim("a", LIVE, 9, used=1, wanted=0) == 3
-    assert shares.claim("a", LIVE, 9, used=1, wanted=5) == 6
-    assert shares.claim("a", LIVE, 9, used=1, wanted=50) == 9
+    assert shares.claim("a", LIVE, 9, used=1, wanted=0, keeps_spare=True) == 3
+    # The other wants it.
+    assert shares.claim("a", LIVE, 9, used=1, wanted=0, keeps_spare=False) == 1
+    # The other claims two more than it uses, so the rest is divided in proportion.
+    assert shares.claim("a", LIVE, 9, used=1, wanted=4, keeps_spare=False) == 5
+    assert shares.claim("a", LIVE, 9, used=1, wanted=10, keeps_spare=False) == 6
     assert shares.granted("a", LIVE, 9, None) == 0, "it has claimed nothing yet"
     others = {"a": Usage(live_requests=2, claimed_live_requests=4)}
     shares.update(1, [others, {"a": Usage(live_requests=1, claimed_live_requests=7)}, {}])
@@ -92,6 +120,10 @@ class SharedLimit:
         self.sent: dict[int, dict[str, Usage]] = {}
         self.read: dict[int, list[dict[str, Usage]]] = {}
         self.num_refused = 0
+        # Whether all have heard that one of them needs what the others do not use.
+        self.is_scarce = False
+        # By shard, requests that wait until its exchange ends.
+        self.waiting: list[list[AbstractContextManager[None]]] = [[] for _ in self.shards]
         for number, quotas in enumerate(self.shards):
             quotas.divide(number, [{} for _ in self.shards])
             quotas.set_limits("a", PrincipalLimits(live_requests=limit))
@@ -105,7 +137,9 @@ class SharedLimit:
         if self.shards[shard].excess(new, 0) is None:
             self.shards[shard].reserve(new)
         else:
-            self.shards[shard].want(new)
+            waiting = self.shards[shard].wanting([new])
+            waiting.__enter__()
+            self.waiting[shard].append(waiting)
             self.num_refused += 1
 
     def end(self, shard: int) -> None:
@@ -116,13 +150,19 @@ class SharedLimit:
         """The next part of an exchange."""
         if shard in self.read:
             self.shards[shard].divide(shard, self.read.pop(shard))
+            for waiting in self.waiting[shard]:
+                waiting.__exit__(None, None, None)
+            self.waiting[shard].clear()
         elif shard in self.sent:
             own = self.table[shard] = self.sent.pop(shard)
             others = [self.table.get(other, {}) for other in range(len(self.shards))]
             others[shard] = own
             self.read[shard] = others
         else:
-            self.sent[shard] = self.shards[shard].report(1.0, lambda principal: 0)
+            keeps_spare = not self.is_scarce
+            self.sent[shard] = self.shards[shard].report(
+                1.0, lambda principal: 0, keeps_spare=keeps_spare
+            )
 
     def exchange(self, shard: int) -> None:
         while shard in self.sent or shard in self.read:
@@ -147,16 +187,16 @@ def test_a_count_is_never_exceeded_and_all_of_it_can_be_used(
     for what, shard in steps:
         getattr(shared, what)(shard)
         assert shared.num_live <= limit
-    # Then one shard wants all that is left.
-    for shard in (0, 1, 2, 3, 0, 1, 2, 3):
+    # Then one shard wants all that is left, and the others have heard of that.
+    shared.is_scarce = True
+    for shard in (0, 1, 3, 0, 1, 3):
         shared.exchange(shard)
-    for _ in range(limit - shared.num_live):
-        shared.admit(2)
-    for _ in range(5):
-        for shard in (0, 1, 3, 2):
-            shared.exchange(shard)
+    for _ in range(2):
         for _ in range(limit - shared.num_live):
             shared.admit(2)
+        shared.exchange(2)
+    for _ in range(limit - shared.num_live):
+        shared.admit(2)
     assert shared.num_live == limit
 
 
@@ -197,8 +237,8 @@ def test_quotas_refuse_beyond_the_share_and_name_the_limit() -> None:
     assert excess is not None
     assert excess.is_divided, "others have a part of it"
     assert "4 live requests" in excess.error().message
-    quotas.want(new)
-    report = quotas.report(1.0, lambda principal: 7)["a"]
+    with quotas.wanting([new]):
+        report = quotas.report(1.0, lambda principal: 7)["a"]
     assert (report.live_requests, report.waiting_tokens) == (2, 17)
     assert report.claimed_live_requests == 3
     assert report.requests_per_minute > 0
@@ -222,8 +262,8 @@ def test_a_prompt_longer_than_the_limit_waits_alone_on_all_shards() -> None:
     for num_claimed, is_refused in ((1, True), (0, False)):
         others = {"a": Usage(waiting_tokens=num_claimed, claimed_waiting_tokens=num_claimed)}
         quotas.divide(0, [{}, others])
-        quotas.want(new)
-        report = quotas.report(1.0, lambda principal: 0)
+        with quotas.wanting([new]):
+            report = quotas.report(1.0, lambda principal: 0)
         quotas.divide(0, [report, others])
         assert (quotas.error(new, 0) is not None) == is_refused
 
@@ -241,19 +281,22 @@ def test_a_request_that_moves_takes_its_part_of_the_share_along() -> None:
     assert quotas._usage["a"].shares.live_requests == report["a"].claimed_live_requests - 1
 
 
-UNREADABLE = (b"", b"{}", b"[1]", b'[1, {"a": [1, 2]}]', b'[1, {"a": ["1"]}]', b"[1, [2]]")
+UNREADABLE = (
+    *(b"", b"{}", b"[1]", b'[1, [], {"a": [1, 2]}]', b'[1, [], {"a": ["1"]}]', b"[1, [], [2]]"),
+    *(b'[1, ["x"], {}]', b"[1, 2, {}]"),
+)
 
 
 @pytest.mark.parametrize("packed", UNREADABLE)
 def test_an_unreadable_report_is_an_error(packed: bytes) -> None:
-    with pytest.raises(ValueError, match=r"value|usage|items"):
+    with pytest.raises(ValueError, match=r"value|usage|items|literal|iterable"):
         Report.parse(packed)
 
 
 async def test_an_unreadable_report_is_logged_once_and_changes_nothing() -> None:
     table, engine = Table(), Engine()
     exchange = TenantExchange(0, 1, engine, cluster_of(2), table)
-    theirs = Report(7, {"a": Usage(live_requests=3, claimed_live_requests=5)})
+    theirs = Report(7, [], {"a": Usage(live_requests=3, claimed_live_requests=5)})
     table.reports[1] = theirs.pack()
     await exchange.exchange()
     with capture_logs() as logs:
@@ -265,7 +308,7 @@ async def test_an_unreadable_report_is_logged_once_and_changes_nothing() -> None
 
 
 def test_a_report_is_what_was_packed() -> None:
-    report = Report(7, {"a": Usage(1, 2, 3, 4, 5, 6.5, 7, 8, 9, 10, 11)})
+    report = Report(7, [3, 0], {"a": Usage(1, 2, 3, 4, 5, 6.5, 7, 8, 9, 10, 11)})
     assert Report.parse(report.pack()) == report
 
 
@@ -275,11 +318,16 @@ class Table:
     def __init__(self) -> None:
         self.reports: dict[int, bytes] = {}
         self.is_away = False
+        self.num_reads = 0
 
     async def exchange(self, shard: int, report: bytes) -> dict[int, bytes]:
         if self.is_away:
             raise StoreUnavailable("no connection")
         self.reports[shard] = report
+        return dict(self.reports)
+
+    async def read_reports(self) -> dict[int, bytes]:
+        self.num_reads += 1
         return dict(self.reports)
 
 
@@ -289,6 +337,7 @@ def cluster_of(num_shards: int) -> SimpleNamespace:
         loads=[],
         listen=lambda listener: None,
         stop_listening=lambda listener: None,
+        beat_soon=lambda: None,
     )
 
 
@@ -346,16 +395,40 @@ async def test_shards_divide_limits_and_add_up_what_tenants_were_served() -> Non
 
 async def test_a_new_leader_has_no_share_until_it_has_asked() -> None:
     engine, table, new = Engine(), Table(), Reservation("a", 5, is_resumable=False)
-    table.reports[0] = Report(7, {"a": Usage(live_requests=3, claimed_live_requests=5)}).pack()
+    table.reports[0] = Report(7, [], {"a": Usage(live_requests=3, claimed_live_requests=5)}).pack()
     exchange = TenantExchange(1, 1, engine, cluster_of(2), table)
     assert engine.quotas.error(new, 0) is not None
     running = asyncio.create_task(exchange.run())
-    engine.quotas.want(new)
-    assert await exchange.ask()
+    with engine.quotas.wanting([new]):
+        assert await exchange.ask()
     assert engine.quotas.error(new, 0) is None
     # Redis is away.
     table.is_away = True
     assert not await exchange.ask()
+    running.cancel()
+
+
+async def test_a_request_for_room_waits_until_the_others_have_heard_of_it() -> None:
+    table, cluster = Table(), cluster_of(2)
+    asking, other = (TenantExchange(shard, 1, Engine(), cluster, table) for shard in (0, 1))
+    running = asyncio.create_task(asking.run())
+    first, second = (asyncio.create_task(asking.ask(30.0)) for _ in range(2))
+    await other.exchange()
+    await until(lambda: table.num_reads > 1, "reports to be read")
+    assert not first.done()
+    cluster.loads = [ShardLoad(num_asks=1), ShardLoad()]
+    await other.exchange()
+    async with asyncio.timeout(10):
+        assert await first
+    # The second request came later.
+    assert not second.done()
+    cluster.loads = [ShardLoad(num_asks=2), ShardLoad()]
+    await other.exchange()
+    async with asyncio.timeout(10):
+        assert await second
+        # It has no leader.
+        cluster.map.num_shards = 3
+        assert await asking.ask(0.05)
     running.cancel()
 
 
@@ -371,7 +444,7 @@ async def test_the_first_shard_reports_what_is_used_before_others_begin() -> Non
 async def test_shards_that_are_not_in_the_map_yet_count() -> None:
     engine, table, new = Engine(), Table(), Reservation("a", 5, is_resumable=False)
     exchange = TenantExchange(0, 1, engine, cluster_of(2), table)
-    table.reports[3] = Report(7, {"a": Usage(live_requests=8, claimed_live_requests=8)}).pack()
-    engine.quotas.want(new)
-    await exchange.exchange()
+    table.reports[3] = Report(7, [], {"a": Usage(live_requests=8, claimed_live_requests=8)}).pack()
+    with engine.quotas.wanting([new]):
+        await exchange.exchange()
     assert engine.quotas.error(new, 0) is not None

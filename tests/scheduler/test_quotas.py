@@ -6,8 +6,8 @@ import pytest
 from google.rpc import error_details_pb2
 
 from quire.service.errors import RequestError
-from scheduler_svc.core.limits import PrincipalLimits
-from scheduler_svc.core.quotas import Quotas, Reservation
+from scheduler_svc.core.limits import PrincipalLimits, Reservation
+from scheduler_svc.core.quotas import Quotas
 
 
 @dataclass

@@ -24,6 +24,7 @@ from waiting import until
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc.cluster import coordinator
 from scheduler_svc.engine.claims import Claims
+from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.store.keys import ClusterKeys
 
 NUM_SHARDS = 4
@@ -341,13 +342,29 @@ async def test_a_tenant_has_its_limit_over_all_shards_together(stack: Stack) -> 
     assert len(await accepted_of(gateways, [3] * 5, range(20, 25))) == 5
 
 
-async def test_a_request_that_waits_for_room_can_be_cancelled(stack: Stack) -> None:
+async def test_a_request_that_waits_for_room_can_be_cancelled(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, num_waiting, have_both_come = TenantExchange.ask, 0, asyncio.Event()
+
+    async def ask_when_both_have_come(self: TenantExchange, within_s: float = 0.0) -> bool:
+        nonlocal num_waiting
+        num_waiting += not within_s
+        if num_waiting == 2:
+            have_both_come.set()
+        await have_both_come.wait()
+        return await ask(self, within_s)
+
+    monkeypatch.setattr(TenantExchange, "ask", ask_when_both_have_come)
+    have_both_come.set()
     await set_num_shards(stack.member)
     async with asyncio.timeout(10):
         found = await leaders(stack, members=1)
     zero, one, *_ = await connect_all(stack, found)
     held = [await submit_limited(zero, number, 200) for number in range(5)]
     await until(lambda: all(received.accepted for received in held), "the limit")
+    num_waiting = 0
+    have_both_come.clear()
     late = await submit_limited(one, 5)
     await one.cancel(late.submission.attachment)
     last = await submit_limited(one, 6)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.fairness import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, FairShares, ShareState
-from scheduler_svc.core.limits import PrincipalLimits, RateState, UsedRates
+from scheduler_svc.core.limits import PrincipalLimits, RateState, Reservation, UsedRates
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.quotas import Quotas, Reservation
+from scheduler_svc.core.quotas import Quotas
 from scheduler_svc.core.request import Params
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.tenants import TenantsState, export_tenants, restore_tenants
