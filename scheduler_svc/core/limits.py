@@ -60,6 +60,8 @@ RATES = ("requests_per_minute", "tokens_per_minute")
 COUNTS = ("live_requests", "waiting_tokens", "resumable_requests")
 _NONE = Usage()
 MINUTE_S = 60.0
+# A request that is sent to another shard is in one of its next reports.
+_SENT_REPORTS = 5
 _ROUNDING = 1e-6
 
 
@@ -171,8 +173,9 @@ class LimitShares:
     def __init__(self) -> None:
         self._shard = 0
         self._reports: Sequence[Usages] = ({},)
-        # By shard, principal and limit: given to requests that were sent there since the reports.
-        self._sent: dict[tuple[int, str, str], int] = {}
+        # By shard, principal and limit: what requests need that were sent there, and for how many
+        # more reports that counts. They are on the way until the shard's report has changed.
+        self._sent: dict[tuple[int, str, str], tuple[int, int]] = {}
 
     @property
     def has_others(self) -> bool:
@@ -181,8 +184,15 @@ class LimitShares:
 
     def update(self, shard: int, reports: Sequence[Usages]) -> None:
         """Use these reports, one for each shard; `shard` is this one."""
+        previous = self._reports
         self._shard, self._reports = shard, reports
-        self._sent = {}
+        self._sent = {
+            (other, principal, name): (amount, num_left - 1)
+            for (other, principal, name), (amount, num_left) in self._sent.items()
+            if num_left > 1
+            and other < min(len(previous), len(reports))
+            and reports[other].get(principal) == previous[other].get(principal)
+        }
 
     def rate(self, principal: str, name: str, limit: int | None) -> int | None:
         """This shard's share of a rate: at least one per minute."""
@@ -229,11 +239,15 @@ class LimitShares:
         )
         if left < amount:
             return None
-        self._sent[-shard, principal, name] = self._sent.get((-shard, principal, name), 0) + amount
+        num_sent = self._num_sent(-shard, principal, name)
+        self._sent[-shard, principal, name] = num_sent + amount, _SENT_REPORTS
         return -shard
 
+    def _num_sent(self, shard: int, principal: str, name: str) -> int:
+        return self._sent.get((shard, principal, name), (0, 0))[0]
+
     def _left(self, shard: int, principal: str, name: str, limit: int) -> int:
-        sent = self._sent.get((shard, principal, name), 0)
+        sent = self._num_sent(shard, principal, name)
         known = self._reports[shard].get(principal)
         if name in RATES:
             left = (

@@ -94,14 +94,21 @@ def test_the_shard_with_the_most_left_is_named_until_that_is_given_away() -> Non
         {"a": Usage(live_requests=1, claimed_live_requests=3)},
         {},
     ]
-    shares.update(1, reports)
+    shares.update(1, list(reports))
     named = [shares.other_with("a", LIVE, 9, 1) for _ in range(4)]
     assert named == [2, 0, 2, None]
     assert shares.other_with("b", LIVE, 9, 1) is None
+    # What was sent counts until the shard's report has changed, or for some reports.
+    reports[2] = {"a": Usage(live_requests=2, claimed_live_requests=3)}
+    shares.update(1, list(reports))
+    assert [shares.other_with("a", LIVE, 9, 1) for _ in range(2)] == [2, None]
+    for _ in range(4):
+        shares.update(1, list(reports))
+    assert [shares.other_with("a", LIVE, 9, 1) for _ in range(2)] == [0, None]
     # More is claimed than there is.
-    shares.update(1, reports)
-    assert shares.other_with("a", LIVE, 6, 1) == 2
-    assert shares.other_with("a", LIVE, 6, 1) is None
+    shares.update(0, [{}, {"a": Usage(claimed_live_requests=4)}, {"a": Usage(4, 4, 4, 4, 4)}])
+    shares.update(0, [{}, {"a": Usage(claimed_live_requests=4)}, reports[2]])
+    assert [shares.other_with("a", LIVE, 5, 1) for _ in range(3)] == [1, 1, None]
     # Of a rate, each shard has its share, too, if it has not reported any use.
     used = Usage(requests_per_minute=10, left_requests_per_minute=1)
     shares.update(0, [{"a": used}, {"a": used}, {}])
