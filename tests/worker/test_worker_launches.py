@@ -86,7 +86,7 @@ def test_a_layer_launches_ten_kernels(
     assert sum(without.values()) == num_of_torch
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 @pytest.mark.parametrize(
     ("quantization", "products"),
     [
