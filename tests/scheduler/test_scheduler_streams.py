@@ -331,14 +331,15 @@ async def test_a_drain_delivers_what_is_in_flight_and_leaves_the_rest_to_the_nex
         await until(lambda: len(received.token_ids) > 3, "some tokens")
         worker.gate.clear()
         await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
-        num_plans = len(worker.plans)
+        num_plans, lane = len(worker.plans), stack.only_lane
         stack.signals.drain.set()
+        await until(lambda: lane._loop._halting, "the drain")
         worker.gate.set()
         await asyncio.wait_for(stack.serving, 5)
         await until(lambda: gateway.lost is not None, "the end of the gateway's stream")
         assert gateway.lost.code() is StatusCode.UNAVAILABLE
         assert info_of(gateway.lost).reason == "LEAD_ENDS"
-        # No further plan, and each sampled token was delivered once.
+        # None but the two plans in flight, and each sampled token was delivered once.
         assert len(worker.plans) <= num_plans + 2
         assert not received.is_ended
         assert received.token_ids == received.tokens(worker.num_sampled_tokens)
