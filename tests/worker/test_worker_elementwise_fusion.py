@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from implementations import WITHOUT_PRODUCTS
+from structlog.testing import capture_logs
 from tiny_models import FAMILIES, VOCAB_SIZE, random_logits, random_network
 from torch import Tensor
 from transformers import CohereConfig, PretrainedConfig
@@ -77,6 +78,26 @@ def test_in_half_precision(implementation: Implementation) -> None:
     before = random_logits(model)
     assert dict(fuse(model, implementation)) == {"norms": 13, "gates": 3, "rotations": 3}
     assert (random_logits(model) - before).abs().max() < 0.05 * before.abs().max()
+
+
+class CompilationError(Exception):
+    """As Triton's, which is of no other class."""
+
+
+def test_a_model_keeps_its_own_code_where_a_kernel_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rms_norm(*_: object, **__: object) -> None:
+        raise CompilationError("out of registers")
+
+    monkeypatch.setattr("worker_svc.model.elementwise_fusion.rms_norm", rms_norm)
+    model = random_network(FAMILIES["qwen3"]())
+    before = random_logits(model)
+    with capture_logs() as logs:
+        expected = {"norms": 0, "gates": 3, "rotations": 3}
+        assert dict(fuse(model, WITHOUT_PRODUCTS[-1])) == expected
+    assert "out of registers" in logs[0]["error"]
+    assert (random_logits(model) - before).abs().max() < 1e-4 * before.abs().max()
 
 
 def test_without_kernels_nothing_is_exchanged() -> None:

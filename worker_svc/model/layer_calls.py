@@ -134,8 +134,8 @@ def reproduces(layer: Callable[..., Tensor], call: LayerCall, is_quantized: bool
     states, output = call.args[0], call.output
     try:
         result = layer(*call.args, **call.kwargs)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("a decoder layer keeps its own code", error=str(error))
+    except Exception as error:  # Compilers of kernels have classes of their own for theirs.
+        log.warning("a decoder layer keeps its own code", error=repr(error))
         return False
     if not isinstance(output, Tensor) or result.shape != output.shape:
         return False
