@@ -282,7 +282,7 @@ class Load:
             await leader.drain()
         else:
             await leader.kill()
-            self.stack.expire_lease()
+            self.stack.expire_lease(leader)
         await until(lambda: all(g.lost for g in self.gateways), "the streams' ends")
         await self.resubmit()
 

@@ -474,10 +474,11 @@ class Stack:
         self.members.append(member)
         return member
 
-    def expire_lease(self) -> None:
-        """Expire the lease in Redis."""
+    def expire_lease(self, killed: Member | None = None) -> None:
+        """Expire the lease in Redis, unless another one has it than the one that was `killed`."""
         with redis.Redis.from_url(self.redis_url) as client:
-            if client.hexists(KEYS.leadership, "holder"):
+            address = client.hget(KEYS.leadership, "address")
+            if address is not None and (killed is None or address.decode() == killed.address):
                 client.hset(KEYS.leadership, "renewed_ms", 0)
 
     async def start_worker(self, name: str, worker: CheckingWorker, *aliases: str) -> None:

@@ -129,7 +129,7 @@ async def test_a_new_leader_goes_on_with_a_search(redis_url, sockets, is_killed,
         await until(lambda: successor.is_standby, "a standby")
         if is_killed:
             await previous.kill()
-            stack.expire_lease()
+            stack.expire_lease(previous)
         else:
             await previous.drain()
         gateway = await stack.gateway()

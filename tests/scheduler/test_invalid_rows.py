@@ -61,7 +61,7 @@ async def test_it_ends_with_its_field_for_every_gateway_and_is_not_run_again(red
         successor = stack.start_scheduler()
         await until(lambda: successor.is_standby, "a standby")
         await previous.kill()
-        stack.expire_lease()
+        stack.expire_lease(previous)
         later = await stack.gateway()
         [resumed] = await later.wait_ended(await later.attach(failed))
         check(resumed.failure)

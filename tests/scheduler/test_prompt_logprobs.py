@@ -110,7 +110,7 @@ async def test_a_new_leader_delivers_them_once(redis_url, sockets, num_tokens):
         await until(lambda: received.accepted, "the acceptance")
         await until(lambda: len(received.token_ids) >= num_tokens - 1, "the first tokens")
         await stack.member.kill()
-        stack.expire_lease()
+        stack.expire_lease(stack.member)
         stack.start_scheduler()
         gateway = await stack.gateway()
         worker.gate.set()

@@ -62,7 +62,7 @@ async def replays_it_after_a_takeover(
     successor = stack.start_scheduler()
     await until(lambda: successor.is_standby, "a standby")
     await previous.kill()
-    stack.expire_lease()
+    stack.expire_lease(previous)
     gateway = await stack.gateway()
     [again] = await gateway.wait_ended(await gateway.attach(received))
     assert outcome(again) == outcome(received)

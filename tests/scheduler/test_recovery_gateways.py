@@ -54,7 +54,7 @@ async def test_the_newer_of_two_streams_receives_the_request_under_the_next_lead
         previous, successor = stack.member, stack.start_scheduler()
         await until(lambda: successor.is_standby, "a standby")
         await previous.kill()
-        stack.expire_lease()
+        stack.expire_lease(previous)
         worker.gate.clear()
         old, new = await stack.gateway(), await stack.gateway()
 

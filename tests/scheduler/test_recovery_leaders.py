@@ -37,7 +37,7 @@ async def succeeded(stack: Stack, is_killed: bool) -> Gateway:
     await until(lambda: successor.is_standby, "a standby")
     if is_killed:
         await previous.kill()
-        stack.expire_lease()
+        stack.expire_lease(previous)
     else:
         await previous.drain()
     return await stack.gateway()

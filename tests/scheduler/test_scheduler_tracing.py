@@ -175,7 +175,7 @@ async def killed(stack: Stack) -> None:
     previous, successor = stack.member, stack.start_scheduler()
     await until(lambda: successor.is_standby, "a standby")
     await previous.kill()
-    stack.expire_lease()
+    stack.expire_lease(previous)
 
 
 async def test_a_new_leader_continues_the_trace(redis_url, sockets, spans):

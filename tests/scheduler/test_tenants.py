@@ -312,7 +312,7 @@ async def test_a_new_leader_counts_recovered_requests(redis_url, sockets, is_kil
         asyncio.get_running_loop().call_later(0.2, worker.gate.set)
         if is_killed:
             await previous.kill()
-            stack.expire_lease()
+            stack.expire_lease(previous)
         else:
             await previous.drain()
         gateway = await stack.gateway()

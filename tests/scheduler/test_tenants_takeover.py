@@ -65,7 +65,7 @@ async def test_a_new_leader_knows_rates_shares_and_weights(redis_url, sockets, i
                 shares = previous.engine.export_tenants().shares
                 await until(lambda: stored(client).shares == shares, "the stored state")
             await previous.kill()
-            stack.expire_lease()
+            stack.expire_lease(previous)
         else:
             await previous.drain()
         await until(lambda: stack.scheduler.leading, "a leader")

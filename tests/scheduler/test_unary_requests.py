@@ -351,7 +351,7 @@ async def test_a_new_leader_delivers_what_the_last_one_had_buffered(redis_url, s
         await until(lambda: successor.is_standby, "a standby")
         if is_killed:
             await leader.kill()
-            stack.expire_lease()
+            stack.expire_lease(leader)
         else:
             await leader.drain()
         gateway = await stack.gateway()
