@@ -36,8 +36,8 @@ class Report:
     """What one shard has reported."""
 
     epoch: int = 0
-    # By shard, of how many of its requests for room the reporting shard knew.
-    heard_asks: Sequence[int] = ()
+    # By shard, how many of its requests for room the reporting shard has seen.
+    acknowledged_asks: Sequence[int] = ()
     # By principal.
     usages: Mapping[str, Usage] = field(default_factory=dict)
 
@@ -45,10 +45,10 @@ class Report:
     def parse(cls, packed: bytes) -> Self:
         """Read a packed report. ValueError for anything else."""
         try:
-            epoch, heard_asks, usages = json.loads(packed)
+            epoch, acknowledged_asks, usages = json.loads(packed)
             return cls(
                 int(epoch),
-                [int(number) for number in heard_asks],
+                [int(number) for number in acknowledged_asks],
                 {name: Usage.parse(used) for name, used in usages.items()},
             )
         except (TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -57,12 +57,16 @@ class Report:
     def pack(self) -> bytes:
         """For Redis."""
         return json.dumps(
-            [self.epoch, self.heard_asks, {n: astuple(used) for n, used in self.usages.items()}]
+            [
+                self.epoch,
+                self.acknowledged_asks,
+                {n: astuple(used) for n, used in self.usages.items()},
+            ]
         ).encode()
 
-    def has_heard(self, shard: int, num_asks: int) -> bool:
-        """Whether the reporting shard knew that `shard` has asked so many times."""
-        return shard < len(self.heard_asks) and self.heard_asks[shard] >= num_asks
+    def has_acknowledged(self, shard: int, num_asks: int) -> bool:
+        """Whether the reporting shard has seen so many requests for room of `shard`."""
+        return shard < len(self.acknowledged_asks) and self.acknowledged_asks[shard] >= num_asks
 
 
 class TenantExchange:
@@ -87,8 +91,8 @@ class TenantExchange:
         self._reported_at = clock()
         # The last report of each other shard.
         self._known: dict[int, Report] = {}
-        # The last reports of all shards, packed, as read by a request that waits.
-        self._heard: Mapping[int, bytes] = {}
+        # The last reports of all shards, packed, as read for a request that waits.
+        self._last_reports: Mapping[int, bytes] = {}
         # By shard, a report that could not be read.
         self._unreadable: dict[int, bytes] = {}
         # Times that this shard has asked for what others do not use any more; those of the others.
@@ -97,7 +101,7 @@ class TenantExchange:
         # Until then, by `clock`, another one asks.
         self._is_scarce_until = -math.inf
         self._lock = asyncio.Lock()
-        # Held by the request that reads what the others have heard, for all that wait for it.
+        # Held by the request that reads the others' acknowledgements, for all that wait for it.
         self._reading_lock = asyncio.Lock()
         self._num_begun = 0
         self._has_succeeded = False
@@ -111,7 +115,7 @@ class TenantExchange:
 
     async def run(self) -> None:
         """Exchange until cancelled. A failed exchange is made up for by the next one."""
-        self._membership.listen(self._on_heard)
+        self._membership.listen(self._on_heartbeat)
         try:
             while True:
                 if self._membership.map.num_shards > 1:
@@ -122,14 +126,14 @@ class TenantExchange:
                     async with asyncio.timeout(SCARCE_S if self._is_scarce else EXCHANGE_S):
                         await self._is_due.wait()
         finally:
-            self._membership.stop_listening(self._on_heard)
+            self._membership.stop_listening(self._on_heartbeat)
 
     @property
     def _is_scarce(self) -> bool:
         """Whether another shard has just asked for what is not used any more."""
         return self._clock() < self._is_scarce_until
 
-    def _on_heard(self) -> None:
+    def _on_heartbeat(self) -> None:
         """Give up what is not used as soon as another shard asks for it."""
         loads = enumerate(self._membership.loads)
         num_asks = sum(load.num_asks for shard, load in loads if shard != self._shard)
@@ -147,7 +151,7 @@ class TenantExchange:
             self._membership.beat_soon()
             with contextlib.suppress(StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await self._wait_until_heard(self.num_asks)
+                    await self._wait_until_acknowledged(self.num_asks)
         num_begun = self._num_begun
         self._is_due.set()
         try:
@@ -158,19 +162,19 @@ class TenantExchange:
             return False
         return self._has_succeeded
 
-    async def _wait_until_heard(self, num_asks: int) -> None:
+    async def _wait_until_acknowledged(self, num_asks: int) -> None:
         """Wait until all others have reported since they know that this shard has asked so many
         times. Raises StoreUnavailable."""
         others = [shard for shard in range(self._membership.map.num_shards) if shard != self._shard]
-        while not all(self._has_heard(shard, num_asks) for shard in others):
+        while not all(self._has_acknowledged(shard, num_asks) for shard in others):
             async with self._reading_lock:
                 await asyncio.sleep(GAP_S)
-                if not all(self._has_heard(shard, num_asks) for shard in others):
-                    self._heard = await self._store.read_reports()
+                if not all(self._has_acknowledged(shard, num_asks) for shard in others):
+                    self._last_reports = await self._store.read_reports()
 
-    def _has_heard(self, shard: int, num_asks: int) -> bool:
-        report = self._parse(shard, self._heard.get(shard))
-        return report is not None and report.has_heard(self._shard, num_asks)
+    def _has_acknowledged(self, shard: int, num_asks: int) -> bool:
+        report = self._parse(shard, self._last_reports.get(shard))
+        return report is not None and report.has_acknowledged(self._shard, num_asks)
 
     async def exchange(self, num_shards: int | None = None) -> None:
         """Report, and read the reports of the others. Raises StoreError. `num_shards`: so many are

@@ -127,7 +127,7 @@ class SharedLimit:
         self.sent: dict[int, dict[str, Usage]] = {}
         self.read: dict[int, list[dict[str, Usage]]] = {}
         self.num_refused = 0
-        # Whether all have heard that one of them needs what the others do not use.
+        # Whether all know that one of them needs what the others do not use.
         self.is_scarce = False
         # By shard, requests that wait until its exchange ends.
         self.waiting: list[list[AbstractContextManager[None]]] = [[] for _ in self.shards]
@@ -194,7 +194,7 @@ def test_a_count_is_never_exceeded_and_all_of_it_can_be_used(
     for what, shard in steps:
         getattr(shared, what)(shard)
         assert shared.num_live <= limit
-    # Then one shard wants all that is left, and the others have heard of that.
+    # Then one shard wants all that is left, and the others know of that.
     shared.is_scarce = True
     for shard in (0, 1, 3, 0, 1, 3):
         shared.exchange(shard)
@@ -415,7 +415,7 @@ async def test_a_new_leader_has_no_share_until_it_has_asked() -> None:
     running.cancel()
 
 
-async def test_a_request_for_room_waits_until_the_others_have_heard_of_it() -> None:
+async def test_a_request_for_room_waits_until_the_others_have_acknowledged_it() -> None:
     table, cluster = Table(), cluster_of(2)
     asking, other = (TenantExchange(shard, 1, Engine(), cluster, table) for shard in (0, 1))
     running = asyncio.create_task(asking.run())
