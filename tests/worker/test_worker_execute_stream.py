@@ -273,8 +273,11 @@ async def test_a_failing_row_fails_alone(
 async def test_a_step_that_fails_ends_the_stream(worker: ServedWorker, lane: LaneClient) -> None:
     plan = worker_pb2.BatchPlan()
     schedule(plan, 0, 1)
+    # Otherwise the stream may end before the second plan is sent.
+    release = await hold(worker)
     await lane.send(plan)
     await lane.send(worker_pb2.BatchPlan())
+    release.set()
     assert await lane.ended() == grpc.StatusCode.INTERNAL
     assert "no sequence held: rows [0]" in await lane.call.details()
     # The next stream finds an empty, working worker.
