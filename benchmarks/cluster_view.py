@@ -63,6 +63,16 @@ class ClusterView:
             return f"the schedulers lead {led} shards"
         return None
 
+    def find_move(self, owners: Sequence[str]) -> str | None:
+        """Return a shard that will be handed over. `owners`: by shard, the address of the
+        scheduler that should lead it by the map of the cluster."""
+        if len(owners) != len(self.shards):
+            return f"the map has {len(owners)} of {len(self.shards)} shards"
+        for number, (shard, owner) in enumerate(zip(self.shards, owners, strict=True)):
+            if shard.leader != owner:
+                return f"shard {number} is led by {shard.leader or 'none'}, not by {owner or 'any'}"
+        return None
+
 
 def read_cluster(address: str) -> ClusterView:
     """Ask the scheduler at an address. grpc.RpcError if it does not respond."""

@@ -8,14 +8,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import grpc
+import redis
 
 from benchmarks.cluster_view import ClusterView, read_cluster, read_status, set_num_shards
 from benchmarks.scheduler.loaded_stack import LoadedStack
 from benchmarks.scheduler.proc import cpu_s, num_sockets, peak_rss_mb
 from benchmarks.scheduler.workload import Workload
+from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.store.cluster import Timed
+from scheduler_svc.store.keys import ClusterKeys
 
 # A worker is a server, its connections and a thread; so many share a process.
 _WORKERS_PER_HOST = 16
+# Several heartbeats: nothing has changed for so long when the load begins.
+_STABLE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,13 +178,26 @@ class Fleet(LoadedStack):
         self._wait(self.progress, lambda progress: progress["ready"])
 
     def _wait_for_shards(self, num_shards: int) -> None:
-        """Wait until all workers have joined, and every scheduler leads that can."""
+        """Wait until all workers have joined, every scheduler leads that can, and the map of the
+        cluster agrees: otherwise shards are still handed over."""
         sizes = (num_shards, self.setting.num_workers, self.setting.num_schedulers)
-        self._wait(lambda: self._find_problem(*sizes), lambda problem: problem is None)
+        changed_at = time.monotonic()
+
+        def find_problem() -> str | None:
+            nonlocal changed_at
+            problem = self._find_problem(*sizes)
+            if problem is not None:
+                changed_at = time.monotonic()
+            elif time.monotonic() - changed_at < _STABLE_S:
+                return "the shards have just been handed over"
+            return problem
+
+        self._wait(find_problem, lambda problem: problem is None)
 
     def _find_problem(self, *sizes: int) -> str | None:
         try:
-            return self.view.find_problem(*sizes)
+            view = self.view
+            return view.find_problem(*sizes) or view.find_move(read_owners(self.redis))
         except grpc.RpcError as error:
             return str(error)
 
@@ -197,3 +216,19 @@ class Fleet(LoadedStack):
 
     def _cpu_s(self, name: str) -> float:
         return sum(map(cpu_s, self.pids[name]))
+
+
+def read_owners(client: redis.Redis) -> list[str]:
+    """By shard, the address of the scheduler that should lead it by the map in Redis; empty for one
+    without. Without a map there are no shards."""
+    keys = ClusterKeys()
+    # By its types the client could decode responses.
+    packed: Any = client.get(keys.map)
+    if packed is None:
+        return []
+    cluster = ClusterMap.parse(packed)
+    schedulers: Any = client.hgetall(keys.schedulers)
+    addresses = {
+        name.decode(): Timed.parse(timed).value.decode() for name, timed in schedulers.items()
+    }
+    return [addresses.get(cluster.owners.get(shard, ""), "") for shard in range(cluster.num_shards)]

@@ -72,6 +72,19 @@ def test_a_shard_without_a_leader_is_a_problem() -> None:
     assert ClusterView([Shard("")]).find_problem(1, 0, 1) == "shard 0 has no leader"
 
 
+@pytest.mark.parametrize(
+    ("owners", "move"),
+    [
+        (["unix:one", "unix:two", "unix:one"], None),
+        (["unix:one", "unix:one", "unix:two"], "shard 1 is led by unix:two, not by unix:one"),
+        (["unix:one", "", "unix:one"], "shard 1 is led by unix:two, not by any"),
+        ([], "the map has 0 of 3 shards"),
+    ],
+)
+def test_shards_that_others_should_lead_will_move(owners: list[str], move: str | None) -> None:
+    assert _VIEW.find_move(owners) == move
+
+
 def test_faults_of_several_leaders_need_several_shards() -> None:
     assert names_of(_SHARDS) - names_of([]) == {"leaders-killed"}
     assert "leaders-killed" in names_of(["--raise-shards-to=2"])
