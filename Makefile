@@ -18,8 +18,9 @@ CHECK_TESTS := $(wildcard tests/test_architecture.py tests/test_words.py tests/t
 # run the tests of `make check` and of the clients.
 PYTHONS ?= 3.13
 PYTHONS_BETWEEN ?= 3.12
-# The kernels depend on torch and Triton, whose versions are the same.
-PYTHONS_ARGS ?= --ignore tests/kernels
+# The kernels depend on torch and Triton, whose versions are the same; so do models that use them.
+PYTHONS_ARGS ?= --ignore tests/kernels --ignore tests/gpu \
+  --ignore tests/worker/test_worker_device_layers.py --ignore tests/worker/test_worker_dataless.py
 BENCH_ARGS ?=
 # Each is installed into its own environment, as a peer for `make bench`. llama.cpp is compiled from
 # the source in this package.

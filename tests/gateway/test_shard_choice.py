@@ -150,7 +150,9 @@ def test_prefixes_have_growing_lengths() -> None:
                pairwise(DEPTHS))  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 2))]
+)
 @pytest.mark.parametrize("blocks_per_worker", [512, 768])
 def test_shared_prefixes_are_found_and_loads_are_even(seed: int, blocks_per_worker: int) -> None:
     """Four shards of two workers, as against one pool of all blocks, with 4 or 12 live sequences

@@ -26,6 +26,10 @@ from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.settings import WorkerSettings
 
+# Hundreds of tests, which need not be collected.
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
 _ROWS, _BUDGET, _DEPTH = 20, 64, 2
 _BLOCK_SIZE, _NUM_BLOCKS = 4, 400
 # Largest difference of logits to the largest of them, by rounding in another order.

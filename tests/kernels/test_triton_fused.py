@@ -120,7 +120,7 @@ def test_sums_are_rounded_before_their_norm(device: str) -> None:
 @_DTYPES
 @pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("num_rows", _ROWS)
-@pytest.mark.parametrize("dim", [1, 63, 128, 300, 3072])
+@pytest.mark.parametrize("dim", [1, 63, 128, 300, pytest.param(3072, marks=pytest.mark.slow)])
 def test_gated_activations(
     dtype: torch.dtype, activation: Activation, num_rows: int, dim: int, device: str
 ) -> None:
@@ -243,7 +243,7 @@ def test_what_does_not_match_is_refused(device: str) -> None:
 
 
 @_DTYPES
-@pytest.mark.parametrize("num_rows", [2, 19, 64])
+@pytest.mark.parametrize("num_rows", [2, 19, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     dtype: torch.dtype, num_rows: int, device: str
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_launch_does_not_wait_for_the_device(
 
 
 @pytest.mark.skipif(not interprets_triton(), reason="Triton's kernels are not interpreted")
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_products_of_integers_do_not_wait_for_the_device(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

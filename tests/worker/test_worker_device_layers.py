@@ -138,7 +138,7 @@ def test_in_half_precision(dtype: torch.dtype, implementation: Implementation) -
 
 
 @_INTERPRETED
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_quantised_products_are_joined_and_released(
     quantization: str, implementation: Implementation
 ) -> None:
@@ -156,6 +156,7 @@ def test_quantised_products_are_joined_and_released(
         assert layer.get_submodule(name)(states).isnan().all()
 
 
+@pytest.mark.slow
 @_INTERPRETED
 def test_quantised_products_of_different_formats_are_not_joined(
     implementation: Implementation,
