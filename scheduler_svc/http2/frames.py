@@ -26,12 +26,14 @@ ENABLE_PUSH: Final = 2
 MAX_CONCURRENT_STREAMS: Final = 3
 INITIAL_WINDOW_SIZE: Final = 4
 MAX_FRAME_SIZE: Final = 5
+MAX_HEADER_LIST_SIZE: Final = 6
 
 # Codes of RST_STREAM and GOAWAY.
 NO_ERROR: Final = 0
 PROTOCOL_ERROR: Final = 1
 REFUSED_STREAM: Final = 7
 CANCEL: Final = 8
+ENHANCE_YOUR_CALM: Final = 11
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Windows before any setting or update, and the largest ones.
@@ -51,6 +53,14 @@ _PRIORITY_BYTES: Final = 5
 
 class ProtocolError(Exception):
     """The peer has broken the protocol; the message is the reason."""
+
+    goaway_code = PROTOCOL_ERROR
+
+
+class FloodError(ProtocolError):
+    """The peer sends more than it should."""
+
+    goaway_code = ENHANCE_YOUR_CALM
 
 
 class Frame(NamedTuple):
@@ -118,29 +128,49 @@ class FrameReader:
 
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
-        # The begin of a frame.
-        self._rest = b""
+        # What was received and is not read yet: from `_start` on, and behind it the pieces, which
+        # are joined as soon as a frame is complete, so that many small ones cost no more copies.
+        self._data = b""
+        self._start = 0
+        self._pieces: list[bytes] = []
+        # Without them there is no further frame; not positive if there may be one.
+        self._num_missing = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether no frame has begun."""
-        return not self._rest
+        return not self._pieces and self._start == len(self._data)
+
+    def add(self, data: bytes) -> None:
+        """Add received bytes."""
+        self._pieces.append(data)
+        self._num_missing -= len(data)
+
+    def take(self) -> Frame | None:
+        """The next frame; None if it is not complete yet. ProtocolError if it is too large."""
+        if self._num_missing > 0:
+            return None
+        if self._pieces:
+            self._data = b"".join((self._data[self._start :], *self._pieces))
+            self._start = 0
+            self._pieces.clear()
+        first = self._start + HEADER.size
+        self._num_missing = first - len(self._data)
+        if self._num_missing > 0:
+            # An idle connection keeps nothing.
+            self._data, self._start = self._data[self._start :], 0
+            return None
+        word, flags, stream = HEADER.unpack_from(self._data, self._start)
+        if word >> 8 > self._max_frame_bytes:
+            raise ProtocolError(f"a frame has {word >> 8} bytes")
+        behind = first + (word >> 8)
+        self._num_missing = behind - len(self._data)
+        if self._num_missing > 0:
+            return None
+        self._start = behind
+        return Frame(word & 0xFF, flags, stream & _31_BITS, self._data[first:behind])
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that these bytes complete. ProtocolError for one that is too large."""
-        if self._rest:
-            data = self._rest + data
-        frames = []
-        start, end = 0, len(data)
-        while end - start >= HEADER.size:
-            word, flags, stream = HEADER.unpack_from(data, start)
-            first = start + HEADER.size
-            behind = first + (word >> 8)
-            if behind > end:
-                if word >> 8 > self._max_frame_bytes:
-                    raise ProtocolError(f"a frame has {word >> 8} bytes")
-                break
-            frames.append(Frame(word & 0xFF, flags, stream & _31_BITS, data[first:behind]))
-            start = behind
-        self._rest = data[start:] if start else data
-        return frames
+        self.add(data)
+        return list(iter(self.take, None))

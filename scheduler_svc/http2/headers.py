@@ -12,8 +12,8 @@ from hpack.exceptions import HPACKError
 from scheduler_svc.http2 import frames
 from scheduler_svc.http2.frames import Frame, ProtocolError
 
-# Of a block as it is received. Metadata of gRPC has 8 KiB at most by default.
-_MAX_BLOCK_BYTES: Final = 2**16
+# Of a block as it is received, and as it is decoded. Metadata of gRPC has 8 KiB at most by default.
+MAX_BLOCK_BYTES: Final = 2**16
 # Characters of a status message that are not percent-encoded: printable ones without %.
 _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
@@ -30,7 +30,7 @@ class HeaderBlocks:
     """Joins and decodes the header blocks of a connection, in their order."""
 
     def __init__(self) -> None:
-        self._decoder = Decoder(max_header_list_size=_MAX_BLOCK_BYTES)
+        self._decoder = Decoder(max_header_list_size=MAX_BLOCK_BYTES)
         # The first frame of a block, and what has been received of it.
         self._first: Frame | None = None
         self._block = bytearray()
@@ -56,7 +56,7 @@ class HeaderBlocks:
             self._block = bytearray(frame.content)
         else:
             self._block += frame.payload
-        if len(self._block) > _MAX_BLOCK_BYTES:
+        if len(self._block) > MAX_BLOCK_BYTES:
             raise ProtocolError("headers: too large")
         if not frame.flags & frames.END_HEADERS:
             return None

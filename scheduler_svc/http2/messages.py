@@ -44,26 +44,44 @@ class MessageReader:
         """Whether no message has begun."""
         return not self._rest
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """The messages that these bytes complete. MessageRefused for one that is too large or
+    @property
+    def num_bytes(self) -> int:
+        """What was received and is not read yet."""
+        return len(self._rest)
+
+    def add(self, data: bytes) -> None:
+        """Add received bytes."""
+        self._rest += data
+
+    def has_next(self) -> bool:
+        """Whether the next message is complete. MessageRefused if it is too large or
         compressed."""
-        rest = self._rest
-        rest += data
-        messages = []
-        start = 0
-        while len(rest) - start >= PREFIX.size:
-            is_compressed, length = PREFIX.unpack_from(rest, start)
-            if is_compressed:
-                raise MessageRefused(StatusCode.UNIMPLEMENTED, "a message is compressed")
-            if length > self._max_message_bytes:
-                raise MessageRefused(
-                    StatusCode.RESOURCE_EXHAUSTED,
-                    f"a message has {length} bytes, more than {self._max_message_bytes}",
-                )
-            end = start + PREFIX.size + length
-            if end > len(rest):
-                break
-            messages.append(bytes(rest[start + PREFIX.size : end]))
-            start = end
-        del rest[:start]
-        return messages
+        if len(self._rest) < PREFIX.size:
+            return False
+        is_compressed, length = PREFIX.unpack_from(self._rest)
+        if is_compressed:
+            raise MessageRefused(StatusCode.UNIMPLEMENTED, "a message is compressed")
+        if length > self._max_message_bytes:
+            raise MessageRefused(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"a message has {length} bytes, more than {self._max_message_bytes}",
+            )
+        return bool(len(self._rest) >= PREFIX.size + length)
+
+    def take(self) -> bytes | None:
+        """The next message; None if it is not complete yet. MessageRefused as by `has_next`."""
+        if not self.has_next():
+            return None
+        end = PREFIX.size + PREFIX.unpack_from(self._rest)[1]
+        message = bytes(memoryview(self._rest)[PREFIX.size : end])
+        del self._rest[:end]
+        return message
+
+    def clear(self) -> None:
+        """Drop what was received."""
+        self._rest.clear()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that these bytes complete. MessageRefused as by `has_next`."""
+        self.add(data)
+        return list(iter(self.take, None))

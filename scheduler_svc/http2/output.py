@@ -1,6 +1,7 @@
 """What a server sends over one connection: frames, as far as the peer and the socket take them."""
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -34,6 +35,8 @@ class Output:
         self._encoder = Encoder()
         self._initial_window = frames.DEFAULT_WINDOW
         self._streams: dict[int, OutputStream] = {}
+        # Streams with something unsent that their own windows permit, in the order of sending.
+        self._waiting: deque[OutputStream] = deque()
 
     def open_stream(self, number: int) -> "OutputStream":
         stream = OutputStream(self, number, self._initial_window)
@@ -51,9 +54,13 @@ class Output:
 
     def respond(self, data: bytes) -> None:
         """Send frames that the peer has asked for. ProtocolError if it reads none."""
+        self.check_read()
+        self.write(data)
+
+    def check_read(self) -> None:
+        """ProtocolError if the peer does not read what is sent."""
         if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             raise ProtocolError("it reads nothing")
-        self.write(data)
 
     def pack_fields(
         self, stream: int, fields: Iterable[tuple[str, str]], ends_stream: bool
@@ -88,11 +95,15 @@ class Output:
             found.raise_window(increment)
         self.send_rest()
 
+    def wait(self, stream: "OutputStream") -> None:
+        """Send the rest of a stream, a frame at a time, alternately with others."""
+        self._waiting.append(stream)
+
     def send_rest(self) -> None:
         """Send what has waited, a frame of each stream after another."""
-        waiting = [stream for stream in self._streams.values() if stream.is_waiting]
-        while waiting:
-            waiting = [stream for stream in waiting if stream.send_part()]
+        waiting = self._waiting
+        while waiting and self.window > 0 and not self.is_paused:
+            waiting.popleft().send_frame()
 
 
 class OutputStream:
@@ -103,12 +114,10 @@ class OutputStream:
         self._number = number
         self._window = window
         self._unsent = bytearray()
+        # Whether the output knows that it waits.
+        self._is_waiting = False
         # Set when nothing is unsent any more; None without a handler that waits.
         self._sent: asyncio.Event | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._unsent)
 
     def send(self, message: bytes, before: bytes = b"") -> bool:
         """Send a message, after other frames; return whether all of it has been sent."""
@@ -122,8 +131,8 @@ class OutputStream:
         if before:
             output.write(before)
         self._unsent += data
-        while self.send_part():
-            pass
+        self._wait()
+        output.send_rest()
         return not self._unsent
 
     async def wait_sent(self) -> None:
@@ -139,20 +148,28 @@ class OutputStream:
 
     def raise_window(self, increment: int) -> None:
         self._window = _raised(self._window, increment)
+        self._wait()
 
-    def send_part(self) -> bool:
-        """Send a frame; return whether more may be sent now."""
+    def send_frame(self) -> None:
+        """Send a frame, as far as the windows permit one."""
+        self._is_waiting = False
         size = min(self._sendable, len(self._unsent))
-        if size <= 0 or self._output.is_paused:
-            return False
-        part = bytes(self._unsent[:size])
+        if size <= 0:
+            return
+        part = bytes(memoryview(self._unsent)[:size])
         del self._unsent[:size]
         self._window -= size
         self._output.window -= size
         self._output.write(frames.pack_frame(frames.DATA, 0, self._number, part))
-        if not self._unsent:
+        if self._unsent:
+            self._wait()
+        else:
             self._wake()
-        return bool(self._unsent)
+
+    def _wait(self) -> None:
+        if self._unsent and self._window > 0 and not self._is_waiting:
+            self._is_waiting = True
+            self._output.wait(self)
 
     @property
     def _sendable(self) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -23,7 +22,7 @@ log = structlog.get_logger()
 INITIAL_WINDOW: Final = 2**22
 # The window is raised after so many bytes.
 _WINDOW_STEP: Final = 2**20
-# A handler that never waits for its client lets others run after so many responses.
+# A handler that never waits for its client lets others run after so many requests or responses.
 _MAX_RUN: Final = 32
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNITS_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
@@ -51,17 +50,18 @@ class ServerCall:
         self._on_end = on_end
         self._has_ended = False
         self._has_responded = False
-        # Received messages that the handler has not read.
-        self._requests: deque[bytes] = deque()
         self._has_all_requests = False
         self._changed = asyncio.Event()
+        # What the handler has not read.
         self._messages = MessageReader(max_message_bytes)
-        # Bytes that were received, those in unread requests, and those that the client was allowed
-        # to send beyond its first window.
-        self._num_received = self._num_unread = self._num_allowed = 0
+        # Whether the client has named a compression.
+        self._has_encoding = False
+        # Bytes that were received, and those that the client was allowed to send beyond its first
+        # window.
+        self._num_received = self._num_allowed = 0
         self._deserialize: Callable[[bytes], Any] = bytes
         self._serialize: Callable[[Any], bytes] = bytes
-        self._num_written = 0
+        self._num_read = self._num_written = 0
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -71,6 +71,7 @@ class ServerCall:
         """Run the handler, for at most the time that the client's headers allow."""
         self._deserialize = handler.request_deserializer or bytes
         self._serialize = handler.response_serializer or bytes
+        self._has_encoding = fields.get(b"grpc-encoding", b"identity") != b"identity"
         self._task = asyncio.create_task(self._run(handler))
         if (timeout_s := _timeout_s(fields)) is not None:
             loop = asyncio.get_running_loop()
@@ -83,23 +84,15 @@ class ServerCall:
         self._num_received += num_bytes
         if self._num_received > INITIAL_WINDOW + self._num_allowed or self._has_all_requests:
             raise ProtocolError("data was sent beyond the window or the end")
-        try:
-            requests = self._messages.feed(content)
-        except MessageRefused as error:
-            self.fail(error.code, str(error))
-            return
-        if requests:
-            self._requests += requests
-            self._num_unread += sum(map(len, requests))
-            self._changed.set()
-        self._allow_more()
+        self._messages.add(content)
+        self._check_next()
 
     def receive_end(self) -> None:
         """The client sends nothing more."""
         self._has_all_requests = True
         self._changed.set()
-        if not self._messages.is_empty:
-            self.fail(StatusCode.INTERNAL, "the last message is incomplete")
+        if not self._has_ended:
+            self._check_next()
 
     def fail(self, code: StatusCode, message: str) -> None:
         """End the call from outside of its handler."""
@@ -137,19 +130,26 @@ class ServerCall:
     async def _read(self) -> AsyncIterator[Any]:
         """The requests, as the client sends them."""
         while (request := await self._next()) is not None:
-            yield self._deserialize(request)
+            yield await self._parsed(request)
 
     async def _next(self) -> bytes | None:
         """The next request; None behind the last one."""
-        while not self._requests:
+        while (request := self._messages.take()) is None:
             if self._has_all_requests or self._has_ended:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        request = self._requests.popleft()
-        self._num_unread -= len(request)
-        self._allow_more()
+        self._check_next()
+        self._num_read += 1
+        if self._num_read % _MAX_RUN == 0:
+            await asyncio.sleep(0)
         return request
+
+    async def _parsed(self, request: bytes) -> Any:
+        try:
+            return self._deserialize(request)
+        except Exception as error:
+            await self.abort(StatusCode.INTERNAL, f"the request cannot be parsed: {error}")
 
     async def _run(self, handler: Handler) -> None:
         try:
@@ -178,7 +178,7 @@ class ServerCall:
             request = await self._next()
             if request is None:
                 await self.abort(StatusCode.INTERNAL, "the call has no request")
-            responses = method(self._deserialize(request), self)
+            responses = method(await self._parsed(request), self)
         if hasattr(responses, "__aiter__"):
             async with contextlib.aclosing(responses):
                 async for response in responses:
@@ -213,7 +213,7 @@ class ServerCall:
         if not self._has_ended:
             self._has_ended = True
             self._stream.drop()
-            self._requests.clear()
+            self._messages.clear()
             self._changed.set()
             if self._timer is not None:
                 self._timer.cancel()
@@ -226,9 +226,22 @@ class ServerCall:
     def _expire(self) -> None:
         self.fail(StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
 
-    def _allow_more(self) -> None:
-        """Raise the client's window by what was read, if it is enough."""
-        increment = self._num_received - self._num_unread - self._num_allowed
+    def _check_next(self) -> None:
+        """Look at the next message: let the handler read it, or the client send more."""
+        try:
+            is_complete = self._messages.has_next()
+        except MessageRefused as error:
+            is_known = self._has_encoding or error.code is not StatusCode.UNIMPLEMENTED
+            self.fail(error.code if is_known else StatusCode.INTERNAL, str(error))
+            return
+        if is_complete:
+            self._changed.set()
+        elif self._has_all_requests and not self._messages.is_empty:
+            self.fail(StatusCode.INTERNAL, "the last message is incomplete")
+            return
+        # An incomplete message counts as read: the handler cannot go on without the rest.
+        num_unread = self._messages.num_bytes if is_complete else 0
+        increment = self._num_received - num_unread - self._num_allowed
         if increment >= _WINDOW_STEP and not self._has_ended and not self._has_all_requests:
             self._num_allowed += increment
             self._output.write(frames.pack_window_update(self._number, increment))

@@ -1,6 +1,7 @@
 """One connection of a client to the server."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -8,8 +9,8 @@ import structlog
 from grpc import StatusCode
 
 from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import Frame, FrameReader, ProtocolError
-from scheduler_svc.http2.headers import HeaderBlocks, Headers
+from scheduler_svc.http2.frames import FloodError, Frame, FrameReader, ProtocolError
+from scheduler_svc.http2.headers import MAX_BLOCK_BYTES, HeaderBlocks, Headers
 from scheduler_svc.http2.output import Output
 from scheduler_svc.http2.server_call import INITIAL_WINDOW, Handler, ServerCall
 
@@ -25,6 +26,16 @@ _WINDOW_STEP: Final = 2**24
 KEEPALIVE_S: Final = 20.0
 PING_TIMEOUT_S: Final = 5.0
 _PING_BYTES: Final = 8
+_CARRIERS: Final = frozenset({frames.DATA, frames.HEADERS, frames.WINDOW_UPDATE})
+# The time slice of a client: frames are received for so long at a time, so that a client that
+# floods the server holds up no other.
+_MAX_SLICE_S: Final = 0.001
+# Frames that carry nothing, such as pings: so many at once, and so many per second. Cancelling all
+# calls of a connection is permitted.
+_MAX_EMPTY_FRAMES: Final = 10_000
+_EMPTY_FRAMES_PER_S: Final = 1000
+# Characters of the path of an unknown method that its refusal repeats.
+_MAX_PATH_CHARS: Final = 200
 
 
 class ServerConnection(asyncio.Protocol):
@@ -52,7 +63,11 @@ class ServerConnection(asyncio.Protocol):
         self._calls: dict[int, ServerCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = self._is_lost = False
-        self._transport: asyncio.WriteTransport
+        # Whether received frames wait for the next time slice.
+        self._is_waiting = False
+        # Those that count for the limit, at a time of the loop's clock.
+        self._num_empty_frames, self._counted_at = 0.0, 0.0
+        self._transport: asyncio.Transport
         self._output: Output
         self._timer: asyncio.TimerHandle | None = None
         # When it has sent something last, by the loop's clock.
@@ -73,12 +88,13 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Transports of uvloop have the methods, not the class.
-        self._transport = cast(asyncio.WriteTransport, transport)
+        self._transport = cast(asyncio.Transport, transport)
         self._output = Output(self._transport)
         settings = {
             frames.MAX_CONCURRENT_STREAMS: _MAX_CALLS,
             frames.INITIAL_WINDOW_SIZE: INITIAL_WINDOW,
             frames.MAX_FRAME_SIZE: _MAX_FRAME_BYTES,
+            frames.MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
         }
         self._output.write(
             frames.pack_settings(settings)
@@ -104,14 +120,39 @@ class ServerConnection(asyncio.Protocol):
         self._output.send_rest()
 
     def data_received(self, data: bytes) -> None:
-        self._last_received_at = asyncio.get_running_loop().time()
-        try:
-            if self._preface:
+        if self._preface:
+            try:
                 data = self._receive_preface(data)
-            for frame in self._frames.feed(data):
+            except ProtocolError as error:
+                self._refuse(error)
+        if data and not self._preface:
+            self._frames.add(data)
+            if not self._is_waiting:
+                self._receive_slice()
+
+    def _receive_slice(self) -> None:
+        """Receive frames for a while; what is left then waits until
+        other clients were served."""
+        if self._is_lost:
+            return
+        self._last_received_at = asyncio.get_running_loop().time()
+        ends_at = time.monotonic() + _MAX_SLICE_S
+        was_waiting, self._is_waiting = self._is_waiting, False
+        try:
+            while (frame := self._frames.take()) is not None:
                 self._receive(frame)
+                if time.monotonic() >= ends_at:
+                    self._is_waiting = True
+                    break
         except ProtocolError as error:
             self._refuse(error)
+        if self._is_waiting:
+            asyncio.get_running_loop().call_soon(self._receive_slice)
+        if self._is_waiting != was_waiting and not self._transport.is_closing():
+            if self._is_waiting:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
 
     # Its end
 
@@ -121,7 +162,7 @@ class ServerConnection(asyncio.Protocol):
         peer = self._transport.get_extra_info("peername") or "a unix socket"
         log.info("a connection was refused", peer=str(peer), reason=str(why))
         self._is_closing = True
-        self._output.write(frames.pack_goaway(self._last_stream, frames.PROTOCOL_ERROR))
+        self._output.write(frames.pack_goaway(self._last_stream, why.goaway_code))
         self._transport.close()
 
     def _report_if_closed(self) -> None:
@@ -162,6 +203,8 @@ class ServerConnection(asyncio.Protocol):
 
     def _receive(self, frame: Frame) -> None:
         self._headers.check_order(frame)
+        if not frame.payload or frame.kind not in _CARRIERS:
+            self._count_empty(frame)
         match frame.kind:
             case frames.DATA:
                 self._receive_data(frame)
@@ -182,6 +225,17 @@ class ServerConnection(asyncio.Protocol):
                     call.reset()
             case frames.PUSH_PROMISE:
                 raise ProtocolError("a client pushes")
+
+    def _count_empty(self, frame: Frame) -> None:
+        """FloodError if there are too many frames that carry nothing."""
+        if frame.kind == frames.DATA and frame.flags & frames.END_STREAM:
+            return
+        since_s = self._last_received_at - self._counted_at
+        self._counted_at = self._last_received_at
+        left = self._num_empty_frames - since_s * _EMPTY_FRAMES_PER_S
+        self._num_empty_frames = max(left, 0.0) + 1
+        if self._num_empty_frames > _MAX_EMPTY_FRAMES:
+            raise FloodError("too many frames that carry nothing")
 
     def _receive_ping(self, frame: Frame) -> None:
         if len(frame.payload) != _PING_BYTES:
@@ -215,6 +269,8 @@ class ServerConnection(asyncio.Protocol):
             call.receive_end()
         elif stream > self._last_stream and stream % 2:
             self._last_stream = stream
+            # The status of a call waits for no window.
+            self._output.check_read()
             if self._is_closing or len(self._tasks) >= _MAX_CALLS:
                 self._output.respond(frames.pack_reset(stream, frames.REFUSED_STREAM))
             else:
@@ -225,8 +281,10 @@ class ServerConnection(asyncio.Protocol):
     def _start_call(self, headers: Headers) -> None:
         fields, number = headers.fields, headers.stream
         if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
-            refusal = self._output.pack_fields(number, [(":status", "415")], ends_stream=True)
-            self._output.respond(refusal)
+            self._refuse_request(headers, [(":status", "415")])
+            return
+        if fields.get(b":method") != b"POST":
+            self._refuse_request(headers, [(":status", "405"), ("allow", "POST")])
             return
         call = ServerCall(number, self._output, self._max_message_bytes, self._call_ended)
         self._calls[number] = call
@@ -235,11 +293,20 @@ class ServerConnection(asyncio.Protocol):
         path = fields.get(b":path", b"").decode(errors="replace")
         handler = self._handler_of(path)
         if handler is None:
-            call.fail(StatusCode.UNIMPLEMENTED, f"there is no method {path}")
+            shown = path[:_MAX_PATH_CHARS]
+            call.fail(StatusCode.UNIMPLEMENTED, f"there is no method {shown}")
             return
         task = call.start(handler, fields)
         self._tasks.add(task)
         task.add_done_callback(self._handler_ended)
+
+    def _refuse_request(self, headers: Headers, response: list[tuple[str, str]]) -> None:
+        """Respond to a request that is not one of gRPC."""
+        refusal = self._output.pack_fields(headers.stream, response, ends_stream=True)
+        if not headers.ends_stream:
+            # The client need not send the rest.
+            refusal += frames.pack_reset(headers.stream, frames.NO_ERROR)
+        self._output.write(refusal)
 
     def _handler_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

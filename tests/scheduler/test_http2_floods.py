@@ -1,0 +1,209 @@
+"""Clients that send more than they should, and what it costs the others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from http2_peer import Peer, data
+
+from scheduler_svc.http2 import frames
+from scheduler_svc.http2.frames import Frame
+from scheduler_svc.http2.messages import PREFIX, pack_message
+from scheduler_svc.http2.server_call import INITIAL_WINDOW
+
+_CONNECTION = "scheduler_svc.http2.server_connection"
+_PING = frames.pack_frame(frames.PING, 0, 0, bytes(8))
+
+
+@pytest.fixture(autouse=True)
+def long_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is received at once, however slow the machine is."""
+    monkeypatch.setattr(f"{_CONNECTION}._MAX_SLICE_S", 60.0)
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    peer = Peer()
+    peer.send(frames.PREFACE, frames.pack_settings({}))
+    await peer.received()
+    yield peer
+    await peer.close()
+
+
+async def test_others_are_served_between_frames(peer: Peer, monkeypatch) -> None:
+    monkeypatch.setattr(f"{_CONNECTION}._MAX_SLICE_S", 0.0)
+    peer.send(*[_PING] * 3)
+    seen = []
+    while not peer.transport.is_read:
+        seen.append(len(peer.transport.written))
+        # Nothing is lost that arrives nevertheless.
+        if len(seen) == 2:
+            peer.send(_PING)
+        await asyncio.sleep(0)
+    assert seen == [len(_PING) * number for number in (1, 2, 3, 4)]
+    assert len(await peer.received()) == 4
+
+
+async def test_frames_in_wait_are_dropped_with_their_connection(peer: Peer, monkeypatch) -> None:
+    monkeypatch.setattr(f"{_CONNECTION}._MAX_SLICE_S", 0.0)
+    peer.send(*[_PING] * 3)
+    peer.connection.connection_lost(None)
+    assert len(await peer.received()) == 1
+
+
+def _resets(peer: Peer, number: int) -> bytes:
+    """A call that is cancelled at once."""
+    return peer.headers(1 + 2 * number) + frames.pack_reset(1 + 2 * number, frames.CANCEL)
+
+
+def _continued(peer: Peer, number: int) -> bytes:
+    if number:
+        return frames.pack_frame(frames.CONTINUATION, 0, 1)
+    return frames.pack_frame(frames.HEADERS, 0, 1)
+
+
+def _empty_data(peer: Peer, number: int) -> bytes:
+    return (b"" if number else peer.headers(1)) + frames.pack_frame(frames.DATA, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        lambda peer, number: _PING,
+        lambda peer, number: frames.pack_frame(frames.PING, frames.ACK, 0, bytes(8)),
+        lambda peer, number: frames.pack_settings({frames.INITIAL_WINDOW_SIZE: number}),
+        lambda peer, number: frames.pack_frame(frames.SETTINGS, frames.ACK, 0),
+        lambda peer, number: frames.pack_frame(2, 0, 1, bytes(5)),
+        lambda peer, number: frames.pack_frame(200, 0, 0, b"unknown"),
+        _resets,
+        _continued,
+        _empty_data,
+    ],
+)
+async def test_too_many_frames_that_carry_nothing(peer: Peer, flood, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(f"{_CONNECTION}._MAX_EMPTY_FRAMES", 100)
+    for number in range(95):
+        peer.send(flood(peer, number))
+    assert not peer.transport.is_closed
+    # Time passes meanwhile, and more are permitted then.
+    number = 95
+    while not peer.transport.is_closed:
+        peer.send(flood(peer, number))
+        number += 1
+    assert "too many" in capsys.readouterr().out
+    *_, last = await peer.received()
+    assert (last.kind, last.payload[4:]) == (frames.GOAWAY, b"\0\0\0\x0b")
+
+
+async def test_pings_at_the_permitted_rate(peer: Peer, monkeypatch) -> None:
+    monkeypatch.setattr(f"{_CONNECTION}._MAX_EMPTY_FRAMES", 2)
+    monkeypatch.setattr(f"{_CONNECTION}._EMPTY_FRAMES_PER_S", 10**9)
+    for _ in range(10):
+        peer.send(_PING)
+        await asyncio.sleep(0.001)
+    assert not peer.transport.is_closed
+
+
+async def test_calls_of_a_client_that_reads_nothing(peer: Peer) -> None:
+    """Statuses wait for no window, so that they would need more and more memory."""
+    peer.send(peer.headers(1, "/a.B/Unknown", frames.END_STREAM))
+    peer.transport.num_unread = 2**22
+    peer.send(peer.headers(3, "/a.B/Unknown", frames.END_STREAM))
+    assert peer.transport.is_closed
+
+
+async def test_a_refusal_repeats_little_of_a_long_path(peer: Peer) -> None:
+    peer.send(peer.headers(1, "/" + 10_000 * "é", frames.END_STREAM))
+    [status] = await peer.received()
+    assert len(status.payload) < 2000
+    assert peer.fields(status)["grpc-status"] == "12"
+
+
+@pytest.mark.parametrize("message", [b"", b"x"])
+async def test_small_messages_fill_the_window(peer: Peer, message: bytes) -> None:
+    peer.send(peer.headers(path="/a.B/Hold"))
+    part = frames.pack_frame(frames.DATA, 0, 1, pack_message(message) * 20_000)
+    for _ in range(INITIAL_WINDOW // (20_000 * (PREFIX.size + len(message)))):
+        peer.send(part)
+    assert not await peer.received()
+    assert not peer.transport.is_closed
+    peer.send(part)
+    assert peer.transport.is_closed
+
+
+async def test_others_run_while_small_messages_are_read(peer: Peer) -> None:
+    num_read = 0
+
+    async def count(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        nonlocal num_read
+        async for _ in requests:
+            num_read += 1
+        return b""
+
+    peer.handlers["/a.B/Count"] = grpc.stream_unary_rpc_method_handler(count, bytes, bytes)
+    part = frames.pack_frame(frames.DATA, frames.END_STREAM, 1, pack_message(b"") * 1000)
+    peer.send(peer.headers(path="/a.B/Count"), part)
+    seen = set()
+    while num_read < 1000:
+        seen.add(num_read)
+        await asyncio.sleep(0)
+    assert len(seen) > 10
+
+
+async def test_streams_alternate_when_little_may_be_sent(peer: Peer) -> None:
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 2**20}))
+    peer.send(peer.headers(1), peer.headers(3), peer.headers(5))
+    peer.send(*(data(bytes(995), 1) for _ in range(65)), data(bytes(530), 1))
+    await peer.received()
+    peer.send(*(data(bytes(95), number) for number in (1, 3, 5)))
+    assert not [one for one in await peer.received() if one.kind == frames.DATA]
+    peer.send(*[frames.pack_window_update(0, 10)] * 6)
+    sent = await peer.received()
+    assert {len(one.payload) for one in sent} == {10}
+    assert [one.stream for one in sent] == [1, 3, 5, 1, 3, 5]
+
+
+async def test_what_is_no_call_is_refused(peer: Peer) -> None:
+    peer.send(peer.headers(1, method="GET", flags=frames.END_STREAM))
+    [refusal] = await peer.received()
+    assert peer.fields(refusal) == {":status": "405", "allow": "POST"}
+    peer.send(peer.headers(3, method="PUT"))
+    refusal, reset = await peer.received()
+    assert peer.fields(refusal)[":status"] == "405"
+    assert reset == Frame(frames.RST_STREAM, 0, 3, frames.U32.pack(frames.NO_ERROR))
+
+
+@pytest.mark.parametrize(("encoding", "status"), [({}, "13"), ({"grpc-encoding": "gzip"}, "12")])
+async def test_a_compressed_message(peer: Peer, encoding: dict[str, str], status: str) -> None:
+    compressed = frames.pack_frame(frames.DATA, 0, 1, b"\1\0\0\0\1x")
+    peer.send(peer.headers(**encoding), compressed)
+    refusal, reset = await peer.received()
+    fields = peer.fields(refusal)
+    assert (fields["grpc-status"], fields["grpc-accept-encoding"]) == (status, "identity")
+    assert reset.kind == frames.RST_STREAM
+
+
+async def test_a_request_that_cannot_be_parsed(peer: Peer, capsys) -> None:
+    def parse(request: bytes) -> bytes:
+        raise ValueError("no message")
+
+    async def handle(request: bytes, context: Any) -> bytes:
+        return request
+
+    peer.handlers["/a.B/Parse"] = grpc.unary_unary_rpc_method_handler(handle, parse, bytes)
+    peer.send(peer.headers(path="/a.B/Parse"), data(b"x", flags=frames.END_STREAM))
+    [refusal] = await peer.received()
+    assert peer.fields(refusal)["grpc-status"] == "13"
+    assert "no message" in peer.fields(refusal)["grpc-message"]
+    assert not capsys.readouterr().out
+
+
+async def test_a_preface_that_does_not_end(monkeypatch) -> None:
+    monkeypatch.setattr(f"{_CONNECTION}.KEEPALIVE_S", 0.02)
+    peer = Peer()
+    while not peer.transport.is_closed:
+        peer.send(b"")
+        await asyncio.sleep(0.001)
+    await peer.close()
