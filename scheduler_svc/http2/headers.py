@@ -12,8 +12,12 @@ from hpack.exceptions import HPACKError
 from scheduler_svc.http2 import frames
 from scheduler_svc.http2.frames import Frame, ProtocolError
 
-# Of a block as it is received, and as it is decoded. Metadata of gRPC has 8 KiB at most by default.
-MAX_BLOCK_BYTES: Final = 2**16
+# Of the headers of a call, counted as HTTP/2 does. Metadata of gRPC has 8 KiB at most by default.
+MAX_HEADERS_BYTES: Final = 2**16
+# Of a block as it is received, and as it is decoded, for which the connection is kept.
+_MAX_BLOCK_BYTES: Final = 2**18
+# What a field counts besides its bytes.
+_FIELD_BYTES: Final = 32
 # Characters of a status message that are not percent-encoded: printable ones without %.
 _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
@@ -24,13 +28,14 @@ class Headers(NamedTuple):
     fields: Mapping[bytes, bytes]
     # Nothing follows in the stream.
     ends_stream: bool
+    num_bytes: int
 
 
 class HeaderBlocks:
     """Joins and decodes the header blocks of a connection, in their order."""
 
     def __init__(self) -> None:
-        self._decoder = Decoder(max_header_list_size=MAX_BLOCK_BYTES)
+        self._decoder = Decoder(max_header_list_size=_MAX_BLOCK_BYTES)
         # The first frame of a block, and what has been received of it.
         self._first: Frame | None = None
         self._block = bytearray()
@@ -56,7 +61,7 @@ class HeaderBlocks:
             self._block = bytearray(frame.content)
         else:
             self._block += frame.payload
-        if len(self._block) > MAX_BLOCK_BYTES:
+        if len(self._block) > _MAX_BLOCK_BYTES:
             raise ProtocolError("headers: too large")
         if not frame.flags & frames.END_HEADERS:
             return None
@@ -66,7 +71,8 @@ class HeaderBlocks:
         except HPACKError as error:
             raise ProtocolError(f"headers: {error}") from error
         fields = {bytes(name): bytes(value) for name, value in decoded}
-        return Headers(first.stream, fields, bool(first.flags & frames.END_STREAM))
+        num_bytes = sum(len(name) + len(value) + _FIELD_BYTES for name, value in decoded)
+        return Headers(first.stream, fields, bool(first.flags & frames.END_STREAM), num_bytes)
 
 
 def pack_headers(stream: int, block: bytes, ends_stream: bool) -> bytes:

@@ -22,6 +22,8 @@ log = structlog.get_logger()
 INITIAL_WINDOW: Final = 2**22
 # The window is raised after so many bytes.
 _WINDOW_STEP: Final = 2**20
+# Of an exception's text: clients refuse metadata of more than 8 KiB.
+_MAX_ERROR_CHARS: Final = 1000
 # A handler that never waits for its client lets others run after so many requests or responses.
 _MAX_RUN: Final = 32
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
@@ -149,7 +151,9 @@ class ServerCall:
         try:
             return self._deserialize(request)
         except Exception as error:
-            await self.abort(StatusCode.INTERNAL, f"the request cannot be parsed: {error}")
+            await self.abort(
+                StatusCode.INTERNAL, f"the request cannot be parsed: {error}"[:_MAX_ERROR_CHARS]
+            )
 
     async def _run(self, handler: Handler) -> None:
         try:
@@ -161,7 +165,7 @@ class ServerCall:
             raise
         except Exception as error:
             log.exception("a call has failed")
-            self._end(StatusCode.UNKNOWN, f"{type(error).__name__}: {error}")
+            self._end(StatusCode.UNKNOWN, f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
         else:
             self._end(StatusCode.OK, "")
 

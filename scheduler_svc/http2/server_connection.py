@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 from scheduler_svc.http2 import frames
 from scheduler_svc.http2.frames import FloodError, Frame, FrameReader, ProtocolError
-from scheduler_svc.http2.headers import MAX_BLOCK_BYTES, HeaderBlocks, Headers
+from scheduler_svc.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
 from scheduler_svc.http2.output import Output
 from scheduler_svc.http2.server_call import INITIAL_WINDOW, Handler, ServerCall
 
@@ -94,7 +94,7 @@ class ServerConnection(asyncio.Protocol):
             frames.MAX_CONCURRENT_STREAMS: _MAX_CALLS,
             frames.INITIAL_WINDOW_SIZE: INITIAL_WINDOW,
             frames.MAX_FRAME_SIZE: _MAX_FRAME_BYTES,
-            frames.MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
+            frames.MAX_HEADER_LIST_SIZE: MAX_HEADERS_BYTES,
         }
         self._output.write(
             frames.pack_settings(settings)
@@ -290,6 +290,12 @@ class ServerConnection(asyncio.Protocol):
         self._calls[number] = call
         if headers.ends_stream:
             call.receive_end()
+        if headers.num_bytes > MAX_HEADERS_BYTES:
+            call.fail(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"the metadata has {headers.num_bytes} bytes, more than {MAX_HEADERS_BYTES}",
+            )
+            return
         path = fields.get(b":path", b"").decode(errors="replace")
         handler = self._handler_of(path)
         if handler is None:
@@ -302,11 +308,8 @@ class ServerConnection(asyncio.Protocol):
 
     def _refuse_request(self, headers: Headers, response: list[tuple[str, str]]) -> None:
         """Respond to a request that is not one of gRPC."""
-        refusal = self._output.pack_fields(headers.stream, response, ends_stream=True)
-        if not headers.ends_stream:
-            # The client need not send the rest.
-            refusal += frames.pack_reset(headers.stream, frames.NO_ERROR)
-        self._output.write(refusal)
+        # Without a reset, which hides the response from curl; what the client sends is dropped.
+        self._output.write(self._output.pack_fields(headers.stream, response, ends_stream=True))
 
     def _handler_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -70,7 +70,7 @@ _OPEN = frames.PREFACE + frames.pack_settings({})
     ("received", "reason"),
     [
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff"), "headers"),
-        (frames.pack_frame(frames.HEADERS, 0, 1, bytes(2**16 + 1)), "too large"),
+        (frames.pack_frame(frames.HEADERS, 0, 1, bytes(2**18 + 1)), "too large"),
         (frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(6, 0, 0), "incomplete"),
         (
             frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(9, 4, 3),

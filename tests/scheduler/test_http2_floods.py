@@ -9,7 +9,6 @@ import pytest
 from http2_peer import Peer, data
 
 from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import Frame
 from scheduler_svc.http2.messages import PREFIX, pack_message
 from scheduler_svc.http2.server_call import INITIAL_WINDOW
 
@@ -121,6 +120,18 @@ async def test_a_refusal_repeats_little_of_a_long_path(peer: Peer) -> None:
     assert peer.fields(status)["grpc-status"] == "12"
 
 
+async def test_too_much_metadata_ends_its_call_alone(peer: Peer) -> None:
+    peer.send(peer.headers(1), data(b"x"))
+    peer.fields((await peer.received())[0])
+    peer.send(peer.headers(3, **{f"key-{number}": "v" * 3000 for number in range(30)}))
+    status, reset = await peer.received()
+    assert peer.fields(status)["grpc-status"] == "8"
+    assert "65536" in peer.fields(status)["grpc-message"]
+    assert reset.kind == frames.RST_STREAM
+    peer.send(data(b"y"))
+    assert [one.kind for one in await peer.received()] == [frames.DATA]
+
+
 @pytest.mark.parametrize("message", [b"", b"x"])
 async def test_small_messages_fill_the_window(peer: Peer, message: bytes) -> None:
     peer.send(peer.headers(path="/a.B/Hold"))
@@ -170,9 +181,10 @@ async def test_what_is_no_call_is_refused(peer: Peer) -> None:
     [refusal] = await peer.received()
     assert peer.fields(refusal) == {":status": "405", "allow": "POST"}
     peer.send(peer.headers(3, method="PUT"))
-    refusal, reset = await peer.received()
+    peer.send(data(b"x", 3, frames.END_STREAM))
+    [refusal] = await peer.received()
     assert peer.fields(refusal)[":status"] == "405"
-    assert reset == Frame(frames.RST_STREAM, 0, 3, frames.U32.pack(frames.NO_ERROR))
+    assert not peer.transport.is_closed
 
 
 @pytest.mark.parametrize(("encoding", "status"), [({}, "13"), ({"grpc-encoding": "gzip"}, "12")])

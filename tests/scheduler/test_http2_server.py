@@ -212,6 +212,9 @@ async def test_a_handler_that_fails_ends_its_call_alone() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="ValueError: why") as raised:
             await stack.unary("Fail")(b"why")
         assert raised.value.code() is StatusCode.UNKNOWN
+        with pytest.raises(grpc.aio.AioRpcError, match="ValueError: €€€") as raised:
+            await stack.unary("Fail")("€".encode() * 20_000)
+        assert raised.value.code() is StatusCode.UNKNOWN
         await call.write(b"x")
         assert await call.read() == b"x"
 
