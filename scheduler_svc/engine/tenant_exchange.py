@@ -96,7 +96,9 @@ class TenantExchange:
         # By shard, a report that could not be read.
         self._unreadable: dict[int, bytes] = {}
         # Times that this shard has asked for what others do not use any more; those of the others.
-        self.num_asks = 0
+        # From a number on that no former leader of the shard has reached, since what it was
+        # acknowledged is still in the reports of the others.
+        self.num_asks = epoch
         self._num_other_asks = 0
         # Until then, by `clock`, another one asks.
         self._is_scarce_until = -math.inf

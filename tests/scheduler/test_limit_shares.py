@@ -423,19 +423,41 @@ async def test_a_request_for_room_waits_until_the_others_have_acknowledged_it() 
     await other.exchange()
     await until(lambda: table.num_reads > 1, "reports to be read")
     assert not first.done()
-    cluster.loads = [ShardLoad(num_asks=1), ShardLoad()]
+    assert asking.num_asks == 3
+    cluster.loads = [ShardLoad(num_asks=2), ShardLoad()]
     await other.exchange()
     async with asyncio.timeout(10):
         assert await first
     # The second request came later.
     assert not second.done()
-    cluster.loads = [ShardLoad(num_asks=2), ShardLoad()]
+    cluster.loads = [ShardLoad(num_asks=3), ShardLoad()]
     await other.exchange()
     async with asyncio.timeout(10):
         assert await second
         # It has no leader.
         cluster.map.num_shards = 3
         assert await asking.ask(0.05)
+    running.cancel()
+
+
+async def test_what_a_former_leader_has_asked_is_no_acknowledgement() -> None:
+    table, cluster = Table(), cluster_of(2)
+    former, other = (TenantExchange(shard, 1, Engine(), cluster, table) for shard in (0, 1))
+    running = asyncio.create_task(former.run())
+    for _ in range(5):
+        await former.ask(0.001)
+    running.cancel()
+    cluster.loads = [ShardLoad(num_asks=former.num_asks), ShardLoad()]
+    await other.exchange()
+    asking = TenantExchange(0, 1000, Engine(), cluster, table)
+    running = asyncio.create_task(asking.run())
+    asked = asyncio.create_task(asking.ask(30.0))
+    await until(lambda: table.num_reads > 1, "reports to be read")
+    assert not asked.done()
+    cluster.loads = [ShardLoad(num_asks=asking.num_asks), ShardLoad()]
+    await other.exchange()
+    async with asyncio.timeout(10):
+        assert await asked
     running.cancel()
 
 
