@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
+import resource
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from socket import AF_UNIX, socket
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
+import structlog
 
 from quire.service.tls import ServerCertificates
 from scheduler_svc.http2.listening import bind
 from scheduler_svc.http2.server_call import Handler
 from scheduler_svc.http2.server_connection import ServerConnection
+
+log = structlog.get_logger()
 
 _BACKLOG: Final = 1024
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
@@ -28,12 +32,27 @@ class _Called:
     invocation_metadata: tuple[Any, ...] = ()
 
 
+class _Refused(asyncio.Protocol):
+    """A connection for which there is no room. A client that has received settings would connect
+    again at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Transports of uvloop have the method, not the class.
+        cast(asyncio.WriteTransport, transport).abort()
+
+
 class Server(grpc.aio.Server):
     """Serves the handlers that are added to it as the server of grpc.aio does, but without
     compression, interceptors, and most methods of a handler's context."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, max_connections: int | None = None) -> None:
+        """`max_connections`: by default half of the files that the process may open; the others
+        are for connections to other services."""
         self._max_message_bytes = max_message_bytes
+        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_connections = max_files // 2 if max_connections is None else max_connections
+        # Whether that was reported.
+        self._is_full = False
         self._handlers: list[grpc.GenericRpcHandler] = []
         # Not listening yet, and how the handshakes are made.
         self._bound: list[tuple[socket, ssl.SSLContext | None]] = []
@@ -115,7 +134,12 @@ class Server(grpc.aio.Server):
             return True
         return False
 
-    def _connection(self) -> ServerConnection:
+    def _connection(self) -> asyncio.Protocol:
+        if len(self._connections) >= self._max_connections:
+            if not self._is_full:
+                log.warning("connections are refused", limit=self._max_connections)
+            self._is_full = True
+            return _Refused()
         return ServerConnection(
             self._handler_of, self._max_message_bytes, self._opened, self._closed
         )
@@ -133,5 +157,7 @@ class Server(grpc.aio.Server):
 
     def _closed(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
+        # Not as soon as there is room for one, so that it is not reported all the time.
+        self._is_full = self._is_full and len(self._connections) > self._max_connections // 2
         if not self._connections:
             self._is_idle.set()

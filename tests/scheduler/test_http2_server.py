@@ -123,8 +123,9 @@ async def serving(
     max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     tls: TLS | None = None,
     host: str | None = None,
+    max_connections: int | None = None,
 ) -> AsyncIterator[Stack]:
-    server, servicer = Server(max_message_bytes), Servicer()
+    server, servicer = Server(max_message_bytes, max_connections), Servicer()
     servicer.add_to(server)
     certificates = None if identity is None else ServerCertificates(identity, "h2")
     address = await start_server(
@@ -391,6 +392,35 @@ async def test_garbage_closes_its_connection_alone(garbage: bytes) -> None:
         writer.close()
         await call.write(b"y")
         assert await call.read() == b"y"
+
+
+async def test_connections_beyond_the_limit_are_refused(capsys) -> None:
+    async with serving(max_connections=3) as stack:
+        call = stack.echo()
+        await call.write(b"x")
+        await call.read()
+        others = [await stack.connect() for _ in range(2)]
+        for reader, _ in others:
+            # What the server sends first.
+            await reader.readexactly(frames.HEADER.size)
+        for _ in range(2):
+            reader, writer = await stack.connect()
+            with contextlib.suppress(ConnectionError):
+                assert not await reader.read()
+            writer.close()
+        assert capsys.readouterr().out.count("connections are refused") == 1
+        await call.write(b"y")
+        assert await call.read() == b"y"
+        for _, writer in others:
+            writer.close()
+        # There is room again, as soon as the server has noticed it.
+        async with asyncio.timeout(10), contextlib.AsyncExitStack() as opened:
+            is_served = False
+            while not is_served:
+                reader, writer = await stack.connect()
+                opened.callback(writer.close)
+                with contextlib.suppress(ConnectionError):
+                    is_served = bool(await reader.read(1))
 
 
 async def test_health_and_reflection_are_served() -> None:
