@@ -195,6 +195,44 @@ async def test_messages_wait_for_the_windows_and_are_sent_alternately(peer: Peer
     assert [(one.stream, len(one.payload)) for one in await peer.received()] == [(1, 50), (3, 40)]
 
 
+_RAISES = st.tuples(st.sampled_from([0, 1, 3, 5]), st.integers(1, 3000))
+_INITIAL = st.tuples(st.just("initial"), st.integers(0, 5000))
+_SOCKET = st.tuples(st.just("socket"), st.integers(0, 1))
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=5),
+    st.lists(_RAISES | _INITIAL | _SOCKET, max_size=20),
+)
+async def test_all_is_sent_in_order_however_windows_are_raised(
+    sizes: list[int], changes: list[tuple[int | str, int]]
+) -> None:
+    peer = Peer()
+    peer.send(frames.PREFACE, frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 0}))
+    expected = {}
+    for stream in (1, 3, 5):
+        messages = [bytes([stream]) * size for size in sizes]
+        peer.send(peer.headers(stream), *(data(message, stream) for message in messages))
+        peer.send(frames.pack_frame(frames.DATA, frames.END_STREAM, stream))
+        expected[stream] = b"".join(map(pack_message, messages))
+    await peer.received()
+    sent = dict.fromkeys(expected, b"")
+    final = [("socket", 1), ("initial", 2**20), (0, 2**20)]
+    for where, amount in [*changes, *final]:
+        if where == "initial":
+            peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: amount}))
+        elif where == "socket":
+            (peer.connection.resume_writing if amount else peer.connection.pause_writing)()
+        else:
+            peer.send(frames.pack_window_update(int(where), amount))
+        for _ in sizes:
+            for one in await peer.received():
+                if one.kind == frames.DATA:
+                    sent[one.stream] += one.payload
+    assert sent == expected
+    await peer.close()
+
+
 async def test_the_window_of_the_connection_bounds_all_streams(peer: Peer) -> None:
     peer.send(*(peer.headers(1 + 2 * number) for number in range(80)))
     peer.send(*(data(bytes(995), 1 + 2 * number) for number in range(80)))
