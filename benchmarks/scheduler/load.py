@@ -16,6 +16,7 @@ from benchmarks.scheduler import control
 from benchmarks.scheduler.placement import PlacedShards
 from benchmarks.scheduler.shard_stream import ShardStream
 from benchmarks.scheduler.workload import Request, Workload, requests
+from quire.internal.v1 import scheduler_pb2
 
 
 class Load:
@@ -64,6 +65,7 @@ class Load:
             "state_bytes": sum(stream.num_state_bytes for stream in streams),
             # By stream: tokens and their last arrival; requests, and the seconds they have lived.
             "tokens_of": [(stream.num_tokens, stream.tokens_at_s) for stream in streams],
+            "moved": sum(stream.num_moved for stream in streams),
             "submitted": [stream.num_submitted for stream in streams],
             "live_s": [stream.live_s for stream in streams],
             "failures": [failure for stream in streams for failure in stream.failures][:3],
@@ -73,7 +75,7 @@ class Load:
         self._num_gateways = num_gateways
         # Those of the first gateway, of the second one, ...
         self._streams = [
-            ShardStream(address, shard, self._submit, gateway)
+            ShardStream(address, shard, self._submit, self._mover(gateway), gateway)
             for gateway in range(num_gateways)
             for shard, address in enumerate(leaders)
         ]
@@ -90,6 +92,15 @@ class Load:
             gateways = cycle(range(self._num_gateways))
             self._shard_of = lambda _: next(order) + next(gateways) * len(shares)
         self._submit(workload.concurrency)
+
+    def _mover(self, gateway: int) -> Callable[[scheduler_pb2.Submission, int], None]:
+        """Passes a gateway's requests on to the shards that have taken them."""
+
+        def move(submission: scheduler_pb2.Submission, shard: int) -> None:
+            num_shards = len(self._streams) // self._num_gateways
+            self._streams[gateway * num_shards + shard].submit(submission)
+
+        return move
 
     def _submit(self, count: int) -> None:
         """Submit the next requests, as many as have ended."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import grpc
+from google.rpc import error_details_pb2
 
 from benchmarks.scheduler.workload import Request
 from quire.internal.v1 import scheduler_pb2
@@ -22,13 +23,23 @@ class ShardStream:
     """Submits requests and counts what comes back."""
 
     def __init__(
-        self, address: str, shard: int, on_over: Callable[[int], object], gateway: int = 0
+        self,
+        address: str,
+        shard: int,
+        on_over: Callable[[int], object],
+        on_moved: Callable[[scheduler_pb2.Submission, int], None],
+        gateway: int = 0,
     ) -> None:
-        """`on_over` is called with the number of requests that have just ended."""
+        """`on_over` is called with the number of requests that have just ended, `on_moved` with the
+        submission of one that another shard has now, and that shard."""
         self.is_ready = False
         self.num_submitted = 0
         self.num_accepted = 0
+        # With a first token.
+        self.num_started = 0
         self.num_ended = 0
+        # Requests that another shard has taken while they waited.
+        self.num_moved = 0
         # The number of live requests, over time: seconds of all of them.
         self.live_s = 0.0
         self._counted_s = time.monotonic()
@@ -46,6 +57,7 @@ class ShardStream:
         self._shard = shard
         self._gateway = gateway
         self._on_over = on_over
+        self._on_moved = on_moved
         channel = grpc.aio.insecure_channel(
             address, options=channel_options(INTERNAL_MESSAGE_BYTES)
         )
@@ -54,20 +66,18 @@ class ShardStream:
             request_serializer=scheduler_pb2.ConnectRequest.SerializeToString,
             response_deserializer=self._parse,
         )
-        self._queue: list[Request] = []
+        self._queue: list[Request | scheduler_pb2.Submission] = []
+        # What was submitted and has no token yet, by attachment.
+        self._waiting: dict[int, scheduler_pb2.Submission] = {}
         self._wanted = asyncio.Event()
-        self._started: set[int] = set()
         self._next_attachment = 1
 
     @property
-    def num_started(self) -> int:
-        return len(self._started)
-
-    @property
     def num_live(self) -> int:
-        return self.num_submitted - self.num_ended
+        return self.num_submitted - self.num_ended - self.num_moved
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request | scheduler_pb2.Submission) -> None:
+        """Submit a new request, or one that this shard has taken from another one."""
         self._count_live()
         self._queue.append(request)
         self.num_submitted += 1
@@ -105,8 +115,20 @@ class ShardStream:
             submissions = [self._submission(request) for request in batch]
             await call.write(scheduler_pb2.ConnectRequest(submissions=submissions))
 
-    def _submission(self, request: Request) -> scheduler_pb2.Submission:
+    def _submission(self, request: Request | scheduler_pb2.Submission) -> scheduler_pb2.Submission:
         attachment, self._next_attachment = self._next_attachment, self._next_attachment + 1
+        submission = self._new_submission(request, attachment)
+        self._waiting[attachment] = submission
+        return submission
+
+    def _new_submission(
+        self, request: Request | scheduler_pb2.Submission, attachment: int
+    ) -> scheduler_pb2.Submission:
+        if isinstance(request, scheduler_pb2.Submission):
+            moved = scheduler_pb2.Submission()
+            moved.CopyFrom(request)
+            moved.attachment, moved.again = attachment, True
+            return moved
         return scheduler_pb2.Submission(
             attachment=attachment,
             request_id=f"request-{self._gateway}-{self._shard}-{attachment}",
@@ -132,17 +154,40 @@ class ShardStream:
         if num_tokens := len(frame.deltas.token_ids):
             self.num_tokens += num_tokens
             self.tokens_at_s = time.monotonic()
-        if len(self._started) < self._next_attachment - 1:
-            self._started.update(frame.deltas.attachments)
-        self.failures += [failure.message for failure in frame.failures]
-        num_over = len(frame.choice_ends) + len(frame.failures)
+        if self._waiting:
+            for attachment in self._waiting.keys() & set(frame.deltas.attachments):
+                del self._waiting[attachment]
+                self.num_started += 1
+        num_moved = sum(map(self._follow, frame.failures))
+        num_over = len(frame.choice_ends) + len(frame.failures) - num_moved
         if num_over:
             self._count_live()
             self.num_ended += num_over
             self._on_over(num_over)
+
+    def _follow(self, failure: scheduler_pb2.RequestFailure) -> bool:
+        """Pass a request on to the shard that has it now; False if it has failed."""
+        shard = _named_shard(failure)
+        submission = self._waiting.pop(failure.attachment, None)
+        if shard is None or submission is None:
+            self.failures.append(failure.message)
+            return False
+        self._count_live()
+        self.num_moved += 1
+        self._on_moved(submission, shard)
+        return True
 
     def _count_live(self) -> None:
         """Call it before their number changes."""
         now_s = time.monotonic()
         self.live_s += self.num_live * (now_s - self._counted_s)
         self._counted_s = now_s
+
+
+def _named_shard(failure: scheduler_pb2.RequestFailure) -> int | None:
+    """The shard that has a request now; None for any other failure."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in failure.details:
+        if detail.Unpack(info) and info.reason == "OTHER_SHARD":
+            return int(info.metadata["shard"])
+    return None

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
 
 from benchmarks.scheduler.fleet import Fleet, FleetSetting, read_owners
+from benchmarks.scheduler.workload import Workload
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.store.cluster import ClusterStore
@@ -50,3 +52,14 @@ def test_a_fleet_is_led_as_its_map_says() -> None:
         view = fleet.view
         assert [shard.leader for shard in view.shards] == read_owners(fleet.redis)
         assert len(view.leaders) == 2
+
+
+def test_requests_that_move_to_another_shard_are_followed() -> None:
+    setting = FleetSetting(num_workers=2, num_shards=2, num_schedulers=2, model=_MODEL)
+    workload = Workload(num_requests=8, concurrency=8, prompt_tokens=(8, 8), output_tokens=(56, 56))
+    with Fleet(replace(setting, model={**_MODEL, "step_ms": 100.0})) as fleet:
+        # All to a shard with four rows.
+        fleet.run(workload, [1, 0])
+        found = fleet.wait_for("started", 8, 30.0)
+        assert found["moved"] == 4
+        assert fleet.wait_for("ended", 8, 30.0)["tokens"] == 8 * 56
