@@ -15,6 +15,7 @@ from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.process import Process
 from scheduler_svc.store.store import Store
+from scheduler_svc.ticks import sleep_ticks
 
 # Minimum time between two announcements of the cluster's state.
 ANNOUNCE_S = 0.25
@@ -119,10 +120,13 @@ class Participation:
         often, since each of their leaders sends it."""
         membership, is_heard = self._membership, self._is_heard
         membership.listen(is_heard.set)
+        announced: list[ShardLoad] = []
         try:
             while True:
-                self._handler.announce_cluster(cluster_state(membership.loads))
-                await asyncio.sleep(ANNOUNCE_S * max(1.0, membership.map.num_shards / 16))
+                if announced != membership.loads:
+                    announced = membership.loads
+                    self._handler.announce_cluster(cluster_state(announced))
+                await sleep_ticks(ANNOUNCE_S * max(1.0, membership.map.num_shards / 16))
                 await is_heard.wait()
                 is_heard.clear()
         finally:

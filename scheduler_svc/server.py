@@ -33,6 +33,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.shard import Shard
 from scheduler_svc.store.cluster import ClusterStore
 from scheduler_svc.store.id_directory import IdDirectory
+from scheduler_svc.ticks import sleep_ticks
 
 log = structlog.get_logger()
 
@@ -149,8 +150,13 @@ class Scheduler:
     ) -> list[asyncio.Task[None]]:
         """Start the shards of the map, and those added to it, until the first signal."""
         has_changed = asyncio.Event()
-        process.membership.listen(has_changed.set)
         running: list[asyncio.Task[None]] = []
+
+        def check_number() -> None:
+            if process.membership.map.num_shards > len(running):
+                has_changed.set()
+
+        process.membership.listen(check_number)
         while not self._signals.drain.is_set():
             for number in range(len(running), process.membership.map.num_shards):
                 self.shards[number] = Shard(number, process, self._signals)
@@ -215,7 +221,7 @@ class Scheduler:
                     await self._health.passed(check)
                 else:
                     await self._health.failed(check, why_not)
-            await asyncio.sleep(FAILING_INTERVAL_S if any(checks.values()) else PASSING_INTERVAL_S)
+            await sleep_ticks(FAILING_INTERVAL_S if any(checks.values()) else PASSING_INTERVAL_S)
 
     def _checks(self) -> dict[str, str | None]:
         """The reason why each check fails; None if it passes. A scheduler works if it leads any

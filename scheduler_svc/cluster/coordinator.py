@@ -13,6 +13,7 @@ from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.store import Store
+from scheduler_svc.ticks import sleep_ticks
 
 log = structlog.get_logger()
 
@@ -70,7 +71,7 @@ class Coordinator:
                 is_written = True
             except StoreUnavailable:
                 is_written = False
-            await asyncio.sleep(HEARTBEAT_S)
+            await sleep_ticks(HEARTBEAT_S)
 
     async def _reach_new(self) -> None:
         """Connect to the schedulers that have not joined yet."""

@@ -4,6 +4,10 @@ import json
 from dataclasses import astuple, dataclass
 from typing import Self
 
+import structlog
+
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
@@ -35,3 +39,35 @@ class ShardLoad:
     def pack(self) -> bytes:
         """For Redis."""
         return json.dumps(astuple(self)).encode()
+
+
+class LoadCodec:
+    """Converts the loads of all shards, each when it has changed: most are the same in the next
+    heartbeat."""
+
+    def __init__(self) -> None:
+        # By shard, what was converted last.
+        self._parsed: dict[int, tuple[bytes, ShardLoad]] = {}
+        self._packed: dict[int, tuple[ShardLoad, bytes]] = {}
+
+    def parse(self, shard: int, packed: bytes) -> ShardLoad:
+        """A shard's load; an empty one if it cannot be read, which is logged once."""
+        known = self._parsed.get(shard)
+        if known is not None and known[0] == packed:
+            return known[1]
+        try:
+            load = ShardLoad.parse(packed)
+        except ValueError as error:
+            log.error("the load of a shard is not readable", shard=shard, why=str(error))
+            load = ShardLoad()
+        self._parsed[shard] = packed, load
+        return load
+
+    def pack(self, shard: int, load: ShardLoad) -> bytes:
+        """A shard's load, for Redis."""
+        known = self._packed.get(shard)
+        if known is not None and known[0] == load:
+            return known[1]
+        packed = load.pack()
+        self._packed[shard] = load, packed
+        return packed

@@ -27,6 +27,8 @@ class MapReader:
         self.problem: str | None = None
         # What could not be read last.
         self._unreadable: bytes | None = None
+        # What was read last, and the map in it: it is parsed when it changes.
+        self._last: tuple[bytes, ClusterMap] | None = None
 
     def read(self, packed: bytes | None, shards: Iterable[int]) -> None:
         """Take the map that Redis has; `shards` are those with a load."""
@@ -55,8 +57,12 @@ class MapReader:
         return is_newer
 
     def _parse(self, packed: bytes) -> ClusterMap | None:
+        if self._last is not None and self._last[0] == packed:
+            return self._last[1]
         try:
-            return ClusterMap.parse(packed)
+            parsed = ClusterMap.parse(packed)
+            self._last = packed, parsed
+            return parsed
         except ValueError as error:
             if packed != self._unreadable:
                 # Logged once, not at every heartbeat.

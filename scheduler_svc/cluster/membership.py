@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from scheduler_svc.cluster.cluster_map import ClusterMap, assign_owners
-from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.cluster.load import LoadCodec, ShardLoad
 from scheduler_svc.cluster.map_reader import MapReader
 from scheduler_svc.cluster.spread import weight
 from scheduler_svc.store.cluster import ClusterReading, ClusterStore
 from scheduler_svc.store.errors import StoreError
+from scheduler_svc.ticks import until_tick
 
 log = structlog.get_logger()
 
@@ -58,10 +59,15 @@ class Membership:
         # Until then absent schedulers count, by `clock`.
         self._returned_by = 0.0
         self._owners: Mapping[int, str] = {0: self.id}
+        # By shard, `_candidates`, as long as neither the members nor the map change.
+        self._known_candidates: dict[int, list[str]] = {}
+        self._candidates_map = self._owners_map = ClusterMap()
+        self._owners_members: Mapping[str, str] = {}
         self._loads: Mapping[int, ShardLoad] = {}
+        # `loads`, until the next reading.
+        self._listed: list[ShardLoad] = []
+        self._codec = LoadCodec()
         self._read_loads: dict[int, Callable[[], ShardLoad | None]] = {}
-        # By shard, a load that could not be read.
-        self._unreadable: dict[int, bytes] = {}
         # The last one, and when it was taken, by `clock`.
         self._reading: ClusterReading | None = None
         self._read_at = 0.0
@@ -86,7 +92,14 @@ class Membership:
     @property
     def loads(self) -> list[ShardLoad]:
         """The load of each shard; an empty one for a shard without a leader."""
-        return [self._loads.get(shard, ShardLoad()) for shard in range(self.map.num_shards)]
+        if len(self._listed) != self.map.num_shards:
+            empty = ShardLoad()
+            self._listed = [self._loads.get(shard, empty) for shard in range(self.map.num_shards)]
+        return self._listed
+
+    def leader_of(self, shard: int) -> str:
+        """The address of the shard's leader; empty if it has none."""
+        return self._loads[shard].leader if shard in self._loads else ""
 
     @property
     def map(self) -> ClusterMap:
@@ -149,14 +162,22 @@ class Membership:
     def _candidates(self, shard: int) -> list[str]:
         """The scheduler that should lead the shard by the map, while it runs, and `NUM_STANDBYS`
         others: the cost of standing by does not grow with the number of schedulers."""
+        if self._candidates_map is not self.map:
+            self._candidates_map = self.map
+            self._known_candidates.clear()
+        if (known := self._known_candidates.get(shard)) is not None:
+            return known
         named = self.map.owners.get(shard)
         others = sorted(
             (name for name in self._members if name != named),
             key=lambda name: weight(str(shard), name),
             reverse=True,
         )
-        standbys = others[:NUM_STANDBYS]
-        return [named, *standbys] if named is not None and named in self._members else standbys
+        found = others[:NUM_STANDBYS]
+        if named is not None and named in self._members:
+            found.insert(0, named)
+        self._known_candidates[shard] = found
+        return found
 
     def is_led(self, shard: int) -> bool:
         """Whether the shard's leader has just been heard of, so that its lease need not be read."""
@@ -210,6 +231,7 @@ class Membership:
 
     async def run(self) -> None:
         """Send heartbeats until cancelled; then leave."""
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 try:
@@ -222,14 +244,14 @@ class Membership:
                         log.warning("no heartbeat", why=self._why_silent)
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
+                    async with asyncio.timeout(until_tick(HEARTBEAT_S, loop.time())):
                         await self._wake.wait()
         finally:
             with contextlib.suppress(StoreError):
                 await self._beat("")
 
     async def _beat(self, address: str) -> ClusterReading:
-        loads = {shard: load.pack() for shard, load in self._own_loads().items()}
+        loads = {shard: self._codec.pack(shard, load) for shard, load in self._own_loads().items()}
         self._num_begun += 1
         number = self._num_begun
         reading = await self._store.beat(self.id, address, round(self._expiry_s * 1000), loads)
@@ -247,10 +269,11 @@ class Membership:
         self._find_members(reading)
         oldest_ms = reading.now_ms - self._expiry_s * 1000
         self._loads = {
-            shard: self._parse_load(shard, timed.value)
+            shard: self._codec.parse(shard, timed.value)
             for shard, timed in reading.loads.items()
             if timed.written_ms >= oldest_ms
         } | self._own_loads()
+        self._listed = []
         version = self.map.version
         self._maps.read(reading.packed_map, reading.loads)
         if self.map.version != version and self.is_known.is_set():
@@ -258,17 +281,6 @@ class Membership:
         if self._maps.problem is None:
             self.is_known.set()
         self._notify()
-
-    def _parse_load(self, shard: int, packed: bytes) -> ShardLoad:
-        """A shard's load; an empty one if it cannot be read."""
-        try:
-            return ShardLoad.parse(packed)
-        except ValueError as error:
-            if self._unreadable.get(shard) != packed:
-                # Logged once, not at every heartbeat.
-                self._unreadable[shard] = packed
-                log.error("the load of a shard is not readable", shard=shard, why=str(error))
-            return ShardLoad()
 
     def _is_disturbed(self, reading: ClusterReading) -> bool:
         """Whether since the last reading Redis was away, has lost writes, or has got another time:
@@ -298,15 +310,20 @@ class Membership:
             if ended_ms - reading.now_ms < self._expiry_s * 1000
             and any(address == other and at <= ended_ms for other, at in known.values())
         }
-        self._members = {
+        members = {
             name: address
             for name, (address, at) in known.items()
             if address and at > self._ended.get(address, 0)
         }
         if self._address:
-            self._members[self.id] = self._address
+            members[self.id] = self._address
+        if members != self._members:
+            self._members = members
+            self._known_candidates.clear()
 
     def _notify(self) -> None:
-        self._owners = assign_owners(self.map.num_shards, self._members, self.map.owners)
+        if self._owners_members is not self._members or self._owners_map is not self.map:
+            self._owners_members, self._owners_map = self._members, self.map
+            self._owners = assign_owners(self.map.num_shards, self._members, self.map.owners)
         for listener in list(self._listeners):
             listener()

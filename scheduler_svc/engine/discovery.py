@@ -21,6 +21,7 @@ from scheduler_svc.lane.worker_stream import LaneLost, WorkerInfo, WorkerStream
 from scheduler_svc.store.errors import PoolFault, StoreUnavailable, WrongStep
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.store import Store
+from scheduler_svc.ticks import until_tick
 
 log = structlog.get_logger()
 
@@ -122,7 +123,7 @@ class Discovery:
 
     async def _wait(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CHECK_S):
+            async with asyncio.timeout(until_tick(CHECK_S, asyncio.get_running_loop().time())):
                 await self._wake.wait()
 
     @property

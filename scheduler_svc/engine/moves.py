@@ -20,6 +20,7 @@ from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.inbox import Moved
 from scheduler_svc.store.requests import RecordOutcome, RequestKey
 from scheduler_svc.store.store import Store
+from scheduler_svc.ticks import sleep_ticks
 
 log = structlog.get_logger()
 
@@ -72,7 +73,7 @@ class Moves:
         """Move requests until cancelled. Errors of the store but StoreUnavailable are raised."""
         taken_at = -math.inf
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await sleep_ticks(HEARTBEAT_S)
             now = asyncio.get_running_loop().time()
             try:
                 if self._others_wait() or now - taken_at > LOOK_S:

@@ -18,6 +18,7 @@ from scheduler_svc.core.limits import Usage
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.store.cluster import ClusterStore
 from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.ticks import until_tick
 
 log = structlog.get_logger()
 
@@ -125,7 +126,7 @@ class TenantExchange:
                         await self.exchange()
                 await asyncio.sleep(GAP_S)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SCARCE_S if self._is_scarce else EXCHANGE_S):
+                    async with asyncio.timeout(self._interval_s()):
                         await self._is_due.wait()
         finally:
             self._membership.stop_listening(self._on_heartbeat)
@@ -134,6 +135,11 @@ class TenantExchange:
     def _is_scarce(self) -> bool:
         """Whether another shard has just asked for what is not used any more."""
         return self._clock() < self._is_scarce_until
+
+    def _interval_s(self) -> float:
+        """The time until the next exchange."""
+        now_s = asyncio.get_running_loop().time()
+        return SCARCE_S if self._is_scarce else until_tick(EXCHANGE_S, now_s)
 
     def _on_heartbeat(self) -> None:
         """Give up what is not used as soon as another shard asks for it."""
@@ -228,7 +234,9 @@ class TenantExchange:
 
     def _report(self) -> Report:
         engine = self._engine
-        engine.count_output()
+        if engine.shares.has_tenants:
+            # Otherwise no limit and no share depends on it.
+            engine.count_output()
         now = self._clock()
         since_s, self._reported_at = max(now - self._reported_at, 1e-3), now
         usages = engine.quotas.report(

@@ -1,6 +1,5 @@
 """Stores what the next leader has to know of the tenants, once a second if it has changed."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from scheduler_svc.core.tenants import TenantsState
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.store import Store
+from scheduler_svc.ticks import sleep_ticks
 
 log = structlog.get_logger()
 
@@ -32,7 +32,7 @@ class TenantWriter:
     async def run(self) -> None:
         """Write until cancelled. A failed write is made up for by the next one."""
         while True:
-            await asyncio.sleep(WRITE_INTERVAL_S)
+            await sleep_ticks(WRITE_INTERVAL_S)
             with suppress(StoreUnavailable):
                 await self.write()
 

@@ -16,6 +16,7 @@ from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS, TLSError, open_aio_channel
 from scheduler_svc.http2.call import CallEnded, StreamCall
 from scheduler_svc.http2.connect import authority, connect
+from scheduler_svc.ticks import sleep_ticks
 
 _EXECUTE = "/quire.internal.v1.WorkerService/Execute"
 OPEN_TIMEOUT_S = 5.0
@@ -173,7 +174,7 @@ class WorkerStream:
         result was sent; None without one."""
         while self.lost is None:
             before = time.monotonic()
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await sleep_ticks(WATCH_INTERVAL_S)
             now = time.monotonic()
             silent_s = now - self._last_message_at
             if now - before > WATCH_INTERVAL_S + SILENCE_S / 2:

@@ -6,6 +6,7 @@ import time
 
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.leadership import LeaseStore
+from scheduler_svc.ticks import sleep_ticks
 
 # Fractions of the lease: the interval between renewals, and the time after a renewal for which it
 # is certain that no other scheduler leads. The rest allows for clock drift and output in transit.
@@ -60,7 +61,7 @@ class Lease:
         LeadershipLost if the lease itself is lost)."""
         while True:
             await self._renew()
-            await asyncio.sleep(self._interval_s)
+            await sleep_ticks(self._interval_s)
 
     async def _renew(self) -> None:
         started_at = time.monotonic()

@@ -14,10 +14,14 @@ from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.leadership.leader_watch import LeaderWatch
 from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
 from scheduler_svc.store.leadership import Leadership, LeaseStore, StoredLeader
+from scheduler_svc.ticks import until_tick
 
 log = structlog.get_logger()
 
 TRY_INTERVAL_S = 0.25
+# While the end of the leader would be noticed, or others stand by, only the loss of Redis is looked
+# for: it ends the heartbeats, which report everything else.
+LOOK_INTERVAL_S = 0.5
 # A lease that is free is left for so long to the scheduler that should lead, which may have started
 # just now and learn only by its next attempt that the lease is free.
 YIELD_S = TRY_INTERVAL_S
@@ -52,7 +56,9 @@ class Standby:
         self._has_seen_leader = False
         self._has_lost_redis = False
         self._watch = LeaderWatch(peer_tls, self._on_lost)
-        # The leader that has ended last, and the event that another one has.
+        # It sleeps for longer, since it is not needed.
+        self._is_looking = False
+        # The leader that has ended last, and the event that another one has, or this is needed.
         self._lost_leader: StoredLeader | None = None
         self._is_lost = asyncio.Event()
 
@@ -64,23 +70,43 @@ class Standby:
     async def acquire(self) -> Leadership:
         """Wait until the lease is acquired."""
         self._free_since = None
+        membership = self._membership
+        membership.listen(self._check_need)
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 self._is_lost.clear()
                 leadership = None
-                if not self._membership.is_candidate(self._shard):
+                if not membership.is_candidate(self._shard):
                     self._leave_to_others()
-                elif not (self._watch.is_watching and self._membership.is_led(self._shard)):
-                    # Otherwise the end of either would be noticed.
+                elif self._is_needed:
                     leadership = await self._try_acquire()
                 if leadership is not None:
                     return leadership
-                is_known = self._membership.is_known
+                self._is_looking = not self._is_needed
+                interval_s = LOOK_INTERVAL_S if self._is_looking else TRY_INTERVAL_S
+                is_known = membership.is_known
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TRY_INTERVAL_S):
+                    async with asyncio.timeout(until_tick(interval_s, loop.time())):
                         await (self._is_lost if is_known.is_set() else is_known).wait()
         finally:
+            membership.stop_listening(self._check_need)
             self._watch.stop()
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the lease has to be read: otherwise the end of the leader would be noticed, or
+        others stand by."""
+        return self._membership.is_candidate(self._shard) and not (
+            self._watch.is_watching and self._membership.is_led(self._shard)
+        )
+
+    def _check_need(self) -> None:
+        """After a heartbeat, or a change of the map."""
+        if not self._membership.is_candidate(self._shard):
+            self.leader_address = self._membership.leader_of(self._shard)
+        elif self._is_looking and self._is_needed:
+            self._is_lost.set()
 
     async def reacquire(self) -> Leadership | None:
         """Acquire the lease again after Redis lost writes; None if another scheduler leads."""
@@ -125,7 +151,7 @@ class Standby:
     def _leave_to_others(self) -> None:
         """Learn of the leader from the others: enough schedulers stand by for this shard."""
         self._watch.stop()
-        self.leader_address = self._membership.loads[self._shard].leader
+        self.leader_address = self._membership.leader_of(self._shard)
         self.redis_error = None
 
     def _must_yield(self, leader: StoredLeader | None) -> bool:

@@ -351,6 +351,8 @@ def cluster_of(num_shards: int) -> SimpleNamespace:
 class Shares:
     """The counters of an engine, without the engine."""
 
+    has_tenants = True
+
     def __init__(self) -> None:
         self.counters = {"a": 0.0}
         self.own = 0.0
