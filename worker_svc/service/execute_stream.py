@@ -31,6 +31,7 @@ class ExecuteStream:
         self._runner = loaded.runner
         self._on_arrival = loaded.on_arrival
         self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
         self._last_step = 0
         self._has_work = False  # a plan with scheduled rows was received
         self._pending: set[Future[StepOutput | None]] = set()
@@ -68,7 +69,13 @@ class ExecuteStream:
         while (response := await self._responses.get()) is not None:
             if isinstance(response, RequestError):
                 raise response
+            self._sent_at = self._loop.time()
             yield response
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last response was sent."""
+        return self._loop.time() - self._sent_at
 
     def complete(self) -> None:
         """End the stream after the last result; no plan follows."""

@@ -223,10 +223,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._shard = shard
 
     async def _send_heartbeats(self, stream: ExecuteStream) -> None:
-        """Continue during a step, so a worker with a long step is not taken for dead."""
+        """Continue during a step, so a worker with a long step is not taken for dead. Where steps
+        are short, their results are enough."""
         while True:
-            await asyncio.sleep(_HEARTBEAT_S)
-            stream.send(self._heartbeat())
+            await asyncio.sleep(max(0.0, _HEARTBEAT_S - stream.silent_s))
+            if stream.silent_s >= _HEARTBEAT_S:
+                stream.send(self._heartbeat())
+                await asyncio.sleep(_HEARTBEAT_S)
 
     def _heartbeat(self) -> worker_pb2.ExecuteResponse:
         heartbeat = worker_pb2.Heartbeat(
