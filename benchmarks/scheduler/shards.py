@@ -136,7 +136,7 @@ def rate(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]]
     )
 
 
-def per_step(found: Sequence[Window]) -> dict[str, Cell]:
+def per_step(found: Sequence[Window], num_workers: int) -> dict[str, Cell]:
     """Medians over windows, per step of one worker."""
     every = [window.used for window in found]
 
@@ -158,9 +158,16 @@ def per_step(found: Sequence[Window]) -> dict[str, Cell]:
         "frame_bytes": middle("frame_bytes"),
         "worker_messages": middle("worker_messages"),
         "worker_bytes": middle("worker_bytes"),
-        "worker_step_ms": middle("busy_ns") / 1e6,
+        "worker_step_ms": median(step_ms(one.used, num_workers) for one in found),
         "cores": cores,
     }
+
+
+def step_ms(used: Counters, num_workers: int) -> float:
+    """The duration of a step, from the share of their time in which the workers had a plan: lanes
+    record the time of several steps together, and those of a window's ends are not in it."""
+    busy_s = num_workers * used.at_s * used.busy_ns / (used.busy_ns + used.idle_ns)
+    return 1000 * busy_s / used.num_steps
 
 
 def _case(row: dict[str, Cell]) -> Case:
@@ -182,7 +189,7 @@ def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
     )
     with Fleet(setting) as fleet:
         filled(fleet, int(model["max_model_len"]) - _PROMPT_TOKENS[1])
-        figures = per_step(windows(fleet, effort))
+        figures = per_step(windows(fleet, effort), num_workers)
     ideal = num_workers * _NUM_ROWS * 1000 / _STEP_MS
     return {
         "shards": case.num_shards,

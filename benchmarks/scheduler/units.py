@@ -80,7 +80,7 @@ def _step(effort: Effort, num_gateways: int) -> dict[str, Cell]:
     )
     with Fleet(setting) as fleet:
         filled(fleet, int(model["max_model_len"]) - 48)
-        return per_step(windows(fleet, effort))
+        return per_step(windows(fleet, effort), _NUM_WORKERS)
 
 
 def _frame(one: dict[str, Cell], several: dict[str, Cell]) -> dict[str, Cell]:
@@ -167,7 +167,7 @@ def _request(effort: Effort, step: dict[str, Cell]) -> dict[str, Cell]:
 def _beyond(found: Sequence[Window], step: dict[str, Cell]) -> dict[str, Cell]:
     """What was used beyond the steps, per request that has ended."""
     [one] = found
-    used = per_step(found)
+    used = per_step(found, _NUM_WORKERS)
     per_request = one.used.num_steps / one.used.num_ended
     keys = ("scheduler_ms", "redis_ms", "redis_calls", "redis_bytes", "worker_bytes")
     return {key: (float(used[key] or 0) - float(step[key] or 0)) * per_request for key in keys}

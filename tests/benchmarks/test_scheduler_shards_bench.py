@@ -1,9 +1,12 @@
 """Parts of the scheduler's benchmark that measure shards: cases, targets, kept rows."""
 
+from dataclasses import fields
+
 import pytest
 
 from benchmarks.report import Cell
-from benchmarks.scheduler.shards import CASES, Case, rate, shards, targets
+from benchmarks.scheduler.fleet import Counters
+from benchmarks.scheduler.shards import CASES, Case, rate, shards, step_ms, targets
 from benchmarks.scheduler.throughput import Effort
 
 
@@ -50,3 +53,13 @@ def test_rates_are_those_between_the_last_tokens_of_each_stream() -> None:
     before = [(0, 10.0), (100, 10.5), (7, 3.0)]
     after = [(512, 12.0), (356, 11.5), (7, 3.0)]
     assert rate(before, after) == 256 + 256
+
+
+def test_a_step_s_duration_does_not_depend_on_what_lanes_have_recorded() -> None:
+    # Ten steps of each of two workers in two seconds; of eight of them the time is recorded.
+    counts = {field.name: 0 for field in fields(Counters)}
+    idle_ns, busy_ns = 8 * 10_000_000, 8 * 190_000_000
+    used = Counters(
+        **{**counts, "at_s": 2, "num_steps": 20, "idle_ns": idle_ns, "busy_ns": busy_ns}
+    )
+    assert step_ms(used, 2) == pytest.approx(190)
