@@ -313,11 +313,11 @@ def test_weights_are_counted_in_their_own_width(tmp_path):
     assert quire_weight_bytes(TYPED, "float32") == 4 * parameters
     assert quire_weight_bytes(TYPED, "bf16") == 2 * parameters
     # 28 layers with 12,288 outputs, and the output layer, which has 8 bits in both.
-    head = 151_936 * (1024 + 4)
-    assert quire_weight_bytes(TYPED, "int8") == parameters + 4 * (28 * 12_288 + 151_936)
+    head = 151_936 * (1024 + 8)
+    assert quire_weight_bytes(TYPED, "int8") == parameters + 8 * (28 * 12_288 + 151_936)
     layers = parameters - 151_936 * 1024
-    # Half a byte, and 8 bytes per 128 weights.
-    assert quire_weight_bytes(TYPED, "int4") == head + layers * 9 // 16
+    # Half a byte, and 4 bytes per 128 weights.
+    assert quire_weight_bytes(TYPED, "int4") == head + layers * 17 // 32
     (tmp_path / "model.safetensors").write_bytes(bytes(3))
     (tmp_path / "tokenizer.json").write_bytes(bytes(50))
     assert weight_bytes(tmp_path) == weight_bytes(tmp_path / "model.safetensors") == 3

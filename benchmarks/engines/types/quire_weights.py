@@ -6,10 +6,9 @@ from benchmarks.engines.types.variants import BFLOAT16, FLOAT32, INT4, INT8
 _BITS = {FLOAT32: 32, BFLOAT16: 16, INT8: 8, INT4: 4}
 # Of the output layer, which is tied to the embeddings.
 _HEAD_BITS = {FLOAT32: 32, BFLOAT16: 16, INT8: 8, INT4: 8}
-# A weight of 4 bits has a scale and an offset per group of so many inputs, one of 8 bits a scale
-# per output; all are float32.
+# A scale and an offset: of each group of so many inputs in float16 with 4 bits, of each output in
+# float32 with 8 bits.
 _GROUP = 128
-_SCALE_BYTES = 4
 
 
 def quire_weight_bytes(shape: Shape, kind: str) -> int:
@@ -20,8 +19,8 @@ def quire_weight_bytes(shape: Shape, kind: str) -> int:
 
 
 def _bytes(num_inputs: int, num_outputs: int, bits: int) -> int:
-    scales = {8: 1, 4: 2 * num_inputs // _GROUP}.get(bits, 0)
-    return num_outputs * (num_inputs * bits // 8 + scales * _SCALE_BYTES)
+    scale_bytes = {8: 2 * 4, 4: 2 * 2 * num_inputs // _GROUP}.get(bits, 0)
+    return num_outputs * (num_inputs * bits // 8 + scale_bytes)
 
 
 def pool_bytes(shape: Shape, kind: str) -> int:
