@@ -1,7 +1,7 @@
 """The addresses that products prefetch while they multiply."""
 
 import pytest
-from kernel_internals import prefetched
+from kernel_internals import prefetched, prefetched_ahead
 
 from kernels.dispatch import cpp_implementations
 
@@ -103,3 +103,17 @@ def test_large_next_panels_are_not_prefetched() -> None:
 
 def test_without_next_panels_nothing_is_prefetched() -> None:
     assert prefetched_lines(512, 6, next_panels=0) == {OWN: {0}}
+
+
+@pytest.mark.parametrize("num_steps", [1, 63, 512, 1536])
+def test_a_tile_that_prefetches_what_it_reads_goes_on_with_the_next_panel(num_steps: int) -> None:
+    num_bytes = num_steps * 128
+    numbers = prefetched_ahead(num_steps, OWN, num_bytes, NEXT)
+    spans = list(zip([0, *numbers[::3]], numbers[::3], numbers[1::3], numbers[2::3], strict=False))
+    found = [due + i * step for begin, end, due, step in spans for i in range(end - begin)]
+    ahead = min(num_bytes, SHORT_DISTANCE)
+    assert found == [*range(OWN + ahead, OWN + num_bytes, 128), *range(NEXT, NEXT + ahead, 128)]
+
+
+def test_without_a_next_panel_a_tile_prefetches_what_is_adjacent() -> None:
+    assert prefetched_ahead(512, OWN, 512 * 128, 0) == [512, OWN + SHORT_DISTANCE, 128]

@@ -165,6 +165,24 @@ def test_columns_are_permuted(
     assert packed.is_like(PackedWeight.of_quantized(weight, implementation, dtype))
 
 
+@pytest.mark.parametrize(("bits", "largest"), [(8, 1 << 16), (4, 1 << 17)])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_sums_of_the_largest_group_do_not_overflow(
+    implementation: Implementation, bits: Bits, largest: int, num_rows: int
+) -> None:
+    def weight(num_inputs: int) -> PackedWeight:
+        values = torch.full((1, num_inputs), 2**bits - 1, dtype=torch.uint8)
+        ones = torch.ones(1, 1)
+        quantized = QuantizedWeight(values, bits, ones, 0 * ones, num_inputs, int8_activations=True)
+        return PackedWeight.of_quantized(quantized, implementation, torch.float32)
+
+    result = linear(torch.full((num_rows, largest), -1.0), weight(largest))
+    expected = torch.full((num_rows, 1), -float(largest * (2**bits - 1)))
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)
+    with pytest.raises(RuntimeError, match=f"a group has at most {largest} inputs"):
+        weight(2 * largest)
+
+
 @pytest.mark.parametrize("integers", [True, False], ids=["int8-rows", "wide-rows"])
 @pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 128)])
 def test_a_row_s_result_is_the_same_in_every_batch(

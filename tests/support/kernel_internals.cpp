@@ -66,4 +66,21 @@ int64_t prefetched(int64_t num_inputs, int64_t num_tiles, const int64_t* own, in
   return written - out;
 }
 
+// What a tile prefetches that reads a panel and then `following` (0: none): the spans up to the last
+// step, as above.
+int64_t prefetched_ahead(int64_t num_steps, int64_t panel, int64_t panel_bytes, int64_t following,
+                         int64_t* out) {
+  quire::linear::LinearCall call{};
+  call.panels = {at(panel), nullptr, panel_bytes};
+  const auto schedule =
+      quire::linear::Prefetcher(call, 1, num_steps).ahead(at(panel), at(following));
+  int64_t *written = out, end = 0;
+  for (const auto& span : schedule.spans) {
+    if (end == num_steps) break;
+    end = span.end;
+    written = append(written, {end, reinterpret_cast<int64_t>(span.due), span.step});
+  }
+  return written - out;
+}
+
 }  // extern "C"

@@ -53,6 +53,11 @@ def prefetched(
     )
 
 
+def prefetched_ahead(num_steps: int, panel: int, panel_bytes: int, following: int) -> list[int]:
+    """The spans of a tile that prefetches what it reads, as in `kernel_internals.cpp`."""
+    return _numbers("prefetched_ahead", num_steps, panel, panel_bytes, following)
+
+
 def _numbers(name: str, *arguments: int | Sequence[int]) -> list[int]:
     """The numbers that a function writes to its last argument."""
     out = (c_int64 * _MOST_NUMBERS)()

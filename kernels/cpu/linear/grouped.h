@@ -22,8 +22,12 @@ struct RowLayout {
 // Rows that are computed together: sums of a group and of all groups take 24 of 32 registers.
 constexpr int kGroupedRows = 6;
 
+// Whether tiles of few rows prefetch what they read. The processors differ: some keep up with such
+// tiles by themselves, and lose time by it.
+enum class FewRows { kPlain, kPrefetch };
+
 // Writes the sums of kRows rows and a panel.
-template <int kRows, typename Step>
+template <int kRows, typename Step, FewRows kFew>
 static void multiply_groups(const char* rows, const Quantization& quantization, const char* panel,
                             const PrefetchSchedule& prefetch, float* out) {
   const RowLayout layout(quantization, Step::kNumberBytes);
@@ -46,21 +50,35 @@ static void multiply_groups(const char* rows, const Quantization& quantization, 
       row += Step::kInputs * Step::kNumberBytes;
       panel += 2 * sizeof(Ints);
     };
-    if constexpr (kRows <= kFewRows) {
+    if constexpr (kRows <= kFewRows && kFew == FewRows::kPlain) {
 #pragma GCC unroll 4
       for (int64_t step = 0; step < group_steps; ++step) add();
     } else {
+      // Few rows prefetch exactly the lines that they read, a distance ahead.
+      if constexpr (kRows <= kFewRows) {
+        for (int64_t line = 0; line < scales_bytes; line += kLine) prefetch_line(due + line);
+        due += scales_bytes;
+      }
       for (int64_t step = 0; step < group_steps;) {
         while (done == due_steps) {
           ++span;
           due = span->due, due_step = span->step, due_steps = span->end;
         }
         const int64_t count = std::min(group_steps - step, due_steps - done);
-        for (int64_t i = 0; i < count; ++i, due += due_step) {
-          prefetch_line(due);
-          if (due_step > kLine) prefetch_line(due + kLine);
-          if (due_step > 2 * kLine) prefetch_line(due + 2 * kLine);
-          add();
+        if constexpr (kRows <= kFewRows) {
+#pragma GCC unroll 4
+          for (int64_t i = 0; i < count; ++i, due += 2 * kLine) {
+            prefetch_line(due);
+            prefetch_line(due + kLine);
+            add();
+          }
+        } else {
+          for (int64_t i = 0; i < count; ++i, due += due_step) {
+            prefetch_line(due);
+            if (due_step > kLine) prefetch_line(due + kLine);
+            if (due_step > 2 * kLine) prefetch_line(due + 2 * kLine);
+            add();
+          }
         }
         step += count, done += count;
       }
@@ -89,14 +107,19 @@ using MultiplyGroups = void (*)(const char*, const Quantization&, const char*,
                                 const PrefetchSchedule&, float*);
 
 // For 1 to kGroupedRows rows.
-template <typename Step, int... kFewer>
+template <typename Step, FewRows kFew, int... kFewer>
 static MultiplyGroups multiply_of(int64_t num_rows, std::integer_sequence<int, kFewer...>) {
-  static constexpr MultiplyGroups kTiles[] = {multiply_groups<1 + kFewer, Step>...};
+  static constexpr MultiplyGroups kTiles[] = {multiply_groups<1 + kFewer, Step, kFew>...};
   return kTiles[num_rows - 1];
 }
 
+template <typename Step, FewRows kFew>
+static MultiplyGroups multiply_of(int64_t num_rows) {
+  return multiply_of<Step, kFew>(num_rows, std::make_integer_sequence<int, kGroupedRows>());
+}
+
 // `Rows` converts rows, and chooses the step for a weight.
-template <typename Rows>
+template <typename Rows, FewRows kFew>
 class GroupedKernel {
  public:
   static constexpr int64_t kMostRows = kGroupedRows;
@@ -116,9 +139,11 @@ class GroupedKernel {
       const int64_t from = tiles_.begin_of(number), num_rows = tiles_.begin_of(number + 1) - from;
       if (pass.number == 0)
         prefetch_outputs(call_, chunk_.first_row + from, num_rows, pass.panel_number * kPanelWidth);
-      Rows::multiply_of(quantization.bits, num_rows)(
+      const bool few = kFew == FewRows::kPrefetch && num_rows <= kFewRows;
+      Rows::template multiply_of<kFew>(quantization.bits, num_rows)(
           rows_ + from * row_bytes_, quantization, pass.panel,
-          prefetcher_.schedule(pass.panel, pass.number, number, next, {}),
+          few ? prefetcher_.ahead(pass.panel, panel_after(pass, next))
+              : prefetcher_.schedule(pass.panel, pass.number, number, next, {}),
           pass.sums + from * kPanelWidth);
     }
   }
@@ -147,6 +172,12 @@ class GroupedKernel {
     return RowLayout(weight.quantization, Rows::kNumberBytes);
   }
 
+  // The panel that is read after that of a pass; null if there is none.
+  const char* panel_after(const Pass& pass, const Panels& next) const {
+    const char* const second = call_.panels.from(pass.panel_number).second;
+    return second && pass.number == 0 ? second : next.first;
+  }
+
   const LinearCall& call_;
   const Chunk& chunk_;
   const Tiles& tiles_;
@@ -155,14 +186,12 @@ class GroupedKernel {
   const Prefetcher prefetcher_;
 };
 
-template <typename Rows>
+template <typename Rows, FewRows kFew>
 constexpr Multiplier kMultiplier{kGroupedRows,
                                  kMostBlockRows,
-                                 GroupedKernel<Rows>::row_bytes,
-                                 GroupedKernel<Rows>::scratch_bytes,
-                                 GroupedKernel<Rows>::prepare,
-                                 multiply_blocked<GroupedKernel<Rows>>};
-
-constexpr auto kAllRows = std::make_integer_sequence<int, kGroupedRows>();
+                                 GroupedKernel<Rows, kFew>::row_bytes,
+                                 GroupedKernel<Rows, kFew>::scratch_bytes,
+                                 GroupedKernel<Rows, kFew>::prepare,
+                                 multiply_blocked<GroupedKernel<Rows, kFew>>};
 
 }  // namespace grouped

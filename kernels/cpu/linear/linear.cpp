@@ -122,6 +122,24 @@ std::vector<Panels> first_panels(const NextLinear& next, Format format, const Fu
   return first;
 }
 
+// What each thread reads first of the panels, as much as leaves room in its cache for what it reads
+// before. Many rows are limited by arithmetic instead.
+std::vector<Reads> first_reads(const LinearCall& call, const Tiling& tiling) {
+  constexpr int64_t kMostRows = 4, kMostBytes = 256 << 10;
+  if (call.num_rows > kMostRows) return {};
+  const int64_t most_bytes = std::min(kMostBytes, most_block_bytes()) / (call.panels.second ? 2 : 1);
+  std::vector<Reads> reads(at::get_num_threads());
+  const auto num_ranges = static_cast<int64_t>(reads.size());
+  const int64_t range_bytes = ceil_div(call.weight.num_panels, num_ranges) * call.panels.bytes;
+  for (int64_t range = 0; range < num_ranges; ++range) {
+    const int64_t panel = tiling.first_panel_of(range);
+    const Panels first = call.panels.from(panel);
+    const int64_t left_bytes = (call.weight.num_panels - panel) * first.bytes;
+    reads[range] = {first.first, first.second, std::min({range_bytes, left_bytes, most_bytes})};
+  }
+  return reads;
+}
+
 // A thread's memory for converted rows, kept while the thread has chunks of their block.
 class Scratch {
  public:
@@ -167,7 +185,7 @@ Stage multiply_stage(const LinearCall& call, const Tiling& tiling, std::vector<P
         call, chunk,
         scratch.with_rows_of(number, call, chunk.first_row, chunk.end_row, multiplier));
   };
-  return {tiling.num_chunks(), Stage::kRanges, std::move(work)};
+  return {tiling.num_chunks(), Stage::kRanges, std::move(work), 0, first_reads(call, tiling)};
 }
 
 void check_weight(const Weight& weight, const std::optional<Tensor>& bias, int64_t num_inputs,

@@ -17,10 +17,14 @@ constexpr Functions kFunctions{kPanelWidth, kPlain, &kConverting, nullptr, nullp
 #include "linear/nibbles.h"
 
 constexpr Functions kVnniFunctions{kPanelWidth, kPlain,  &kConverting, nullptr,
-                                   nullptr,     nullptr, &kIntegers};
-constexpr Functions kBFloat16Functions{
-    kPanelWidth, kPlain,    &kConverting, &bfloat16::kPaired, &bfloat16::kConvertingToPairs,
-    &kNibbles,   &kIntegers};
+                                   nullptr,     nullptr, &kIntegers<grouped::FewRows::kPlain>};
+constexpr Functions kBFloat16Functions{kPanelWidth,
+                                       kPlain,
+                                       &kConverting,
+                                       &bfloat16::kPaired,
+                                       &bfloat16::kConvertingToPairs,
+                                       &kNibbles<grouped::FewRows::kPlain>,
+                                       &kIntegers<grouped::FewRows::kPlain>};
 #endif
 
 #if defined(QUIRE_HAS_AMX) && QUIRE_LANES == 16
@@ -31,8 +35,13 @@ constexpr Functions kBFloat16Functions{
 #include "linear/amx/step.h"
 #include "linear/amx/multiply.h"
 
-// Panels of bfloat16 are paired by AMX itself.
-constexpr Functions kAmxFunctions{
-    kPanelWidth, amx::kPlain, &kConverting, nullptr, &bfloat16::kConvertingToPairs,
-    &kNibbles,   &kIntegers};
+// Panels of bfloat16 are paired by AMX itself. The processors that have it gain from prefetching for
+// few rows; without it a Zen 4 was measured to lose.
+constexpr Functions kAmxFunctions{kPanelWidth,
+                                  amx::kPlain,
+                                  &kConverting,
+                                  nullptr,
+                                  &bfloat16::kConvertingToPairs,
+                                  &kNibbles<grouped::FewRows::kPrefetch>,
+                                  &kIntegers<grouped::FewRows::kPrefetch>};
 #endif

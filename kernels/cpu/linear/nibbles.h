@@ -53,8 +53,9 @@ struct NibbleStep {
 struct BFloat16Rows {
   static constexpr int64_t kNumberBytes = NibbleStep::kNumberBytes;
 
+  template <grouped::FewRows kFew>
   static grouped::MultiplyGroups multiply_of(int64_t, int64_t num_rows) {
-    return grouped::multiply_of<NibbleStep>(num_rows, grouped::kAllRows);
+    return grouped::multiply_of<NibbleStep, kFew>(num_rows);
   }
 
   // The numbers are bfloat16 already.
@@ -81,4 +82,5 @@ struct BFloat16Rows {
 
 }  // namespace nibbles
 
-constexpr const Multiplier& kNibbles = grouped::kMultiplier<nibbles::BFloat16Rows>;
+template <grouped::FewRows kFew>
+constexpr const Multiplier& kNibbles = grouped::kMultiplier<nibbles::BFloat16Rows, kFew>;

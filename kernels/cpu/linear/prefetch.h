@@ -61,6 +61,16 @@ class Prefetcher {
                        panel);
   }
 
+  // The schedule for a tile that prefetches what it reads, a short distance ahead: the rest of its
+  // panel, then the first bytes of `following`, which is read afterwards. Null: of what is adjacent.
+  PrefetchSchedule ahead(const char* panel, const char* following) const {
+    const int64_t step = panel_bytes_ / num_steps_;
+    if (!following) return {{{num_steps_, panel + kShortDistance, step}}};
+    const int64_t bytes = std::min(panel_bytes_, kShortDistance);
+    const int64_t own_steps = num_steps_ * (panel_bytes_ - bytes) / panel_bytes_;
+    return {{{own_steps, panel + bytes, step}, {num_steps_, following, step}}};
+  }
+
  private:
   static constexpr int64_t kShortDistance = 8 << 10, kLargestPanel = 512 << 10;
   static constexpr int64_t kLargestPanelAhead = 48 << 10;

@@ -103,10 +103,10 @@ Tensor pack_quantized(const Tensor& values, int64_t bits, const Tensor& scales, 
                       bool int8_activations, bool has_half_scales, int64_t isa) {
   const int64_t num_outputs = values.size(0), num_inputs = values.size(1);
   // Sums of products of integers must not overflow.
-  constexpr int64_t kLargestGroup = 1 << 16;
+  const int64_t largest_group = int64_t{1} << (bits == 4 ? 17 : 16);
   TORCH_CHECK((bits == 4 || bits == 8) && group_size > 0 && num_inputs % group_size == 0,
               "weights have 4 or 8 bits, in groups that divide their inputs");
-  TORCH_CHECK(bits == 4 || group_size <= kLargestGroup, "a group has at most ", kLargestGroup, " inputs");
+  TORCH_CHECK(group_size <= largest_group, "a group has at most ", largest_group, " inputs");
   TORCH_CHECK(values.scalar_type() == at::kByte && values.is_contiguous(), "values must be dense bytes");
   for (const Tensor& one : {scales, offsets})
     TORCH_CHECK(one.scalar_type() == at::kFloat && one.is_contiguous() &&

@@ -121,6 +121,44 @@ class AllProgress {
   std::unique_ptr<std::atomic<uint8_t>[]> states_;
 };
 
+// What the threads fetch while they wait: the first reads of the next stage that has any.
+class ReadAhead {
+ public:
+  ReadAhead(const std::vector<Stage>& stages, int64_t num_threads)
+      : stages_(stages), readers_(stages.size()), places_(new Place[num_threads]) {
+    int64_t reader = kNone;
+    for (auto stage = static_cast<int64_t>(stages.size()); stage-- > 0;) {
+      readers_[stage] = reader;
+      if (!stages[stage].first_reads.empty()) reader = stage;
+    }
+  }
+
+  // Fetches a part of what a thread that waits for the end of a stage reads next.
+  void continue_at(int64_t stage, int64_t thread) {
+    const int64_t reader = readers_[stage];
+    if (reader == kNone) return;
+    Place& place = places_[thread];
+    if (place.reader != reader) place.reader = reader, place.done = 0;
+    const Reads& reads = stages_[reader].first_reads[thread];
+    const int64_t end = std::min(place.done + kBytesAtOnce, reads.bytes);
+    for (; place.done < end; place.done += kLineBytes) {
+      __builtin_prefetch(reads.first + place.done, 0, 2);
+      if (reads.second) __builtin_prefetch(reads.second + place.done, 0, 2);
+    }
+  }
+
+ private:
+  static constexpr int64_t kNone = -1, kBytesAtOnce = 512;
+
+  struct alignas(kLineBytes) Place {
+    int64_t reader = kNone, done = 0;
+  };
+
+  const std::vector<Stage>& stages_;
+  std::vector<int64_t> readers_;  // the next stage with first reads, by stage
+  const std::unique_ptr<Place[]> places_;
+};
+
 // One execution of all stages.
 class Execution {
  public:
@@ -129,7 +167,8 @@ class Execution {
         backup_(backup),
         num_threads_(num_threads),
         threads_(new ThreadState[num_threads]),
-        progress_(stages, num_threads) {}
+        progress_(stages, num_threads),
+        read_ahead_(stages, num_threads) {}
 
   // Executes all stages on one of the threads.
   void work(int64_t thread) {
@@ -199,10 +238,11 @@ class Execution {
     return ended_ns;
   }
 
-  // Waits until all chunks are done, and executes stragglers.
+  // Waits until all chunks are done, executes stragglers, and fetches what comes next.
   void wait_for_end(int64_t stage, int64_t thread) {
     SpinWait wait;
     while (!progress_[stage].is_done()) {
+      read_ahead_.continue_at(stage, thread);
       wait.spin_once();
       if (backup_ == Backup::kStragglers && wait.is_clock_due()) execute_stragglers(stage, thread);
     }
@@ -228,6 +268,7 @@ class Execution {
   const int64_t num_threads_;
   const std::unique_ptr<ThreadState[]> threads_;
   AllProgress progress_;
+  ReadAhead read_ahead_;
   std::atomic<bool> failed_{false};
   std::mutex error_mutex_;
   std::exception_ptr error_;

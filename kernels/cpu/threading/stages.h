@@ -14,6 +14,12 @@
 
 namespace quire {
 
+// Memory that a thread reads from its beginning on: one piece, or two of the same size alternately.
+struct Reads {
+  const char *first = nullptr, *second = nullptr;
+  int64_t bytes = 0;  // of a piece
+};
+
 // Chunks of work that can be executed in any order, in parallel.
 struct Stage {
   using Work = std::function<void(int64_t chunk)>;
@@ -29,6 +35,9 @@ struct Stage {
   // This stage overwrites memory of the first `num_must_be_idle` stages of the list. It begins when no
   // thread executes their chunks any more, stragglers included.
   int64_t num_must_be_idle = 0;
+  // What each thread reads first, or empty. A thread that waits for the end of an earlier stage fetches
+  // it into its second-level cache: otherwise memory would be idle.
+  std::vector<Reads> first_reads = {};
 };
 
 // Whether a straggler may be executed by two threads at the same time. Allowed if no stage changes a
