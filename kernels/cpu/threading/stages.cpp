@@ -20,7 +20,9 @@ constexpr int64_t kLineBytes = 64;
 constexpr int64_t kNoChunk = std::numeric_limits<int64_t>::max();
 // A chunk is overdue after twice the longest time that a chunk of this stage has taken, at least
 // kLeastOverdueNs; while none is done, after kFirstOverdueNs.
-constexpr int64_t kLeastOverdueNs = 30'000, kFirstOverdueNs = 300'000;
+constexpr int64_t kLeastOverdueNs = 12'000, kFirstOverdueNs = 300'000;
+// A thread that waits looks at all threads once in so many spins per thread, for stragglers.
+constexpr int64_t kSpinsPerThread = 8, kMostSpins = 64;
 
 // The first chunk of a thread's range, or of the queue, that has not begun.
 struct alignas(kLineBytes) Range {
@@ -240,11 +242,13 @@ class Execution {
 
   // Waits until all chunks are done, executes stragglers, and fetches what comes next.
   void wait_for_end(int64_t stage, int64_t thread) {
+    const int64_t spins_per_look = std::min(kMostSpins, kSpinsPerThread * num_threads_);
     SpinWait wait;
-    while (!progress_[stage].is_done()) {
+    for (int64_t spins = 1; !progress_[stage].is_done(); ++spins) {
       read_ahead_.continue_at(stage, thread);
       wait.spin_once();
-      if (backup_ == Backup::kStragglers && wait.is_clock_due()) execute_stragglers(stage, thread);
+      if (backup_ == Backup::kStragglers && spins % spins_per_look == 0)
+        execute_stragglers(stage, thread);
     }
   }
 
