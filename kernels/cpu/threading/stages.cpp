@@ -20,9 +20,9 @@ constexpr int64_t kLineBytes = 64;
 constexpr int64_t kNoChunk = std::numeric_limits<int64_t>::max();
 // A chunk is overdue after twice the longest time that a chunk of this stage has taken, at least
 // kLeastOverdueNs; while none is done, after kFirstOverdueNs.
-constexpr int64_t kLeastOverdueNs = 12'000, kFirstOverdueNs = 300'000;
+constexpr int64_t kLeastOverdueNs = 6'000, kFirstOverdueNs = 300'000;
 // A thread that waits looks at all threads once in so many spins per thread, for stragglers.
-constexpr int64_t kSpinsPerThread = 8, kMostSpins = 64;
+constexpr int64_t kSpinsPerThread = 2, kMostSpins = 64;
 
 // The first chunk of a thread's range, or of the queue, that has not begun.
 struct alignas(kLineBytes) Range {
