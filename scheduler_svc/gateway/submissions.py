@@ -13,7 +13,7 @@ from grpc import StatusCode
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed
 from quire.service.tracing.context import TraceContext
-from scheduler_svc.core.limits import COUNTS, Excess, PrincipalLimits, Reservation
+from scheduler_svc.core.limits import COUNTS, RATES, Excess, PrincipalLimits, Reservation
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import group_of
@@ -300,7 +300,10 @@ def _reservation_of(submission: _Submission) -> Reservation:
 
 def _limits_of(policy: scheduler_pb2.TenantPolicy) -> PrincipalLimits:
     given = {field.name: value for field, value in policy.ListFields()}
-    return PrincipalLimits(**{name: given[name] for name in given.keys() - _NO_LIMITS})
+    limits = {name: given[name] for name in given.keys() - _NO_LIMITS}
+    # A rate of 0 is never refilled; keys files have none.
+    rates = {name: max(1, limits[name]) for name in RATES if name in limits}
+    return PrincipalLimits(**{**limits, **rates})
 
 
 def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:

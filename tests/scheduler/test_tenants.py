@@ -285,6 +285,18 @@ async def test_rates_are_limited_with_a_time_to_retry(redis_url, sockets):
         assert again.is_whole
 
 
+async def test_a_rate_of_zero_ends_no_leader(redis_url, sockets):
+    tenant = TenantPolicy(weight=1, requests_per_minute=0, tokens_per_minute=0)
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        first = await submit(gateway, "t", request_id="1", tenant=tenant)
+        await until(lambda: first.is_ended, "its end")
+        second = await submit(gateway, "t", request_id="2", tenant=tenant)
+        assert await refusal(second) == (RESOURCE_EXHAUSTED, "REQUESTS_PER_MINUTE")
+        other = await submit(gateway, "u", request_id="3")
+        await until(lambda: other.is_ended, "its end")
+
+
 async def test_output_is_taken_from_the_rate_of_tokens(redis_url, sockets):
     tenant = TenantPolicy(weight=1, tokens_per_minute=30)
     async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
