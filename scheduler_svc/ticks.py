@@ -14,8 +14,8 @@ _PHASE_MS: Final = secrets.randbelow(_TICK_MS)
 
 
 async def sleep_ticks(interval_s: float) -> None:
-    """Sleep until the tick that is nearest to the interval's end, at least one; for an interval
-    shorter than a tick, exactly."""
+    """Sleep until the last tick within the interval: never for longer, because others count on it
+    that leases are tried and heartbeats sent in time. An interval shorter than a tick is exact."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(until_tick(interval_s, loop.time()))
 
@@ -26,5 +26,5 @@ def until_tick(interval_s: float, now_s: float) -> float:
     if interval_ms < _TICK_MS:
         return interval_s
     since_tick_ms = (round(1000 * now_s) - _PHASE_MS) % _TICK_MS
-    num_ticks = max(1, round((since_tick_ms + interval_ms) / _TICK_MS))
+    num_ticks = (since_tick_ms + interval_ms) // _TICK_MS
     return (num_ticks * _TICK_MS - since_tick_ms) / 1000
