@@ -130,12 +130,23 @@ class Terminal:
     def interrupt_prompt(self, text: str) -> None:
         """Send SIGINT until the text is shown: Python's readline misses a signal that arrives after
         it has printed the prompt and before it waits for input. Another one follows only after a
-        silence: it would interrupt the next prompt, and discard what is typed there."""
+        silence, because it may interrupt the next prompt."""
         while text not in self._shown:
             self.process.send_signal(signal.SIGINT)
             while text not in self._shown and select.select([self._terminal], [], [], 2.0)[0]:
                 self._read()
         self._shown = self._shown.partition(text)[2]
+
+    def say(self, text: str, response: str, notice: str) -> None:
+        """Type a line until the response is shown. An interrupt that was sent before discards it,
+        and shows the notice."""
+        self.type(text)
+        while response not in self._shown:
+            if notice in self._shown:
+                self._shown = self._shown.partition(notice)[2]
+                self.type(text)
+            self._read()
+        self._shown = self._shown.partition(response)[2]
 
     def _read(self) -> None:
         self._shown += os.read(self._terminal, 4096).decode().replace("\r\n", "\n")
@@ -161,10 +172,10 @@ def test_an_interrupt_ends_the_output_and_ctrl_d_the_program(terminal, server):
     terminal.expect("(stopped)")
     assert server.inference.released.wait(10)
     terminal.expect("> ")
-    terminal.interrupt_prompt("(Ctrl-D or /quit ends)")
+    notice = "(Ctrl-D or /quit ends)"
+    terminal.interrupt_prompt(notice)
     terminal.expect("> ")
-    terminal.type("on we go\n")
-    terminal.expect("ONWEGO\n> ")
+    terminal.say("on we go\n", "ONWEGO\n> ", notice)
     # The message that was stopped before any output is not sent again.
     assert sent(server, 1) == [("user", "on we go")]
     terminal.type("\x04")
