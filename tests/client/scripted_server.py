@@ -28,9 +28,10 @@ MAX_CALLS = 16
 
 class ScriptedInference(InferenceServiceServicer):
     """`bad` is refused (`bad later`: once a call hangs); `busy` and `full` return a time to
-    retry; `hang` ends only with its call; `barrier N` responds once N such calls run. The response
-    to other prompts is the prompt in capital letters, with each word repeated once more in each
-    further choice. Streams send choices word by word and end the last one first."""
+    retry; `hang` ends with its call, or when it is cancelled by its id; `barrier N` responds once N
+    such calls run. The response to other prompts is the prompt in capital letters, with each word
+    repeated once more in each further choice. Streams send choices word by word and end the last
+    one first."""
 
     def __init__(self) -> None:
         self.requests: list = []
@@ -39,6 +40,7 @@ class ScriptedInference(InferenceServiceServicer):
         self.hanging = threading.Event()
         self.released = threading.Event()
         self.cancelled_ids: list[str] = []
+        self._hanging_ids: set[str] = set()
         self.num_running = self.max_running = 0
         self._barriers: dict[int, threading.Barrier] = {}
         self._lock = threading.Lock()
@@ -96,6 +98,8 @@ class ScriptedInference(InferenceServiceServicer):
 
     def CancelGenerate(self, request, context):  # noqa: N802
         self.cancelled_ids.append(request.request_id)
+        if request.request_id in self._hanging_ids:
+            self.released.set()
         return inference_pb2.CancelGenerateResponse()
 
     def _follow(self, request, context) -> None:
@@ -124,6 +128,7 @@ class ScriptedInference(InferenceServiceServicer):
             case ["barrier", number]:
                 self._barrier(int(number)).wait()
             case ["hang"]:
+                self._hanging_ids.add(request.request_id)
                 context.add_callback(self.released.set)
                 self.hanging.set()
                 self.released.wait()

@@ -170,6 +170,7 @@ def test_an_interrupt_ends_the_output_and_ctrl_d_the_program(terminal, server):
     assert server.inference.hanging.wait(30)
     terminal.process.send_signal(signal.SIGINT)
     terminal.expect("(stopped)")
+    # By its call; or by its id, if the interrupt came before the client had the call.
     assert server.inference.released.wait(10)
     terminal.expect("> ")
     notice = "(Ctrl-D or /quit ends)"
