@@ -1,5 +1,6 @@
 """A real Redis for every test that wants one, and a look at what each leaves behind."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -42,6 +43,16 @@ structlog.configure(
         structlog.dev.ConsoleRenderer(colors=False),
     ]
 )
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests live to the end: no collection of garbage has to look at them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

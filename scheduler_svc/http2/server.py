@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import resource
 import ssl
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,12 @@ class _Refused(asyncio.Protocol):
         cast(asyncio.WriteTransport, transport).abort()
 
 
+def _half_of_files() -> int:
+    """Half of the number of files that this process may open."""
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if max_files == resource.RLIM_INFINITY else max_files // 2
+
+
 class Server(grpc.aio.Server):
     """Serves the handlers that are added to it as the server of grpc.aio does, but without
     compression, interceptors, and most methods of a handler's context."""
@@ -49,8 +56,7 @@ class Server(grpc.aio.Server):
         """`max_connections`: by default half of the files that the process may open; the others
         are for connections to other services."""
         self._max_message_bytes = max_message_bytes
-        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_connections = max_files // 2 if max_connections is None else max_connections
+        self._max_connections = _half_of_files() if max_connections is None else max_connections
         # Whether that was reported.
         self._is_full = False
         self._handlers: list[grpc.GenericRpcHandler] = []

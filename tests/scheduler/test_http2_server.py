@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -392,6 +393,14 @@ async def test_garbage_closes_its_connection_alone(garbage: bytes) -> None:
         writer.close()
         await call.write(b"y")
         assert await call.read() == b"y"
+
+
+async def test_files_may_be_unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    async with serving() as stack:
+        call = stack.echo()
+        await call.write(b"x")
+        assert await call.read() == b"x"
 
 
 async def test_connections_beyond_the_limit_are_refused(capsys) -> None:
