@@ -131,8 +131,7 @@ class ServerConnection(asyncio.Protocol):
                 self._receive_slice()
 
     def _receive_slice(self) -> None:
-        """Receive frames for a while; what is left then waits until
-        other clients were served."""
+        """Receive frames for a while; what is left then waits until other clients were served."""
         if self._is_lost:
             return
         self._last_received_at = asyncio.get_running_loop().time()

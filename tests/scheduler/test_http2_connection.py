@@ -1,7 +1,5 @@
 """The server's end of a connection, frame by frame."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 from hpack import Encoder
 from http2_peer import Peer, data
@@ -13,21 +11,7 @@ from scheduler_svc.http2.frames import Frame
 from scheduler_svc.http2.messages import pack_message
 from scheduler_svc.http2.server_call import INITIAL_WINDOW
 
-
-@pytest.fixture(autouse=True)
-def long_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent is received at once, however slow the machine is."""
-    monkeypatch.setattr("scheduler_svc.http2.server_connection._MAX_SLICE_S", 60.0)
-
-
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    """A client whose preface and settings were received."""
-    peer = Peer()
-    peer.send(frames.PREFACE, frames.pack_settings({}))
-    await peer.received()
-    yield peer
-    await peer.close()
+pytestmark = pytest.mark.usefixtures("long_slices")
 
 
 async def test_a_call_has_headers_messages_and_a_status(peer: Peer) -> None:

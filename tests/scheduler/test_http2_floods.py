@@ -13,22 +13,8 @@ from scheduler_svc.http2.messages import PREFIX, pack_message
 from scheduler_svc.http2.server_call import INITIAL_WINDOW
 
 _CONNECTION = "scheduler_svc.http2.server_connection"
+pytestmark = pytest.mark.usefixtures("long_slices")
 _PING = frames.pack_frame(frames.PING, 0, 0, bytes(8))
-
-
-@pytest.fixture(autouse=True)
-def long_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent is received at once, however slow the machine is."""
-    monkeypatch.setattr(f"{_CONNECTION}._MAX_SLICE_S", 60.0)
-
-
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    peer = Peer()
-    peer.send(frames.PREFACE, frames.pack_settings({}))
-    await peer.received()
-    yield peer
-    await peer.close()
 
 
 async def test_others_are_served_between_frames(peer: Peer, monkeypatch) -> None:
