@@ -14,6 +14,7 @@ from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.store.errors import StaleEpoch
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.pool import Pool
+from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Commit, CommitReply
 
 KEYS = ShardKeys(0)
@@ -245,16 +246,24 @@ async def test_the_wait_for_a_worker_that_died_with_the_leader_is_short(redis_ur
         assert all(one.is_whole for one in await gateway.wait_ended())
 
 
-def hold_renewals(monkeypatch: pytest.MonkeyPatch, member: Member) -> asyncio.Event:
-    """Suspend this scheduler's renewals until the event is set."""
+def hold_periodic_writes(monkeypatch: pytest.MonkeyPatch, member: Member) -> asyncio.Event:
+    """Suspend what this scheduler writes at intervals, so that it does not notice its successor
+    before the event is set: renewals, and the map with its successor as a member."""
     renew, lease, go_on = Lease._renew, member.term.lease, asyncio.Event()
+    write_map, epoch = Store.write_map, member.term.epoch
 
     async def renew_or_wait(renewed: Lease) -> None:
         if renewed is lease:
             await go_on.wait()
         await renew(renewed)
 
+    async def write_map_or_wait(store: Store, packed: bytes) -> None:
+        if store.leadership.epoch == epoch:
+            await go_on.wait()
+        await write_map(store, packed)
+
     monkeypatch.setattr(Lease, "_renew", renew_or_wait)
+    monkeypatch.setattr(Store, "write_map", write_map_or_wait)
     return go_on
 
 
@@ -267,7 +276,7 @@ async def test_a_leader_resumes_after_the_takeover_with_an_unsent_frame(
         worker.gate.clear()
         await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
         previous = stack.member
-        wakes_up = hold_renewals(monkeypatch, previous)
+        wakes_up = hold_periodic_writes(monkeypatch, previous)
         lease = previous.term.lease
         await until(lambda: not lease.is_held, "the end of the safe time")
         num_received = len(original.token_ids)
@@ -315,7 +324,7 @@ async def test_a_leader_resumes_after_the_takeover_with_an_unsent_plan(
         monkeypatch.setattr(WorkerStream, "send", hold_old)
         await until(in_hand.is_set, "a plan in hand")
         num_old_plans = len(worker.plans)
-        wakes_up = hold_renewals(monkeypatch, previous)
+        wakes_up = hold_periodic_writes(monkeypatch, previous)
         successor = stack.start_scheduler(lease_s=3)
         await until(lambda: successor.is_standby, "a standby")
         stack.expire_lease()
@@ -354,7 +363,7 @@ async def test_a_commit_arrives_after_the_pool_was_reopened(redis_url, sockets, 
 
         monkeypatch.setattr(Pool, "commit", hold_old)
         await until(in_hand.is_set, "a commit on its way")
-        wakes_up = hold_renewals(monkeypatch, previous)
+        wakes_up = hold_periodic_writes(monkeypatch, previous)
         successor = stack.start_scheduler(lease_s=3)
         await until(lambda: successor.is_standby, "a standby")
         stack.expire_lease()
