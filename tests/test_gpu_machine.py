@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from python_statements import statements
+
 from scripts.requirements import requirements
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +51,7 @@ def imported(folder: str) -> dict[str, str]:
     """Return top-level third-party modules, each with a file that imports it, without stubs."""
     found: dict[str, str] = {}
     for path in (_ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
