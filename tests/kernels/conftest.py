@@ -1,9 +1,13 @@
-"""The number of threads for tests of kernels, independent of other tests in the process."""
+"""The number of threads for tests of kernels, independent of other tests in the process, and a
+faster interpreter."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+from triton_devices import hasten_interpreter
+
+hasten_interpreter()
 
 
 @pytest.fixture(autouse=True)

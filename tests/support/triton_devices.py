@@ -1,5 +1,7 @@
 """Where Triton's kernels can be tested: on a GPU, or interpreted on a processor."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -27,3 +29,9 @@ def skip_what_is_not_interpreted(device: str, *dtypes: torch.dtype) -> None:
     """The interpreter computes with bfloat16, but wrongly."""
     if device == "cpu" and torch.bfloat16 in dtypes:
         pytest.skip(reason="the interpreter has no bfloat16")
+
+
+def hasten_interpreter() -> None:
+    """Leave out what Triton's interpreter does without effect, if there is an interpreter."""
+    if HAS_TRITON and interprets_triton():
+        import_module("triton_interpreter").hasten()

@@ -1,8 +1,10 @@
-"""One torch thread: the models are tiny, and the tests share the machine."""
+"""A faster interpreter, and one torch thread: models are tiny, and tests share the machine."""
 
 import pytest
 import torch
+from triton_devices import hasten_interpreter
 
+hasten_interpreter()
 torch.set_num_threads(1)
 
 
