@@ -119,8 +119,8 @@ kernels: $(STUBS) ## Compile the C++ kernels unless they are built (a minute).
 check: lint ## Run the linters and the fast tests (under a minute).
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) $(CHECK_TESTS)
 
-# Tests start many processes, each of which would compile all of Quire's modules otherwise.
-test test-slow: export PYTHONDONTWRITEBYTECODE :=
+# They start many processes, each of which would compile all of Quire's modules otherwise.
+test test-slow demo chaos bench bench-gateway bench-scheduler: export PYTHONDONTWRITEBYTECODE :=
 
 test: kernels ## Run the tests (minutes).
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
