@@ -91,6 +91,8 @@ class EmbeddedRedis(ChildProcess):
             "save": "",
             "appendonly": "yes" if self._appendonly else "no",
             "appendfsync": "everysec",
+            # Redis reads the file when it starts: 64 MB, the default, take some seconds.
+            "auto-aof-rewrite-min-size": "16mb",
             "daemonize": "no",
             "dir": str(self.directory),
             "logfile": str(self._log_file),

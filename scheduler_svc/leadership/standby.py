@@ -53,6 +53,8 @@ class Standby:
         self.redis_error: str | None = "not connected yet"
         # After an outage of Redis or the loss of the lease's entry the old leader has precedence.
         self._not_before = 0.0
+        # `_lost_leader` has ended since then.
+        self._is_lost_since = False
         self._has_seen_leader = False
         self._has_lost_redis = False
         self._watch = LeaderWatch(peer_tls, self._on_lost)
@@ -124,13 +126,14 @@ class Standby:
             leader = await self._store.leader()
             if self._has_seen_leader and (leader is None or self._has_lost_redis):
                 self._not_before = time.monotonic() + 2 * self._lease_s
+                self._is_lost_since = False
             self._has_lost_redis = False
             self._has_seen_leader = leader is not None
             self.leader_address = leader.address if leader else ""
             self.redis_error = None
             if leader is not None and leader.address not in ("", self._address):
                 self._watch.watch(leader)
-            if time.monotonic() < self._not_before or not self._membership.is_known.is_set():
+            if self._has_precedence(leader) or not self._membership.is_known.is_set():
                 return None
             lease_s = self._lease_s
             if not self._membership.is_owner(self._shard):
@@ -147,6 +150,14 @@ class Standby:
                 self.redis_error = str(error)
                 log.error("Redis unavailable", why=self.redis_error)
             return None
+
+    def _has_precedence(self, leader: StoredLeader | None) -> bool:
+        """Whether a leader may still come back with what Redis has lost: not if this one, which is the
+        last in Redis after the outage, has ended since."""
+        if time.monotonic() >= self._not_before:
+            return False
+        lost = self._lost_leader if self._is_lost_since else None
+        return leader is None or lost is None or leader.epoch != lost.epoch
 
     def _leave_to_others(self) -> None:
         """Learn of the leader from the others: enough schedulers stand by for this shard."""
@@ -167,4 +178,5 @@ class Standby:
         if has_ended:
             self._membership.mark_ended(leader.address)
         self._lost_leader = leader
+        self._is_lost_since = True
         self._is_lost.set()

@@ -18,6 +18,8 @@ def test_with_a_file_data_survives_a_restart(tmp_path):
             assert client.get("key") == b"value"
             assert client.info()["run_id"] != before
             assert client.config_get("appendfsync") == {"appendfsync": "everysec"}
+            [size] = client.config_get("auto-aof-rewrite-min-size").values()
+            assert int(size) == 16 << 20
 
 
 def test_without_a_file_data_is_lost_at_a_restart(tmp_path):

@@ -143,3 +143,43 @@ async def test_the_end_of_the_owner_makes_another_one_the_owner(
     other._on_lost(leader, True)
     assert list(members[1].members.values()) == ["unix:/other"]
     assert await other._try_acquire() is not None, "without a wait"
+
+
+async def test_a_leader_that_ends_after_an_outage_is_not_waited_for(
+    standbys, pass_time, redis_client: redis.Redis
+) -> None:
+    owner, other = standbys
+    assert await other._store.acquire("unix:/leader", lease_ms=3000) is not None
+    before = await owner._store.leader()
+    assert before is not None
+    assert await owner._try_acquire() is None
+    # It ended before or during the outage: another one may have led since, and Redis lost it.
+    owner._on_lost(before, True)
+    owner._has_lost_redis = True
+    assert await owner._try_acquire() is None
+    # What it may have written before the outage is not what Redis has now.
+    redis_client.hincrby(KEYS.leadership, "epoch", -1)
+    owner._on_lost(before, True)
+    assert await owner._try_acquire() is None
+    # It leads after the outage, and then ends.
+    await other._store.reacquire("unix:/leader")
+    after = await owner._store.leader()
+    assert after is not None
+    assert await owner._try_acquire() is None
+    owner._on_lost(after, True)
+    assert await owner._try_acquire() is not None, "without a wait"
+
+
+async def test_a_lease_that_is_released_after_an_outage_is_free(standbys, pass_time) -> None:
+    owner, other = standbys
+    assert await other._store.acquire("unix:/leader", lease_ms=3000) is not None
+    leader = await owner._store.leader()
+    assert leader is not None
+    assert await owner._try_acquire() is None
+    owner._has_lost_redis = True
+    assert await owner._try_acquire() is None
+    await other._store.release()
+    # Redis may have lost who has acquired it since.
+    assert await owner._try_acquire() is None
+    owner._on_lost(leader, False)
+    assert await owner._try_acquire() is not None, "without a wait"
