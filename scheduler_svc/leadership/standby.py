@@ -152,8 +152,8 @@ class Standby:
             return None
 
     def _has_precedence(self, leader: StoredLeader | None) -> bool:
-        """Whether a leader may still come back with what Redis has lost: not if this one, which is the
-        last in Redis after the outage, has ended since."""
+        """Whether a leader may still come back with what Redis has lost in an outage: not if this
+        one, the last that Redis has, has ended since."""
         if time.monotonic() >= self._not_before:
             return False
         lost = self._lost_leader if self._is_lost_since else None
