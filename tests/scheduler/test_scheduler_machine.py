@@ -257,7 +257,7 @@ def _flaky_error(failure: BaseException, flaky: Flaky) -> AssertionError:
 @pytest.mark.timeout(300)
 def test_every_request_ends_as_expected(redis_url, tmp_path_factory):
     _run_machine(
-        redis_url, tmp_path_factory, max_examples=8, stateful_step_count=40, derandomize=True
+        redis_url, tmp_path_factory, max_examples=4, stateful_step_count=40, derandomize=True
     )
 
 
