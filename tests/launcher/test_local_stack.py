@@ -98,7 +98,7 @@ def test_serve_drains_on_a_signal_and_removes_its_files(model, tmp_path):
         *("--host", "127.0.0.1", "--port", "0", "--http-port", "0"),
         *("--gateway.max-resume-window-s", "5"),
     ]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, **_SIM, "TMPDIR": str(tmp_path)}
     server = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
