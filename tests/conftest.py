@@ -71,6 +71,18 @@ def redis_server() -> Iterator[EmbeddedRedis]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def weight_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers that are started as processes keep packed weights until the end of all tests: of one
+    model, the first alone imports transformers, which takes most of a worker's start."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_WORKER_WEIGHT_CACHE", str(shared / "weights"))
+        patch.setenv("QUIRE_WORKER_WEIGHT_CACHE_SIZE", "1GB")
+        yield
+
+
 @pytest.fixture
 def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
     """Look at the server behind the back of what is tested."""

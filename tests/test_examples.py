@@ -28,7 +28,7 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(weight_cache: None) -> Iterator[str]:
     settings = {"QUIRE_WORKER_THREADS": "1", "QUIRE_WORKER_KV_CACHE_MEMORY": "64MiB"}
     with LocalStack(str(ROOT / "demo/model"), settings=settings) as stack:
         yield stack.address
