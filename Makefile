@@ -119,7 +119,7 @@ kernels: $(STUBS) ## Compile the C++ kernels unless they are built (a minute).
 check: lint ## Run the linters and the fast tests (under a minute).
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) $(CHECK_TESTS)
 
-# They start many processes, each of which would compile all of Quire's modules otherwise.
+# Each of the processes that these start would compile all of Quire's modules otherwise.
 test test-slow demo chaos bench bench-gateway bench-scheduler: export PYTHONDONTWRITEBYTECODE :=
 
 test: kernels ## Run the tests (minutes).

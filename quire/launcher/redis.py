@@ -91,7 +91,7 @@ class EmbeddedRedis(ChildProcess):
             "save": "",
             "appendonly": "yes" if self._appendonly else "no",
             "appendfsync": "everysec",
-            # Redis reads the file when it starts: 64 MB, the default, take some seconds.
+            # Redis reads the file when it starts, and nothing is computed meanwhile.
             "auto-aof-rewrite-min-size": "16mb",
             "daemonize": "no",
             "dir": str(self.directory),
