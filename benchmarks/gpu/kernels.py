@@ -11,6 +11,8 @@ from kernels.kv_write import kv_write, kv_write_reference
 
 _BLOCK_SIZES = (16, 256)
 _TIMES_THE_CACHE = 4
+# Each is a node or more of a graph. Small tensors stay in the cache, as between layers of a step.
+_MOST_WORKING_SETS = 256
 # Targets: share of the bandwidth of copies, and of FlashAttention's speed.
 _OF_COPIES, _OF_FLASH = 0.8, 0.7
 
@@ -154,8 +156,8 @@ def _prefill_row(device: Device, shape: Shape) -> Row:
 
 
 def num_working_sets(device: Device, num_bytes: int) -> int:
-    """Return how many working sets exceed the device's cache."""
-    return 2 + _TIMES_THE_CACHE * device.cache_bytes // num_bytes
+    """Return how many working sets exceed the device's cache, or the largest number if none do."""
+    return min(2 + _TIMES_THE_CACHE * device.cache_bytes // num_bytes, _MOST_WORKING_SETS)
 
 
 def copies(device: Device, num_bytes: int) -> Calls:

@@ -46,8 +46,13 @@ def test_addresses_that_no_server_can_have() -> None:
 
 async def test_a_server_is_reached_where_it_listens(tmp_path) -> None:
     path = tmp_path / "s"
-    server = await asyncio.start_unix_server(lambda reader, writer: None, path)
-    tcp = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # An open connection holds up `wait_closed` until its writer is collected as garbage.
+        writer.close()
+
+    server = await asyncio.start_unix_server(connected, path)
+    tcp = await asyncio.start_server(connected, "127.0.0.1", 0)
     port = tcp.sockets[0].getsockname()[1]
     for address in (f"unix:{path}", f"127.0.0.1:{port}"):
         assert await can_connect(address)
