@@ -113,6 +113,7 @@ class Participation:
             num_live=num_on_lanes + len(engine.waiting),
             num_waiting=len(engine.waiting),
             num_asks=self._tenants.num_asks,
+            num_gateways=self._handler.num_gateways,
         )
 
     async def _announce(self) -> None:

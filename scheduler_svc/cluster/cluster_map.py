@@ -67,6 +67,14 @@ class ClusterMap:
             owners=owners,
             workers={address: int(shard) for address, shard in of_workers.items()},
         )
+        return self.changed_to(following)
+
+    def changed_to(self, planned: Self, owners: Mapping[int, str] | None = None) -> Self:
+        """The planned map, but these owners of their shards, as the next version: the same object
+        if nothing changes."""
+        following = replace(
+            planned, version=self.version, owners={**planned.owners, **(owners or {})}
+        )
         return self if following == self else replace(following, version=self.version + 1)
 
 

@@ -9,6 +9,7 @@ import structlog
 
 from quire.service.addresses import can_connect
 from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.hand_overs import HandOvers
 from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.store.errors import StoreUnavailable
@@ -58,6 +59,7 @@ class Coordinator:
         self._first_seen = dict.fromkeys(self._joined, started_at - JOIN_S)
         # By address, when a worker's name has last resolved.
         self._last_seen = dict.fromkeys(membership.map.workers, started_at)
+        self._hand_overs = HandOvers(clock)
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
@@ -95,8 +97,12 @@ class Coordinator:
         async with self._lock:
             present = self._membership.map
             leaders = self._present_leaders(present)
-            following = present.next(
+            planned = present.next(
                 self._joined_members(), self._known_workers(), num_shards, leaders
+            )
+            membership = self._membership
+            following = self._hand_overs.limit(
+                present, planned, membership.members, membership.loads
             )
             if following is present and self._must_offer_again(present, leaders):
                 following = replace(present, version=present.version + 1)

@@ -23,6 +23,8 @@ class ShardLoad:
     num_waiting: int = 0
     # Times that it has asked for shares of tenants' limits that other shards may not need any more.
     num_asks: int = 0
+    # Gateways that are connected to its leader.
+    num_gateways: int = 0
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:

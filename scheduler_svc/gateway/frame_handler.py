@@ -74,6 +74,10 @@ class FrameHandler:
         for group in list(connection.attached.values()):
             self._attachments.detach(group, connection, client_gone=False)
 
+    @property
+    def num_gateways(self) -> int:
+        return len(self._connections)
+
     def announce(self) -> None:
         """Send a new hello to every gateway if readiness or the model has changed."""
         if (model := self._model_now()) != self._announced_model:
