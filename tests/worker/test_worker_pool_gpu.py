@@ -1,6 +1,7 @@
 """What a GPU's memory is really filled with."""
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ def empty_gpu() -> None:
     """Memory of the previous test would count as that of other processes."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(params=[2, 6])
+def filled_gpu(request: pytest.FixtureRequest, empty_gpu: None) -> Iterator[None]:
+    """Other processes leave so many GiB. The traceback of a failed test does not keep theirs."""
+    num_bytes = torch.cuda.mem_get_info()[0] - request.param * 2**30
+    others = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    yield
+    others.untyped_storage().resize_(0)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
@@ -54,14 +64,10 @@ def test_the_cache_fills_its_share_and_no_more(tmp_path: Path, kv_cache_dtype: s
     assert sizing["cache_bytes"] <= torch.cuda.memory_allocated() < share + 2**28
 
 
-@pytest.mark.parametrize("free_gib", [2, 6])
-def test_a_gpu_filled_by_other_processes_has_room_for_the_largest_batch(
-    tmp_path: Path, free_gib: int
-) -> None:
+@pytest.mark.usefixtures("filled_gpu")
+def test_a_gpu_filled_by_other_processes_has_room_for_the_largest_batch(tmp_path: Path) -> None:
     """What is left is less than the utilization's share: graphs and the largest batch fit beside
-    the cache, or loading says that there is too little."""
-    num_bytes = torch.cuda.mem_get_info()[0] - free_gib * 2**30
-    others = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    the cache."""
     settings = worker_settings(
         save_model(llama(), tmp_path),
         device="cuda",
@@ -76,4 +82,3 @@ def test_a_gpu_filled_by_other_processes_has_room_for_the_largest_batch(
     [gpu] = [log for log in logs if log["event"] == "memory of the GPU"]
     assert gpu["allocated_later"] > 0
     assert not [log for log in logs if log["log_level"] == "warning"]
-    del others

@@ -19,7 +19,7 @@ from worker_svc.cache.pool_size import (
 from worker_svc.service.process import host_memory
 from worker_svc.settings import WrongSettingError, size_text
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 _GPU = DeviceMemory(
     total=80 * _GIB,
     others=5 * _GIB,
@@ -76,12 +76,15 @@ def test_what_does_not_fit_on_the_gpu(
 
 
 def test_memory_allocated_after_the_cache() -> None:
-    # A quarter of the batch's tokens in graphs, and logits of 512 rows for 1,000 tokens.
-    expected = 20_000 + 2_048_000 + 77 + 6 * 2**21
-    assert bytes_allocated_later(80_000, 2048, 512, 1000, 77, 6) == expected
+    segments, workspace, granule = 22 * _MIB, 32 * _MIB, 2 * _MIB
+    # A quarter of the batch's tokens in three graphs, and logits of 512 rows for 1,000 tokens.
+    expected = 20_000 + 2_048_000 + workspace + segments + 3 * granule
+    expected += 77 + 6 * granule + segments
+    assert bytes_allocated_later(80_000, 2048, (1, 16, 512), 1000, 77, 6) == expected
     # A batch is no larger than the largest one; without graphs there are no logits.
-    assert bytes_allocated_later(80_000, 100, 512, 0, 0, 0) == 80_000
-    assert bytes_allocated_later(80_000, 100, 0, 1000, 5, 0) == 5
+    expected = 80_000 + workspace + segments + granule + segments
+    assert bytes_allocated_later(80_000, 100, (512,), 0, 0, 0) == expected
+    assert bytes_allocated_later(80_000, 100, (), 1000, 5, 0) == 5 + segments
 
 
 def test_blocks_of_the_swap_space() -> None:

@@ -162,7 +162,7 @@ def _allocated_later(model: ServedModel, settings: WorkerSettings, peak_activati
     return bytes_allocated_later(
         peak_activations,
         num_tokens,
-        0 if settings.enforce_eager else graph_sizes(num_rows)[-1],
+        () if settings.enforce_eager else graph_sizes(num_rows),
         vocab_size,
         of_tables,
         2 * len(model.layers),

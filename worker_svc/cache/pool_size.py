@@ -1,5 +1,6 @@
 """Arithmetic of the pool's size: how many blocks fit, and how many are needed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker_svc.settings import WrongSettingError, size_text
@@ -7,6 +8,11 @@ from worker_svc.settings import WrongSettingError, size_text
 _CPU_CACHE_BYTES = 2**30
 # The allocation unit of a GPU's driver, to which a large tensor is rounded up.
 _GRANULE = 2 * 2**20
+# torch's allocator has segments of 2 MiB for tensors of up to 1 MiB, and of 20 MiB for those of up
+# to 10. Its peak counts tensors only, and graphs and each stream have segments of their own.
+_SEGMENTS = 22 * 2**20
+# cuBLAS' workspace, which torch allocates per stream: that of GPUs of compute capability 9.0 on.
+_WORKSPACE = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -41,18 +47,26 @@ class DeviceMemory:
 def bytes_allocated_later(
     peak_activations: int,
     max_num_batched_tokens: int,
-    graph_rows: int,
+    graph_sizes: Sequence[int],
     vocab_size: int,
     table_bytes: int,
     num_caches: int,
 ) -> int:
-    """Memory that is allocated after the cache: graphs of up to `graph_rows` rows (0: none) with
-    their logits, tables and buffers of `table_bytes`, and the rounding of each cache tensor.
+    """Memory that is allocated after the cache: graphs of these numbers of rows with their logits,
+    tables and buffers of `table_bytes`, and the rounding of each cache tensor and of a step's.
 
-    All graphs share one pool, whose size is estimated from the largest batch.
+    All graphs share one pool, whose size is estimated from the largest batch, and are captured in a
+    stream of their own. What the driver keeps of each is an estimate, too.
     """
-    of_graphs = peak_activations * min(graph_rows, max_num_batched_tokens) // max_num_batched_tokens
-    return of_graphs + graph_rows * vocab_size * 4 + table_bytes + num_caches * _GRANULE
+    of_caches = num_caches * _GRANULE
+    of_graphs = 0
+    if graph_sizes:
+        most_rows = max(graph_sizes)
+        of_batch = min(most_rows, max_num_batched_tokens)
+        of_graphs = peak_activations * of_batch // max_num_batched_tokens
+        of_graphs += most_rows * vocab_size * 4
+        of_graphs += _WORKSPACE + _SEGMENTS + len(graph_sizes) * _GRANULE
+    return of_graphs + table_bytes + of_caches + _SEGMENTS
 
 
 def cache_memory(
