@@ -60,10 +60,18 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """The current CUDA device: steps are in its current stream, copies to the host in another."""
+    """The current CUDA device: steps are in the caller's current stream, copies to the host in
+    another."""
 
     def __init__(self) -> None:
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._device = torch.cuda.current_device()
+
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        # Without an index torch first finds out the current device, which takes most of the time of
+        # this call. A step makes six of them.
+        return torch.cuda.current_stream(self._device)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -72,29 +80,29 @@ class CudaStreams:
         device.copy_(host, non_blocking=True)
         # A blocking event, because a plan of many rounds has more copies than there are buffers
         # and waits for them here.
-        return _CudaEvent(blocking=True)
+        return _CudaEvent(self._current, blocking=True)
 
     def upload(self, array: NDArray[Any], device: torch.device) -> Tensor:
         # The allocator of pinned memory keeps it until the copy is done.
         return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
     def fetch(self, tensors: Sequence[Tensor]) -> PendingCopies:
-        return _CudaCopies(tensors, self._side)
+        return _CudaCopies(tensors, self._current, self._side)
 
     def record_event(self) -> Event:
-        return _CudaEvent()
+        return _CudaEvent(self._current)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
 
 class _CudaEvent:
-    def __init__(self, *, blocking: bool = False) -> None:
-        """`blocking`: `wait` sleeps instead of spinning."""
+    def __init__(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> None:
+        """Record it in a stream. `blocking`: `wait` sleeps instead of spinning."""
         self._event: Any = torch.cuda.Event(  # type: ignore[no-untyped-call]
             enable_timing=True, blocking=blocking
         )
-        self._event.record()
+        self._event.record(stream)
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -105,15 +113,17 @@ class _CudaEvent:
 
 
 class _CudaCopies:
-    def __init__(self, tensors: Sequence[Tensor], side: torch.cuda.Stream) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], current: torch.cuda.Stream, side: torch.cuda.Stream
+    ) -> None:
         # Their memory must not be reused before the copies are done.
         self._sources = tensors
-        side.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             self._hosts = [_pinned_copy(tensor) for tensor in tensors]
             # A blocking event: the thread shares its cores with the event loop.
             self._done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._done.record()
+            self._done.record(side)
 
     def is_ready(self) -> bool:
         return bool(self._done.query())
