@@ -99,7 +99,6 @@ def _copy(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(array.copy()).to(device)
 
 
-@torch.inference_mode()
 def _capturer(leader: Leader | None) -> Capturer:
     return CudaCapturer() if leader is None else rank_capturer()
 
