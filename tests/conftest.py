@@ -22,8 +22,9 @@ os.environ.setdefault("QUIRE_WORKER_WEIGHT_CACHE_SIZE", "0")
 # More processes than cores: OpenMP's threads would spin on the cores that others need.
 os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
+_HAS_GPU = Path("/dev/nvidiactl").exists()
 # Triton asks when it is imported: without a driver of a GPU its kernels are interpreted.
-if not Path("/dev/nvidiactl").exists():
+if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Its products are small: threads would mostly wait for each other, at full speed.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -60,6 +61,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu_locks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Workers of one GPU load one after another, so a dozen test processes would mostly wait for
+    each other. The caches of their workers have fixed sizes, so none measures free memory."""
+    if _HAS_GPU:
+        os.environ["QUIRE_WORKER_GPU_LOCKS"] = str(tmp_path_factory.mktemp("gpu_locks"))
 
 
 @pytest.fixture(scope="session")
