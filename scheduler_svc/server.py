@@ -176,9 +176,9 @@ class Scheduler:
 
     # What the servers ask for
 
-    def _handler_of(self, shard: int) -> FrameHandler | None:
+    async def _handler_of(self, shard: int) -> FrameHandler | None:
         found = self.shards.get(shard)
-        return None if found is None else found.handler
+        return None if found is None else await found.handler_soon()
 
     def _leader_address(self, shard: int) -> str:
         found = self.shards.get(shard)

@@ -1,6 +1,7 @@
 """One shard in this process: stands by for its lease, leads it for a term, hands it over."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
@@ -21,6 +22,10 @@ from scheduler_svc.term import Term
 log = structlog.get_logger()
 
 _Result = TypeVar("_Result")
+
+# For which a gateway waits whose shard this process should lead, before it is refused. It is below
+# the gateway's timeout for a hello.
+HANDLER_WITHIN_S = 0.5
 
 
 class Shard:
@@ -44,6 +49,8 @@ class Shard:
             process.membership,
             number,
         )
+        # While `term` is set.
+        self._has_term = asyncio.Event()
         # Set when the signal to drain arrives, or the shard is given to another scheduler.
         self._must_end = asyncio.Event()
         # The version of the map at the beginning of the term: the scheduler that it names has not
@@ -59,6 +66,14 @@ class Shard:
     def handler(self) -> FrameHandler | None:
         """That of the term; None while this process does not lead the shard."""
         return None if self.term is None else self.term.handler
+
+    async def handler_soon(self) -> FrameHandler | None:
+        """As `handler`, after a while if this process should lead: it may be about to."""
+        if self.term is None and self._process.membership.is_owner(self.number):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HANDLER_WITHIN_S):
+                    await self._has_term.wait()
+        return self.handler
 
     async def run(self) -> None:
         """Alternate between standby and terms until the first signal."""
@@ -123,6 +138,7 @@ class Shard:
 
     async def _run_term(self, term: Term) -> None:
         self.term = term
+        self._has_term.set()
         self._process.membership.lead(self.number, term.participation.load)
         work = asyncio.create_task(term.run())
         ending = asyncio.create_task(self._wait_end())
@@ -160,9 +176,12 @@ class Shard:
 
     def _stop_term(self, term: Term | None) -> None:
         self.term = None
+        self._has_term.clear()
         self._process.membership.stop_leading(self.number)
+        successor = self._process.membership.owner_address(self.number)
+        self.standby.leader_address = successor
         if term is not None:
-            term.handler.close()
+            term.handler.close(successor)
 
     async def _unless_drained(self, work: Awaitable[_Result]) -> _Result | None:
         """Wait for the work; None, with the work cancelled, if the first signal arrives before."""

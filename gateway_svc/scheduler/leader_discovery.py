@@ -26,6 +26,9 @@ HELLO_TIMEOUT_S = 1.0
 _HEAD_START_S = 0.1
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 0.5
+# An address is tried at once when it is suggested, but not more often than this in one search:
+# schedulers may name each other while the shard has no leader.
+_MAX_HURRIED = 3
 
 
 class NotLeadingError(Exception):
@@ -175,7 +178,7 @@ class LeaderDiscovery:
 
     async def _try_repeatedly(self, address: str, found: asyncio.Future[LeaderStream]) -> None:
         backoff_s = _FIRST_BACKOFF_S
-        last_reason = ""
+        last_reason, num_hurried = "", 0
         is_due = self._is_due[address] = asyncio.Event()
         task = asyncio.current_task()
         assert task is not None
@@ -189,10 +192,15 @@ class LeaderDiscovery:
                     last_reason = str(error)
                     log.info("not the leader", address=address, reason=last_reason)
                 self._wake.set()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(backoff_s * random.uniform(0.5, 1)):
-                        await is_due.wait()
-                is_due.clear()
+                pause_s = backoff_s * random.uniform(0.5, 1)
+                if num_hurried == _MAX_HURRIED:
+                    await asyncio.sleep(pause_s)
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(pause_s):
+                            await is_due.wait()
+                            num_hurried += 1
+                    is_due.clear()
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             else:
                 if found.done():

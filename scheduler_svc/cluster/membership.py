@@ -150,10 +150,17 @@ class Membership:
     def is_owner(self, shard: int) -> bool:
         """Whether this process should lead the shard, given which schedulers run. If the one in the
         map has ended, one of those that stand by for it should."""
+        return self.id == self._owner(shard)
+
+    def owner_address(self, shard: int) -> str:
+        """The address of the scheduler that should lead the shard; empty if there is none."""
+        return self._members.get(self._owner(shard) or "", "")
+
+    def _owner(self, shard: int) -> str | None:
         candidates, owner = self._candidates(shard), self._owners.get(shard)
         if owner is not None and owner not in candidates:
             owner = candidates[0] if candidates else None
-        return self.id == owner
+        return owner
 
     def is_candidate(self, shard: int) -> bool:
         """Whether this process stands by for the shard, or should lead it."""

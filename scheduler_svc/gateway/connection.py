@@ -30,9 +30,11 @@ _REASONS = {
 }
 
 
-def leadership_ended() -> RequestError:
-    """A new error each time: a raised one keeps its traceback, and all objects in it, alive."""
-    return unavailable("LEAD_ENDS", "this scheduler no longer leads")
+def leadership_ended(successor: str = "") -> RequestError:
+    """A new error each time: a raised one keeps its traceback, and all objects in it, alive.
+    `successor` is the address of the scheduler that should lead next, empty if it is unknown."""
+    metadata = {"leader": successor} if successor else {}
+    return unavailable("LEAD_ENDS", "this scheduler no longer leads", metadata=metadata)
 
 
 class GatewayConnection:

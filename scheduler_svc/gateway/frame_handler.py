@@ -120,9 +120,9 @@ class FrameHandler:
         """The first of so many new sequence ids."""
         return self._submissions.next_sequence_id(count)
 
-    def close(self) -> None:
-        """End every stream after the output so far. Gateways then connect to the next leader and
-        resubmit what was not accepted."""
+    def close(self, successor: str = "") -> None:
+        """End every stream after the output so far. Gateways then connect to the next leader, at
+        the address of the `successor` if it is known, and resubmit what was not accepted."""
         self._is_closed = True
         self._orphans.close()
         self._submissions.close()
@@ -131,7 +131,7 @@ class FrameHandler:
         for connection in self._connections:
             # Its requests may belong to another term when the gateway disconnects.
             connection.attached.clear()
-            connection.close(leadership_ended())
+            connection.close(leadership_ended(successor))
         self._connections.clear()
 
     def _model_now(self) -> tuple[bool, int | None]:

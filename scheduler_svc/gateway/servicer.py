@@ -1,7 +1,7 @@
 """`SchedulerService`: one stream per gateway and shard."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import structlog
@@ -24,13 +24,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def __init__(
         self,
-        handler_of: Callable[[int], FrameHandler | None],
+        handler_of: Callable[[int], Awaitable[FrameHandler | None]],
         leader_address: Callable[[int], str],
         num_shards: Callable[[], int],
     ) -> None:
-        """`handler_of` returns None for a shard that this process does not lead; `leader_address`
-        an empty string while the leader of a shard is unknown; `num_shards` 0 while the number is
-        unknown."""
+        """`handler_of` returns None for a shard that this process does not lead; it may wait while
+        this process is about to lead it. `leader_address` returns an empty string while the leader
+        of a shard is unknown; `num_shards` 0 while the number is unknown."""
         self._handler_of = handler_of
         self._leader_address = leader_address
         self._num_shards = num_shards
@@ -43,7 +43,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if first is None:
             return
         shard = first.hello.shard
-        handler = self._handler_of(shard)
+        handler = await self._handler_of(shard)
         try:
             if handler is None:
                 raise standby_error(self._leader_address(shard), self._num_shards())

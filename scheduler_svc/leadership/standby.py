@@ -47,7 +47,8 @@ class Standby:
         self._free_since: float | None = None
         self._address = address
         self._lease_s = lease_s
-        # The leader's address as last read; empty if unknown.
+        # The leader's address as last read; that of the scheduler that should follow, if the leader
+        # has ended or released the lease; empty if unknown.
         self.leader_address = ""
         # Why Redis failed the last call; None if it did not.
         self.redis_error: str | None = "not connected yet"
@@ -129,7 +130,7 @@ class Standby:
                 self._is_lost_since = False
             self._has_lost_redis = False
             self._has_seen_leader = leader is not None
-            self.leader_address = leader.address if leader else ""
+            self.leader_address = self._leader_or_next(leader)
             self.redis_error = None
             if leader is not None and leader.address not in ("", self._address):
                 self._watch.watch(leader)
@@ -150,6 +151,12 @@ class Standby:
                 self.redis_error = str(error)
                 log.error("Redis unavailable", why=self.redis_error)
             return None
+
+    def _leader_or_next(self, leader: StoredLeader | None) -> str:
+        if leader is None:
+            return ""
+        is_free = not leader.holder or leader == self._lost_leader
+        return self._membership.owner_address(self._shard) if is_free else leader.address
 
     def _has_precedence(self, leader: StoredLeader | None) -> bool:
         """Whether a leader may still come back with what Redis has lost in an outage: not if this
@@ -178,5 +185,6 @@ class Standby:
         if has_ended:
             self._membership.mark_ended(leader.address)
         self._lost_leader = leader
+        self.leader_address = self._leader_or_next(leader)
         self._is_lost_since = True
         self._is_lost.set()

@@ -87,6 +87,24 @@ async def test_an_address_that_is_suggested_during_the_search_is_tried_at_once(
         await asyncio.gather(finding, return_exceptions=True)
 
 
+async def test_schedulers_that_name_each_other_cause_no_busy_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leader_discovery, "_FIRST_BACKOFF_S", 3600)
+    schedulers = Schedulers("")
+    finding = asyncio.create_task(schedulers.find())
+    for _ in range(100):
+        schedulers.discovery.suggest(ONE)
+        await asyncio.sleep(0)
+        schedulers.discovery.suggest(TWO)
+        await asyncio.sleep(0)
+    tries = 2 + 2 * leader_discovery._MAX_HURRIED
+    await until(lambda: schedulers.tries.total() == tries, "all tries")
+    finding.cancel()
+    await asyncio.gather(finding, return_exceptions=True)
+    assert schedulers.tries.total() == tries
+
+
 async def test_an_address_that_is_not_valid_is_ignored() -> None:
     schedulers = Schedulers(ONE)
     schedulers.discovery.suggest("nonsense")

@@ -9,6 +9,7 @@ from scheduler_stack import Gateway, Member, Received, Stack, info_of, prompt, r
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
+from scheduler_svc import shard as shard_module
 from scheduler_svc.lane.worker_stream import WorkerStream
 from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.store.errors import StaleEpoch
@@ -62,6 +63,37 @@ async def test_a_standby_refuses_gateways_and_names_the_leader(redis_url, socket
         info = info_of(refused.lost)
         assert (info.reason, info.metadata["leader"]) == ("STANDBY", "10.0.0.7:50052")
         assert not stack.members[0].serving.done()
+
+
+async def test_a_gateway_waits_for_a_scheduler_that_is_about_to_lead(
+    redis_url, sockets, monkeypatch
+):
+    """It is not refused while the requests are recovered, unless that takes long."""
+    recover, is_recovering, is_due = shard_module.recover, asyncio.Event(), asyncio.Event()
+
+    async def recover_late(store: Store) -> object:
+        is_recovering.set()
+        await is_due.wait()
+        return await recover(store)
+
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        await stack.gateway()
+        monkeypatch.setattr(shard_module, "recover", recover_late)
+        previous = stack.member
+        stack.start_scheduler()
+        await until(lambda: stack.member.is_standby, "a standby")
+        await previous.drain()
+        await is_recovering.wait()
+        monkeypatch.setattr(shard_module, "HANDLER_WITHIN_S", 0.001)
+        refused = await stack.connect()
+        await until(lambda: refused.lost is not None, "the refusal")
+        assert info_of(refused.lost).reason == "STANDBY"
+        monkeypatch.setattr(shard_module, "HANDLER_WITHIN_S", 3600)
+        gateway = await stack.connect()
+        await until(lambda: stack.scheduler.shards[0]._has_term._waiters, "a gateway that waits")
+        is_due.set()
+        await until(lambda: gateway.hello is not None, "the hello")
+        await gateway.wait_ended(await gateway.submit(prompt(9)))
 
 
 async def test_a_released_lease_is_acquired_at_once_by_the_next_scheduler(redis_url, sockets):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -25,6 +26,7 @@ from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc.cluster import coordinator
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.tenant_exchange import TenantExchange
+from scheduler_svc.participation import Participation
 from scheduler_svc.store.keys import ClusterKeys
 
 NUM_SHARDS = 4
@@ -155,6 +157,38 @@ async def test_the_shards_of_a_dead_scheduler_go_to_the_others_and_back(stack: S
         survivor.address,
         stack.member.address,
     }
+
+
+async def test_a_scheduler_that_joins_gets_one_shard_after_another_and_is_named(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gateways find it without a search, and without a second attempt."""
+    load = Participation.load
+    # Idle shards are given together.
+    busy = lambda self: (known := load(self)) and replace(known, num_live=1)  # noqa: E731
+    monkeypatch.setattr(Participation, "load", busy)
+    await set_num_shards(stack.member)
+    async with asyncio.timeout(10):
+        found = await leaders(stack, members=1)
+    left = dict(enumerate(await connect_all(stack, found)))
+    membership = stack.member.scheduler._process.membership
+    second = stack.start_scheduler()
+    for _ in range(NUM_SHARDS // 2):
+        await until(lambda: any(gateway.lost for gateway in left.values()), "a hand-over")
+        await membership.read_again()
+        await membership.read_again()
+        [shard] = [number for number, gateway in left.items() if gateway.lost]
+        lost = left.pop(shard).lost
+        assert (info_of(lost).reason, info_of(lost).metadata["leader"]) == (
+            "LEAD_ENDS",
+            second.address,
+        )
+        following = await connect(stack, second.address, shard)
+        await until(lambda at=following: at.hello or at.lost, "the hello")
+        assert following.lost is None
+    async with asyncio.timeout(10):
+        await leaders(stack, members=2)
+    assert not any(gateway.lost for gateway in left.values())
 
 
 async def test_the_number_of_shards_is_raised_while_requests_run(stack: Stack) -> None:

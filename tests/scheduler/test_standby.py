@@ -132,6 +132,27 @@ async def test_the_lease_of_a_process_that_has_ended_goes_to_its_owner_first(
     assert await owner._try_acquire() is not None
 
 
+@pytest.mark.parametrize("has_ended", [True, False], ids=["ended", "released"])
+async def test_the_owner_is_named_while_the_shard_has_no_leader(
+    standbys, pass_time, has_ended: bool
+) -> None:
+    """A gateway that asks another scheduler need not ask all."""
+    owner, other = standbys
+    assert await other._store.acquire("unix:/leader", lease_ms=3000) is not None
+    await other._try_acquire()
+    assert other.leader_address == "unix:/leader"
+    leader = await other._store.leader()
+    assert leader is not None
+    if not has_ended:
+        await other._store.release()
+    for standby in standbys:
+        standby._on_lost(leader, has_ended)
+    assert other.leader_address == "unix:/owner"
+    assert await other._try_acquire() is None
+    assert other.leader_address == "unix:/owner"
+    assert await owner._try_acquire() is not None
+
+
 async def test_the_end_of_the_owner_makes_another_one_the_owner(
     standbys, pass_time, members
 ) -> None:
