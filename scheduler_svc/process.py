@@ -9,6 +9,7 @@ from scheduler_svc.operations.step_histograms import StepHistograms
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.cluster import ClusterStore
 from scheduler_svc.store.id_directory import IdDirectory
+from scheduler_svc.store.retry import RedisRetry
 from scheduler_svc.store.store import Store
 
 
@@ -21,6 +22,8 @@ class Process:
     addresses: WorkerAddresses
     cluster: ClusterStore
     directory: IdDirectory
+    # Of calls to Redis.
+    retry: RedisRetry
     # By shard, of all shards.
     stores: dict[int, Store]
     steps: StepHistograms

@@ -33,6 +33,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.shard import Shard
 from scheduler_svc.store.cluster import ClusterStore
 from scheduler_svc.store.id_directory import IdDirectory
+from scheduler_svc.store.retry import RedisRetry
 from scheduler_svc.ticks import sleep_ticks
 
 log = structlog.get_logger()
@@ -114,6 +115,7 @@ class Scheduler:
             addresses,
             cluster,
             directory,
+            RedisRetry(),
             {},
             self._steps,
             self._spans,

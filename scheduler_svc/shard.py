@@ -15,7 +15,6 @@ from scheduler_svc.process import Process
 from scheduler_svc.recovery import RecoveredState, recover, rewrite
 from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch, StoreError
 from scheduler_svc.store.leadership import LeaseStore
-from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
 from scheduler_svc.term import Term
 
@@ -39,7 +38,7 @@ class Shard:
         self.term: Term | None = None
         self._process = process
         self._signals = signals
-        self._store = Store.at(settings.redis_url, settings.redis_password, number)
+        self._store = Store.at(settings.redis_url, settings.redis_password, number, process.retry)
         process.stores[number] = self._store
         self.standby = Standby(
             self._store.lease,
@@ -114,7 +113,7 @@ class Shard:
         try:
             async with asyncio.TaskGroup() as group:
                 renewing = group.create_task(lease.run())
-                recovered = await retry_unavailable(
+                recovered = await store.retry(
                     lambda: recover(store) if previous is None else rewrite(store, previous)
                 )
                 term = Term(self._process, self.number, store, lease, recovered)

@@ -10,6 +10,7 @@ from scheduler_svc.core.tenants import export_tenants, restore_tenants
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.discovery import Discovery
+from scheduler_svc.engine.dispatcher import MatchPools
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.engine.tenant_writer import TenantWriter
@@ -21,7 +22,6 @@ from scheduler_svc.participation import Participation
 from scheduler_svc.process import Process
 from scheduler_svc.recovery import RecoveredState
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
 
 log = structlog.get_logger()
@@ -46,12 +46,13 @@ class Term:
         settings = process.settings
         self.lease = lease
         self.epoch = store.leadership.epoch
+        self._retry = store.retry
         self._record_writer = RecordWriter(
             store, settings.finished_ttl_s, settings.finished_max_bytes
         )
         self.engine = Engine(
             self._record_writer,
-            store.match_pools,
+            _match_pools(store),
             settings.placement,
             by_priority=settings.scheduling_policy == "priority",
             max_waiting_requests=settings.max_waiting_requests,
@@ -59,10 +60,7 @@ class Term:
             spans=process.spans,
         )
         self._recovered = [s for group in recovered.groups for s in group.sequences]
-        for group in recovered.groups:
-            self.engine.restore(group)
-        # After the requests, which are not new ones: they lift no counter.
-        restore_tenants(recovered.tenants, self.engine.shares, self.engine.quotas)
+        self._restore(recovered)
         self._tenant_writer = TenantWriter(self.engine, store)
         claims = Claims(
             process.directory,
@@ -95,6 +93,12 @@ class Term:
             process, shard, store, self.engine, self.handler, claims, self._record_writer, lease
         )
 
+    def _restore(self, recovered: RecoveredState) -> None:
+        for group in recovered.groups:
+            self.engine.restore(group)
+        # After the requests, which are not new ones: they lift no counter.
+        restore_tenants(recovered.tenants, self.engine.shares, self.engine.quotas)
+
     def _lane_hooks(self, steps: StepHistograms) -> LaneHooks:
         return LaneHooks(
             sequence_finished=self.engine.sequence_finished,
@@ -112,7 +116,7 @@ class Term:
     async def run(self) -> None:
         """Run the term. Errors of the store are raised in an exception group."""
         # Before any pool changes: its journal may hold the only copy of some tokens.
-        await retry_unavailable(lambda: self._record_writer.compact(self._recovered))
+        await self._retry(lambda: self._record_writer.compact(self._recovered))
         last_incarnations = {
             s.last_incarnation for s in self._recovered if s.last_incarnation is not None
         }
@@ -167,6 +171,11 @@ class Term:
             await asyncio.sleep(HELLO_DELAY_S)
             changed.clear()
             self.handler.announce()
+
+
+def _match_pools(store: Store) -> MatchPools:
+    """That of the store, repeated while Redis is unavailable."""
+    return lambda pools, queries: store.retry(lambda: store.match_pools(pools, queries))
 
 
 def _lane_options(settings: SchedulerSettings) -> LaneOptions:

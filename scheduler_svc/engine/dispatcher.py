@@ -9,7 +9,6 @@ from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.pool import Pool
-from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.types import PrefixMatch
 
 # Sequences at the head of the queue that are matched against the caches in one call.
@@ -31,7 +30,8 @@ class Dispatcher:
         placement: Placement,
     ) -> None:
         """`prepare` allows cache lookups for a sequence; False if it is finished instead.
-        `charge_output` charges principals for the output so far."""
+        `charge_output` charges principals for the output so far. `match_pools` waits while Redis is
+        unavailable."""
         self._waiting = waiting
         self._lanes = lanes
         self._prepare = prepare
@@ -61,11 +61,8 @@ class Dispatcher:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            await retry_unavailable(self._assign_all)
-
-    async def _assign_all(self) -> None:
-        while await self._assign():
-            pass
+            while await self._assign():
+                pass
 
     async def _assign(self) -> bool:
         """Assign sequences from the head of the queue; True if more might be assigned."""

@@ -7,7 +7,6 @@ from scheduler_svc.core.request import EndReason
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.engine.record_conversion import ending_of
 from scheduler_svc.store.requests import OutputRange, RequestKey, RequestRecord
-from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
 
 # Delay by which endings that the journal implies are written together.
@@ -58,7 +57,7 @@ class RecordWriter:
         while True:
             await self._pending.wait()
             self._pending.clear()
-            await retry_unavailable(self.flush)
+            await self._store.retry(self.flush)
 
     async def compact(self, sequences: list[Sequence]) -> None:
         """Bring the records of running sequences up to what is journaled."""

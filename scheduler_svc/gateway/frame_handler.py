@@ -18,7 +18,6 @@ from scheduler_svc.gateway.orphans import Orphans
 from scheduler_svc.gateway.submissions import Submissions, other_shard
 from scheduler_svc.leadership.lease import Lease
 from scheduler_svc.store.requests import RequestKey
-from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.store import Store
 from scheduler_svc.tracing import request_phases
 
@@ -188,7 +187,7 @@ class FrameHandler:
             await self._take_moved()
             return key in self._engine.live
 
-        connection.send_lookup_result(lookup.tag, await retry_unavailable(is_known))
+        connection.send_lookup_result(lookup.tag, await self._store.retry(is_known))
 
     async def _cancel_by_id(
         self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
@@ -196,7 +195,7 @@ class FrameHandler:
         target = self._target(cancellation, connection)
         if target is None:
             # Another shard may have just given it.
-            await retry_unavailable(self._take_moved)
+            await self._store.retry(self._take_moved)
             target = self._target(cancellation, connection)
         connection.send_cancellation_result(cancellation.tag, self._cancel(target))
 

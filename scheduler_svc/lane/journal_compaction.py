@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lane.pool_client import PoolClient
-from scheduler_svc.store.retry import retry_unavailable
 
 COMPACT_EVERY_STEPS = 64
 
@@ -45,6 +44,6 @@ class JournalCompaction:
         num_uncompacted = len(self.uncompacted)
         sequences += self.uncompacted
         # Not through the pool client, whose calls run one at a time.
-        await retry_unavailable(lambda: self._compact(sequences))
+        await self._pool.pool.retry(lambda: self._compact(sequences))
         del self.uncompacted[:num_uncompacted]
         await self._pool.trim_journal(step)

@@ -10,7 +10,6 @@ from scheduler_svc.lane.sequence_table import Rows
 from scheduler_svc.store.decode_commits import DecodeCommits
 from scheduler_svc.store.errors import PoolFault
 from scheduler_svc.store.pool import Pool
-from scheduler_svc.store.retry import retry_unavailable
 from scheduler_svc.store.types import Commit, CommitReply, PrefixMatch
 
 _Reply = TypeVar("_Reply")
@@ -83,7 +82,7 @@ class PoolClient:
     async def _execute(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
         async with self._lock:
             await self.wait_begun()
-            return await retry_unavailable(call)
+            return await self.pool.retry(call)
 
     async def trim_journal(self, through_step: int) -> None:
         await self._execute(lambda: self.pool.trim_journal(through_step))

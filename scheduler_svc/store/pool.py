@@ -19,6 +19,7 @@ from scheduler_svc.store.packing import (
     unpack_reply,
 )
 from scheduler_svc.store.resp import Argument
+from scheduler_svc.store.retry import RedisRetry
 from scheduler_svc.store.scripts import Script
 from scheduler_svc.store.types import Commit, CommitReply, JournalEntry, PrefixMatch
 
@@ -40,10 +41,12 @@ class Pool:
         incarnation: int,
         num_blocks: int,
         enable_prefix_caching: bool,
+        retry: RedisRetry,
     ) -> None:
         self.incarnation = incarnation
         self.num_blocks = num_blocks  # the null block included
         self.enable_prefix_caching = enable_prefix_caching
+        self.retry = retry
         self._connection = connection
         self._leadership = leadership
         self._pools_key = keys.pools

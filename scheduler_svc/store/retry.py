@@ -1,13 +1,13 @@
 """Retries Redis calls while Redis is unavailable."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import TypeVar
 
 import structlog
 
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import StoreError, StoreUnavailable
 
 log = structlog.get_logger()
 
@@ -16,15 +16,49 @@ RETRY_S = 0.2
 _Reply = TypeVar("_Reply")
 
 
-async def retry_unavailable(call: Callable[[], Awaitable[_Reply]]) -> _Reply:
-    """Repeat a call until Redis is available. A call may be executed twice."""
-    try:
-        return await call()
-    except StoreUnavailable as error:
-        log.warning("waiting for Redis", error=str(error))
-    while True:
-        await asyncio.sleep(RETRY_S)
-        with suppress(StoreUnavailable):
-            reply = await call()
-            log.info("Redis is available again")
+class RedisRetry:
+    """Repeats calls until Redis is available. All calls of a process share one, so that an outage
+    is logged once, whatever the number of calls that wait."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_waiting = 0
+        # Since when calls wait, by the clock; None if no outage is logged.
+        self._since: float | None = None
+
+    async def __call__(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
+        """Repeat a call. It may be executed twice."""
+        try:
+            return await call()
+        except StoreUnavailable as error:
+            if self._since is None:
+                self._since = self._clock()
+                log.warning("waiting for Redis", error=str(error))
+        self._num_waiting += 1
+        try:
+            return await self._repeat(call)
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                # The last one may have been cancelled.
+                self._since = None
+
+    async def _repeat(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
+        while True:
+            await asyncio.sleep(RETRY_S)
+            try:
+                reply = await call()
+            except StoreUnavailable:
+                continue
+            except StoreError:
+                # A response, for example that another scheduler leads.
+                self._log_end()
+                raise
+            self._log_end()
             return reply
+
+    def _log_end(self) -> None:
+        if self._since is not None:
+            seconds = round(self._clock() - self._since, 1)
+            self._since = None
+            log.info("Redis is available again", seconds=seconds)

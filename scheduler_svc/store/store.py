@@ -22,6 +22,7 @@ from scheduler_svc.store.requests import (
     unpack_request,
 )
 from scheduler_svc.store.resp import Argument
+from scheduler_svc.store.retry import RedisRetry
 from scheduler_svc.store.scripts import Script
 from scheduler_svc.store.types import PrefixMatch
 
@@ -44,8 +45,14 @@ class Store:
     """
 
     def __init__(
-        self, connection: Connection, lease_connection: Connection, keys: ShardKeys
+        self,
+        connection: Connection,
+        lease_connection: Connection,
+        keys: ShardKeys,
+        retry: RedisRetry,
     ) -> None:
+        # Repeats calls while Redis is unavailable.
+        self.retry = retry
         self._connection = connection
         self._lease_connection = lease_connection
         self._keys = keys
@@ -62,15 +69,22 @@ class Store:
         return self._connection.num_calls
 
     @classmethod
-    def at(cls, url: str, password: str | None = None, shard: int = 0) -> Self:
+    def at(
+        cls,
+        url: str,
+        password: str | None = None,
+        shard: int = 0,
+        retry: RedisRetry | None = None,
+    ) -> Self:
         """Create a store that connects at the first call. `url` is `unix:///path`, `redis://` or
         `rediss://`, the latter two also with `+sentinel` or `+cluster`; ValueError for anything
-        else. `password` is used if the URL has none."""
+        else. `password` is used if the URL has none; `retry` is that of the process."""
         keys = ShardKeys(shard)
         return cls(
             Connection.to(url, _TIMEOUT_S, password, keys.leadership),
             Connection.to(url, _LEASE_TIMEOUT_S, password, keys.leadership),
             keys,
+            retry or RedisRetry(),
         )
 
     async def close(self) -> None:
@@ -87,6 +101,7 @@ class Store:
             incarnation,
             num_blocks,
             enable_prefix_caching,
+            self.retry,
         )
 
     async def match_pools(

@@ -1,25 +1,89 @@
 """Calls that are repeated while Redis is unavailable."""
 
+import asyncio
+
 import pytest
 from structlog.testing import capture_logs
+from waiting import until
 
-from scheduler_svc.store import retry
-from scheduler_svc.store.errors import StoreUnavailable
-from scheduler_svc.store.retry import retry_unavailable
+from scheduler_svc.store import retry as retry_module
+from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
+from scheduler_svc.store.retry import RedisRetry
 
 
-async def test_a_call_logs_the_begin_and_the_end_of_an_outage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(retry, "RETRY_S", 0)
-    outcomes = iter([StoreUnavailable("refused"), StoreUnavailable("refused"), 7])
+class Redis:
+    """It is away until a test says otherwise."""
 
+    def __init__(self) -> None:
+        self.is_away = True
+        self.now_s = 100.0
+        self.num_failed = 0
+        self.retry = RedisRetry(lambda: self.now_s)
+
+    async def call(self) -> int:
+        if self.is_away:
+            self.num_failed += 1
+            raise StoreUnavailable("refused")
+        return 7
+
+    async def fail(self) -> None:
+        """Wait until some calls have failed from now on."""
+        before = self.num_failed
+        await until(lambda: self.num_failed >= before + 4, "failed calls")
+
+
+@pytest.fixture
+def redis(monkeypatch: pytest.MonkeyPatch) -> Redis:
+    monkeypatch.setattr(retry_module, "RETRY_S", 0)
+    return Redis()
+
+
+def waiting(redis: Redis, count: int) -> list[asyncio.Task[int]]:
+    return [asyncio.create_task(redis.retry(redis.call)) for _ in range(count)]
+
+
+async def test_an_outage_is_logged_once_however_many_calls_wait(redis: Redis) -> None:
+    for seconds in (2.5, 0.5):
+        redis.is_away = True
+        with capture_logs() as logs:
+            calls = waiting(redis, 3)
+            await redis.fail()
+            calls += waiting(redis, 3)
+            await redis.fail()
+            redis.now_s += seconds
+            redis.is_away = False
+            assert await asyncio.gather(*calls) == [7] * 6
+        first, last = logs
+        assert (first["event"], first["error"]) == ("waiting for Redis", "refused")
+        assert (last["event"], last["seconds"]) == ("Redis is available again", seconds)
+
+
+async def test_a_response_that_is_an_error_ends_an_outage(redis: Redis) -> None:
     async def call() -> int:
-        outcome = next(outcomes)
-        if isinstance(outcome, StoreUnavailable):
-            raise outcome
-        return outcome
+        if redis.is_away:
+            return await redis.call()
+        raise StaleEpoch("another scheduler leads")
 
     with capture_logs() as logs:
-        assert await retry_unavailable(call) == 7
+        waits = asyncio.create_task(redis.retry(call))
+        await redis.fail()
+        redis.is_away = False
+        with pytest.raises(StaleEpoch):
+            await waits
+    assert [entry["event"] for entry in logs] == ["waiting for Redis", "Redis is available again"]
+
+
+async def test_an_outage_after_a_cancelled_call_is_logged(redis: Redis) -> None:
+    """Its end was not seen."""
+    [call] = waiting(redis, 1)
+    await redis.fail()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    with capture_logs() as logs:
+        calls = waiting(redis, 2)
+        await redis.fail()
+        calls.pop().cancel()
+        await redis.fail()
+        redis.is_away = False
+        await asyncio.gather(*calls)
     assert [entry["event"] for entry in logs] == ["waiting for Redis", "Redis is available again"]
