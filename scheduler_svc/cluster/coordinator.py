@@ -98,7 +98,7 @@ class Coordinator:
             present = self._membership.map
             leaders = self._present_leaders(present)
             planned = present.next(
-                self._joined_members(), self._known_workers(), num_shards, leaders
+                self._joined_members(leaders), self._known_workers(), num_shards, leaders
             )
             membership = self._membership
             following = self._hand_overs.limit(
@@ -126,14 +126,17 @@ class Coordinator:
         )
 
     def _present_leaders(self, present: ClusterMap) -> dict[int, str]:
-        """The schedulers that lead the shards; of a shard without a leader, its owner, and also
-        while a map is new: its hand-overs are under way, and another plan would add some."""
+        """The schedulers that lead the shards; of a shard whose leader has ended, the one that is
+        taking over; of one without a leader, its owner, and also while a map is new: its hand-overs
+        are under way, and another plan would add some."""
         membership = self._membership
         by_address = {address: name for name, address in membership.members.items()}
-        leaders = {
-            shard: by_address.get(load.leader, present.owners.get(shard, ""))
-            for shard, load in enumerate(membership.loads)
-        }
+        leaders = {}
+        for shard, load in enumerate(membership.loads):
+            if load.leader:
+                leaders[shard] = by_address.get(load.leader) or membership.owner_of(shard) or ""
+            else:
+                leaders[shard] = present.owners.get(shard, "")
         if membership.map_age_s < OFFER_AGAIN_S:
             leaders |= {n: name for n, name in present.owners.items() if name in membership.members}
         if membership.map_age_s >= self._clock() - self._started_at:
@@ -141,15 +144,17 @@ class Coordinator:
             leaders[0] = membership.id
         return leaders
 
-    def _joined_members(self) -> list[str]:
+    def _joined_members(self, leaders: Mapping[int, str]) -> list[str]:
         """The schedulers that were reached and have run for long enough, or have shards already.
-        Those that start together join together, so that shards move once."""
+        Those that start together join together, so that shards move once; one that has taken over
+        a shard keeps it."""
         now = self._clock()
         members = self._membership.members
         self._first_seen = {name: self._first_seen.get(name, now) for name in members}
         ages = {name: now - since for name, since in self._first_seen.items()}
         self._joined &= members.keys()
         self._reached &= members.keys()
+        self._joined |= self._reached & set(leaders.values())
         joining = [age for name, age in ages.items() if name not in self._joined]
         if joining and (min(joining) >= JOIN_S or max(joining) >= MAX_JOIN_S):
             self._joined |= {name for name in self._reached if ages[name] >= JOIN_S}

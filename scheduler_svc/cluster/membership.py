@@ -74,6 +74,8 @@ class Membership:
         self._maps = MapReader()
         # When it became the one in use, by `clock`.
         self._map_since = -math.inf
+        # When this process learned it, by Redis' clock in milliseconds.
+        self._map_since_ms = 0
         # Why the last heartbeat failed; None if it did not.
         self._why_silent: str | None = None
         # Heartbeats that have begun, and the one of the last reading.
@@ -150,13 +152,17 @@ class Membership:
     def is_owner(self, shard: int) -> bool:
         """Whether this process should lead the shard, given which schedulers run. If the one in the
         map has ended, one of those that stand by for it should."""
-        return self.id == self._owner(shard)
+        return self.id == self.owner_of(shard)
 
     def owner_address(self, shard: int) -> str:
         """The address of the scheduler that should lead the shard; empty if there is none."""
-        return self._members.get(self._owner(shard) or "", "")
+        return self._members.get(self.owner_of(shard) or "", "")
 
-    def _owner(self, shard: int) -> str | None:
+    def owner_of(self, shard: int) -> str | None:
+        """As `is_owner`, of any scheduler. All find the same one without asking each other."""
+        named = self.map.owners.get(shard)
+        if named is not None and named in self._members:
+            return named
         candidates, owner = self._candidates(shard), self._owners.get(shard)
         if owner is not None and owner not in candidates:
             owner = candidates[0] if candidates else None
@@ -199,9 +205,12 @@ class Membership:
 
     def should_hand_over(self, shard: int, led_since: int) -> bool:
         """Whether the map, since this version, has given the shard to another scheduler, which
-        runs."""
+        runs, and has sent a heartbeat since: it has read this map, and takes the shard at once."""
         owner = self.map.owners.get(shard, self.id)
-        return self.map.version > led_since and owner != self.id and owner in self._members
+        if self.map.version <= led_since or owner == self.id or owner not in self._members:
+            return False
+        heartbeat = self._reading.schedulers.get(owner) if self._reading is not None else None
+        return heartbeat is not None and heartbeat.written_ms > self._map_since_ms
 
     def mark_ended(self, address: str) -> None:
         """The process at this address has ended: it counts no more, until it sends a heartbeat."""
@@ -221,7 +230,7 @@ class Membership:
     def set_map(self, following: ClusterMap) -> None:
         """Use another map, unless it is older."""
         if self._maps.use(following):
-            self._map_since = self._clock()
+            self._map_since, self._map_since_ms = self._clock(), self.now_ms
             self._notify()
 
     async def read_again(self) -> None:
@@ -283,8 +292,10 @@ class Membership:
         self._listed = []
         version = self.map.version
         self._maps.read(reading.packed_map, reading.loads)
-        if self.map.version != version and self.is_known.is_set():
-            self._map_since = self._clock()
+        if self.map.version != version:
+            self._map_since_ms = reading.now_ms
+            if self.is_known.is_set():
+                self._map_since = self._clock()
         if self._maps.problem is None:
             self.is_known.set()
         self._notify()

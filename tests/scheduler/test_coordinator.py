@@ -98,6 +98,34 @@ async def test_a_new_scheduler_gets_shards_when_it_has_run_for_a_while(
     assert set(written.map.owners.values()) == {leader.id}
 
 
+async def test_a_scheduler_that_takes_over_just_after_its_start_keeps_the_shards(
+    cluster, written, leader
+) -> None:
+    """All schedulers expect the same one to take over. The map gives its shards to no other one."""
+    second = cluster.member("b")
+    owners = {0: leader.id, 1: leader.id, 2: second.id, 3: second.id}
+    cluster.set_map(ClusterMap(3, 4, owners))
+    for shard, owner in owners.items():
+        member = leader if owner == leader.id else second
+        member.lead(shard, lambda member=member: ShardLoad(member._address, 1, 1, 3))
+    await beat(second, leader)
+    decides = coordinator(leader, written)
+    third = cluster.member("c")
+    await beat(third, leader)
+    for member in (leader, third):
+        member.mark_ended("b")
+    taken = [shard for shard in (2, 3) if third.is_owner(shard)]
+    assert taken, "it has the fewest"
+    await decides._update(None)
+    assert [shard for shard in written.map.owners if written.map.owners[shard] == third.id] == taken
+    for shard in taken:
+        third.lead(shard, lambda: ShardLoad("c", 1, 1, 3))
+    await beat(third, leader)
+    version = written.map.version
+    await decides._update(None)
+    assert written.map.version == version
+
+
 async def test_a_scheduler_that_is_not_reached_gets_no_shard(cluster, written, leader) -> None:
     decides = coordinator(leader, written)
     await decides.set_num_shards(3, nothing)
@@ -196,6 +224,9 @@ async def test_a_shard_that_its_owner_has_not_taken_is_offered_again(
     await decides._update(None)
     assert leader.map.version == version + 1
     assert leader.map.owners[given] == second.id
+    assert not leader.should_hand_over(given, led_since=version)
+    cluster.now_s += HEARTBEAT_S
+    await beat(second, leader)
     assert leader.should_hand_over(given, led_since=version)
     await decides._update(None)
     assert leader.map.version == version + 1

@@ -265,6 +265,9 @@ async def test_a_shard_is_handed_over_to_one_that_runs_by_a_newer_map(cluster, t
     first, second, third = three
     cluster.set_map(ClusterMap(4, 3, {0: first.id, 1: second.id, 2: "gone"}))
     await beat(first)
+    assert not first.should_hand_over(1, led_since=3), "its owner has not read the map"
+    cluster.now_s += HEARTBEAT_S
+    await beat(second, first)
     assert not first.should_hand_over(0, led_since=3)
     assert first.should_hand_over(1, led_since=3)
     # This map has named another one already when it acquired the lease.
@@ -279,6 +282,21 @@ async def test_a_shard_is_handed_over_to_one_that_runs_by_a_newer_map(cluster, t
     [owner] = [member for member in three if member.is_owner(2)]
     assert owner.is_candidate(2)
     assert sum(member.is_candidate(2) for member in three) == 2
+
+
+async def test_the_map_names_the_owner_while_it_runs_however_uneven_it_is(cluster, three) -> None:
+    """A scheduler that has just started has not got its part yet."""
+    first, second, third = three
+    cluster.set_map(ClusterMap(1, 6, dict.fromkeys(range(5), first.id) | {5: second.id}))
+    await beat(*three)
+    for member in three:
+        assert [member.is_owner(shard) for shard in range(6)] == [
+            member is (second if shard == 5 else first) for shard in range(6)
+        ]
+        assert [member.owner_of(shard) for shard in (0, 5)] == [first.id, second.id]
+    for member in (second, third):
+        member.mark_ended("a")
+    assert {second.owner_of(shard) for shard in range(6)} == {second.id, third.id}
 
 
 async def test_an_owner_and_a_few_others_stand_by_for_a_shard(cluster: ScriptedCluster) -> None:
