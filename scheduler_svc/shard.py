@@ -127,7 +127,9 @@ class Shard:
             has_lost_writes = True
         finally:
             # Buffered frames are sent while the lease is still held.
-            self._stop_term(term)
+            membership = self._process.membership
+            # A leader that was replaced does not know by which scheduler.
+            self._stop_term(term, "" if is_stale else membership.owner_address(self.number))
         if term is not None and not (is_stale or has_lost_writes):
             await self._release(term)
         lease.end()
@@ -173,11 +175,10 @@ class Shard:
         except StoreError as error:
             self._log.warning("the lease is not released", why=str(error))
 
-    def _stop_term(self, term: Term | None) -> None:
+    def _stop_term(self, term: Term | None, successor: str) -> None:
         self.term = None
         self._has_term.clear()
         self._process.membership.stop_leading(self.number)
-        successor = self._process.membership.owner_address(self.number)
         self.standby.leader_address = successor
         if term is not None:
             term.handler.close(successor)

@@ -1,7 +1,7 @@
 """How much work a shard has, as its leader writes it for the others."""
 
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Self
 
 import structlog
@@ -28,10 +28,11 @@ class ShardLoad:
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:
-        """Read a packed load. ValueError for anything else."""
+        """Read a packed load. Numbers that a later version appends are ignored. ValueError for
+        anything else."""
         try:
             leader, *numbers = json.loads(packed)
-            found = cls(leader, *numbers)
+            found = cls(leader, *numbers[: len(fields(cls)) - 1])
         except (TypeError, RecursionError) as error:
             raise ValueError(repr(error)) from error
         if not isinstance(leader, str) or not all(type(x) is int and x >= 0 for x in numbers):
