@@ -113,8 +113,8 @@ class Coordinator:
                 self._changed_at = self._clock()
             elif not (is_forced and present.version):
                 return
-            await self._store.write_map(following.pack())
-            self._membership.set_map(following)
+            written_ms = await self._store.write_map(following.pack())
+            self._membership.set_map(following, written_ms)
             log_change(present, following)
 
     def _must_offer_again(self, present: ClusterMap, leaders: Mapping[int, str]) -> bool:

@@ -74,7 +74,7 @@ class Membership:
         self._maps = MapReader()
         # When it became the one in use, by `clock`.
         self._map_since = -math.inf
-        # When this process learned it, by Redis' clock in milliseconds.
+        # By Redis' clock in milliseconds: a scheduler with a later heartbeat has read it.
         self._map_since_ms = 0
         # Why the last heartbeat failed; None if it did not.
         self._why_silent: str | None = None
@@ -227,10 +227,10 @@ class Membership:
         if self._reading is not None:
             self._find_members(self._reading)
 
-    def set_map(self, following: ClusterMap) -> None:
-        """Use another map, unless it is older."""
+    def set_map(self, following: ClusterMap, written_ms: int) -> None:
+        """Use another map, unless it is older. `written_ms`: when Redis got it, by its clock."""
         if self._maps.use(following):
-            self._map_since, self._map_since_ms = self._clock(), self.now_ms
+            self._map_since, self._map_since_ms = self._clock(), written_ms
             self._notify()
 
     async def read_again(self) -> None:

@@ -43,7 +43,8 @@ class Standby:
         self._store = store
         self._membership = membership
         self._shard = shard
-        # Since when the lease is known to be free, of time.monotonic; None if it is held.
+        # Since when the lease is known to be free and left to another scheduler, of time.monotonic;
+        # None if it is not.
         self._free_since: float | None = None
         self._address = address
         self._lease_s = lease_s
@@ -61,9 +62,9 @@ class Standby:
         self._watch = LeaderWatch(peer_tls, self._on_lost)
         # It sleeps for longer, since it is not needed.
         self._is_looking = False
-        # The leader that has ended last, and the event that another one has, or this is needed.
-        self._lost_leader: StoredLeader | None = None
-        self._is_lost = asyncio.Event()
+        self._lost_leader: StoredLeader | None = None  # the one that has ended last
+        # Set when another one has, or the lease has to be read, or may be acquired now.
+        self._is_due = asyncio.Event()
 
     @property
     def watches_leader(self) -> bool:
@@ -78,7 +79,7 @@ class Standby:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                self._is_lost.clear()
+                self._is_due.clear()
                 leadership = None
                 if not membership.is_candidate(self._shard):
                     self._leave_to_others()
@@ -91,7 +92,7 @@ class Standby:
                 is_known = membership.is_known
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_tick(interval_s, loop.time())):
-                        await (self._is_lost if is_known.is_set() else is_known).wait()
+                        await (self._is_due if is_known.is_set() else is_known).wait()
         finally:
             membership.stop_listening(self._check_need)
             self._watch.stop()
@@ -109,7 +110,10 @@ class Standby:
         if not self._membership.is_candidate(self._shard):
             self.leader_address = self._membership.leader_of(self._shard)
         elif self._is_looking and self._is_needed:
-            self._is_lost.set()
+            self._is_due.set()
+        elif self._free_since is not None and self._membership.is_owner(self._shard):
+            # The one that it was left to has ended, too.
+            self._is_due.set()
 
     async def reacquire(self) -> Leadership | None:
         """Acquire the lease again after Redis lost writes; None if another scheduler leads."""
@@ -137,9 +141,11 @@ class Standby:
             if self._has_precedence(leader) or not self._membership.is_known.is_set():
                 return None
             lease_s = self._lease_s
-            if not self._membership.is_owner(self._shard):
-                if self._must_yield(leader):
-                    return None
+            if self._membership.is_owner(self._shard):
+                self._free_since = None
+            elif self._must_yield(leader):
+                return None
+            else:
                 lease_s += YIELD_S
             lost_epoch = leader.epoch if leader and leader == self._lost_leader else None
             lease_ms = round(lease_s * 1000)
@@ -187,4 +193,4 @@ class Standby:
         self._lost_leader = leader
         self.leader_address = self._leader_or_next(leader)
         self._is_lost_since = True
-        self._is_lost.set()
+        self._is_due.set()

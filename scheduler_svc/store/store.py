@@ -140,11 +140,13 @@ class Store:
             scripts.WRITE_TENANTS, (self._keys.leadership, self._keys.tenants), args
         )
 
-    async def write_map(self, packed: bytes) -> None:
-        """Replace the map of the cluster, as the leader of shard 0."""
+    async def write_map(self, packed: bytes) -> int:
+        """Replace the map of the cluster, as the leader of shard 0. Returns when Redis got it, in
+        milliseconds by its clock."""
         leader = self.leadership
         keys = (self._keys.leadership, ClusterKeys().map)
-        await self._connection.run(scripts.WRITE_MAP, keys, (leader.epoch, leader.holder, packed))
+        args = (leader.epoch, leader.holder, packed)
+        return int(await self._connection.run(scripts.WRITE_MAP, keys, args))
 
     async def tenants(self) -> tuple[bytes, float]:
         """Read what is stored of the tenants, empty if nothing is, and its age in seconds by

@@ -72,7 +72,7 @@ async def test_a_single_shard_claims_nothing(directory, member) -> None:
         assert mine.is_needed, "an earlier leader may have just added shards"
         await beat(member)
         await until(lambda: not mine.is_needed, "the map")
-        member.set_map(ClusterMap(1, 2))
+        member.set_map(ClusterMap(1, 2), member.now_ms)
         assert mine.is_needed
 
 
@@ -135,6 +135,6 @@ async def test_claims_of_live_requests_are_renewed(directory, member, monkeypatc
     async with running(claims(directory, member, live)):
         await beat(member)
         live[A] = None
-        member.set_map(ClusterMap(1, 2))
+        member.set_map(ClusterMap(1, 2), member.now_ms)
         await until(lambda: len(directory.calls) > 2, "renewals, also after a failure")
         assert all(keys == [A] and which is Claim.KNOWN for keys, _, _, which in directory.calls)

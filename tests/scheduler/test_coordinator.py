@@ -27,11 +27,12 @@ class Written:
         self.error: Exception | None = None
         self.all: frozenset[str] = frozenset()
 
-    async def write_map(self, packed: bytes) -> None:
+    async def write_map(self, packed: bytes) -> int:
         if self.error is not None:
             raise self.error
         self.num_writes += 1
         self.cluster.map = packed
+        return self.cluster.now_ms
 
     @property
     def map(self) -> ClusterMap:
@@ -273,7 +274,8 @@ async def test_a_worker_keeps_its_shard_while_its_name_does_not_resolve(
     cluster.now_s += HEARTBEAT_S
     await decides._update(None)
     assert written.map.workers == {"x:1": before["x:1"]}
-    leader.set_map(ClusterMap(leader.map.version + 1, 2, leader.map.owners, before))
+    following_map = ClusterMap(leader.map.version + 1, 2, leader.map.owners, before)
+    leader.set_map(following_map, cluster.now_ms)
     await following._update(None)
     assert leader.map.workers == before
 
@@ -363,13 +365,14 @@ def test_a_shard_gets_its_workers_by_the_map(leader: Membership) -> None:
     # A single shard has all workers, before any map.
     assert addresses.of(0) == addresses.all == {*names}
     assert not addresses.is_elsewhere("unix:/a", 0)
-    leader.set_map(ClusterMap(1, 2, {}, {"unix:/a": 0, "unix:/b": 1, "unix:/absent": 0}))
+    workers = {"unix:/a": 0, "unix:/b": 1, "unix:/absent": 0}
+    leader.set_map(ClusterMap(1, 2, {}, workers), leader.now_ms)
     assert [addresses.of(shard) for shard in (0, 1)] == [{"unix:/a"}, {"unix:/b"}]
     assert addresses.is_elsewhere("unix:/a", 1)
     assert not addresses.is_elsewhere("unix:/b", 1)
     assert not addresses.is_elsewhere("unix:/new", 1), "it belongs to no shard yet"
     assert changes == [1]
-    leader.set_map(ClusterMap(1, 2))
+    leader.set_map(ClusterMap(1, 2), leader.now_ms)
     addresses._on_heard()
     assert changes == [1], "a heartbeat without another map is no change"
 

@@ -44,11 +44,12 @@ class Cluster:
 
         return Coordinator(leader, self, self, lambda: self.redis.now_s, reached)  # type: ignore[arg-type]
 
-    async def write_map(self, packed: bytes) -> None:
+    async def write_map(self, packed: bytes) -> int:
         self.redis.map = packed
         self.given[self.map.version] = {
             shard for shard, owner in self.map.owners.items() if owner != self.leaders[shard].id
         }
+        return self.redis.now_ms
 
     @property
     def map(self) -> ClusterMap:

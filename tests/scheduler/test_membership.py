@@ -203,9 +203,9 @@ async def test_an_unreadable_or_older_map_changes_nothing(cluster, three) -> Non
         cluster.map = packed
         await beat(first)
         assert (first.map.version, first.map.num_shards) == (5, 2)
-    first.set_map(ClusterMap(5, 7))
+    first.set_map(ClusterMap(5, 7), cluster.now_ms)
     assert first.map.num_shards == 2
-    first.set_map(ClusterMap(6, 7))
+    first.set_map(ClusterMap(6, 7), cluster.now_ms)
     assert first.map.num_shards == 7
 
 
@@ -288,6 +288,28 @@ async def test_a_shard_is_handed_over_to_one_that_runs_by_a_newer_map(cluster, t
     [owner] = [member for member in three if member.is_owner(2)]
     assert owner.is_candidate(2)
     assert sum(member.is_candidate(2) for member in three) == 2
+
+
+async def test_a_heartbeat_that_redis_got_before_the_map_proves_nothing(cluster, three) -> None:
+    """The coordinator's clock lags behind Redis' by the time that replies take."""
+    first, second, _ = three
+    cluster.set_map(ClusterMap(4, 2, {0: first.id, 1: first.id}))
+    await beat(first)
+    cluster.now_s += 0.01
+    await beat(second)
+    reading = await first._beat(first._address)
+    cluster.now_s += 0.01
+    following = ClusterMap(5, 2, {0: first.id, 1: second.id})
+    cluster.set_map(following)
+    written_ms = cluster.now_ms
+    # As if both replies had taken longer than the time between them.
+    cluster.now_s -= 0.02
+    first.set_map(following, written_ms)
+    cluster.now_s += 0.03
+    first._take(reading)
+    assert not first.should_hand_over(1, led_since=4)
+    await beat(second, first)
+    assert first.should_hand_over(1, led_since=4)
 
 
 async def test_the_map_names_the_owner_while_it_runs_however_uneven_it_is(cluster, three) -> None:

@@ -289,10 +289,10 @@ def hold_periodic_writes(monkeypatch: pytest.MonkeyPatch, member: Member) -> asy
             await go_on.wait()
         await renew(renewed)
 
-    async def write_map_or_wait(store: Store, packed: bytes) -> None:
+    async def write_map_or_wait(store: Store, packed: bytes) -> int:
         if store.leadership.epoch == epoch:
             await go_on.wait()
-        await write_map(store, packed)
+        return await write_map(store, packed)
 
     monkeypatch.setattr(Lease, "_renew", renew_or_wait)
     monkeypatch.setattr(Store, "write_map", write_map_or_wait)

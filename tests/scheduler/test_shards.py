@@ -23,6 +23,7 @@ from scheduler_stack import (
 from waiting import until
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
+from scheduler_svc import shard as shard_module
 from scheduler_svc.cluster import coordinator
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.tenant_exchange import TenantExchange
@@ -167,6 +168,8 @@ async def test_a_scheduler_that_joins_gets_one_shard_after_another_and_is_named(
     # Idle shards are given together.
     busy = lambda self: (known := load(self)) and replace(known, num_live=1)  # noqa: E731
     monkeypatch.setattr(Participation, "load", busy)
+    # However slow this machine is.
+    monkeypatch.setattr(shard_module, "HANDLER_WITHIN_S", 10.0)
     await set_num_shards(stack.member)
     async with asyncio.timeout(10):
         found = await leaders(stack, members=1)

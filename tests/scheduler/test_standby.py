@@ -1,11 +1,13 @@
 """Which of the standbys takes a lease that is free: its owner at once, others after a while."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
 import redis
 from scripted_cluster import ScriptedCluster, beat
+from waiting import until
 
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.membership import Membership
@@ -90,7 +92,7 @@ async def test_a_scheduler_that_has_not_read_the_map_waits(
     # It does not know this shard, so it does not own it.
     assert not member.is_owner(SHARD)
     assert await standby._try_acquire() is None
-    member.set_map(ClusterMap(1, 4, {SHARD: member.id}))
+    member.set_map(ClusterMap(1, 4, {SHARD: member.id}), member.now_ms)
     assert await standby._try_acquire() is not None
     await store.lease.release()
     await store.close()
@@ -164,6 +166,20 @@ async def test_the_end_of_the_owner_makes_another_one_the_owner(
     other._on_lost(leader, True)
     assert list(members[1].members.values()) == ["unix:/other"]
     assert await other._try_acquire() is not None, "without a wait"
+
+
+async def test_a_lease_left_to_an_owner_that_ends_is_acquired_at_once(
+    standbys, members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two schedulers that end together, one may be noticed a moment before the other."""
+    monkeypatch.setattr(standby_module, "TRY_INTERVAL_S", 60.0)
+    _, other = standbys
+    acquiring = asyncio.create_task(other.acquire())
+    await until(lambda: other._free_since is not None, "an attempt")
+    assert not acquiring.done()
+    members[1].mark_ended("unix:/owner")
+    async with asyncio.timeout(5):
+        assert await acquiring is not None
 
 
 async def test_a_leader_that_ends_after_an_outage_is_not_waited_for(

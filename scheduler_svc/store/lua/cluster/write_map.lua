@@ -8,7 +8,8 @@
 --   1 epoch
 --   2 holder
 --   3 map
--- RETURN true. Errors: STALE_EPOCH, LEADERSHIP_LOST.
+-- RETURN the time in ms: a scheduler whose heartbeat is later has read this map. Errors: STALE_EPOCH,
+--   LEADERSHIP_LOST.
 --
 -- Atomic, because only one leader of shard 0 may decide.
 
@@ -17,4 +18,5 @@ if denied then
   return denied
 end
 redis.call('SET', KEYS[2], ARGV[3])
-return true
+local time = redis.call('TIME')
+return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
