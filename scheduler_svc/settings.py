@@ -152,7 +152,7 @@ class SchedulerSettings(TracedServiceSettings):
         "another one attaches to it.",
     )
     lease_s: float = Field(
-        3,
+        2,
         gt=0,
         description="Seconds after its last renewal at which the leader of a shard is replaced, "
         "and after its last heartbeat at which a scheduler counts as ended. The same for all "

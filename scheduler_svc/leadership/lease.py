@@ -10,7 +10,7 @@ from scheduler_svc.ticks import sleep_ticks
 
 # Fractions of the lease: the interval between renewals, and the time after a renewal for which it
 # is certain that no other scheduler leads. The rest allows for clock drift and output in transit.
-RENEWAL_INTERVAL = 1 / 6
+RENEWAL_INTERVAL = 1 / 4
 SAFE_FRACTION = 2 / 3
 
 
