@@ -22,8 +22,8 @@ log = structlog.get_logger()
 
 _Result = TypeVar("_Result")
 
-# For which a gateway waits whose shard this process should lead, before it is refused. It is below
-# the gateway's timeout for a hello.
+# How long a gateway waits for the term of a shard that this process should lead, before it is
+# refused. Below the gateway's timeout for a hello.
 HANDLER_WITHIN_S = 0.5
 
 
@@ -67,7 +67,8 @@ class Shard:
         return None if self.term is None else self.term.handler
 
     async def handler_soon(self) -> FrameHandler | None:
-        """As `handler`, after a while if this process should lead: it may be about to."""
+        """The term's handler. If this process should lead the shard but has no term yet, wait for
+        one, up to HANDLER_WITHIN_S."""
         if self.term is None and self._process.membership.is_owner(self.number):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HANDLER_WITHIN_S):

@@ -59,7 +59,8 @@ def products(device: Device, scale: int = 1) -> Part:
         title="Products with quantised weights",
         notes=[
             "Rows x outputs x inputs, rows of bfloat16. *Times torch*: the time of torch's product "
-            f"with a weight of bfloat16 over that of Quire's kernel. {OF_COPY_NOTE}"
+            "with a weight of bfloat16 over that of Quire's kernel. Bytes are those of the weight, "
+            f"without scales, rows and results. {OF_COPY_NOTE}"
         ],
         columns=[
             Column("what", "what"),

@@ -100,9 +100,8 @@ class Coordinator:
             planned = present.next(
                 self._joined_members(leaders), self._known_workers(), num_shards, leaders
             )
-            membership = self._membership
             following = self._hand_overs.limit(
-                present, planned, membership.members, membership.loads
+                present, planned, self._leading(), self._membership.loads
             )
             if following is present and self._must_offer_again(present, leaders):
                 following = replace(present, version=present.version + 1)
@@ -130,19 +129,22 @@ class Coordinator:
         taking over; of one without a leader, its owner, and also while a map is new: its hand-overs
         are under way, and another plan would add some."""
         membership = self._membership
-        by_address = {address: name for name, address in membership.members.items()}
-        leaders = {}
-        for shard, load in enumerate(membership.loads):
-            if load.leader:
-                leaders[shard] = by_address.get(load.leader) or membership.owner_of(shard) or ""
-            else:
-                leaders[shard] = present.owners.get(shard, "")
+        leaders = {
+            shard: membership.owner_of(shard) if load.leader else present.owners.get(shard, "")
+            for shard, load in enumerate(membership.loads)
+        } | self._leading()
         if membership.map_age_s < OFFER_AGAIN_S:
             leaders |= {n: name for n, name in present.owners.items() if name in membership.members}
         if membership.map_age_s >= self._clock() - self._started_at:
             # This shard is not given to anyone yet since it was taken.
             leaders[0] = membership.id
         return leaders
+
+    def _leading(self) -> dict[int, str]:
+        """By shard, the id of its leader, if this one runs."""
+        ids = {address: name for name, address in self._membership.members.items()}
+        loads = self._membership.loads
+        return {shard: ids[load.leader] for shard, load in enumerate(loads) if load.leader in ids}
 
     def _joined_members(self, leaders: Mapping[int, str]) -> list[str]:
         """The schedulers that were reached and have run for long enough, or have shards already.

@@ -30,17 +30,11 @@ class HandOvers:
         self,
         present: ClusterMap,
         planned: ClusterMap,
-        members: Mapping[str, str],
+        leading: Mapping[int, str],
         loads: Sequence[ShardLoad],
     ) -> ClusterMap:
         """The map that follows the present one: the planned one, with shards that have to wait left
-        to the schedulers that lead them. `members`: addresses by id."""
-        by_address = {address: name for name, address in members.items()}
-        leading = {
-            shard: by_address[load.leader]
-            for shard, load in enumerate(loads)
-            if load.leader in by_address
-        }
+        to the schedulers that lead them. `leading`: these, those that run, by shard."""
         # By shard, the scheduler that has to take it from another one that runs.
         given = {
             shard: owner

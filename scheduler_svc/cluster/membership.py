@@ -150,22 +150,23 @@ class Membership:
         self._read_loads.pop(shard, None)
 
     def is_owner(self, shard: int) -> bool:
-        """Whether this process should lead the shard, given which schedulers run. If the one in the
-        map has ended, one of those that stand by for it should."""
+        """Whether this process should lead the shard."""
         return self.id == self.owner_of(shard)
 
     def owner_address(self, shard: int) -> str:
         """The address of the scheduler that should lead the shard; empty if there is none."""
-        return self._members.get(self.owner_of(shard) or "", "")
+        return self._members.get(self.owner_of(shard), "")
 
-    def owner_of(self, shard: int) -> str | None:
-        """As `is_owner`, of any scheduler. All find the same one without asking each other."""
-        named = self.map.owners.get(shard)
-        if named is not None and named in self._members:
+    def owner_of(self, shard: int) -> str:
+        """The id of the scheduler that should lead the shard, given which schedulers run; empty if
+        there is none. If the one in the map has ended, it is one of those that stand by for the
+        shard. All find the same one without asking each other."""
+        named = self.map.owners.get(shard, "")
+        if named in self._members:
             return named
-        candidates, owner = self._candidates(shard), self._owners.get(shard)
-        if owner is not None and owner not in candidates:
-            owner = candidates[0] if candidates else None
+        candidates, owner = self._candidates(shard), self._owners.get(shard, "")
+        if owner and owner not in candidates:
+            owner = candidates[0] if candidates else ""
         return owner
 
     def is_candidate(self, shard: int) -> bool:
@@ -226,6 +227,7 @@ class Membership:
         self._wake.set()
         if self._reading is not None:
             self._find_members(self._reading)
+            self._notify()
 
     def set_map(self, following: ClusterMap, written_ms: int) -> None:
         """Use another map, unless it is older. `written_ms`: when Redis got it, by its clock."""

@@ -129,6 +129,8 @@ class Standby:
     async def _try_acquire(self) -> Leadership | None:
         try:
             leader = await self._store.leader()
+            if not self._is_free(leader):
+                self._free_since = None
             if self._has_seen_leader and (leader is None or self._has_lost_redis):
                 self._not_before = time.monotonic() + 2 * self._lease_s
                 self._is_lost_since = False
@@ -141,11 +143,9 @@ class Standby:
             if self._has_precedence(leader) or not self._membership.is_known.is_set():
                 return None
             lease_s = self._lease_s
-            if self._membership.is_owner(self._shard):
-                self._free_since = None
-            elif self._must_yield(leader):
-                return None
-            else:
+            if not self._membership.is_owner(self._shard):
+                if self._must_yield(leader):
+                    return None
                 lease_s += YIELD_S
             lost_epoch = leader.epoch if leader and leader == self._lost_leader else None
             lease_ms = round(lease_s * 1000)
@@ -158,10 +158,14 @@ class Standby:
                 log.error("Redis unavailable", why=self.redis_error)
             return None
 
+    def _is_free(self, leader: StoredLeader | None) -> bool:
+        """Whether the leader has released the lease or has ended; the lease may expire as well."""
+        return leader is None or not leader.holder or leader == self._lost_leader
+
     def _leader_or_next(self, leader: StoredLeader | None) -> str:
         if leader is None:
             return ""
-        is_free = not leader.holder or leader == self._lost_leader
+        is_free = self._is_free(leader)
         return self._membership.owner_address(self._shard) if is_free else leader.address
 
     def _has_precedence(self, leader: StoredLeader | None) -> bool:
@@ -180,8 +184,7 @@ class Standby:
 
     def _must_yield(self, leader: StoredLeader | None) -> bool:
         """Whether the lease was found to be free just now, so that its owner may acquire it."""
-        if leader is not None and leader.holder and leader != self._lost_leader:
-            self._free_since = None
+        if not self._is_free(leader):
             return False
         now = time.monotonic()
         self._free_since = now if self._free_since is None else self._free_since
@@ -191,6 +194,6 @@ class Standby:
         if has_ended:
             self._membership.mark_ended(leader.address)
         self._lost_leader = leader
-        self.leader_address = self._leader_or_next(leader)
+        self.leader_address = self._membership.owner_address(self._shard)
         self._is_lost_since = True
         self._is_due.set()

@@ -31,9 +31,7 @@ class RedisRetry:
         try:
             return await call()
         except StoreUnavailable as error:
-            if self._since is None:
-                self._since = self._clock()
-                log.warning("waiting for Redis", error=str(error))
+            self._log_begin(error)
         self._num_waiting += 1
         try:
             return await self._repeat(call)
@@ -48,7 +46,9 @@ class RedisRetry:
             await asyncio.sleep(RETRY_S)
             try:
                 reply = await call()
-            except StoreUnavailable:
+            except StoreUnavailable as error:
+                # Another call may have succeeded, for example at another node of a cluster.
+                self._log_begin(error)
                 continue
             except StoreError:
                 # A response, for example that another scheduler leads.
@@ -56,6 +56,11 @@ class RedisRetry:
                 raise
             self._log_end()
             return reply
+
+    def _log_begin(self, error: StoreUnavailable) -> None:
+        if self._since is None:
+            self._since = self._clock()
+            log.warning("waiting for Redis", error=str(error))
 
     def _log_end(self) -> None:
         if self._since is not None:

@@ -78,7 +78,8 @@ class Store:
     ) -> Self:
         """Create a store that connects at the first call. `url` is `unix:///path`, `redis://` or
         `rediss://`, the latter two also with `+sentinel` or `+cluster`; ValueError for anything
-        else. `password` is used if the URL has none; `retry` is that of the process."""
+        else. `password` is used if the URL has none; `retry` is that of the process; if absent,
+        this store logs outages by itself."""
         keys = ShardKeys(shard)
         return cls(
             Connection.to(url, _TIMEOUT_S, password, keys.leadership),

@@ -324,7 +324,24 @@ async def test_the_map_names_the_owner_while_it_runs_however_uneven_it_is(cluste
         assert [member.owner_of(shard) for shard in (0, 5)] == [first.id, second.id]
     for member in (second, third):
         member.mark_ended("a")
-    assert {second.owner_of(shard) for shard in range(6)} == {second.id, third.id}
+    owners = [second.owner_of(shard) for shard in range(6)]
+    assert {*owners} == {second.id, third.id}
+    assert [third.owner_of(shard) for shard in range(6)] == owners
+
+
+async def test_a_scheduler_that_leaves_names_the_owners_that_the_others_find(cluster) -> None:
+    members = [cluster.member(address) for address in "abc"]
+    for number, member in enumerate(members):
+        # Ids of which the first candidates are not spread evenly.
+        member.id = f"i{number}"
+    cluster.set_map(ClusterMap(1, 6, {shard: f"i{shard % 3}" for shard in range(6)}))
+    await beat(*members, *members)
+    first, *others = members
+    first.leave()
+    named = [first.owner_of(shard) for shard in range(6)]
+    await beat(*members)
+    for member in others:
+        assert [member.owner_of(shard) for shard in range(6)] == named
 
 
 async def test_an_owner_and_a_few_others_stand_by_for_a_shard(cluster: ScriptedCluster) -> None:

@@ -58,6 +58,28 @@ async def test_an_outage_is_logged_once_however_many_calls_wait(redis: Redis) ->
         assert (last["event"], last["seconds"]) == ("Redis is available again", seconds)
 
 
+async def test_an_outage_that_goes_on_for_other_calls_is_logged_again(redis: Redis) -> None:
+    """As of a cluster with a node that is away."""
+
+    async def other() -> int:
+        if is_other_away:
+            raise StoreUnavailable("no node")
+        return 8
+
+    is_other_away = True
+    with capture_logs() as logs:
+        [call] = waiting(redis, 1)
+        waits = asyncio.create_task(redis.retry(other))
+        await redis.fail()
+        redis.is_away = False
+        assert await call == 7
+        await until(lambda: len(logs) == 3, "the other call")
+        is_other_away = False
+        assert await waits == 8
+    begin, end = "waiting for Redis", "Redis is available again"
+    assert [entry["event"] for entry in logs] == [begin, end, begin, end]
+
+
 async def test_a_response_that_is_an_error_ends_an_outage(redis: Redis) -> None:
     async def call() -> int:
         if redis.is_away:
