@@ -65,8 +65,9 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu_locks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Workers of one GPU load one after another, so a dozen test processes would mostly wait for
-    each other. The caches of their workers have fixed sizes, so none measures free memory."""
+    """Gives each test process lock files of its own, so that processes need not load one after
+    another. Safe because their caches have fixed sizes; `test_worker_pool_gpu.py`, which measures
+    free memory, runs alone."""
     if _HAS_GPU:
         os.environ["QUIRE_WORKER_GPU_LOCKS"] = str(tmp_path_factory.mktemp("gpu_locks"))
 

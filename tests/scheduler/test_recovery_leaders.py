@@ -10,8 +10,10 @@ from waiting import until
 
 from quire.internal.v1 import worker_pb2
 from scheduler_svc import shard as shard_module
+from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.lane.worker_stream import WorkerStream
 from scheduler_svc.leadership.lease import Lease
+from scheduler_svc.shard import Shard
 from scheduler_svc.store.errors import StaleEpoch
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.pool import Pool
@@ -70,11 +72,16 @@ async def test_a_gateway_waits_for_a_scheduler_that_is_about_to_lead(
 ):
     """It is not refused while the requests are recovered, unless that takes long."""
     recover, is_recovering, is_due = shard_module.recover, asyncio.Event(), asyncio.Event()
+    handler_soon, is_asked = Shard.handler_soon, asyncio.Event()
 
     async def recover_late(store: Store) -> object:
         is_recovering.set()
         await is_due.wait()
         return await recover(store)
+
+    async def notice(shard: Shard) -> FrameHandler | None:
+        is_asked.set()
+        return await handler_soon(shard)
 
     async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
         await stack.gateway()
@@ -84,13 +91,16 @@ async def test_a_gateway_waits_for_a_scheduler_that_is_about_to_lead(
         await until(lambda: stack.member.is_standby, "a standby")
         await previous.drain()
         await is_recovering.wait()
+        membership = stack.scheduler._process.membership
+        await until(lambda: membership.is_owner(0), "the owner")
         monkeypatch.setattr(shard_module, "HANDLER_WITHIN_S", 0.001)
         refused = await stack.connect()
         await until(lambda: refused.lost is not None, "the refusal")
         assert info_of(refused.lost).reason == "STANDBY"
         monkeypatch.setattr(shard_module, "HANDLER_WITHIN_S", 3600)
+        monkeypatch.setattr(Shard, "handler_soon", notice)
         gateway = await stack.connect()
-        await until(lambda: stack.scheduler.shards[0]._has_term._waiters, "a gateway that waits")
+        await asyncio.wait_for(is_asked.wait(), 10)
         is_due.set()
         await until(lambda: gateway.hello is not None, "the hello")
         await gateway.wait_ended(await gateway.submit(prompt(9)))

@@ -24,7 +24,8 @@ from waiting import until
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc import shard as shard_module
-from scheduler_svc.cluster import coordinator
+from scheduler_svc.cluster import coordinator, hand_overs
+from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.participation import Participation
@@ -164,23 +165,39 @@ async def test_a_scheduler_that_joins_gets_one_shard_after_another_and_is_named(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways find it without a search, and without a second attempt."""
-    load = Participation.load
+    load, update, num_decisions = Participation.load, coordinator.Coordinator._update, 0
+
+    def busy(self: Participation) -> ShardLoad | None:
+        known = load(self)
+        return known and replace(known, num_live=1)
+
+    async def counted(*args: object, **options: object) -> None:
+        nonlocal num_decisions
+        await update(*args, **options)
+        num_decisions += 1
+
     # Idle shards are given together.
-    busy = lambda self: (known := load(self)) and replace(known, num_live=1)  # noqa: E731
     monkeypatch.setattr(Participation, "load", busy)
+    monkeypatch.setattr(coordinator.Coordinator, "_update", counted)
     # However slow this machine is.
     monkeypatch.setattr(shard_module, "HANDLER_WITHIN_S", 10.0)
+    monkeypatch.setattr(hand_overs, "MAX_HAND_OVER_S", 3600)
     await set_num_shards(stack.member)
     async with asyncio.timeout(10):
         found = await leaders(stack, members=1)
     left = dict(enumerate(await connect_all(stack, found)))
     membership = stack.member.scheduler._process.membership
     second = stack.start_scheduler()
-    for _ in range(NUM_SHARDS // 2):
+    for number in range(1, NUM_SHARDS // 2 + 1):
         await until(lambda: any(gateway.lost for gateway in left.values()), "a hand-over")
-        await membership.read_again()
-        await membership.read_again()
-        [shard] = [number for number, gateway in left.items() if gateway.lost]
+        [shard] = [given for given, gateway in left.items() if gateway.lost]
+        await until(lambda at=shard: membership.leader_of(at) == second.address, "the load")
+        # The first of them may have begun before.
+        enough = num_decisions + 3
+        await until(lambda at=enough: num_decisions >= at, "decisions")
+        owners = list(membership.map.owners.values())
+        assert owners.count(second.scheduler._process.membership.id) == number
+        assert [given for given, gateway in left.items() if gateway.lost] == [shard]
         lost = left.pop(shard).lost
         assert (info_of(lost).reason, info_of(lost).metadata["leader"]) == (
             "LEAD_ENDS",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.coordinator import Coordinator
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.store.cluster import ClusterReading, Timed
 
@@ -49,3 +50,34 @@ async def beat(*members: Membership) -> None:
     """A heartbeat of each member, in this order."""
     for member in members:
         member._take(await member._beat(member._address))
+
+
+class Written:
+    """The store and the names of workers, scripted."""
+
+    def __init__(self, cluster: ScriptedCluster) -> None:
+        self.cluster = cluster
+        self.num_writes = 0
+        self.error: Exception | None = None
+        self.all: frozenset[str] = frozenset()
+
+    async def write_map(self, packed: bytes) -> int:
+        if self.error is not None:
+            raise self.error
+        self.num_writes += 1
+        self.cluster.map = packed
+        return self.cluster.now_ms
+
+    @property
+    def map(self) -> ClusterMap:
+        assert self.cluster.map is not None
+        return ClusterMap.parse(self.cluster.map)
+
+
+def coordinator(leader: Membership, written: Written) -> Coordinator:
+    return Coordinator(leader, written, written, lambda: written.cluster.now_s, reached)
+
+
+async def reached(address: str) -> bool:
+    """All but one are."""
+    return address != "unreachable"

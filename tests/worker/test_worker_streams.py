@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from worker_svc.gpu import streams as streams_module
 from worker_svc.gpu.streams import CudaStreams
 
 _DEVICE = 3
@@ -50,6 +51,19 @@ class MadeUpEvent:
         self._cuda.queued.append((stream.name, "records", *self._kind))
 
 
+class MadeUpTensor:
+    """A tensor on the device."""
+
+    def __init__(self, cuda: MadeUpCuda) -> None:
+        self._cuda = cuda
+        self.copied: torch.Tensor | None = None
+
+    def copy_(self, host: torch.Tensor, *, non_blocking: bool = False) -> None:
+        assert non_blocking
+        self.copied = host
+        self._cuda.queued.append((self._cuda.current, "copies"))
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> MadeUpCuda:
     cuda = MadeUpCuda()
@@ -77,13 +91,24 @@ def test_an_event_follows_the_work_of_the_caller_s_stream(cuda: MadeUpCuda) -> N
 
 
 def test_the_event_of_inputs_follows_their_copy(cuda: MadeUpCuda) -> None:
-    host, device = torch.arange(4), torch.zeros(4, dtype=torch.int64)
-    CudaStreams().send(host, device)
-    assert device.tolist() == [0, 1, 2, 3]
-    assert cuda.queued == [("main", "records", "timing", "blocking")]
+    host, device = torch.arange(4), MadeUpTensor(cuda)
+    CudaStreams().send(host, cast("Any", device))
+    assert device.copied is host
+    assert cuda.queued == [("main", "copies"), ("main", "records", "timing", "blocking")]
 
 
-def test_copies_to_the_host_wait_for_the_steps_and_not_the_reverse(cuda: MadeUpCuda) -> None:
-    CudaStreams().fetch([])
-    assert cuda.queued == [("side", "waits for", "main"), ("side", "records", "blocking")]
+def test_copies_to_the_host_wait_for_the_steps_and_not_the_reverse(
+    cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        cuda.queued.append((cuda.current, "copies"))
+        return tensor
+
+    monkeypatch.setattr(streams_module, "_pinned_copy", copy)
+    CudaStreams().fetch([torch.arange(4)])
+    assert cuda.queued == [
+        ("side", "waits for", "main"),
+        ("side", "copies"),
+        ("side", "records", "blocking"),
+    ]
     assert cuda.current == "main"
